@@ -86,11 +86,11 @@ def _job() -> Any:
 
 
 def _reads(name: str, source: str) -> Callable[[Path], object]:
-    from stretto_interop.frameworks.choices import choices_of
+    from stretto_interop.frameworks.fields import values_of
     from stretto_interop.frameworks.mapping import read
     from stretto_interop.frameworks.registry import framework
 
-    values = choices_of(_job()).values
+    values = values_of(_job()).values
     names = ("model.", "data.sequence", "data.target_sequence")
     beside = {field: value for field, value in values.items() if field.startswith(names)}
 

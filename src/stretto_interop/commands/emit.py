@@ -25,7 +25,7 @@ from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.spec.job import Job
 from stretto.spec.presets import find_shape
 from stretto.view.plan_facts import counts
-from stretto_interop.frameworks.choices import PATHS, choices_of
+from stretto_interop.frameworks.fields import PATHS, values_of
 from stretto_interop.frameworks.mapping import Framework, Reading, emit, read
 from stretto_interop.frameworks.prices import better, overlapped, price, task_for
 from stretto_interop.frameworks.registry import framework
@@ -196,7 +196,7 @@ def _beside(model: str | None, words: Sequence[str]) -> dict[str, Any]:
 
     values: dict[str, Any] = {}
     if model is not None:
-        of_model = choices_of(Job(shape=find_shape(model))).values
+        of_model = values_of(Job(shape=find_shape(model))).values
         values = {name: value for name, value in of_model.items() if name.startswith("model.")}
     for word in words:
         name, equals, text = word.partition("=")

@@ -158,7 +158,7 @@ def _facts(made: Migration) -> dict[str, Any]:
         "not_mapped": made.lost,
         "required": list(made.required),
         "notes": made.notes,
-        "missing_here": made.here,
+        "missing_here": made.missing,
     }
 
 
@@ -190,7 +190,7 @@ def _show(to: Console, made: Migration, request: _Request, out: Path | None) -> 
         labelled(to, "not mapped", f"{name if name.startswith('$') else f'--{name}'}: {why}", _INDENT)
     for note in made.notes:
         labelled(to, "note", note, _INDENT)
-    for lack in made.here:
+    for lack in made.missing:
         labelled(to, "here", lack, _INDENT)
     if out is not None:
         to.print(f"\nwritten to {out}; next:\n  stretto config {out}", soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from stretto.errors import StrettoError
-from stretto_interop.frameworks.mapping import Open, Settings, Start
+from stretto_interop.frameworks.mapping import Parsed, Settings, Start, Unset
 from stretto_interop.frameworks.others import others
 
 _COMMENT = "//"  # no key of DeepSpeed's
@@ -20,13 +20,13 @@ def render(settings: Settings, notes: Sequence[str]) -> str:
     tree: dict[str, Any] = {}
     missing = list[str]()
     for name, value in settings.items():
-        if isinstance(value, Open):
-            missing.append(f"fill in {name} ({value.choice}), such as {value.example}")
+        if isinstance(value, Unset):
+            missing.append(f"fill in {name} ({value.name}), such as {value.example}")
         *sections, last = name.split(".")
         inside = tree
         for section in sections:
             inside = inside.setdefault(section, {})
-        inside[last] = _AUTO if isinstance(value, Open) else value
+        inside[last] = _AUTO if isinstance(value, Unset) else value
     return json.dumps({_COMMENT: [*notes, *missing], **tree}, indent=2) + "\n"
 
 
@@ -42,7 +42,7 @@ _PRICED_IF_AUTO = (
 )
 
 
-def parse(text: str, source: str, start: Start) -> Settings:
+def parse(text: str, source: str, start: Start) -> Parsed:
     """The JSON's settings by dotted names, without those that switch something off that is off anyway.
 
     Raises:
@@ -68,7 +68,7 @@ def parse(text: str, source: str, start: Start) -> Settings:
     if settings.get(_RATIO) == 1:
         del settings[_RATIO]
     _check_types(settings, source)
-    return _sized(settings, source, start.devices)
+    return Parsed(settings=_sized(settings, source, start.devices))
 
 
 _RATIO = "zero_optimization.offload_optimizer.ratio"
@@ -135,7 +135,7 @@ def _check_types(settings: dict[str, Any], source: str) -> None:
             raise StrettoError(f"{source}: {name} is {value!r}", hint=f"{what}, 0 or more")
 
 
-def _sized(settings: dict[str, Any], source: str, devices: int | None) -> Settings:
+def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:
     """With the number of replicas, which follows from the devices where the JSON does not say it."""
     tp = max(1, settings.get("tensor_parallel.autotp_size", 1))
     model_parallel = tp * settings.get("sequence_parallel_size", 1)

@@ -1,8 +1,9 @@
-"""The mapping between our choices and a framework's settings, declared once for both directions.
+"""The mapping between a job and a framework's settings, declared once for both directions.
 
-A framework is a list of rules. Each rule names the choices it is about and the settings it writes, and turns
-one into the other. All rules of a framework together are about every choice: what the framework has no word
-for is refused by name where it would change the job (`only`), and listed where it would not (`aside`).
+A framework is a list of rules. Each names the fields of a job that it is about and the settings that it
+writes, and turns one into the other. All rules of a framework together are about every field: one that the
+framework has no setting for is refused by name if it would change the job (`restricted`), and listed if it
+would not (`ignored`).
 """
 
 from __future__ import annotations
@@ -10,79 +11,58 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.attention import AttentionShape
 from stretto.spec.job import Job
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.rules import problems
 from stretto.spec.shape import ModelShape, fields_of
-from stretto_interop.frameworks.choices import (
+from stretto_interop.frameworks.fields import (
+    JOB,
+    MODEL,
     NAMES,
     PRICED,
+    RUN,
     RUN_DEFAULTS,
-    Choices,
-    choices_of,
+    JobValues,
     job_from,
+    name_of,
     reading,
+    values_of,
 )
 
 Settings = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Open:
-    """The value of an undecided setting: a framework writes a place to fill in.
+class Unset:
+    """The value of an undecided setting: a framework writes a placeholder.
 
     Attributes:
-        choice: the name of ours.
+        field: the field of the job.
         example: a value that it could have.
     """
 
-    choice: str
+    field: object
     example: Any
 
-
-@dataclass(frozen=True)
-class Unread:
-    """A setting that is there and whose value could not be taken.
-
-    Attributes:
-        matters: to a price.
-    """
-
-    error: StrettoError
-    matters: bool
-
-
-@dataclass(frozen=True)
-class Former:
-    """A setting of another version, which is read as others that stand beside it.
-
-    Attributes:
-        instead: these, as they would be said.
-    """
-
-    instead: str
-
-
-@dataclass(frozen=True)
-class Remark:
-    """No setting: what of the text is not as it may look, in a sentence."""
-
-    text: str
+    @property
+    def name(self) -> str:
+        """The field's name."""
+        return name_of(self.field)
 
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A setting that names a file of another framework's.
+    """A file of another framework that a setting names.
 
     Attributes:
-        text: of the file, where the script writes it itself; None: it is to be read.
+        text: its contents, if the script writes it itself.
     """
 
     path: str
@@ -90,12 +70,12 @@ class NamedFile:
 
 
 @dataclass(kw_only=True)
-class Beside:
-    """What such a file says beside the settings.
+class FileSettings:
+    """What such a file adds to the settings.
 
     Attributes:
-        fields: choices, which win.
-        lost, differs: as those of a `Migration`, by the setting.
+        fields: values by name, which override those of the settings.
+        lost, differs: as those of a `Migration`, by setting.
     """
 
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -103,37 +83,37 @@ class Beside:
     differs: dict[str, str] = field(default_factory=dict[str, str])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """Choices and the settings they become.
+@dataclass(kw_only=True)
+class Parsed:
+    """A framework's text.
 
     Attributes:
-        choices: names of ours that the rule maps or refuses.
-        settings: names of theirs that it writes and reads.
-        write: settings of a job; raises Problem for a choice that the framework does not have. Of `settings`
-            it may leave out those that the framework then takes for the same.
-        read: choices of their settings, which lack what was left out; None: they say nothing about a job.
-        notes: what is written beside the settings, as comments: choices that are left out since they change
-            nothing of what is computed, and differences that no setting removes.
+        settings: by name.
+        unsupported: settings whose values cannot be read: the error, and True if a price depends on them.
+        deprecated: settings of other versions, and the settings that they are read as, as they are written.
+        files: settings that name files of other frameworks.
+        notes: sentences about what in the text is not as it may look.
     """
 
-    choices: tuple[str, ...]
-    settings: tuple[str, ...] = ()
-    write: Callable[[Choices], Settings]
-    read: Callable[[Settings], Mapping[str, Any]] | None = None
-    notes: Callable[[Choices], Iterable[str]] = lambda _: ()
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    unsupported: dict[str, tuple[StrettoError, bool]] = field(
+        default_factory=dict[str, tuple[StrettoError, bool]]
+    )
+    deprecated: dict[str, str] = field(default_factory=dict[str, str])
+    files: dict[str, NamedFile] = field(default_factory=dict[str, NamedFile])
+    notes: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a text is started, where it is a script.
+    """How a script is started.
 
     Attributes:
-        devices: processes, where the text does not say how many there are.
-        wins: `devices` is right whatever the text says.
-        words: behind the script's name.
-        variables: of the environment.
-        program: what it trains, "gpt", where its program's name does not tell.
+        devices: number of processes if the text does not give it.
+        wins: `devices` overrides the text.
+        words: arguments of the script.
+        variables: the environment.
+        program: what the script trains ("gpt"), if the name of its program is unknown.
     """
 
     devices: int | None = None
@@ -143,67 +123,87 @@ class Start:
     program: str | None = None
 
 
+Values = Mapping[Any, Any]  # by field
+Writer = Callable[[JobValues], Settings]
+Reader = Callable[[Settings], Values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Fields of a job and the settings that they become.
+
+    Attributes:
+        fields: names of the fields that the rule maps or refuses.
+        settings: names of the settings that it writes and reads.
+        write: the settings of a job; raises Problem for a value that the framework does not have. It may omit
+            settings whose absence means the same.
+        read: values by field, without those whose settings are absent; None if the settings say nothing about
+            a job.
+        notes: comments on what is written: fields that are left out as they change nothing of what is
+            computed, and differences that no setting removes.
+    """
+
+    fields: tuple[str, ...]
+    settings: tuple[str, ...]
+    write: Writer
+    read: Reader | None
+    notes: Callable[[JobValues], Iterable[str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Framework:
     """A framework whose configs can be written and read.
 
     Attributes:
         name: as `--emit` and `--from` take it.
-        title: with the version that its settings are of.
-        rules: together about all `choices.NAMES`.
-        render: settings, and notes for comments, as the text that the framework takes.
-        parse: the settings of such a text and what stands beside them; None: it cannot be read. It takes the
-            text, where it comes from (for errors), and how it is started.
+        title: with the version of its settings.
+        rules: together about all `fields.NAMES`.
+        render: the framework's text of settings, and of notes as comments.
+        parse: reads such a text; takes the text, its source (for errors), and how it is started. None if it
+            cannot be read.
         unpriced: settings, by patterns of their names, that change no time or memory, and why.
         unread: settings that are refused when read, by patterns, and why.
-        as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; of the job and
-            the settings that were read (none: as they are written).
-        remarks: what a prediction of such settings leaves out, in sentences.
-        software: profile of its kernels (`planner/data/software.yaml`), as jobs are written for it.
-        software_read: the profile where settings that were read choose it; None: it is `software`.
-        overlaps: whether gradients are reduced while the backward computes; of the settings that were read.
+        as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; from the job
+            and the settings that were read (empty: as they are written).
+        remarks: sentences on what a prediction of such settings leaves out.
+        software: profile of its kernels (`planner/data/software.yaml`), by the settings that were read.
+        overlaps: True if gradients are reduced while the backward computes, by the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
-        needless: settings that no rule reads and that a run here is the same without, and why.
-        lost: why a setting that no rule reads, with that value, has no counterpart here; None: it needs none.
-        usual: whether a value is what the framework takes where the setting is left out.
-        differs: settings that rules read, and in what a run here is not as they say.
-        files: settings that name files of other frameworks, and how these are read: of the file, the values
-            of all choices, and those that settings name.
+        needless: settings that no rule reads and that a run here does not need, and why.
+        lost: why a setting that no rule reads, with this value, has no counterpart here; None: none is needed.
+        is_default: True if a value is the framework's default.
+        differs: settings that rules read, and how a run here differs from them.
+        files: settings that name files of other frameworks, and how these are read: from the file, the values
+            so far, and the names of fields that settings have set.
     """
 
     name: str
     title: str
     rules: Sequence[Rule]
     render: Callable[[Settings, Sequence[str]], str]
-    parse: Callable[[str, str, Start], Settings] | None = None
+    parse: Callable[[str, str, Start], Parsed] | None = None
     unpriced: Mapping[str, str] = field(default_factory=dict[str, str])
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     as_run: Callable[[Job, Settings], Job]
     remarks: Callable[[Settings], Iterable[str]] = lambda _: ()
-    software: str
-    software_read: Callable[[Settings], str] | None = None
+    software: Callable[[Settings], str]
     overlaps: Callable[[Settings], bool] = lambda _: True
     plans: Sequence[str] = ()
     needless: Mapping[str, str] = field(default_factory=dict[str, str])
-    lost: Callable[[str, Any], str | None] | None = None
-    usual: Callable[[str, Any], bool] | None = None
+    lost: Callable[[str, Any], str | None] = lambda _, __: None
+    is_default: Callable[[str, Any], bool] = lambda _, __: False
     differs: Callable[[Settings], Iterable[tuple[str, str]]] = lambda _: ()
-    files: Mapping[str, Callable[[NamedFile, Settings, Collection[str]], Beside]] = field(
-        default_factory=dict[str, Callable[[NamedFile, Settings, Collection[str]], Beside]]
+    files: Mapping[str, Callable[[NamedFile, Settings, Collection[str]], FileSettings]] = field(
+        default_factory=dict[str, Callable[[NamedFile, Settings, Collection[str]], FileSettings]]
     )
 
     @property
     def assumptions(self) -> Assumptions:
         """How its software executes a job that is written for it."""
-        return Assumptions(software=software_profile(self.software))
-
-    def assumptions_of(self, settings: Settings) -> Assumptions:
-        """How its software executes a job of settings that were read."""
-        name = self.software if self.software_read is None else self.software_read(settings)
-        return Assumptions(software=software_profile(name), overlap=self.overlaps(settings))
+        return Assumptions(software=software_profile(self.software({})))
 
     def why_unread(self, setting: str) -> str | None:
-        """Why a setting is refused when it is read; None: it is not."""
+        """Why a setting is refused when it is read; None if it is not."""
         return _matching(self.unread, setting)
 
     @property
@@ -219,7 +219,7 @@ class Reading:
     Attributes:
         assumptions: how its software executes the job with these settings.
         ignored: settings that change no time or memory, by the reason.
-        remarks: what the prediction leaves out, in sentences.
+        remarks: sentences on what the prediction leaves out.
         settings: all that were read.
     """
 
@@ -233,167 +233,170 @@ class Reading:
 # ------------------------------------------------------------------ rules
 
 
+def rule(
+    *fields: object,
+    settings: str | Iterable[str] = (),
+    write: Writer = lambda _: {},
+    read: Reader | None = None,
+    notes: Callable[[JobValues], Iterable[str]] = lambda _: (),
+) -> Rule:
+    """A rule with functions of its own; `settings` may be their names in one string."""
+    names = settings.split() if isinstance(settings, str) else settings
+    return Rule(
+        fields=tuple(map(name_of, fields)), settings=tuple(names), write=write, read=read, notes=notes
+    )
+
+
 def under(section: str, names: str) -> tuple[str, ...]:
-    """The names of a text, under a section: `under("layout", "tp cp")` is layout.tp and layout.cp."""
+    """Names of settings in a section: `under("zero", "stage ratio")` is zero.stage and zero.ratio."""
     return tuple(f"{section}.{name}" for name in names.split())
 
 
-def same(
+def renamed(
     setting: str,
-    choice: str,
+    field: T,
     *,
-    usual: Any = None,
-    to: Callable[[Any], Any] = lambda value: value,
-    back: Callable[[Any], Any] = lambda value: value,
+    default: Any = None,
+    to: Callable[[T], Any] = lambda value: value,
+    back: Callable[[Any], T] = lambda value: value,
 ) -> Rule:
-    """One choice that is one setting, which is always written.
+    """A field that is a setting, which is always written.
 
     Args:
-        usual: what the framework takes where the setting is left out, in its own values.
-        to, back: from our value to theirs, and back.
+        default: what the framework takes if the setting is absent, in its own values.
+        to, back: converts the field's value to the setting's, and back.
     """
 
-    def write(choices: Choices) -> Settings:
-        value = choices[choice]
-        return {setting: Open(choice, value) if choice in choices.open else to(value)}
+    def write(values: JobValues) -> Settings:
+        value = values[field]
+        return {setting: Unset(field, value) if values.is_open(field) else to(value)}
 
-    def read(settings: Settings) -> Mapping[str, Any]:
-        value = settings.get(setting, usual)
-        return {} if value is None else {choice: back(value)}
+    def read(settings: Settings) -> Values:
+        value = settings.get(setting, default)
+        return {} if value is None else {field: back(value)}
 
-    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
+    return rule(field, settings=[setting], write=write, read=read)
 
 
 def one_of(
     setting: str,
-    choice: str,
+    field: Hashable,
     values: Mapping[Hashable, Any],
     *,
-    usual: Any,
+    default: Any,
     instead: str,
     also: Mapping[Any, Hashable] | None = None,
 ) -> Rule:
-    """One choice that is one setting, for the values that the framework has; others are refused.
+    """A field that is a setting, for the values that the framework has; others are refused.
 
     Args:
-        values: theirs by ours; several of ours may be one of theirs, which then reads as the first.
+        values: the setting's value for each of the field's; of several with the same, it reads as the first.
         instead: what the framework has, in a sentence that names it.
-        also: ours by further values of theirs, which are read and never written.
+        also: further values of the setting, which are read and never written, with the field's values.
     """
+    allowed: dict[Any, Hashable] = dict(also or {})
+    for value, of_setting in values.items():
+        allowed.setdefault(of_setting, value)
 
-    def write(choices: Choices) -> Settings:
-        value = choices[choice]
+    def write(among: JobValues) -> Settings:
+        value = among[field]
         if value not in values:
-            raise refused(choice, value, instead, values)
+            raise refused(field, value, instead, values)
         return {setting: values[value]}
 
-    def read(settings: Settings) -> Mapping[str, Any]:
-        value = settings.get(setting, usual)
-        known: dict[Any, Hashable] = dict(also or {})
-        for ours, theirs in values.items():
-            known.setdefault(theirs, ours)
-        if value in known:
-            return {choice: known[value]}
-        allowed = ", ".join(map(str, known))
-        raise StrettoError(f"{setting} is {value}: not modelled here", hint=f"what is: {allowed}")
+    def read(settings: Settings) -> Values:
+        value = settings.get(setting, default)
+        if value in allowed:
+            return {field: allowed[value]}
+        raise StrettoError(
+            f"{setting} is {value}: not modelled here", hint=f"what is: {', '.join(map(str, allowed))}"
+        )
 
-    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
+    return rule(field, settings=[setting], write=write, read=read)
 
 
-def flag(setting: str, choice: str, *, when: bool = True) -> Rule:
-    """One choice of yes or no that is a setting which is there or not; it is there for `when`."""
-
-    def write(choices: Choices) -> Settings:
-        return {setting: True} if bool(choices[choice]) is when else {}
-
-    def read(settings: Settings) -> Mapping[str, Any]:
-        return {choice: when if setting in settings else not when}
-
-    return Rule(choices=(choice,), settings=(setting,), write=write, read=read)
-
-
-def only(choice: str, allowed: Iterable[Any], instead: str) -> Rule:
-    """One choice that the framework has no setting for; values other than what it does are refused."""
-    known = tuple(allowed)
-
-    def write(choices: Choices) -> Settings:
-        if choices[choice] not in known:
-            raise refused(choice, choices[choice], instead, known)
-        return {}
-
-    return Rule(choices=(choice,), write=write)
-
-
-def without(section: str, kind: type[Any], tells: str, instead: str) -> Rule:
-    """All choices of a part that the framework does not have.
-
-    Args:
-        kind: the dataclass whose fields they are.
-        tells: the field that says whether a job has the part: it is None where not.
-    """
-
-    def write(choices: Choices) -> Settings:
-        value = choices[f"{section}.{tells}"]
-        if value is not None:
-            raise refused(f"{section}.{tells}", value, instead, (None,))
-        return {}
-
-    return Rule(choices=tuple(f"{section}.{one.name}" for one in fields(kind)), write=write)
-
-
-def without_encoder(instead: str, *choices: str) -> Rule:
-    """What only a model with an encoder has, which the framework has no setting for.
-
-    Args:
-        choices: beside the length of the decoder's samples and the ranks that encode.
-    """
-
-    def write(among: Choices) -> Settings:
-        usual = {f"model.attention.{one.name}": one.default for one in fields(AttentionShape)}
-        usual |= {"model.encoder_layers": 0, "layout.encoder_pp": None}
-        usual["data.target_sequence"] = among["data.sequence"]
-        for name in ("model.encoder_layers", "data.target_sequence", "layout.encoder_pp", *choices):
-            if among[name] != usual[name]:
-                raise refused(name, among[name], instead, (usual[name],))
-        return {}
-
-    return Rule(choices=("data.target_sequence", "layout.encoder_pp", *choices), write=write)
-
-
-def aside(why: str, *choices: str) -> Rule:
-    """Choices that change nothing of what a step computes, and that the framework has no setting for; those
-    that are not the usual ones are listed beside what is written.
-    """
-
-    def notes(among: Choices) -> Iterable[str]:
-        changed = (name for name in choices if among[name] != RUN_DEFAULTS.get(name))
-        return (f"left out: {name}={shown(among[name])} ({why})" for name in changed)
-
-    return Rule(choices=choices, write=lambda _: {}, notes=notes)
-
-
-def next_token(instead: str) -> tuple[Rule, Rule]:
-    """The objective of a decoder alone, and what belongs to those of a model with an encoder."""
-    names = ("noise_density", "mean_span_length", "sentinels", "first_sentinel")
-    return (
-        only("data.objective", (None, "causal"), instead),
-        aside("no spans are cut out of the text", *(f"data.{name}" for name in names)),
+def flag(setting: str, field: bool, *, when: bool = True) -> Rule:
+    """A field that is true or false, and a setting that is present for the value `when`."""
+    return rule(
+        field,
+        settings=[setting],
+        write=lambda values: {setting: True} if bool(values[field]) is when else {},
+        read=lambda settings: {field: when if setting in settings else not when},
     )
 
 
-def rule(
-    choices: Sequence[str],
-    settings: Sequence[str],
-    write: Callable[[Choices], Settings],
-    read: Callable[[Settings], Mapping[str, Any]] | None,
-    notes: Callable[[Choices], Iterable[str]] = lambda _: (),
-) -> Rule:
-    """A rule of functions of its own."""
-    return Rule(choices=tuple(choices), settings=tuple(settings), write=write, read=read, notes=notes)
+def restricted(field: T, allowed: Iterable[T], instead: str) -> Rule:
+    """A field that the framework has no setting for; only the values that it implements are accepted."""
+    accepted = tuple(allowed)
+
+    def write(values: JobValues) -> Settings:
+        if values[field] not in accepted:
+            raise refused(field, values[field], instead, accepted)
+        return {}
+
+    return rule(field, write=write)
 
 
-def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
-    """The error of a choice that a framework does not have.
+def absent(instead: str, presence: object, *fields: object) -> Rule:
+    """All fields of a part of the model that the framework does not have.
+
+    Args:
+        presence: the field that is None in a job without the part.
+    """
+
+    def write(values: JobValues) -> Settings:
+        if (value := values[presence]) is not None:
+            raise refused(presence, value, instead, (None,))
+        return {}
+
+    return rule(presence, *fields, write=write)
+
+
+def without_encoder(instead: str, *fields: object) -> Rule:
+    """Fields that only a model with an encoder has, and a framework without one.
+
+    Args:
+        fields: further ones, which have no values of their own in a decoder.
+    """
+
+    def write(values: JobValues) -> Settings:
+        sequence = values[JOB.sequence]
+        decoder = ((MODEL.encoder_layers, 0), (JOB.target_sequence, sequence), (JOB.encoder_pp, None))
+        for entry, value in decoder:
+            if values[entry] != value:
+                raise refused(entry, values[entry], instead, (value,))
+        return {}
+
+    return rule(JOB.target_sequence, JOB.encoder_pp, *fields, write=write)
+
+
+def ignored(why: str, *fields: object) -> Rule:
+    """Fields that change nothing of what a step computes, and that the framework has no setting for; those
+    that do not have their defaults are listed beside what is written.
+    """
+    names = tuple(map(name_of, fields))
+
+    def notes(values: JobValues) -> Iterable[str]:
+        changed = (name for name in names if values[name] != RUN_DEFAULTS.get(name))
+        return (f"left out: {name}={shown(values[name])} ({why})" for name in changed)
+
+    return rule(*fields, notes=notes)
+
+
+def next_token(instead: str) -> tuple[Rule, Rule]:
+    """The objective of a decoder alone, and the options of objectives with an encoder."""
+    data = RUN.data
+    return (
+        restricted(data.objective, (None, "causal"), instead),
+        ignored(
+            "no spans are cut out of the text",
+            *(data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
+        ),
+    )
+
+
+def refused(field: object, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
+    """The error of a value that a framework does not have.
 
     Args:
         instead: what it has, in a sentence that names it.
@@ -401,7 +404,8 @@ def refused(choice: str, value: Any, instead: str, allowed: Iterable[Any]) -> Pr
     """
     texts = [shown(one) for one in allowed]
     near = nearest(shown(value), texts) or (texts[0] if texts else None)
-    return Problem(choice, shown(value), instead, None if near is None else f"nearest: {choice}={near}")
+    name = name_of(field)
+    return Problem(name, shown(value), instead, None if near is None else f"nearest: {name}={near}")
 
 
 def shown(value: Any) -> str:
@@ -409,12 +413,12 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {one}' for key, one in value.items())}}}"  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return f"{{{', '.join(f'{key}: {inner}' for key, inner in value.items())}}}"  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return str(list(value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def check_batch(job: Job) -> None:
-    """Raise Problem for a batch that is no whole number of microbatches in each replica."""
+    """Raise Problem if the batch is not a whole number of microbatches in each replica."""
     if job.microbatches is None:
         step = job.layout.dp * job.micro_batch
         rule = f"it must be a multiple of micro_size x dp, which is {step}"
@@ -423,28 +427,28 @@ def check_batch(job: Job) -> None:
 
 
 def model_words(shape: ModelShape) -> str:
-    """A model in words: the preset of its sizes, or the sizes."""
+    """A model in words: the preset with its sizes, or the sizes."""
     name = next((name for name in PRESETS if preset(name) == shape), None)
     if name is not None:
         return name
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
     words = [f"{size}={getattr(shape, size)}" for size in sizes]
-    usual = ModelShape(family=shape.family, **{size: getattr(shape, size) for size in (*sizes, "sequence")})
-    rest = [name for name in fields_of(shape) if name not in ("sequence", *sizes)]
-    words += [word for name in rest for word in _differing(name, getattr(shape, name), getattr(usual, name))]
+    plain = ModelShape(family=shape.family, **{size: getattr(shape, size) for size in (*sizes, "sequence")})
+
+    def differing(name: str, value: Any, default: Any) -> Iterator[str]:
+        if value == default:
+            return
+        if not is_dataclass(value):
+            yield f"{name}={shown(value)}"
+            return
+        for entry in fields(value):
+            inner = entry.default if default is None else getattr(default, entry.name)
+            yield from differing(f"{name}.{entry.name}", getattr(value, entry.name), inner)
+
+    for name in fields_of(shape):
+        if name not in ("sequence", *sizes):
+            words += differing(name, getattr(shape, name), getattr(plain, name))
     return f"{shape.family} with {', '.join(words)}"
-
-
-def _differing(name: str, value: Any, usual: Any) -> Iterator[str]:
-    """What of a field is not usual; field by field where it is a shape of its own."""
-    if value == usual:
-        return
-    if not is_dataclass(value):
-        yield f"{name}={shown(value)}"
-        return
-    for one in fields(value):
-        default = one.default if usual is None else getattr(usual, one.name)
-        yield from _differing(f"{name}.{one.name}", getattr(value, one.name), default)
 
 
 # ------------------------------------------------------------------ both directions
@@ -454,66 +458,62 @@ def emit(framework: Framework, job: Job, config: TrainConfig | None = None, abou
     """The job as the framework takes it.
 
     Args:
-        config: what the job is of, for choices of the run around it; None: a plan's, which leaves them open.
+        config: the job's config, with the fields of the run around it; None: a plan's job, which leaves them
+            open.
         about: first lines, as comments.
 
     Raises:
-        StrettoError: a choice that the framework does not have; tells how many more there are.
+        StrettoError: a value that the framework does not have; tells how many more exist.
     """
-    choices = choices_of(job, config)
-    settings, notes = settings_of(framework, choices)
+    settings, notes = settings_of(framework, values_of(job, config))
     return framework.render(settings, [*about.splitlines(), *notes])
 
 
-def settings_of(framework: Framework, choices: Choices) -> tuple[dict[str, Any], list[str]]:
-    """The framework's settings, and a line for each choice that it has no setting for and that changes
-    nothing of what is computed.
+def settings_of(framework: Framework, values: JobValues) -> tuple[dict[str, Any], list[str]]:
+    """The framework's settings, and a note for each field that it has no setting for and that changes nothing
+    of what is computed.
 
     Raises:
         StrettoError: as `emit`.
     """
-    settings, notes, wrong = _written(framework, choices)
+    settings, notes, wrong = _written(framework, values)
     raise_first(wrong)
     return settings, notes
 
 
 def refusals(framework: Framework, job: Job, config: TrainConfig | None = None) -> list[Problem]:
-    """The choices of a job that the framework does not have.
-
-    Args:
-        config: as in `emit`.
-    """
+    """The values of a job that the framework does not have; `config` as in `emit`."""
     try:
-        return _written(framework, choices_of(job, config))[2]
-    except StrettoError as error:  # of no single choice
+        return _written(framework, values_of(job, config))[2]
+    except StrettoError as error:  # of no single field
         return [error if isinstance(error, Problem) else error.within("layout")]
 
 
-def _written(framework: Framework, choices: Choices) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """Settings and notes of `settings_of`, and the choices that the framework does not have."""
+def _written(framework: Framework, values: JobValues) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """Settings and notes of `settings_of`, and the values that the framework does not have."""
     settings: dict[str, Any] = {}
     notes, wrong = list[str](), list[Problem]()
     for rule in framework.rules:
-        if rule.choices and choices.unsaid.issuperset(rule.choices):
+        if rule.fields and values.unsaid.issuperset(rule.fields):
             continue  # the framework's own defaults
         try:
-            settings |= rule.write(choices)
+            settings |= rule.write(values)
         except Problem as problem:
             wrong.append(problem)
-        notes += rule.notes(choices)
+        notes += rule.notes(values)
     return settings, notes, wrong
 
 
-def read_rule(rule: Rule, settings: Settings) -> Mapping[str, Any]:
-    """The choices of a rule.
+def read_rule(rule: Rule, settings: Settings) -> dict[str, Any]:
+    """The values that a rule reads, by name.
 
     Raises:
-        StrettoError: a value that is not modelled, or of a kind that the setting does not take.
+        StrettoError: a value that is not modelled, or of a type that the setting does not take.
     """
     assert rule.read is not None
-    there = [f"{name} is {shown(settings[name])}" for name in rule.settings if name in settings]
-    with reading(", ".join(there) or ", ".join(rule.settings)):
-        return rule.read(settings)
+    present = [f"{name} is {shown(settings[name])}" for name in rule.settings if name in settings]
+    with reading(", ".join(present) or ", ".join(rule.settings)):
+        return {name_of(field): value for field, value in rule.read(settings).items()}
 
 
 def read(
@@ -521,71 +521,69 @@ def read(
     text: str,
     source: str,
     devices: int | None = None,
-    beside: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Reading:
     """The job that a framework's text describes.
 
     Args:
         source: where the text comes from, for errors.
-        devices: of the cluster, where the text does not say how many there are.
-        beside: choices that are said beside the text, and win.
+        devices: of the cluster, if the text does not give their number.
+        overrides: values by name that are given beside the text.
 
     Raises:
-        StrettoError: not such a text, a setting that nothing is known of, a value that is not modelled, or a
-            job that is not legal.
+        StrettoError: not such a text, an unknown setting, a value that is not modelled, or a job that is not
+            legal.
     """
     if framework.parse is None:
         raise StrettoError(f"what {framework.title} runs cannot be read", hint="it can be written: --emit")
     with reading(source):
         parsed = framework.parse(text, source, Start(devices=devices))
-    known, ignored = framework.settings, dict[str, list[str]]()
-    for name, value in parsed.items():
-        if isinstance(value, Unread) and value.matters:
-            raise value.error
-        if isinstance(value, NamedFile):
-            hint = "`stretto migrate` reads it; predict takes the config that this makes"
-            raise StrettoError(f"{source}: --{name} {value.path} is a file that is not priced", hint=hint)
-        if name in known or name.startswith("$") or isinstance(value, Former | Remark):
+    settings = parsed.settings
+    for error, matters in parsed.unsupported.values():
+        if matters:
+            raise error
+    for name, file in parsed.files.items():
+        hint = "`stretto migrate` reads it; predict takes the config that this makes"
+        raise StrettoError(f"{source}: --{name} {file.path} is a file that is not priced", hint=hint)
+    mapped, unpriced = framework.settings, dict[str, list[str]]()
+    for name, value in settings.items():
+        if name in mapped:
             continue
         if (why := framework.why_unread(name)) is not None:
             raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
         why = _matching(framework.unpriced, name)
         if why is None:
-            near = nearest(name, [*known, *framework.unpriced, *framework.unread])
+            near = nearest(name, [*mapped, *framework.unpriced, *framework.unread])
             hint = f"did you mean {near}?" if near else None
             raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
-        ignored.setdefault(why, []).append(name)
-    settings = {
-        name: value for name, value in parsed.items() if not isinstance(value, Former | Unread | Remark)
-    }
+        unpriced.setdefault(why, []).append(name)
     values, unread = dict[str, Any](), list[str]()
     for rule in framework.rules:
         if rule.read is not None:
             try:
                 values |= read_rule(rule, settings)
             except StrettoError as error:
-                if PRICED & set(rule.choices) or not all(name.startswith("data.") for name in rule.choices):
+                if PRICED & set(rule.fields) or not all(name.startswith("data.") for name in rule.fields):
                     raise
                 unread.append(f"not read, and no part of the price: {error.message}")
-    values |= beside or {}
+    values |= overrides or {}
     if values.get("model.family") is None:
         raise StrettoError(f"{source} does not say which model it is", hint="say it with --model")
     with reading(f"{source}: its settings together"):
         job = job_from(values)
         raise_first(problems(job))
+        variables = [name for name in parsed.unsupported if name.startswith("$")]
         return Reading(
             job=framework.as_run(job, settings),
-            assumptions=framework.assumptions_of(settings),
-            ignored={why: tuple(names) for why, names in ignored.items()},
+            assumptions=Assumptions(
+                software=software_profile(framework.software(settings)), overlap=framework.overlaps(settings)
+            ),
+            ignored={why: tuple(names) for why, names in unpriced.items()},
             remarks=(
-                *(value.text for value in parsed.values() if isinstance(value, Remark)),
+                *parsed.notes,
                 *unread,
                 *framework.remarks(settings),
-                *(
-                    f"nothing tells what {name} holds: it is taken to be empty"
-                    for name in parsed
-                    if name[0] == "$"
-                ),
+                *(f"nothing tells what {name} holds: it is taken to be empty" for name in variables),
             ),
             settings=settings,
         )
@@ -596,6 +594,6 @@ def _matching(patterns: Mapping[str, str], name: str) -> str | None:
 
 
 def unmapped(framework: Framework) -> tuple[set[str], set[str]]:
-    """Choices that no rule is about, and those that several are, or that there are none of."""
-    about = [name for rule in framework.rules for name in rule.choices]
+    """Fields that no rule is about, and those that several are, or that do not exist."""
+    about = [name for rule in framework.rules for name in rule.fields]
     return set(NAMES) - set(about), {name for name in about if about.count(name) > 1 or name not in NAMES}

@@ -20,21 +20,13 @@ from stretto.run.config.validation import wrong_fields
 from stretto.run.config.written import model_section
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
-from stretto_interop.frameworks.choices import RUN_DEFAULTS, job_from, reading
-from stretto_interop.frameworks.mapping import (
-    Former,
-    Framework,
-    NamedFile,
-    Remark,
-    Settings,
-    Start,
-    Unread,
-    read_rule,
-)
+from stretto_interop.frameworks.fields import JOB, MODEL, RUN, RUN_DEFAULTS, job_from, name_of, reading
+from stretto_interop.frameworks.mapping import Framework, Settings, Start, read_rule
 
-# without them there is no run, and nothing of ours would be right by itself
-_NEEDED = ("data.source", "train.steps", "optim.lr")
-_SIZE = "model.vocab"
+# a run needs them, and no default would be right
+_NEEDED = tuple(map(name_of, (RUN.data.source, RUN.train.steps, JOB.optimiser.lr)))
+_VOCAB = name_of(MODEL.vocab)
+_TOKENIZER = name_of(RUN.data.tokenizer)
 _TRAINED = DataConfig.vocab  # entries of a tokenizer that is trained
 
 
@@ -48,17 +40,17 @@ class Mapped:
 
 @dataclass(kw_only=True)
 class Migration:
-    """A config of another framework's text.
+    """A framework's text as a config.
 
     Attributes:
         text: the YAML.
         config: as it resolves.
-        mapped: settings and what they became.
-        needless: settings that a run here is the same without, by the reason.
-        lost: settings without a counterpart, or of which only a part is taken, and why.
-        differs: settings that are mapped, and in what the run is not as they say.
-        notes: what the text leaves open, in sentences.
-        here: what this machine lacks to run the config, in sentences.
+        mapped: settings and the fields that they became.
+        needless: settings that a run here does not need, by the reason.
+        lost: settings without a counterpart, or with a counterpart of a part only, and why.
+        differs: settings that are mapped, and how the run differs from them.
+        notes: sentences on what the text leaves open.
+        missing: sentences on what this machine lacks to run the config.
     """
 
     text: str = ""
@@ -68,7 +60,7 @@ class Migration:
     lost: dict[str, str] = field(default_factory=dict[str, str])
     differs: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
-    here: list[str] = field(default_factory=list[str])
+    missing: list[str] = field(default_factory=list[str])
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -98,31 +90,27 @@ def migrate(
     assert framework.parse is not None
     with reading(source):
         parsed = framework.parse(text, source, start or Start())
-    made = Migration()
-    for setting, value in parsed.items():
-        if isinstance(value, Former):
-            made.needless.setdefault(f"read as {value.instead}", []).append(setting)
-        elif isinstance(value, Unread):
-            made.lost[setting] = f"{value.error.message.removeprefix(f'{source}: ')}{_hint(value.error)}"
-        elif isinstance(value, Remark):
-            made.notes.append(value.text)
-    other = Former | Unread | NamedFile | Remark
-    settings = {key: value for key, value in parsed.items() if not isinstance(value, other)}
-    values = _read(framework, settings, made)
-    for setting, value in parsed.items():
-        if isinstance(value, NamedFile):
-            beside = framework.files[setting](
-                value, values, {name for one in made.mapped for name in one.fields}
-            )
-            values |= beside.fields
-            made.lost |= beside.lost
-            made.differs |= beside.differs
-            if beside.fields:
-                made.mapped.append(Mapped(settings={setting: value.path}, fields=beside.fields))
-    for setting, value in settings.items():
-        if setting not in framework.settings:
-            _without_rule(framework, setting, value, made)
-    made.differs |= dict(framework.differs(settings))
+    made = Migration(notes=list(parsed.notes))
+    for setting, instead in parsed.deprecated.items():
+        made.needless.setdefault(f"read as {instead}", []).append(setting)
+    for setting, (error, _) in parsed.unsupported.items():
+        made.lost[setting] = f"{error.message.removeprefix(f'{source}: ')}{_hint(error)}"
+    values = _read(framework, parsed.settings, made)
+    for setting, file in parsed.files.items():
+        added = framework.files[setting](file, values, {name for rule in made.mapped for name in rule.fields})
+        values |= added.fields
+        made.lost |= added.lost
+        made.differs |= added.differs
+        if added.fields:
+            made.mapped.append(Mapped(settings={setting: file.path}, fields=added.fields))
+    for setting, value in parsed.settings.items():
+        if setting in framework.settings:
+            continue
+        if (why := framework.lost(setting, value)) is not None:
+            made.lost[setting] = why
+        else:
+            made.needless.setdefault(framework.needless.get(setting, "the default"), []).append(setting)
+    made.differs |= dict(framework.differs(parsed.settings))
     sections = _sections(values, made, name)
     _accept(sections, made)
     for required in _NEEDED:
@@ -133,7 +121,7 @@ def migrate(
     made.text = _written(sections, made, about)
     made.config = parse(made.text, source, overrides, name=name)
     if overrides:
-        made.text = _written(_less(plain_values(made.config), sections, overrides), made, about)
+        made.text = _written(_overridden(plain_values(made.config), sections, overrides), made, about)
     _check(made)
     return made
 
@@ -143,71 +131,57 @@ def _hint(error: StrettoError) -> str:
 
 
 def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str, Any]:
-    """The choices of all rules; a rule that cannot read its settings loses them."""
+    """The values of all rules; a rule that cannot read its settings loses them."""
     values = dict[str, Any]()
+    vocab_is_default = False
     for rule in framework.rules:
-        there = {name: settings[name] for name in rule.settings if name in settings}
-        if not rule.choices:
-            if there:
-                made.needless.setdefault("how a kernel works is Stretto's own", []).extend(there)
+        present = {name: settings[name] for name in rule.settings if name in settings}
+        if not rule.fields:
+            if present:
+                made.needless.setdefault("how a kernel works is Stretto's own", []).extend(present)
             continue
         if rule.read is None:
-            made.lost |= dict.fromkeys(there, "it is written here, and not read")
+            made.lost |= dict.fromkeys(present, "it is written here, and not read")
             continue
         try:
-            choices = read_rule(rule, settings)
+            read = read_rule(rule, settings)
         except StrettoError as error:
-            if "world-size" in there:
+            if "world-size" in present:
                 raise
-            if there:
-                made.lost |= dict.fromkeys(there, f"{error.message}{_hint(error)}")
-            elif _SIZE not in rule.choices and (note := f"{error.message}{_hint(error)}") not in made.notes:
+            note = f"{error.message}{_hint(error)}"
+            if present:
+                made.lost |= dict.fromkeys(present, note)
+            elif _VOCAB not in rule.fields and note not in made.notes:
                 made.notes.append(note)
             continue
-        values |= choices
-        if there and not choices:
-            _without_field(framework, there, made)
-        elif there:
-            made.mapped.append(Mapped(settings=there, fields=dict(choices)))
-        elif _SIZE in choices and framework.needless:
-            values["guess"] = choices[_SIZE]
-    if "guess" in values and values.get("data.tokenizer") is not None:
-        del values[_SIZE]  # the tokenizer knows better how many entries it has than its kind
-    values.pop("guess", None)
+        values |= read
+        if present and read:
+            made.mapped.append(Mapped(settings=present, fields=read))
+        elif _VOCAB in read:
+            vocab_is_default = bool(framework.needless)
+        for name, value in () if read else present.items():  # as those of experts in a model without any
+            if framework.is_default(name, value):
+                made.needless.setdefault("the default", []).append(name)
+            else:
+                made.lost[name] = framework.lost(name, value) or "by itself it has no field here"
+    if vocab_is_default and values.get(_TOKENIZER) is not None:
+        del values[_VOCAB]  # the tokenizer knows better how many entries it has than its kind
     return values
-
-
-def _without_field(framework: Framework, settings: Settings, made: Migration) -> None:
-    """Settings that say nothing of a job, as those of experts where there are none."""
-    for name, value in settings.items():
-        if framework.usual is not None and framework.usual(name, value):
-            made.needless.setdefault("the usual value", []).append(name)
-        else:
-            why = framework.lost(name, value) if framework.lost is not None else None
-            made.lost[name] = why or "by itself it has no field here"
-
-
-def _without_rule(framework: Framework, name: str, value: Any, made: Migration) -> None:
-    why = framework.lost(name, value) if framework.lost is not None else None
-    if why is not None:
-        made.lost[name] = why
-    else:
-        made.needless.setdefault(framework.needless.get(name, "the usual value"), []).append(name)
 
 
 def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str, dict[str, Any]]:
     """The sections of the config; of what the text leaves out, those values that are not usual here."""
-    said = {field for one in made.mapped for field in one.fields}
-    vocab = values.get(_SIZE)
+    explicit = {field for rule in made.mapped for field in rule.fields}
+    vocab = values.get(_VOCAB)
     with reading("its arguments together"):
-        job = job_from({**values, _SIZE: vocab or _TRAINED})
+        job = job_from({**values, _VOCAB: vocab or _TRAINED})
     model = model_section(job.shape)
     if vocab is None:
         del model["vocab"]
-    elif values.get("data.tokenizer") is None and vocab < _TRAINED:
+    elif values.get(_TOKENIZER) is None and vocab < _TRAINED:
         values = {**values, "data.vocab": max(257, vocab)}
-    usual = asdict(Initial())
-    model |= {key: value for key, value in asdict(job.initial).items() if value != usual[key]}
+    initial = asdict(Initial())
+    model |= {key: value for key, value in asdict(job.initial).items() if value != initial[key]}
     sections: dict[str, dict[str, Any]] = {"model": model}
     for path in RUN_DEFAULTS:
         section, _, key = path.partition(".")
@@ -215,13 +189,13 @@ def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str
             continue
         value = values[path]
         value = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
-        if path not in said and value == RUN_DEFAULTS[path]:
+        if path not in explicit and value == RUN_DEFAULTS[path]:
             continue
-        at = sections.setdefault(section, {})
+        inside = sections.setdefault(section, {})
         *inner, key = key.split(".")
-        for one in inner:
-            at = at.setdefault(one, {})
-        at[key] = value
+        for deeper in inner:
+            inside = inside.setdefault(deeper, {})
+        inside[key] = value
     sections.setdefault("run", {}).setdefault("name", name)
     # a text at the end would load the whole model in one process
     sections["sample"] = {"tokens": 0}
@@ -234,31 +208,31 @@ def _accept(sections: dict[str, dict[str, Any]], made: Migration) -> None:
         path, message = next(iter(wrong_fields(TrainConfig, sections).items()), ((), ""))
         if not message:
             return
-        at: Any = sections
+        inside: Any = sections
         for key in path[:-1]:
-            at = at.get(key, {})
-        if len(path) < 2 or at.pop(path[-1], None) is None:
+            inside = inside.get(key, {})
+        if len(path) < 2 or inside.pop(path[-1], None) is None:
             raise StrettoError(f"no config holds this job: {message}")
         field = ".".join(map(str, path))
         why = f"no config takes it: {message}"
-        for one in made.mapped:
-            if field in one.fields:
-                made.lost |= dict.fromkeys(one.settings, why)
+        for rule in made.mapped:
+            if field in rule.fields:
+                made.lost |= dict.fromkeys(rule.settings, why)
 
 
-def _less(
+def _overridden(
     resolved: Mapping[str, Any], sections: Mapping[str, Any], overrides: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The sections as written, with the fields that were said beside them as they resolve."""
-    made = {name: dict(fields) for name, fields in sections.items()}
+    """The sections as written, with the fields that overrides set as they resolve."""
+    overridden = {name: dict(fields) for name, fields in sections.items()}
     for override in overrides:
         *path, key = override.partition("=")[0].split(".")
-        at: Any = made
+        target: Any = overridden
         source: Any = resolved
-        for one in path:
-            at, source = at.setdefault(one, {}), source[one]
-        at[key] = source[key]
-    return made
+        for name in path:
+            target, source = target.setdefault(name, {}), source[name]
+        target[key] = source[key]
+    return overridden
 
 
 def _written(sections: Mapping[str, Any], made: Migration, about: str) -> str:
@@ -266,8 +240,8 @@ def _written(sections: Mapping[str, Any], made: Migration, about: str) -> str:
     lines = [f"# From {about}, by `stretto migrate`."]
     lines += [f"# not mapped: {name}: {why}" for name, why in made.lost.items()]
     lines += [f"# differs: {name}: {why}" for name, why in made.differs.items()]
-    kept = {name: fields for name, fields in sections.items() if fields}
-    text = yaml.dump(kept, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+    filled = {name: fields for name, fields in sections.items() if fields}
+    text = yaml.dump(filled, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
     return "\n".join(lines) + "\n" + explain_marks(text)
 
 
@@ -279,4 +253,4 @@ def _check(made: Migration) -> None:
     raise_first(problems(job_of(made.config)))
     fields = set(made.required)
     made.notes += [f"{name} is to be filled in: {FIELDS[name][1]}" for name in sorted(fields)]
-    made.here = [f"{one.message}{_hint(one)}" for one in find_problems(made.config)]
+    made.missing = [f"{problem.message}{_hint(problem)}" for problem in find_problems(made.config)]

@@ -16,8 +16,8 @@ from typing import Any
 
 from stretto.spec.framework import ways_of
 from stretto.spec.job import Job
-from stretto_interop.frameworks.choices import Choices
-from stretto_interop.frameworks.mapping import Open, Rule, Settings, refused
+from stretto_interop.frameworks.fields import JOB, RATE, RUN, JobValues, name_of
+from stretto_interop.frameworks.mapping import Rule, Settings, Unset, refused
 from stretto_interop.frameworks.megatron.framework import MEGATRON, as_run
 
 VERSION = "v0.3.1"
@@ -145,7 +145,7 @@ _OFF: Mapping[str, Any] = {
 
 def overrides(settings: Settings) -> dict[str, Any]:
     """The fields of a recipe, from Megatron-LM's arguments."""
-    made: dict[str, Any] = {"mixed_precision": _mixed(settings)}
+    made: dict[Any, Any] = {"mixed_precision": _mixed(settings)}
     for name, value in settings.items():
         if name in (*_IMPLIED, *_BY_RECIPE, "bf16", "fp16", "fp8-format"):
             continue
@@ -211,9 +211,9 @@ def render(settings: Settings, notes: Sequence[str]) -> str:
 
 def _override(field: str, value: Any) -> str:
     """`section.field=value` as Hydra takes it, quoted for bash where it must be."""
-    if isinstance(value, Open):
-        variable = re.sub(r"\W", "_", value.choice).upper()
-        return f'{field}="${{{variable}:?{value.choice}, such as {value.example}}}"'
+    if isinstance(value, Unset):
+        variable = re.sub(r"\W", "_", value.name).upper()
+        return f'{field}="${{{variable}:?{value.name}, such as {value.example}}}"'
     return shlex.quote(f"{field}={_hydra(value)}")
 
 
@@ -231,47 +231,47 @@ def _hydra(value: Any) -> str:
 
 def _checked(rule: Rule) -> Rule:
     """The rule without what Megatron-Bridge lacks."""
-    checks = [check for choice, check in _CHECKS.items() if choice in rule.choices]
+    checks = [check for field, check in _CHECKS if name_of(field) in rule.fields]
 
-    def write(choices: Choices) -> Settings:
+    def write(values: JobValues) -> Settings:
         for check in checks:
-            check(choices)
-        return rule.write(choices)
+            check(values)
+        return rule.write(values)
 
     return replace(rule, write=write, read=None) if checks else replace(rule, read=None)
 
 
-def _check_gradients(choices: Choices) -> None:
-    if choices["precision.gradients"] == "same" and choices["train.dtype"] in ("bfloat16", "float16"):
+def _check_gradients(values: JobValues) -> None:
+    if values[JOB.precision.gradients] == "same" and values[JOB.precision.dtype] in ("bfloat16", "float16"):
         instead = "Megatron-Bridge's recipes of types reduce gradients in float32"
-        raise refused("precision.gradients", "same", instead, ("float32",))
+        raise refused(JOB.precision.gradients, "same", instead, ("float32",))
 
 
-def _check_decay(choices: Choices) -> None:
-    shape = choices["optim.rate.decay"]
-    if choices["optim.rate.schedule"] == "wsd" and shape not in ("linear", "cosine"):
+def _check_decay(values: JobValues) -> None:
+    shape = values[RATE.decay]
+    if values[RATE.schedule] == "wsd" and shape not in ("linear", "cosine"):
         instead = f"the scheduler of Megatron-Bridge {VERSION} decays linearly or as a cosine"
-        raise refused("optim.rate.decay", shape, instead, ("linear",))
+        raise refused(RATE.decay, shape, instead, ("linear",))
 
 
-def _check_states(choices: Choices) -> None:
-    if choices["optim.states"] != "float32":
+def _check_states(values: JobValues) -> None:
+    if values[JOB.optimiser.states] != "float32":
         instead = "types of states are no overrides of a recipe in Megatron-Bridge"
-        raise refused("optim.states", choices["optim.states"], instead, ("float32",))
+        raise refused(JOB.optimiser.states, values[JOB.optimiser.states], instead, ("float32",))
 
 
-def _check_retained(choices: Choices) -> None:
-    if choices["checkpoint.keep_every"] is not None:
+def _check_retained(values: JobValues) -> None:
+    if values[RUN.checkpoint.keep_every] is not None:
         instead = "Megatron-Bridge keeps the newest checkpoints (checkpoint.most_recent_k), or all"
-        raise refused("checkpoint.keep_every", choices["checkpoint.keep_every"], instead, (None,))
+        raise refused(RUN.checkpoint.keep_every, values[RUN.checkpoint.keep_every], instead, (None,))
 
 
-_CHECKS: Mapping[str, Callable[[Choices], None]] = {
-    "precision.gradients": _check_gradients,
-    "optim.rate.decay": _check_decay,
-    "optim.states": _check_states,
-    "checkpoint.keep_every": _check_retained,
-}
+_CHECKS: Sequence[tuple[object, Callable[[JobValues], None]]] = (
+    (JOB.precision.gradients, _check_gradients),
+    (RATE.decay, _check_decay),
+    (JOB.optimiser.states, _check_states),
+    (RUN.checkpoint.keep_every, _check_retained),
+)
 
 
 def _as_run(job: Job, settings: Settings) -> Job:

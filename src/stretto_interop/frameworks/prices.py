@@ -14,7 +14,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import MODES, DataParallel
 from stretto_interop.frameworks.mapping import Framework, Reading, refusals
 
-# sections of choices that a search makes
+# sections of values that a search makes
 _SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
 
 
@@ -24,13 +24,13 @@ def task_for(
     """A search among the layouts that the framework has, at the cost that they have there.
 
     Args:
-        fix: choices that the user has made, as `--fix` takes them; these come first.
-        config: that is planned, if any: of choices of the run around the job.
+        fix: values that the user has made, as `--fix` takes them; these come first.
+        config: that is planned, if any: of values of the run around the job.
 
     Raises:
         StrettoError: the framework does not have the model, or another choice that no layout changes.
     """
-    choices = {**fixed(framework.plans), **fixed(fix)}
+    values = {**fixed(framework.plans), **fixed(fix)}
     job = framework.as_run(task.job, {})
     jobs = [replace(job, dp=DataParallel(mode=mode)) for mode in MODES if mode != "server"]
     wrong, *others = ({one.field: one for one in refusals(framework, each, config)} for each in jobs)
@@ -40,7 +40,7 @@ def task_for(
         task,
         job=job,
         assumptions=framework.assumptions,
-        fixed=choices,
+        fixed=values,
         refusals=lambda one: refusals(framework, one, config),
     )
 

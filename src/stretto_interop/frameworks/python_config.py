@@ -29,7 +29,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Unset:
+class FillIn:
     """A value that is still to be filled in."""
 
 
@@ -183,7 +183,7 @@ class _Reader:
     def _call(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
         name = ast.unparse(node.func)
         if name == "fill_in":
-            return Unset()
+            return FillIn()
         if name == "schedule_file" and "SCHEDULE" in self._constants:
             return self._constants["SCHEDULE"]
         if any(one.arg is None for one in node.keywords):

@@ -5,7 +5,7 @@ of its TOML files too; both can be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -15,25 +15,25 @@ from stretto.layout.layout import ORDER
 from stretto.spec.data_parallel import KEEP, Precision
 from stretto.spec.framework import ways_of
 from stretto.spec.job import Job
-from stretto.spec.lora import LoraShape
-from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
     Framework,
-    Open,
-    Rule,
     Settings,
-    aside,
+    Unset,
+    Values,
+    absent,
     check_batch,
+    ignored,
     next_token,
-    only,
     refused,
-    same,
+    renamed,
+    restricted,
+    rule,
     under,
-    without,
     without_encoder,
 )
 from stretto_interop.frameworks.others import others
-from stretto_interop.frameworks.torchtitan_model import BEGIN, MODEL, read_model, write_model
+from stretto_interop.frameworks.torchtitan_model import BEGIN, MODEL_FIELDS, read_model, write_model
 from stretto_interop.frameworks.torchtitan_pipeline import (
     OPTIONS,
     PIPELINE,
@@ -47,14 +47,14 @@ from stretto_interop.frameworks.torchtitan_text import parse, render
 # ------------------------------------------------------------------ layout and batch
 
 
-def _position_notes(choices: Choices) -> Iterator[str]:
-    if choices["model.positions"] != choices["data.sequence"]:
-        yield f"model.positions={choices['model.positions']}: torchtitan has no limit but the sequence"
+def _position_notes(values: JobValues) -> Iterator[str]:
+    if values[MODEL.sequence] != values[JOB.sequence]:
+        yield f"model.positions={values['model.positions']}: torchtitan has no limit but the sequence"
 
 
-def _write_batch(choices: Choices) -> Settings:
+def _write_batch(values: JobValues) -> Settings:
     """With a pipeline, a local batch is all microbatches of a step; without, it is one."""
-    job = choices.job
+    job = values.job
     check_batch(job)
     settings: dict[str, Any] = {"training.global_batch_size": job.global_batch}
     if job.layout.pp == 1:
@@ -72,16 +72,16 @@ _DEGREES = (
 )
 
 
-def _write_layout(choices: Choices) -> Settings:
-    job = choices.job
+def _write_layout(values: JobValues) -> Settings:
+    job = values.job
     layout, dp = job.layout, job.dp
     if dp.mode in ("server", "zero1"):
         rule = "torchtitan replicates, or shards states, gradients and parameters with FSDP2"
-        raise refused("dp.mode", dp.mode, rule, ["zero2", "zero3", "ddp"])
+        raise refused(JOB.dp.mode, dp.mode, rule, ["zero2", "zero3", "ddp"])
     sizes, copies = dp.sizes(job.copies), job.copies
     if dp.mode == "ddp" and layout.cp > 1:
         rule = "torchtitan shards over the ranks of cp too"
-        raise refused("dp.mode", "ddp", rule, ["zero2", "zero3"])
+        raise refused(JOB.dp.mode, "ddp", rule, ["zero2", "zero3"])
     shard = 1 if dp.mode == "ddp" else sizes.states
     for field, size in (("shard_gradients", sizes.gradients), ("shard_parameters", sizes.parameters)):
         applies = dp.mode == "zero3" or (dp.mode == "zero2" and field == "shard_gradients")
@@ -90,7 +90,7 @@ def _write_layout(choices: Choices) -> Settings:
             raise refused(f"dp.{field}", size, rule, [shard])
     if shard % layout.cp:
         rule = f"torchtitan shards over all {layout.cp} ranks of cp"
-        raise refused("dp.shard_states", shard, rule, [layout.cp * max(1, shard // layout.cp)])
+        raise refused(JOB.dp.shard_states, shard, rule, [layout.cp * max(1, shard // layout.cp)])
     settings: dict[str, Any] = {
         "parallelism.data_parallel_replicate_degree": copies // shard if shard > 1 else layout.dp,
         "parallelism.data_parallel_shard_degree": max(1, shard // layout.cp),
@@ -107,25 +107,25 @@ def _write_layout(choices: Choices) -> Settings:
     return settings
 
 
-def _read_layout(settings: Settings) -> Mapping[str, Any]:
+def _read_layout(settings: Settings) -> Values:
     def degree(name: str) -> int:
         return settings.get(f"parallelism.{name}", 1)
 
     cp, pp = degree("context_parallel_degree"), degree("pipeline_parallel_degree")
     shard = degree("data_parallel_shard_degree") * cp
-    values: dict[str, Any] = {
-        "layout.tp": degree("tensor_parallel_degree"),
-        "layout.cp": cp,
-        "layout.ep": degree("expert_parallel_degree"),
-        "layout.dp": replicas(settings),
-        "layout.pp": pp,
-        "dp.mode": "ddp",
+    values: dict[Any, Any] = {
+        JOB.layout.tp: degree("tensor_parallel_degree"),
+        JOB.layout.cp: cp,
+        JOB.layout.ep: degree("expert_parallel_degree"),
+        JOB.layout.dp: replicas(settings),
+        JOB.layout.pp: pp,
+        JOB.dp.mode: "ddp",
     }
     if shard == 1:
         return values
     policy = settings.get("parallelism.fsdp_reshard_after_forward", "default")
     kept = policy == "never" or (policy == "default" and pp > 1)
-    values["dp.mode"] = "zero2" if kept else "zero3"
+    values[JOB.dp.mode] = "zero2" if kept else "zero3"
     if degree("data_parallel_replicate_degree") > 1:
         names = (
             ("shard_states", "shard_gradients")
@@ -136,107 +136,107 @@ def _read_layout(settings: Settings) -> Mapping[str, Any]:
     return values
 
 
-def _write_reduce(choices: Choices) -> Settings:
+def _write_reduce(values: JobValues) -> Settings:
     """FSDP2 reduces after every backward; in a pipeline after the last microbatch's."""
-    job, choice = choices.job, choices["dp.reduce"]
+    job, choice = values.job, values[JOB.dp.reduce]
     does = "step" if job.layout.pp > 1 or job.dp.mode == "ddp" else "microbatch"
     if choice not in ("auto", does):
         rule = f"torchtitan {'with' if job.layout.pp > 1 else 'without'} a pipeline reduces once a {does}"
-        raise refused("dp.reduce", choice, rule, [does, "auto"])
+        raise refused(JOB.dp.reduce, choice, rule, [does, "auto"])
     return {}
 
 
-def _read_reduce(settings: Settings) -> Mapping[str, Any]:
+def _read_reduce(settings: Settings) -> Values:
     layout = _read_layout(settings)
-    return {"dp.reduce": "step"} if layout["layout.pp"] > 1 and layout["dp.mode"] != "ddp" else {}
+    return {JOB.dp.reduce: "step"} if layout[JOB.layout.pp] > 1 and layout[JOB.dp.mode] != "ddp" else {}
 
 
-def _write_gather(choices: Choices) -> Settings:
-    job = choices.job
+def _write_gather(values: JobValues) -> Settings:
+    job = values.job
     if job.dp.mode != "zero3":
         return {}
     if job.dp.gathers(job.layout.pp) == "layer":
         return {}
     rule = "torchtitan's pipelines gather layers for every microbatch, or keep them for the step, as in zero2"
-    raise Problem("dp.gather", choices["dp.gather"], rule, "dp.mode=zero2, or dp.gather=layer")
+    raise Problem("dp.gather", values[JOB.dp.gather], rule, "dp.mode=zero2, or dp.gather=layer")
 
 
-def _read_gather(settings: Settings) -> Mapping[str, Any]:
+def _read_gather(settings: Settings) -> Values:
     layout = _read_layout(settings)
-    return {"dp.gather": "layer"} if layout["layout.pp"] > 1 and layout["dp.mode"] == "zero3" else {}
+    return {JOB.dp.gather: "layer"} if layout[JOB.layout.pp] > 1 and layout[JOB.dp.mode] == "zero3" else {}
 
 
-def _write_expert_tp(choices: Choices) -> Settings:
-    job = choices.job
+def _write_expert_tp(values: JobValues) -> Settings:
+    job = values.job
     split = job.layout.tp if job.expert_tp is None else job.expert_tp
     if job.layout.ep > 1 and split > 1:
-        raise refused("layout.expert_tp", split, "torchtitan's expert-parallel ranks have whole experts", [1])
+        raise refused(JOB.expert_tp, split, "torchtitan's expert-parallel ranks have whole experts", [1])
     return {}
 
 
-def _read_expert_tp(settings: Settings) -> Mapping[str, Any]:
+def _read_expert_tp(settings: Settings) -> Values:
     ep = settings.get("parallelism.expert_parallel_degree", 1)
     split = settings.get("parallelism.expert_tensor_parallel_degree", 1)  # until 0.2
-    return {"layout.expert_tp": split} if ep > 1 else {}
+    return {JOB.expert_tp: split} if ep > 1 else {}
 
 
-def _write_sequence_parallel(choices: Choices) -> Settings:
-    if choices.job.layout.tp == 1:
+def _write_sequence_parallel(values: JobValues) -> Settings:
+    if values.job.layout.tp == 1:
         return {}
-    return {"parallelism.enable_sequence_parallel": choices["layout.sequence_parallel"]}
+    return {"parallelism.enable_sequence_parallel": values[JOB.sequence_parallel]}
 
 
-def _read_sequence_parallel(settings: Settings) -> Mapping[str, Any]:
+def _read_sequence_parallel(settings: Settings) -> Values:
     on = settings.get("parallelism.enable_sequence_parallel", True)
-    return {"layout.sequence_parallel": on and settings.get("parallelism.tensor_parallel_degree", 1) > 1}
+    return {JOB.sequence_parallel: on and settings.get("parallelism.tensor_parallel_degree", 1) > 1}
 
 
-def _write_offload(choices: Choices) -> Settings:
-    states, parameters = choices["dp.offload"], choices["dp.offload_parameters"]
+def _write_offload(values: JobValues) -> Settings:
+    states, parameters = values[JOB.dp.offload], values[JOB.dp.offload_parameters]
     if states == parameters == "none":
         return {"training.enable_cpu_offload": False}
-    for choice, place in (("dp.offload", states), ("dp.offload_parameters", parameters)):
+    for choice, place in ((JOB.dp.offload, states), (JOB.dp.offload_parameters, parameters)):
         if place != "cpu":
             rule = "torchtitan offloads parameters, gradients and states together, to host memory"
             raise refused(choice, place, rule, ["cpu"])
     return {"training.enable_cpu_offload": True}
 
 
-def _read_offload(settings: Settings) -> Mapping[str, Any]:
+def _read_offload(settings: Settings) -> Values:
     place = "cpu" if settings.get("training.enable_cpu_offload", False) else "none"
-    return {"dp.offload": place, "dp.offload_parameters": place}
+    return {JOB.dp.offload: place, JOB.dp.offload_parameters: place}
 
 
 # ------------------------------------------------------------------ types, optimiser, rate
 
 
-def _write_types(choices: Choices) -> Settings:
-    precision = choices.job.precision
+def _write_types(values: JobValues) -> Settings:
+    precision = values.job.precision
     if precision.dtype not in ("float32", "bfloat16"):
         rule = "torchtitan computes in float32 or bfloat16"
-        raise refused("train.dtype", precision.dtype, rule, ["bfloat16", "float32"])
+        raise refused(JOB.precision.dtype, precision.dtype, rule, ["bfloat16", "float32"])
     if precision.dtype == "bfloat16" and precision.gradients != "float32":
         rule = "torchtitan reduces gradients in float32"
-        raise refused("precision.gradients", precision.gradients, rule, ["float32"])
+        raise refused(JOB.precision.gradients, precision.gradients, rule, ["float32"])
     if precision.dtype == "bfloat16" and tuple(precision.keep) not in (KEEP, ()):
         rule = "FSDP2 computes with all parameters in bfloat16, and keeps all in float32"
-        raise refused("precision.keep", precision.keep, rule, [()])
+        raise refused(JOB.precision.keep, precision.keep, rule, [()])
     settings: dict[str, Any] = {
         "training.dtype": "float32",
         "training.mixed_precision_param": precision.dtype,
         "training.mixed_precision_reduce": "float32",
     }
     if precision.fp8 == "tensor":
-        raise refused("precision.fp8", "tensor", "torchtitan 0.3 has a scale for each row", ["row", "none"])
+        raise refused(JOB.precision.fp8, "tensor", "torchtitan 0.3 has a scale for each row", ["row", "none"])
     return {**settings, **({"model.float8": "rowwise"} if precision.fp8 == "row" else {})}
 
 
-def _note_types(choices: Choices) -> Iterator[str]:
-    if choices["train.dtype"] == "bfloat16":
+def _note_types(values: JobValues) -> Iterator[str]:
+    if values[JOB.precision.dtype] == "bfloat16":
         yield "FSDP2 computes with all parameters in bfloat16, norms and routers too, from float32 masters"
 
 
-def _read_types(settings: Settings) -> Mapping[str, Any]:
+def _read_types(settings: Settings) -> Values:
     whole = settings.get("training.dtype", "float32")
     if whole != "float32":
         raise StrettoError(
@@ -245,35 +245,35 @@ def _read_types(settings: Settings) -> Mapping[str, Any]:
         )
     dtype = settings.get("training.mixed_precision_param", "bfloat16")
     eight = {None: "none", "rowwise": "row", "rowwise_with_gw_hp": "row", "tensorwise": "tensor"}
-    return {"train.dtype": dtype, "precision.fp8": eight[settings.get("model.float8")]}
+    return {JOB.precision.dtype: dtype, JOB.precision.fp8: eight[settings.get("model.float8")]}
 
 
 _OPTIMISER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 
-def _write_optimiser(choices: Choices) -> Settings:
-    optimiser = choices.job.optimiser
+def _write_optimiser(values: JobValues) -> Settings:
+    optimiser = values.job.optimiser
     if optimiser.name != "adamw":
         rule = "torchtitan's optimisers are AdamW, and Muon with buckets of its own"
-        raise refused("optim.name", optimiser.name, rule, ["adamw"])
+        raise refused(JOB.optimiser.name, optimiser.name, rule, ["adamw"])
     if optimiser.no_decay:
         rule = "names of parameters are others in torchtitan: add groups to the config by hand"
-        raise refused("optim.no_decay", list(optimiser.no_decay), rule, ["[]"])
+        raise refused(JOB.optimiser.no_decay, list(optimiser.no_decay), rule, ["[]"])
     if optimiser.momentum:
-        raise refused("optim.momentum", optimiser.momentum, "AdamW has none", [0.0])
-    lr = Open("optim.lr", optimiser.lr) if "optim.lr" in choices.open else optimiser.lr
+        raise refused(JOB.optimiser.momentum, optimiser.momentum, "AdamW has none", [0.0])
+    lr = Unset(JOB.optimiser.lr, optimiser.lr) if values.is_open(JOB.optimiser.lr) else optimiser.lr
     beta1, beta2 = optimiser.betas
-    values = (lr, beta1, beta2, optimiser.eps, optimiser.weight_decay)
+    numbers = (lr, beta1, beta2, optimiser.eps, optimiser.weight_decay)
     fused = "fused" if optimiser.states == "float32" else "fused_opt_states_bf16"
     return {
         "optimizer.name": "AdamW",
-        **{f"optimizer.{name}": value for name, value in zip(_OPTIMISER, values, strict=True)},
+        **{f"optimizer.{name}": value for name, value in zip(_OPTIMISER, numbers, strict=True)},
         "optimizer.implementation": fused,
         "training.max_norm": inf if optimiser.clip is None else optimiser.clip,
     }
 
 
-def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
+def _read_optimiser(settings: Settings) -> Values:
     name = settings.get("optimizer.name", "AdamW")
     if name not in ("AdamW", "Adam"):
         raise StrettoError(f"optimizer.name is {name}: not modelled here", hint="what is: AdamW")
@@ -284,29 +284,29 @@ def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
     low = settings.get("optimizer.implementation") == "fused_opt_states_bf16"
     norm = settings.get("training.max_norm", 1.0)
     return {
-        "optim.lr": lr,
-        "optim.betas": (beta1, beta2),
-        "optim.eps": eps,
-        "optim.weight_decay": decay,
-        "optim.states": "bfloat16" if low else "float32",
-        "optim.clip": None if norm == inf else norm,
+        JOB.optimiser.lr: lr,
+        JOB.optimiser.betas: (beta1, beta2),
+        JOB.optimiser.eps: eps,
+        JOB.optimiser.weight_decay: decay,
+        JOB.optimiser.states: "bfloat16" if low else "float32",
+        JOB.optimiser.clip: None if norm == inf else norm,
     }
 
 
-def _write_rate(choices: Choices) -> Settings:
-    rate, steps = choices.job.optimiser.rate, choices["train.steps"]
+def _write_rate(values: JobValues) -> Settings:
+    rate, steps = values.job.optimiser.rate, values[RUN.train.steps]
     if rate.warmup_init is not None:
         instead = "torchtitan's warm-up begins at 1/warmup"
-        raise refused("optim.rate.warmup_init", rate.warmup_init, instead, [None])
+        raise refused(RATE.warmup_init, rate.warmup_init, instead, [None])
     if rate.schedule == "inverse-sqrt":
         instead = "torchtitan holds, then decays linearly, by sqrt or as a cosine"
-        raise refused("optim.rate.schedule", rate.schedule, instead, ["cosine", "linear", "constant", "wsd"])
+        raise refused(RATE.schedule, rate.schedule, instead, ["cosine", "linear", "constant", "wsd"])
     if rate.schedule == "wsd" and rate.decay == "exponential":
         instead = "torchtitan decays linearly, by sqrt or as a cosine"
-        raise refused("optim.rate.decay", rate.decay, instead, ["linear", "sqrt", "cosine"])
-    if rate.end(steps) < steps and "train.steps" not in choices.open:
+        raise refused(RATE.decay, rate.decay, instead, ["linear", "sqrt", "cosine"])
+    if rate.end(steps) < steps and not values.is_open(RUN.train.steps):
         instead = "torchtitan holds no rate beyond the end of its decay"
-        raise refused("optim.rate.decay_steps", rate.decay_steps, instead, [steps])
+        raise refused(RATE.decay_steps, rate.decay_steps, instead, [steps])
     settings: dict[str, Any] = {
         "warmup_steps": round(rate.warmup_steps(steps)),
         "min_lr_factor": rate.min_ratio,
@@ -321,12 +321,12 @@ def _write_rate(choices: Choices) -> Settings:
     return {f"lr_scheduler.{name}": value for name, value in settings.items()}
 
 
-def _read_rate(settings: Settings) -> Mapping[str, Any]:
+def _read_rate(settings: Settings) -> Values:
     def of(name: str, usual: Any) -> Any:
         return settings.get(f"lr_scheduler.{name}", usual)
 
     ratio, kind = of("decay_ratio", None), of("decay_type", "linear")
-    values: dict[str, Any] = {"warmup": of("warmup_steps", 200), "min_ratio": of("min_lr_factor", 0.0)}
+    values: dict[Any, Any] = {"warmup": of("warmup_steps", 200), "min_ratio": of("min_lr_factor", 0.0)}
     if ratio is None and kind != "sqrt":
         values["schedule"] = kind
     elif ratio == 0:
@@ -337,20 +337,20 @@ def _read_rate(settings: Settings) -> Mapping[str, Any]:
     return {f"optim.rate.{name}": value for name, value in values.items()}
 
 
-def _write_recompute(choices: Choices) -> Settings:
-    again = choices.job.recompute
+def _write_recompute(values: JobValues) -> Settings:
+    again = values.job.recompute
     if again.mode not in ("none", "full"):
         rule = "torchtitan repeats whole blocks, or (SelectiveAC) every second matrix product"
-        raise refused("recompute.mode", again.mode, rule, ["none", "full"])
+        raise refused(JOB.recompute.mode, again.mode, rule, ["none", "full"])
     if again.blocks is not None:
-        raise refused("recompute.blocks", again.blocks, "torchtitan repeats all blocks or none", [None])
-    if again.shard_inputs and not choices.job.sequence_parallel and again.mode == "full":
+        raise refused(JOB.recompute.blocks, again.blocks, "torchtitan repeats all blocks or none", [None])
+    if again.shard_inputs and not values.job.sequence_parallel and again.mode == "full":
         rule = "torchtitan keeps inputs of blocks as they are"
-        raise refused("recompute.shard_inputs", True, rule, [False])
+        raise refused(JOB.recompute.shard_inputs, True, rule, [False])
     return {"activation_checkpoint.mode": again.mode}
 
 
-def _read_recompute(settings: Settings) -> Mapping[str, Any]:
+def _read_recompute(settings: Settings) -> Values:
     mode = settings.get("activation_checkpoint.mode", "selective")
     option = settings.get("activation_checkpoint.selective_ac_option", "op")
     if mode == "selective" and str(option).isdigit():
@@ -365,54 +365,108 @@ def _read_recompute(settings: Settings) -> Mapping[str, Any]:
         raise StrettoError(
             f"activation_checkpoint.mode is {mode}: not modelled here", hint="none, full, selective"
         )
-    return {"recompute.mode": mode}
+    return {JOB.recompute.mode: mode}
 
 
-def _write_checkpoint(choices: Choices) -> Settings:
-    every: Any = choices["checkpoint.every"]
-    if "checkpoint.every" in choices.open:
-        every = Open("checkpoint.every", 500)
+def _write_checkpoint(values: JobValues) -> Settings:
+    every: Any = values[RUN.checkpoint.every]
+    if values.is_open(RUN.checkpoint.every):
+        every = Unset(RUN.checkpoint.every, 500)
     elif every is None:  # at the end alone
-        every = choices["train.steps"] if "train.steps" not in choices.open else Open("train.steps", 1000)
-    keep = choices["checkpoint.keep"]
+        every = (
+            values[RUN.train.steps] if not values.is_open(RUN.train.steps) else Unset(RUN.train.steps, 1000)
+        )
+    keep = values[RUN.checkpoint.keep]
     return {
         "checkpoint.enable": True,
         "checkpoint.interval": every,
         "checkpoint.keep_latest_k": 0 if keep is None else max(2, keep),
-        "checkpoint.async_mode": "async" if choices["checkpoint.async_save"] else "disabled",
+        "checkpoint.async_mode": "async" if values[RUN.checkpoint.async_save] else "disabled",
     }
 
 
 # ------------------------------------------------------------------ all of it
 
 _AROUND = (
-    *under(
-        "data",
-        "tokenizer vocab end_of_text begin_of_text text_field format on_error split shuffle "
-        "shuffle_window cache cache_gib chat_template too_long",
+    *(
+        RUN.data.tokenizer,
+        RUN.data.vocab,
+        RUN.data.end_of_text,
+        RUN.data.begin_of_text,
+        RUN.data.text_field,
+        RUN.data.format,
+        RUN.data.on_error,
+        RUN.data.split,
+        RUN.data.shuffle,
+        RUN.data.shuffle_window,
+        RUN.data.cache,
+        RUN.data.cache_gib,
+        RUN.data.chat_template,
+        RUN.data.too_long,
     ),
-    *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s"),
-    *under("eval", "every batches"),
-    *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
-    *under("sample", "prompt tokens temperature top_k"),
-    "elastic.layouts",
-    *under("run", "name dir private"),
-    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips"),
-    *under("guard", "check_replicas check_memory on_mismatch"),
-    *under("checkpoint", "if_busy keep_every keep_best"),
-    "checkpoint.resume",
-    "checkpoint.may_differ",
+    *(
+        RUN.train.device,
+        RUN.train.backend,
+        RUN.train.threads,
+        RUN.train.timeout_s,
+        RUN.train.start_s,
+        RUN.train.hang_s,
+        RUN.train.restarts,
+        RUN.train.grace_s,
+    ),
+    *(
+        RUN.eval.every,
+        RUN.eval.batches,
+    ),
+    *(
+        RUN.metrics.tensorboard,
+        RUN.metrics.tensorboard_dir,
+        RUN.metrics.peak_tflops,
+        RUN.metrics.trace,
+    ),
+    *(
+        RUN.sample.prompt,
+        RUN.sample.tokens,
+        RUN.sample.temperature,
+        RUN.sample.top_k,
+    ),
+    RUN.elastic.layouts,
+    *(
+        RUN.run.name,
+        RUN.run.dir,
+        RUN.run.private,
+    ),
+    *(
+        RUN.guard.on_nonfinite,
+        RUN.guard.on_spike,
+        RUN.guard.spike_sigma,
+        RUN.guard.spike_window,
+        RUN.guard.max_skips,
+    ),
+    *(
+        RUN.guard.check_replicas,
+        RUN.guard.check_memory,
+        RUN.guard.on_mismatch,
+    ),
+    *(
+        RUN.checkpoint.if_busy,
+        RUN.checkpoint.keep_every,
+        RUN.checkpoint.keep_best,
+    ),
+    RUN.checkpoint.resume,
+    RUN.checkpoint.may_differ,
 )
 RULES = (
-    Rule(
-        choices=MODEL,
+    rule(
+        *MODEL_FIELDS,
         settings=under("model", "name flavor sizes"),
         write=write_model,
         read=read_model,
         notes=_position_notes,
     ),
-    Rule(
-        choices=under("batch", "global_size micro_size"),
+    rule(
+        JOB.global_batch,
+        JOB.micro_batch,
         settings=(
             *under("training", "global_batch_size local_batch_size"),
             "parallelism.pipeline_parallel_microbatch_size",
@@ -420,63 +474,70 @@ RULES = (
         write=_write_batch,
         read=read_batch,
     ),
-    same("training.seq_len", "data.sequence", usual=2048),
-    same("training.steps", "train.steps", usual=10000),
-    Rule(
-        choices=(
-            *under("layout", "tp cp ep dp pp"),
-            *under("dp", "mode shard_states shard_gradients shard_parameters"),
-        ),
+    renamed("training.seq_len", JOB.sequence, default=2048),
+    renamed("training.steps", RUN.train.steps, default=10000),
+    rule(
+        *(JOB.layout.tp, JOB.layout.cp, JOB.layout.ep, JOB.layout.dp, JOB.layout.pp),
+        *(JOB.dp.mode, JOB.dp.shard_states, JOB.dp.shard_gradients, JOB.dp.shard_parameters),
         settings=(*under("parallelism", _DEGREES), "training.disable_cuda_graphs"),
         write=_write_layout,
         read=_read_layout,
     ),
     without_encoder("torchtitan trains decoders"),
     *next_token("torchtitan's samples are windows of text"),
-    only("layout.order", [ORDER], "torchtitan's mesh has tp innermost, then cp, dp and pp"),
-    only("layout.context", ["ring"], "torchtitan's context parallelism passes keys and values around"),
-    Rule(
-        choices=("layout.expert_tp",),
-        settings=("parallelism.expert_tensor_parallel_degree",),
+    restricted(JOB.layout.order, [ORDER], "torchtitan's mesh has tp innermost, then cp, dp and pp"),
+    restricted(JOB.context, ["ring"], "torchtitan's context parallelism passes keys and values around"),
+    rule(
+        JOB.expert_tp,
+        settings="parallelism.expert_tensor_parallel_degree",
         write=_write_expert_tp,
         read=_read_expert_tp,
     ),
-    Rule(
-        choices=("layout.sequence_parallel",),
-        settings=("parallelism.enable_sequence_parallel",),
+    rule(
+        JOB.sequence_parallel,
+        settings="parallelism.enable_sequence_parallel",
         write=_write_sequence_parallel,
         read=_read_sequence_parallel,
     ),
-    Rule(choices=("dp.reduce",), write=_write_reduce, read=_read_reduce),
-    Rule(choices=("dp.gather",), write=_write_gather, read=_read_gather),
-    Rule(
-        choices=under("dp", "offload offload_parameters"),
-        settings=("training.enable_cpu_offload",),
+    rule(JOB.dp.reduce, write=_write_reduce, read=_read_reduce),
+    rule(JOB.dp.gather, write=_write_gather, read=_read_gather),
+    rule(
+        JOB.dp.offload,
+        JOB.dp.offload_parameters,
+        settings="training.enable_cpu_offload",
         write=_write_offload,
         read=_read_offload,
     ),
-    only("dp.path", [None], "torchtitan keeps nothing in files"),
-    Rule(
-        choices=("layout.stages", *under("schedule", "name file"), *under("schedule", OPTIONS)),
+    restricted(JOB.dp.path, [None], "torchtitan keeps nothing in files"),
+    rule(
+        JOB.stage_layers,
+        *(JOB.schedule, RUN.schedule.file),
+        *under("schedule", OPTIONS),
         settings=under("parallelism", PIPELINE),
         write=write_pipeline,
         read=read_pipeline,
     ),
-    Rule(
-        choices=("train.dtype", *under("precision", "gradients keep fp8")),
-        settings=(
-            *under("training", "dtype mixed_precision_param mixed_precision_reduce"),
-            "model.float8",
-        ),
+    rule(
+        JOB.precision.dtype,
+        *(JOB.precision.gradients, JOB.precision.keep, JOB.precision.fp8),
+        settings=(*under("training", "dtype mixed_precision_param mixed_precision_reduce"), "model.float8"),
         write=_write_types,
         read=_read_types,
         notes=_note_types,
     ),
-    only("precision.loss_scale", [Precision.loss_scale], "torchtitan has no float16"),
-    only("precision.loss_scale_steps", [Precision.loss_scale_steps], "torchtitan has no float16"),
-    only("train.attention", ["auto", "sdpa", "flex"], "torchtitan's attention stores no probabilities"),
-    Rule(
-        choices=under("optim", "name lr betas eps weight_decay no_decay momentum states clip"),
+    restricted(JOB.precision.loss_scale, [Precision.loss_scale], "torchtitan has no float16"),
+    restricted(JOB.precision.loss_scale_steps, [Precision.loss_scale_steps], "torchtitan has no float16"),
+    restricted(JOB.attention, ["auto", "sdpa", "flex"], "torchtitan's attention stores no probabilities"),
+    rule(
+        JOB.optimiser.name,
+        JOB.optimiser.lr,
+        JOB.optimiser.betas,
+        JOB.optimiser.eps,
+        JOB.optimiser.weight_decay,
+        JOB.optimiser.no_decay,
+        JOB.optimiser.momentum,
+        JOB.optimiser.states,
+        JOB.optimiser.clip,
         settings=(
             *under("optimizer", "name lr beta1 beta2 eps weight_decay implementation"),
             "training.max_norm",
@@ -484,47 +545,57 @@ RULES = (
         write=_write_optimiser,
         read=_read_optimiser,
     ),
-    Rule(
-        choices=under("optim.rate", "schedule warmup warmup_init min_ratio decay_steps decay_fraction decay"),
+    rule(
+        RATE.schedule,
+        RATE.warmup,
+        RATE.warmup_init,
+        RATE.min_ratio,
+        RATE.decay_steps,
+        RATE.decay_fraction,
+        RATE.decay,
         settings=under("lr_scheduler", "warmup_steps total_steps min_lr_factor decay_ratio decay_type"),
         write=_write_rate,
         read=_read_rate,
     ),
-    Rule(
-        choices=under("recompute", "mode blocks shard_inputs"),
+    rule(
+        JOB.recompute.mode,
+        JOB.recompute.blocks,
+        JOB.recompute.shard_inputs,
         settings=under("activation_checkpoint", "mode selective_ac_option"),
         write=_write_recompute,
         read=_read_recompute,
     ),
-    only("optim.rate.rescheduling_steps", [None], "torchtitan's pipelines drain after each step"),
-    only("recompute.memory_gib", [None], "torchtitan chooses no blocks by memory"),
-    without("lora", LoraShape, "rank", "torchtitan has no adapters"),
-    only("data.chat", [None], "torchtitan's dataset is of text, not of conversations"),
-    only("data.phases", [[]], "torchtitan's data sets are not mixed by step"),
-    only("data.packing", [None, "stream"], "torchtitan's samples are filled with documents"),
-    only("finetune.freeze", [()], "torchtitan freezes no weights by their names"),
-    same("debug.seed", "train.seed"),
-    Rule(
-        choices=under("checkpoint", "every keep async_save"),
+    restricted(RATE.rescheduling_steps, [None], "torchtitan's pipelines drain after each step"),
+    restricted(JOB.recompute.memory_gib, [None], "torchtitan chooses no blocks by memory"),
+    absent("torchtitan has no adapters", LORA_RANK, LORA.alpha, LORA.dropout, LORA.targets, LORA.rslora),
+    restricted(RUN.data.chat, [None], "torchtitan's dataset is of text, not of conversations"),
+    restricted(RUN.data.phases, [[]], "torchtitan's data sets are not mixed by step"),
+    restricted(RUN.data.packing, [None, "stream"], "torchtitan's samples are filled with documents"),
+    restricted(JOB.trained.freeze, [()], "torchtitan freezes no weights by their names"),
+    renamed("debug.seed", RUN.train.seed),
+    rule(
+        RUN.checkpoint.every,
+        RUN.checkpoint.keep,
+        RUN.checkpoint.async_save,
         settings=under("checkpoint", "enable interval keep_latest_k async_mode"),
         write=_write_checkpoint,
     ),
-    same("metrics.log_freq", "metrics.every"),
-    same(
+    renamed("metrics.log_freq", RUN.metrics.every),
+    renamed(
         "compile.enable",
-        "train.compile",
-        usual=False,
+        JOB.compile,
+        default=False,
         to=lambda value: value == "blocks",
         back=lambda value: "blocks" if value else "off",
     ),
-    Rule(choices=(), settings=("loss",), write=lambda _: {}),
-    aside("torchtitan's models begin in ways of their own", *BEGIN),
-    aside("torchtitan captures what its compiler makes", "train.graphs"),
-    aside("torchtitan pads no vocabulary", "train.vocab_multiple"),
-    aside("torchtitan cuts a batch into a number of chunks, where its loss does", "train.loss_chunk"),
-    aside("FSDP2 gathers and reduces block by block", "train.bucket_mib"),
-    aside("torchtitan has data sets by name", "data.source"),
-    aside("it is torchtitan's own way", *_AROUND),
+    rule(settings="loss"),
+    ignored("torchtitan's models begin in ways of their own", *BEGIN),
+    ignored("torchtitan captures what its compiler makes", JOB.graphs),
+    ignored("torchtitan pads no vocabulary", JOB.vocab_multiple),
+    ignored("torchtitan cuts a batch into a number of chunks, where its loss does", JOB.loss_chunk),
+    ignored("FSDP2 gathers and reduces block by block", RUN.train.bucket_mib),
+    ignored("torchtitan has data sets by name", RUN.data.source),
+    ignored("it is torchtitan's own way", *_AROUND),
 )
 
 
@@ -543,7 +614,7 @@ def as_run(job: Job, settings: Settings) -> Job:
 def _remarks(settings: Settings) -> Iterator[str]:
     if settings.get("loss", "").startswith("ChunkedLoss"):
         yield "the loss in chunks takes less memory for logits than is counted"
-    if _read_layout(settings)["dp.mode"] == "ddp" and replicas(settings) > 1:
+    if _read_layout(settings)[JOB.dp.mode] == "ddp" and replicas(settings) > 1:
         yield "torchtitan reduces replicated gradients with each microbatch; once a step is priced"
 
 
@@ -561,8 +632,7 @@ TORCHTITAN = Framework(
     unread=others("torchtitan", "unread"),
     as_run=as_run,
     remarks=_remarks,
-    software="today",
-    software_read=_software,
+    software=_software,
     plans=(
         "mode=ddp,zero2,zero3",
         "context=ring",

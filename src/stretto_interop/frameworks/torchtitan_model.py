@@ -11,11 +11,11 @@ from stretto.spec.initial import Initial
 from stretto.spec.job import Job
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape, fields_of
-from stretto_interop.frameworks.choices import NAMES, Choices, choices_of
-from stretto_interop.frameworks.mapping import Settings, refused
+from stretto_interop.frameworks.fields import MODEL, NAMES, JobValues, values_of
+from stretto_interop.frameworks.mapping import Settings, Values, refused
 
 BEGIN = tuple(f"model.{one.name}" for one in fields(Initial))
-MODEL = tuple(name for name in NAMES if name.startswith("model.") and name not in BEGIN)
+MODEL_FIELDS = tuple(name for name in NAMES if name.startswith("model.") and name not in BEGIN)
 # flavours by the name of their module, and the presets of the same sizes
 FLAVOURS: Mapping[tuple[str, str], str] = {
     ("llama3", "1B"): "llama3.2-1b",
@@ -54,9 +54,9 @@ _DEBUG = {  # its smallest flavour, which no preset has
 }
 
 
-def write_model(choices: Choices) -> Settings:
-    shape = replace(choices.job.shape, lora=None)  # which another rule is about
-    if shape.tied and choices.job.layout.pp > 1:
+def write_model(values: JobValues) -> Settings:
+    shape = replace(values.job.shape, lora=None)  # which another rule is about
+    if shape.tied and values.job.layout.pp > 1:
         rule = "torchtitan's pipelines have no weights that stages share"
         raise Problem("model.tied", "true", rule, "model.tied=false, or layout.pp=1")
     for (module, flavour), name in FLAVOURS.items():
@@ -70,7 +70,7 @@ def write_model(choices: Choices) -> Settings:
 def _check_llama(shape: ModelShape) -> None:
     """Raise Problem for what torchtitan's llama3 module does not build."""
     if not shape.rotary:
-        raise refused("model.family", shape.family, "torchtitan has no GPT-2", ["llama"])
+        raise refused(MODEL.family, shape.family, "torchtitan has no GPT-2", ["llama"])
     plain = ModelShape(
         family="llama",
         **{name: getattr(shape, name) for name in (*_SIZES, "norm_eps") if name != "kv_heads"},
@@ -86,14 +86,14 @@ def _check_llama(shape: ModelShape) -> None:
             raise Problem(f"model.{name}", value, rule, f"model.{name}={getattr(usual, name)}, or a preset")
 
 
-def read_model(settings: Settings) -> Mapping[str, Any]:
+def read_model(settings: Settings) -> Values:
     sizes = settings.get("model.sizes")
     module, flavour = settings.get("model.name"), str(settings.get("model.flavor", "debugmodel"))
     if sizes is not None:
         return _model_choices({of: sizes[to] for of, to in _SIZES.items()})
     if module is not None and (module, flavour) in FLAVOURS:
         shape = preset(FLAVOURS[module, flavour])
-        return {name: value for name, value in _choices_of_shape(shape).items() if value is not None}
+        return {name: value for name, value in _values_of_shape(shape).items() if value is not None}
     if (module, flavour) == ("llama3", "debugmodel"):
         return _model_choices(_DEBUG)
     if module is None:
@@ -106,11 +106,11 @@ def read_model(settings: Settings) -> Mapping[str, Any]:
 
 def _model_choices(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
-        "model.family": "llama",
+        MODEL.family: "llama",
         **{f"model.{'positions' if name == 'sequence' else name}": value for name, value in sizes.items()},
     }
 
 
-def _choices_of_shape(shape: ModelShape) -> Mapping[str, Any]:
-    values = choices_of(Job(shape=shape)).values
-    return {name: values[name] for name in MODEL}
+def _values_of_shape(shape: ModelShape) -> Mapping[str, Any]:
+    values = values_of(Job(shape=shape)).values
+    return {name: values[name] for name in MODEL_FIELDS}

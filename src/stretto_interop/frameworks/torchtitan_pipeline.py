@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -15,8 +15,8 @@ from stretto.program.text.torchtitan import modules_of_stages, schedule_class
 from stretto.run.config.job import program_file
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job
-from stretto_interop.frameworks.choices import Choices
-from stretto_interop.frameworks.mapping import Settings, refused
+from stretto_interop.frameworks.fields import JOB, MODEL, RUN, JobValues, name_of
+from stretto_interop.frameworks.mapping import Settings, Values, refused
 from stretto_interop.frameworks.torchtitan_model import read_model
 
 OPTIONS = "chunks group waves vertical_sync memory placement split objective effort"
@@ -32,7 +32,7 @@ def replicas(settings: Settings) -> int:
     return settings.get("parallelism.data_parallel_replicate_degree", 1) * shard
 
 
-def read_batch(settings: Settings) -> Mapping[str, Any]:
+def read_batch(settings: Settings) -> Values:
     dp, local = replicas(settings), settings.get("training.local_batch_size", 8)
     whole = settings.get("training.global_batch_size", -1)
     if whole < 0:
@@ -49,7 +49,7 @@ def read_batch(settings: Settings) -> Mapping[str, Any]:
             hint=f"training.local_batch_size={whole // dp}: one pipeline of all microbatches",
         )
     micro = settings.get("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
-    return {"batch.global_size": whole, "batch.micro_size": micro}
+    return {JOB.global_batch: whole, JOB.micro_batch: micro}
 
 
 _SINGLE = {"1f1b": "1F1B", "gpipe": "GPipe"}
@@ -63,8 +63,8 @@ _MULTI = {
 _V = ("ZBVZeroBubble", "DualPipeV")
 
 
-def write_pipeline(choices: Choices) -> Settings:
-    job, file = choices.job, choices["schedule.file"]
+def write_pipeline(values: JobValues) -> Settings:
+    job, file = values.job, values[RUN.schedule.file]
     if isinstance(file, str):
         try:
             job = replace(job, custom_program=program_file(file))
@@ -73,7 +73,7 @@ def write_pipeline(choices: Choices) -> Settings:
     if job.layout.pp == 1:
         if job.custom_program is not None or job.schedule != PLAIN:
             raise refused(
-                "schedule.name", job.schedule_name, "without a pipeline microbatches run in turn", [PLAIN]
+                JOB.schedule, job.schedule_name, "without a pipeline microbatches run in turn", [PLAIN]
             )
         return {}
     if job.microbatches is None:
@@ -114,7 +114,7 @@ def _torchs_name(job: Job) -> str | None:
     return _MULTI.get(name)
 
 
-def read_pipeline(settings: Settings) -> Mapping[str, Any]:
+def read_pipeline(settings: Settings) -> Values:
     pp = settings.get("parallelism.pipeline_parallel_degree", 1)
     if pp == 1:
         return {}
@@ -124,30 +124,30 @@ def read_pipeline(settings: Settings) -> Mapping[str, Any]:
     stages = _stages(
         settings, layers, pp, single=not csv and name.lower() in {s.lower() for s in _SINGLE.values()}
     )
-    values: dict[str, Any] = {"layout.stages": tuple(stages)}
+    values: dict[Any, Any] = {JOB.stage_layers: tuple(stages)}
     if csv:
-        return {**values, "schedule.file": from_csv(csv, name="csv")}
+        return {**values, RUN.schedule.file: from_csv(csv, name="csv")}
     theirs = {torchs.lower(): ours for ours, torchs in (_SINGLE | _MULTI).items()}
     if name.lower() not in theirs:
         raise StrettoError(
             f"parallelism.pipeline_parallel_schedule is {name}",
             hint=f"what is known: {', '.join(_MULTI.values())}",
         )
-    values["schedule.name"] = ours = theirs[name.lower()]
+    values[JOB.schedule] = ours = theirs[name.lower()]
     if ours in ("bfs", "interleaved", "interleaved-zb"):
-        values["schedule.chunks"] = len(stages) // pp
+        values[RUN.schedule.chunks] = len(stages) // pp
     if ours in ("interleaved", "interleaved-zb"):
         batch = read_batch(settings)
-        count = batch["batch.global_size"] // (replicas(settings) * batch["batch.micro_size"])
+        count = batch[JOB.global_batch] // (replicas(settings) * batch[JOB.micro_batch])
         rounds = max(1, count // pp)
         if count // rounds != min(pp, count):
-            values["schedule.group"] = count // rounds
+            values[RUN.schedule.group] = count // rounds
     return values
 
 
 def _layers(settings: Settings) -> int:
     """Blocks of the model; 0: it is said beside the config."""
-    return int(read_model(settings).get("model.layers", settings.get("model.layers", 0)))
+    return int(read_model(settings).get(name_of(MODEL.layers), settings.get("model.layers", 0)))
 
 
 def _stages(settings: Settings, layers: int, pp: int, *, single: bool) -> list[int]:

@@ -11,8 +11,8 @@ from math import inf
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto_interop.frameworks.mapping import Open, Settings, Start
-from stretto_interop.frameworks.python_config import Call, Unset, read_config
+from stretto_interop.frameworks.mapping import Parsed, Settings, Start, Unset
+from stretto_interop.frameworks.python_config import Call, FillIn, read_config
 
 FUNCTION = "planned"  # what `--config` of torchtitan then names
 
@@ -30,7 +30,7 @@ def render(settings: Settings, notes: Sequence[str]) -> str:
         + '\n"""',
         "\n".join(_imports(settings)),
         "\n".join(_constants(settings)),
-        *([_FILL_IN] if any(isinstance(value, Open) for value in settings.values()) else []),
+        *([_FILL_IN] if any(isinstance(value, Unset) for value in settings.values()) else []),
         *([_SCHEDULE_FILE] if csv else []),
         *([_SIZED] if sizes else []),
         _function(settings),
@@ -45,9 +45,9 @@ _USE = (
     "    torchrun --nproc-per-node 8 -m torchtitan.train --module NAME_OF_THIS_FILE --config planned",
 )
 _FILL_IN = '''
-def fill_in(choice: str, example: object) -> NoReturn:
+def fill_in(field: str, example: object) -> NoReturn:
     """Stop at an undecided value."""
-    raise SystemExit(f"{__file__}: fill in {choice}, such as {example}")
+    raise SystemExit(f"{__file__}: fill in {field}, such as {example}")
 '''
 _SCHEDULE_FILE = '''
 def schedule_file() -> str:
@@ -92,7 +92,7 @@ def sized() -> ModelSpec:
 
 def _imports(settings: Settings) -> list[str]:
     module, sizes = settings["model.name"], settings.get("model.sizes")
-    open_ = any(isinstance(value, Open) for value in settings.values())
+    open_ = any(isinstance(value, Unset) for value in settings.values())
     debug = "DebugConfig, " if "debug.seed" in settings else ""
     lines = [
         *(["import dataclasses"] if sizes else []),
@@ -220,8 +220,8 @@ def _optimizer(settings: Settings) -> list[str]:
 
 def _python(value: Any, indent: int) -> str:
     """A value as Python source."""
-    if isinstance(value, Open):
-        return f'fill_in("{value.choice}", {value.example!r})'
+    if isinstance(value, Unset):
+        return f'fill_in("{value.name}", {value.example!r})'
     if value == inf:
         return 'float("inf")'
     if isinstance(value, list) and value and isinstance(value[0], list):
@@ -233,7 +233,7 @@ def _python(value: Any, indent: int) -> str:
 # ------------------------------------------------------------------ reading
 
 
-def parse(text: str, source: str, start: Start) -> Settings:
+def parse(text: str, source: str, start: Start) -> Parsed:
     """The settings of a config function, or of a TOML file, with the number of shards where it is left open.
 
     Raises:
@@ -241,7 +241,7 @@ def parse(text: str, source: str, start: Start) -> Settings:
     """
     settings = _from_toml(text, source) if source.endswith(".toml") else _from_python(text, source)
     _check_degrees(settings, source)
-    return _sized(settings, source, start.devices)
+    return Parsed(settings=_sized(settings, source, start.devices))
 
 
 # names of 0.1 and 0.2, by those of 0.3
@@ -291,7 +291,7 @@ def _flat(tree: Mapping[str, Any], before: str) -> list[tuple[str, Any]]:
 
 def _converted(converters: Mapping[str, str | None], source: str) -> dict[str, Any]:
     """The settings of converters by name, and their recipes; of those only that of 8 bits has costs."""
-    values: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     for name, recipe in converters.items():
         if not name.lower().startswith(("float8", "quantize.linear.float8")):
             raise StrettoError(f"{source}: converter {name} has no costs here", hint="what has: float8")
@@ -319,7 +319,7 @@ def _from_python(text: str, source: str) -> dict[str, Any]:
             settings |= _recomputed(value, source)
         else:
             settings[name] = value.name if isinstance(value, Call) else value
-    return {name: _plain(value) for name, value in settings.items() if not isinstance(value, Unset)}
+    return {name: _plain(value) for name, value in settings.items() if not isinstance(value, FillIn)}
 
 
 def _plain(value: Any) -> Any:
@@ -348,7 +348,7 @@ def _optimizer_of(value: Any, source: str) -> dict[str, Any]:
     if value.name.endswith("default_adamw"):
         lr = {"lr": value.arguments[0]} if value.arguments else {}
         return _adamw("AdamW", {**lr, **value.keywords})
-    values: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     groups = [one for one in value.keywords.get("param_groups", []) if isinstance(one, Call)]
     names = {one.keywords.get("optimizer_name") for one in groups}
     if len(names) > 1:
@@ -396,7 +396,7 @@ def _check_degrees(settings: Mapping[str, Any], source: str) -> None:
             raise StrettoError(f"{source}: {name} is {value!r}", hint="a whole number above 0")
 
 
-def _sized(settings: dict[str, Any], source: str, devices: int | None) -> Settings:
+def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:
     """With the shards that are left where torchtitan counts them itself."""
 
     def degree(name: str) -> int:

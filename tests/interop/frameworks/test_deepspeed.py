@@ -17,8 +17,8 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.choices import choices_of
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
+from stretto_interop.frameworks.fields import values_of
 from stretto_interop.frameworks.mapping import emit, read, unmapped
 from stretto_interop.frameworks.others import others
 
@@ -63,7 +63,7 @@ JOBS = {
 
 def beside(job: Job) -> Mapping[str, Any]:
     """What a JSON of DeepSpeed does not say, and a reader of it says beside it."""
-    values = choices_of(job).values
+    values = values_of(job).values
     return {
         name: value for name, value in values.items() if name.startswith("model.") or name == "data.sequence"
     }

@@ -23,7 +23,7 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.lora import LoraShape
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.choices import NAMES, RUN_DEFAULTS, Choices, choices_of
+from stretto_interop.frameworks.fields import NAMES, RUN_DEFAULTS, JobValues, values_of
 from stretto_interop.frameworks.mapping import Framework, settings_of, unmapped
 from stretto_interop.frameworks.registry import FRAMEWORKS
 
@@ -92,7 +92,7 @@ WITH = {
 }
 
 
-def bases() -> Iterator[Choices]:
+def bases() -> Iterator[JobValues]:
     """Jobs in which different choices mean something, with the run around them."""
     plain = Job(shape=preset("gpt2"), layout=Layout(tp=2, pp=2, dp=2), global_batch=8, schedule="1f1b")
     llama = Job(
@@ -170,8 +170,8 @@ def bases() -> Iterator[Choices]:
         optimiser=Optimiser(),
     )
     for job in (plain, llama, experts, *rest, sharded, staged, exchanged):
-        values = dict(choices_of(job).values) | {"checkpoint.every": 100, "eval.every": 100}
-        yield Choices({**values, "metrics.tensorboard": True})
+        values = dict(values_of(job).values) | {"checkpoint.every": 100, "eval.every": 100}
+        yield JobValues({**values, "metrics.tensorboard": True})
 
 
 BASES = tuple(bases())
@@ -199,13 +199,13 @@ def others(name: str, value: Any) -> Iterator[Any]:
         yield from (2, 0.5)
 
 
-def divides(choices: Choices) -> bool:
+def divides(choices: JobValues) -> bool:
     """Whether the batch makes whole microbatches; no schedule is made without."""
     whole, micro, dp = (choices[name] for name in ("batch.global_size", "batch.micro_size", "layout.dp"))
     return whole % (micro * dp) == 0
 
 
-def outcome(framework: Framework, choices: Choices) -> list[object]:
+def outcome(framework: Framework, choices: JobValues) -> list[object]:
     """What each rule writes, and notes, or its refusal; one refusal does not hide another."""
     made: list[object] = []
     for rule in framework.rules:

@@ -13,46 +13,48 @@ from stretto.layout.layout import Layout
 from stretto.spec.framework import ways_of
 from stretto.spec.job import Job
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.choices import Choices, choices_of
+from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import (
     Framework,
-    Open,
-    aside,
+    Parsed,
+    Start,
+    Unset,
     emit,
+    ignored,
     one_of,
-    only,
     read,
-    same,
+    renamed,
+    restricted,
     settings_of,
     unmapped,
 )
 from stretto_interop.frameworks.registry import framework
 
 RULES = (
-    same("sizes.tensor", "layout.tp", usual=1),
-    same("sizes.data", "layout.dp", usual=1),
-    same("batch", "batch.global_size", usual=4),
-    same("depth", "model.layers", usual=12),
-    same("steps", "train.steps"),
+    renamed("sizes.tensor", "layout.tp", default=1),
+    renamed("sizes.data", "layout.dp", default=1),
+    renamed("batch", "batch.global_size", default=4),
+    renamed("depth", "model.layers", default=12),
+    renamed("steps", "train.steps"),
     one_of(
-        "zero", "dp.mode", {"ddp": 0, "zero1": 1}, usual=0, instead="Tiny shards states, and nothing else"
+        "zero", "dp.mode", {"ddp": 0, "zero1": 1}, default=0, instead="Tiny shards states, and nothing else"
     ),
-    only("optim.name", ("adamw",), "Tiny has AdamW"),
-    aside("it is for people", "run.name", "metrics.every"),
+    restricted("optim.name", ("adamw",), "Tiny has AdamW"),
+    ignored("it is for people", "run.name", "metrics.every"),
 )
 
 
 def render(settings: Mapping[str, Any], notes: Sequence[str]) -> str:
-    words = {name: "?" if isinstance(value, Open) else value for name, value in settings.items()}
+    words = {name: "?" if isinstance(value, Unset) else value for name, value in settings.items()}
     return "\n".join(
         [*(f"# {note}" for note in notes), *(f"{name}={value}" for name, value in words.items())]
     )
 
 
-def parse(text: str, source: str, devices: int | None) -> Mapping[str, Any]:
+def parse(text: str, source: str, start: Start) -> Parsed:
     pairs = (line.split("=") for line in text.splitlines())
-    size = {} if devices is None else {"sizes.data": devices}
-    return {**size, **{name: int(value) for name, value in pairs}}
+    size = {} if start.devices is None else {"sizes.data": start.devices}
+    return Parsed(settings={**size, **{name: int(value) for name, value in pairs}})
 
 
 TINY = Framework(
@@ -64,7 +66,7 @@ TINY = Framework(
     unpriced={"log.*": "logging"},
     unread={"prune": "pruned models have no costs here"},
     as_run=lambda job, _: replace(job, framework=ways_of("megatron", dp=job.dp, precision=job.precision)),
-    software="tuned",
+    software=lambda _: "tuned",
     plans=(),
 )
 JOB = Job(shape=preset("gpt2"), layout=Layout(tp=2, dp=2), global_batch=8)
@@ -90,7 +92,9 @@ def test_a_choice_without_a_rule_is_known() -> None:
     missing, wrong = unmapped(TINY)
     assert "layout.pp" in missing
     assert not wrong
-    twice = replace(TINY, rules=(*RULES, only("layout.tp", (1,), ""), only("layout.up", (1,), "")))
+    twice = replace(
+        TINY, rules=(*RULES, restricted("layout.tp", (1,), ""), restricted("layout.up", (1,), ""))
+    )
     assert unmapped(twice)[1] == {"layout.tp", "layout.up"}
 
 
@@ -114,8 +118,8 @@ def test_an_unknown_framework_has_a_nearest_name() -> None:
 
 
 def test_the_run_around_a_job_is_listed_where_it_is_not_the_usual() -> None:
-    values = {**choices_of(JOB).values, "run.name": "mine"}
-    changed = Choices(values)
+    values = {**values_of(JOB).values, "run.name": "mine"}
+    changed = JobValues(values)
     assert settings_of(TINY, changed)[1] == ["left out: run.name=mine (it is for people)"]
 
 

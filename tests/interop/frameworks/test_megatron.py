@@ -24,7 +24,7 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
 from stretto.spec.rules import problems
-from stretto_interop.frameworks.choices import Choices, choices_of
+from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import Reading, emit, read, settings_of
 from stretto_interop.frameworks.megatron.arguments import arguments
 from stretto_interop.frameworks.megatron.framework import MEGATRON
@@ -36,7 +36,7 @@ SIZES += " --max-position-embeddings 128 --micro-batch-size 2 --global-batch-siz
 
 def script_of(job: Job) -> str:
     """The script of a job in full, with no choice left open."""
-    return MEGATRON.render(*settings_of(MEGATRON, Choices(choices_of(job).values)))
+    return MEGATRON.render(*settings_of(MEGATRON, JobValues(values_of(job).values)))
 
 
 def written_and_read(job: Job) -> Job:
@@ -216,11 +216,11 @@ def test_a_config_is_written_in_full() -> None:
     ],
 )
 def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    values = dict(choices_of(replace(LLAMA, **changes)).values)
+    values = dict(values_of(replace(LLAMA, **changes)).values)
     if "custom_program" in changes:
         values["schedule.file"] = "program.csv"
     with pytest.raises(StrettoError) as caught:
-        settings_of(MEGATRON, Choices(values))
+        settings_of(MEGATRON, JobValues(values))
     assert caught.value.message.startswith(said)
 
 
@@ -256,7 +256,7 @@ def test_megatron_core_reads_a_layout_as_the_same_stages(name: str) -> None:
     if done.returncode:
         pytest.skip("megatron-core is not installed (or name a Python that has it in MEGATRON_PYTHON)")
     job = JOBS[name]
-    text = settings_of(MEGATRON, Choices(choices_of(job).values))[0]["pipeline-model-parallel-layout"]
+    text = settings_of(MEGATRON, JobValues(values_of(job).values))[0]["pipeline-model-parallel-layout"]
     code = f"{there}print([len(s) for s in m.PipelineParallelLayerLayout.parse_str_to_list({text!r})])"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     depth = job.layout.pp * (job.options.get("chunks") or 1)
@@ -393,8 +393,8 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (changed("--bf16", "--bf16 --mtp-num-layers 1"), "run.sh: mtp-num-layers is 1: it has no costs here"),
         (changed("TP=4", "TP=5"), "32 processes do not divide by tp=5 x cp=1 x pp=2\nhint: nearest: 30"),
         (changed('"$FP8" -eq 1', '-f "$FP8"'), 'run.sh:39: nothing tells whether `if [ -f "$FP8" ]` holds'),
-        (changed("FP8=$", 'for i in 1 2; do PARALLEL="--bf16"; done\nFP8=$'), "run.sh:5: for is not read"),
-        (changed("if [ -n", "for i in 1; do MODEL_ARGS+=(--bf16); done\nif [ -n"), "run.sh:5: for is not"),
+        (changed("FP8=$", 'for i in 1 2; do PARALLEL="--bf16"; done\nFP8=$'), "run.sh:5: `for` is not read"),
+        (changed("if [ -n", "for i in 1; do MODEL_ARGS+=(--bf16); done\nif [ -n"), "run.sh:5: `for` is not"),
         (
             changed("GPT2BPETokenizer", "SentencePieceTokenizer"),
             "nothing tells how many entries the",

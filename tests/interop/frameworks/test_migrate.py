@@ -182,7 +182,7 @@ def test_with_its_files_the_config_is_right_on_this_machine(tmp_path: Path) -> N
     merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]) + "\n")
     (tmp_path / "runs").mkdir()
     made = moved(GPT, str(tmp_path / "runs/gpt"), str(tmp_path / "b"), str(vocab), str(merges), str(prefix))
-    assert (made.lost, made.here) == ({}, [])
+    assert (made.lost, made.missing) == ({}, [])
     (tmp_path / "gpt.yaml").write_text(made.text)
     assert run(["config", str(tmp_path / "gpt.yaml")]) == 0
 

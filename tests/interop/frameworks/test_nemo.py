@@ -15,7 +15,7 @@ from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.choices import Choices, choices_of
+from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import settings_of
 from stretto_interop.frameworks.nemo import NEMO, overrides
 
@@ -57,7 +57,7 @@ JOBS = {
 
 
 def settings(job: Job) -> dict[str, object]:
-    return settings_of(NEMO, Choices(choices_of(job).values))[0]
+    return settings_of(NEMO, JobValues(values_of(job).values))[0]
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -22,7 +22,7 @@ from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape
-from stretto_interop.frameworks.choices import Choices, choices_of
+from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import emit, read, settings_of, unmapped
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
 from stretto_interop.frameworks.torchtitan_model import FLAVOURS
@@ -99,7 +99,7 @@ def without_ways(job: Job) -> Job:
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_written_reads_back_as_the_same_job(name: str) -> None:
     job = JOBS[name]
-    text = TORCHTITAN.render(*settings_of(TORCHTITAN, Choices(choices_of(job).values)))
+    text = TORCHTITAN.render(*settings_of(TORCHTITAN, JobValues(values_of(job).values)))
     assert without_ways(read(TORCHTITAN, text, "x.py").job) == without_ways(job)
 
 

@@ -7,7 +7,7 @@ The arguments are those of Megatron-LM core_v0.19.0 (2026-08-19), of whose parse
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto_interop.frameworks.bash import unknown_in
-from stretto_interop.frameworks.mapping import Former, NamedFile, Unread
+from stretto_interop.frameworks.mapping import NamedFile, Parsed
 
 VERSION = "core_v0.19.0"
 
@@ -28,7 +28,7 @@ class Argument:
         values: how many it takes: "flag", "" (one), a number, "+" or "*".
         kind: of each value: "int", "float" or "str".
         choices: the values that it takes; empty: any.
-        usual: its value where it is left out, as text; empty: none.
+        default: its value if it is absent, as text; empty if it has none.
         group: of those that no rule reads, what they are about.
     """
 
@@ -36,7 +36,7 @@ class Argument:
     values: str
     kind: str
     choices: tuple[str, ...]
-    usual: str
+    default: str
     group: str
 
     def read(self, words: Sequence[str], where: str) -> Any:
@@ -94,17 +94,15 @@ def arguments() -> Mapping[str, Argument]:
             values=row["values"],
             kind=row["type"],
             choices=tuple(row["choices"].split()),
-            usual=row["default"],
+            default=row["default"],
             group=row["class"],
         )
         made |= dict.fromkeys([one.name, *row["aliases"].split()], one)
     return made
 
 
-def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, object]) -> dict[str, Any]:
+def read_arguments(words: Sequence[str], source: str, priced: Collection[str]) -> Parsed:
     """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
-
-    A word that is no argument, and one with a value that cannot be taken, is `Unread`.
 
     Args:
         priced: names whose values matter to a price.
@@ -112,32 +110,32 @@ def read_arguments(words: Sequence[str], source: str, priced: Mapping[str, objec
     Raises:
         StrettoError: a first word that is no argument.
     """
-    known, settings = arguments(), dict[str, Any]()
+    known, parsed = arguments(), Parsed()
     for name, values in _groups(words, source):
-        one = known.get(name)
+        argument = known.get(name)
+        key = _FILE if name.replace("-", "_") == _FILE else name if argument is None else argument.name
+        for earlier in (parsed.settings, parsed.unsupported, parsed.files):
+            earlier.pop(key, None)
         if (instead := _former(name, values)) is not None:
-            settings |= read_arguments(instead.split(), source, priced)
-            settings[name] = Former(instead or "nothing: it is Stretto's own way")
-        elif name.replace("-", "_") == _FILE and values:
-            missing = unknown_in(values[0])
-            unread = StrettoError(
-                f"{source}: nothing tells which file --{name} names", hint=_say(missing or "")
-            )
-            settings[_FILE] = NamedFile(values[0]) if missing is None else Unread(unread, matters=True)
-        elif one is None:
-            settings[name] = Unread(_unknown(name, values, source), matters=not name.startswith("$"))
+            parsed.settings |= read_arguments(instead.split(), source, priced).settings
+            parsed.deprecated[name] = instead or "nothing: it is Stretto's own way"
+        elif key == _FILE and values:
+            if (variable := unknown_in(values[0])) is None:
+                parsed.files[_FILE] = NamedFile(values[0])
+            else:
+                error = StrettoError(
+                    f"{source}: nothing tells which file --{name} names", hint=_say(variable)
+                )
+                parsed.unsupported[_FILE] = error, True
+        elif argument is None:
+            parsed.unsupported[name] = _unknown(name, values, source), not name.startswith("$")
         else:
-            settings[one.name] = _value(one, values, source, priced)
-    return settings
-
-
-def _value(one: Argument, values: Sequence[str], source: str, priced: Mapping[str, object]) -> Any:
-    """The value of an argument, or `Unread`."""
-    try:
-        return one.read(values, source)
-    except StrettoError as error:
-        unsaid = any(unknown_in(value) is not None for value in values)
-        return Unread(error, matters=not unsaid or one.name in priced)
+            try:
+                parsed.settings[key] = argument.read(values, source)
+            except StrettoError as error:
+                has_unknown = any(unknown_in(value) is not None for value in values)
+                parsed.unsupported[key] = error, not has_unknown or key in priced
+    return parsed
 
 
 def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
@@ -286,14 +284,14 @@ def lost(name: str, value: Any) -> str | None:
     group = arguments()[name].group
     if not group:  # a rule reads it
         return None
-    return None if group in _NEEDLESS or is_usual(name, value) else _LOST[group]
+    return None if group in _NEEDLESS or is_default(name, value) else _LOST[group]
 
 
-def is_usual(name: str, value: Any) -> bool:
+def is_default(name: str, value: Any) -> bool:
     """Whether an argument's value is what it is where it is left out."""
     one = arguments()[name]
-    usual = one.read([one.usual], name) if one.usual and one.values != "flag" else None
-    return usual is not None and value in (usual, [usual])
+    default = one.read([one.default], name) if one.default and one.values != "flag" else None
+    return default is not None and value in (default, [default])
 
 
 _APART = (

@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from stretto.errors import StrettoError, read_text
 from stretto.run.config.sources import megatron_prefix
-from stretto_interop.frameworks.choices import Choices
-from stretto_interop.frameworks.mapping import Open, Rule, Settings, next_token, refused
+from stretto_interop.frameworks.fields import RUN, JobValues, name_of
+from stretto_interop.frameworks.mapping import Rule, Settings, Unset, Values, next_token, refused, rule
 
 _PARTED = ("train-data-path", "per-split-data-args-path")  # each split with prefixes of its own
 
@@ -21,29 +20,29 @@ def parted(settings: Settings) -> bool:
     return not settings.keys().isdisjoint(_PARTED)
 
 
-def _write_data(choices: Choices) -> Settings:
+def _write_data(values: JobValues) -> Settings:
     """The prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill in."""
-    source = choices["data.source"]
+    source = values[RUN.data.source]
     names: list[str] = [source] if isinstance(source, str) else list(source)
     prefixes = [megatron_prefix(name) for name in names]
-    if "data.source" in choices.open or not names or None in prefixes:
-        return {"data-path": Open("data.source", "PREFIX")}
+    if values.is_open(RUN.data.source) or not names or None in prefixes:
+        return {"data-path": Unset(RUN.data.source, "PREFIX")}
     weights = source.values() if isinstance(source, Mapping) else [None] * len(names)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     pairs = zip(weights, prefixes, strict=True)  # pyright: ignore[reportUnknownArgumentType]
     return {"data-path": [word for pair in pairs for word in pair if word is not None]}
 
 
-def _read_data(settings: Settings) -> Mapping[str, Any]:
+def _read_data(settings: Settings) -> Values:
     """One prefix, several, or several with weights; of splits that are given apart those of training."""
     words = _words(settings)
     if not words:
-        return {"data.source": "python-stdlib"} if "mock-data" in settings else {}
+        return {name_of(RUN.data.source): "python-stdlib"} if "mock-data" in settings else {}
     if len(words) == 1:
-        return {"data.source": words[0]}
+        return {name_of(RUN.data.source): words[0]}
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
-        return {"data.source": list(words)}
+        return {name_of(RUN.data.source): list(words)}
     if len(words) % 2:
         raise StrettoError(
             f"--data-path has {len(weights)} weights for {len(words) // 2} prefixes",
@@ -52,7 +51,7 @@ def _read_data(settings: Settings) -> Mapping[str, Any]:
     mixture = dict[str, float]()
     for weight, prefix in zip(weights, words[1::2], strict=True):
         mixture[prefix] = mixture.get(prefix, 0.0) + weight
-    return {"data.source": mixture}
+    return {name_of(RUN.data.source): mixture}
 
 
 def _words(settings: Settings) -> Sequence[str]:
@@ -79,28 +78,28 @@ def _words(settings: Settings) -> Sequence[str]:
     return words.split() if isinstance(words, str) else [str(word) for word in words]
 
 
-def _read_split(settings: Settings) -> Mapping[str, Any]:
+def _read_split(settings: Settings) -> Values:
     """All is trained on where other splits have other prefixes."""
     if parted(settings):
-        return {"data.split": "100,0,0"}
+        return {RUN.data.split: "100,0,0"}
     split = settings.get("split")
-    return {} if split is None else {"data.split": _ratios(split)}
+    return {} if split is None else {RUN.data.split: _ratios(split)}
 
 
-def _data_notes(choices: Choices) -> Iterable[str]:
-    left = isinstance(_write_data(choices)["data-path"], Open)
-    if left and "data.source" not in choices.unsaid | choices.open:
-        source = choices["data.source"]
+def _data_notes(values: JobValues) -> Iterable[str]:
+    left = isinstance(_write_data(values)["data-path"], Unset)
+    if left and RUN.data.source not in values.unsaid | values.open:
+        source = values[RUN.data.source]
         yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
 
 
-def _write_cache(choices: Choices) -> Settings:
-    cache = choices["data.cache"]
+def _write_cache(values: JobValues) -> Settings:
+    cache = values[RUN.data.cache]
     return {} if cache is None else {"data-cache-path": cache}
 
 
-def _read_cache(settings: Settings) -> Mapping[str, Any]:
-    return {"data.cache": settings.get("data-cache-path", settings.get("object-storage-cache-path"))}
+def _read_cache(settings: Settings) -> Values:
+    return {RUN.data.cache: settings.get("data-cache-path", settings.get("object-storage-cache-path"))}
 
 
 def _ratios(split: str) -> str:
@@ -112,39 +111,39 @@ def _ratios(split: str) -> str:
 _APART = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
 
 
-def _write_packing(choices: Choices) -> Settings:
-    packing = choices["data.packing"]
+def _write_packing(values: JobValues) -> Settings:
+    packing = values[RUN.data.packing]
     if packing == "none":
         instead = "Megatron-LM's samples are filled with documents"
-        raise refused("data.packing", packing, instead, ("stream", "documents"))
+        raise refused(RUN.data.packing, packing, instead, ("stream", "documents"))
     return dict.fromkeys(_APART, True) if packing == "documents" else {}
 
 
-def _read_packing(settings: Settings) -> Mapping[str, Any]:
+def _read_packing(settings: Settings) -> Values:
     """All of the three; why one or two are nothing here is told by `arguments.lost`."""
-    return {"data.packing": "documents"} if all(name in settings for name in _APART) else {}
+    return {RUN.data.packing: "documents"} if all(name in settings for name in _APART) else {}
 
 
 DATA: tuple[Rule, ...] = (
-    Rule(
-        choices=("data.source",),
+    rule(
+        RUN.data.source,
         settings=("data-path", "data-args-path", *_PARTED, "mock-data", "dataloader-type"),
         write=_write_data,
         read=_read_data,
         notes=_data_notes,
     ),
-    Rule(
-        choices=("data.cache",),
-        settings=("data-cache-path", "object-storage-cache-path"),
+    rule(
+        RUN.data.cache,
+        settings="data-cache-path object-storage-cache-path",
         write=_write_cache,
         read=_read_cache,
     ),
-    Rule(
-        choices=("data.split",),
-        settings=("split",),
-        write=lambda choices: {"split": choices["data.split"].replace(" ", "")},
+    rule(
+        RUN.data.split,
+        settings="split",
+        write=lambda values: {"split": values[RUN.data.split].replace(" ", "")},
         read=_read_split,
     ),
-    Rule(choices=("data.packing",), settings=_APART, write=_write_packing, read=_read_packing),
+    rule(RUN.data.packing, settings=_APART, write=_write_packing, read=_read_packing),
     *next_token("pretrain_gpt.py predicts the next token"),
 )

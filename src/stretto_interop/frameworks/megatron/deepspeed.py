@@ -12,9 +12,9 @@ from typing import Any
 
 from stretto.errors import StrettoError, read_text
 from stretto_interop.frameworks.bash import unknown_in
-from stretto_interop.frameworks.choices import RUN_DEFAULTS, reading
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
-from stretto_interop.frameworks.mapping import Beside, NamedFile, Start, read_rule, shown
+from stretto_interop.frameworks.fields import RUN_DEFAULTS, reading
+from stretto_interop.frameworks.mapping import FileSettings, NamedFile, Start, read_rule, shown
 
 NAME = "deepspeed_config"
 _TAKEN = ("batch.", "dp.", "precision.", "train.dtype", "train.bucket_mib", "optim.clip", "optim.rate.")
@@ -23,36 +23,36 @@ _SCALE = ("precision.loss_scale", "precision.loss_scale_steps")
 _SIZES = {"batch.global_size": "train_batch_size", "batch.micro_size": "train_micro_batch_size_per_gpu"}
 
 
-def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str]) -> Beside:
+def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str]) -> FileSettings:
     """What the JSON says of the run, and where it contradicts the arguments.
 
     Args:
         values: of fields, as the arguments have them.
         mapped: fields that the arguments name.
     """
-    made = Beside()
+    made = FileSettings()
     try:
         text = file.text if file.text is not None else read_text(Path(file.path).expanduser())
         if (name := unknown_in(text)) is not None:
             raise StrettoError(f"nothing tells what {name} is in {file.path}, which the script writes")
         assert DEEPSPEED.parse is not None
         with reading(file.path):
-            settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"]))
+            settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"])).settings
     except StrettoError as error:
         made.lost[NAME] = error.message
         return made
     read = set[str]()
     for rule in DEEPSPEED.rules:
         there = [name for name in rule.settings if name in settings and name != "data_parallel_size"]
-        if not there or rule.read is None or not rule.choices:
+        if not there or rule.read is None or not rule.fields:
             continue
         read |= set(there)
         try:
-            choices = read_rule(rule, settings)
+            taken = read_rule(rule, settings)
         except StrettoError as error:
             made.lost[f"{NAME} {there[0]}"] = error.message
             continue
-        for field, value in choices.items():
+        for field, value in taken.items():
             if not field.startswith(_TAKEN) or (field == "optim.clip" and "gradient_clipping" not in there):
                 continue
             if field in _SIZES and _SIZES[field] not in there and len(there) < 2:

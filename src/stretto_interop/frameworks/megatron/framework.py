@@ -14,27 +14,34 @@ from typing import Any
 from stretto.spec.framework import CORE, OPERATORS, Operator, ways_of
 from stretto.spec.framework import Framework as Ways
 from stretto.spec.job import Job
-from stretto_interop.frameworks.choices import PRICED
-from stretto_interop.frameworks.mapping import Framework, Rule, Settings, Start
+from stretto_interop.frameworks.fields import PRICED
+from stretto_interop.frameworks.mapping import Framework, Parsed, Rule, Settings, Start, Values, rule
 from stretto_interop.frameworks.megatron import deepspeed
-from stretto_interop.frameworks.megatron.arguments import VERSION, is_usual, lost, needless, unpriced, unread
-from stretto_interop.frameworks.megatron.model import MODEL, positions_of
+from stretto_interop.frameworks.megatron.arguments import (
+    VERSION,
+    is_default,
+    lost,
+    needless,
+    unpriced,
+    unread,
+)
+from stretto_interop.frameworks.megatron.model import MODEL_RULES, positions_of
 from stretto_interop.frameworks.megatron.ranks import RANKS
 from stretto_interop.frameworks.megatron.script import parse, render
 from stretto_interop.frameworks.megatron.training import TRAINING
 
 
-def _read_loss(_: Settings) -> Mapping[str, Any]:
+def _read_loss(_: Settings) -> Values:
     return {}  # no choice of a job: `as_run` takes it
 
 
 # a price depends on them, and nothing of a job says them
-_BESIDE = Rule(choices=(), settings=("cross-entropy-loss-fusion",), write=lambda _: {}, read=_read_loss)
-RULES: tuple[Rule, ...] = (*MODEL, *RANKS, *TRAINING, _BESIDE)
+_BESIDE = rule(settings="cross-entropy-loss-fusion", read=_read_loss)
+RULES: tuple[Rule, ...] = (*MODEL_RULES, *RANKS, *TRAINING, _BESIDE)
 _PRICED = {
     name: rule
     for rule in RULES
-    if rule.read is not None and (not rule.choices or not PRICED.isdisjoint(rule.choices))
+    if rule.read is not None and (not rule.fields or not PRICED.isdisjoint(rule.fields))
     for name in rule.settings
 }
 
@@ -128,7 +135,7 @@ def _load(folder: str, settings: Settings) -> str | None:
     return f"a checkpoint of Megatron-LM: {command} brings it over, RUN/config.yaml goes on from it"
 
 
-# of arguments that rules read, what they say beyond their choices, by value and settings
+# of arguments that rules read, what they say beyond their values, by value and settings
 _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
     "moe-router-load-balancing-type": _balance,
     "moe-expert-capacity-factor": lambda *_: "the capacity is of each sequence, not of a rank's microbatch",
@@ -150,7 +157,7 @@ _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
 }
 
 
-def read_script(text: str, source: str, start: Start) -> Mapping[str, Any]:
+def read_script(text: str, source: str, start: Start) -> Parsed:
     """As `script.parse`."""
     return parse(text, source, start, _PRICED)
 
@@ -165,12 +172,12 @@ MEGATRON = Framework(
     unread=unread(),
     as_run=as_run,
     remarks=remarks,
-    software="tuned",
+    software=lambda _: "tuned",
     overlaps=overlaps,
     plans=PLANS,
     needless=needless(),
     lost=lost,
-    usual=is_usual,
+    is_default=is_default,
     differs=differs,
     files={deepspeed.NAME: deepspeed.read_json},
 )

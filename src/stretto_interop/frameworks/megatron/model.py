@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.spec.attention import RopeScaling
+from stretto.spec.attention import AttentionShape, RopeScaling
 from stretto.spec.initial import Initial
-from stretto.spec.lora import LoraShape
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.fields import (
+    ATTENTION,
+    JOB,
+    KV_RANK,
+    LATENT,
+    LORA,
+    LORA_RANK,
+    MODEL,
+    ROPE,
+    ROPE_TYPE,
+    RUN,
+    JobValues,
+    name_of,
+)
 from stretto_interop.frameworks.mapping import (
     Rule,
     Settings,
+    Values,
+    absent,
     flag,
-    only,
     refused,
+    renamed,
+    restricted,
     rule,
-    same,
-    without,
     without_encoder,
 )
-from stretto_interop.frameworks.megatron.experts import EXPERTS, ffn_of
+from stretto_interop.frameworks.megatron.experts import EXPERT_RULES, ffn_of
 
 # entries of tokenizers that come without --vocab-size; others are looked up by the model's name
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -57,42 +70,42 @@ _ROUND = "yarn-correction-range-round-to-int"
 # ------------------------------------------------------------------ family: positions, MLP, norm, biases
 
 
-def _family_notes(choices: Choices) -> Iterable[str]:
-    yield f"model.family={choices['model.family']}: a name for usual values, which are written one by one"
+def _family_notes(values: JobValues) -> Iterable[str]:
+    yield f"model.family={values['model.family']}: a name for usual values, which are written one by one"
 
 
-def _write_positions(choices: Choices) -> Settings:
-    rotary = choices["model.position_embedding"] == "rotary"
-    base = {"rotary-base": int(choices["model.rope_theta"])} if rotary else {}
-    yarn = choices[f"{_ROPE}.type"] == "yarn" and choices[f"{_LATENT}.kv_rank"] is None
+def _write_positions(values: JobValues) -> Settings:
+    rotary = values[MODEL.position_embedding] == "rotary"
+    base = {"rotary-base": int(values[MODEL.rope_theta])} if rotary else {}
+    yarn = values[ROPE_TYPE] == "yarn" and values[KV_RANK] is None
     kind = "yarn" if yarn else "rope"
     return {"position-embedding-type": kind if rotary else "learned_absolute", **base}
 
 
-def _read_positions(settings: Settings) -> Mapping[str, Any]:
+def _read_positions(settings: Settings) -> Values:
     kind = positions_of(settings)
     return {
-        "model.family": _FAMILIES[kind],
-        "model.position_embedding": kind,
-        "model.rope_theta": float(settings.get("rotary-base", 10000)),
+        MODEL.family: _FAMILIES[kind],
+        MODEL.position_embedding: kind,
+        MODEL.rope_theta: float(settings.get("rotary-base", 10000)),
     }
 
 
-def _write_rope(choices: Choices) -> Settings:
+def _write_rope(values: JobValues) -> Settings:
     """Scaled rotary positions: Llama 3.1's with its usual bounds, and yarn's, of latent attention too."""
-    kind = choices[f"{_ROPE}.type"]
+    kind = values[ROPE_TYPE]
     if kind is None:
         return {}
     instead = "Megatron-LM scales rotary positions as Llama 3.1, or by yarn"
     if kind == "llama3":
         for name, usual in _LLAMA3.items():
-            if choices[f"{_ROPE}.{name}"] != usual:
-                raise refused(f"{_ROPE}.{name}", choices[f"{_ROPE}.{name}"], instead, (usual,))
-        return {"use-rope-scaling": True, "rope-scaling-factor": choices[f"{_ROPE}.factor"]}
+            if values[getattr(ROPE, name)] != usual:
+                raise refused(getattr(ROPE, name), values[getattr(ROPE, name)], instead, (usual,))
+        return {"use-rope-scaling": True, "rope-scaling-factor": values[ROPE.factor]}
     if kind != "yarn":
-        raise refused(f"{_ROPE}.type", kind, instead, ("llama3", "yarn"))
-    if choices[f"{_LATENT}.kv_rank"] is None:
-        return _write_yarn(choices)
+        raise refused(ROPE.type, kind, instead, ("llama3", "yarn"))
+    if values[KV_RANK] is None:
+        return _write_yarn(values)
     fixed = {
         "original_positions": 4096,
         "beta_fast": 32.0,
@@ -101,33 +114,33 @@ def _write_rope(choices: Choices) -> Settings:
         "attention_factor": None,
     }
     for name, usual in fixed.items():
-        if choices[f"{_ROPE}.{name}"] != usual:
-            raise refused(f"{_ROPE}.{name}", choices[f"{_ROPE}.{name}"], instead, (usual,))
+        if values[getattr(ROPE, name)] != usual:
+            raise refused(getattr(ROPE, name), values[getattr(ROPE, name)], instead, (usual,))
     return {
         "rope-type": "yarn",
-        "rotary-scaling-factor": choices[f"{_ROPE}.factor"],
-        "mscale": 1.0 if choices[f"{_ROPE}.mscale"] is None else choices[f"{_ROPE}.mscale"],
-        "mscale-all-dim": choices[f"{_ROPE}.mscale_all_dim"] or 0.0,
+        "rotary-scaling-factor": values[ROPE.factor],
+        "mscale": 1.0 if values[ROPE.mscale] is None else values[ROPE.mscale],
+        "mscale-all-dim": values[ROPE.mscale_all_dim] or 0.0,
     }
 
 
-def _write_yarn(choices: Choices) -> Settings:
+def _write_yarn(values: JobValues) -> Settings:
     """Yarn's bounds and factors, of attention whose keys are not latent."""
-    if choices[f"{_ROPE}.attention_factor"] is not None:
+    if values[ROPE.attention_factor] is not None:
         instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
-        raise refused(f"{_ROPE}.attention_factor", choices[f"{_ROPE}.attention_factor"], instead, (None,))
-    scales = choices[f"{_ROPE}.mscale"], choices[f"{_ROPE}.mscale_all_dim"]
+        raise refused(ROPE.attention_factor, values[ROPE.attention_factor], instead, (None,))
+    scales = values[ROPE.mscale], values[ROPE.mscale_all_dim]
     return {
-        "rotary-scaling-factor": choices[f"{_ROPE}.factor"],
-        "yarn-original-max-position-embeddings": choices[f"{_ROPE}.original_positions"],
-        "yarn-beta-fast": choices[f"{_ROPE}.beta_fast"],
-        "yarn-beta-slow": choices[f"{_ROPE}.beta_slow"],
-        _ROUND if choices[f"{_ROPE}.truncate"] else f"no-{_ROUND}": True,
+        "rotary-scaling-factor": values[ROPE.factor],
+        "yarn-original-max-position-embeddings": values[ROPE.original_positions],
+        "yarn-beta-fast": values[ROPE.beta_fast],
+        "yarn-beta-slow": values[ROPE.beta_slow],
+        _ROUND if values[ROPE.truncate] else f"no-{_ROUND}": True,
         **({"mscale": scales[0], "mscale-all-dim": scales[1]} if all(scales) else {}),
     }
 
 
-def _read_yarn(settings: Settings) -> Mapping[str, Any]:
+def _read_yarn(settings: Settings) -> Values:
     if _ROUND in settings and f"no-{_ROUND}" in settings:
         raise StrettoError(f"--{_ROUND} is said and denied", hint="leave out one of them")
     scales = settings.get("mscale", 1.0), settings.get("mscale-all-dim", 0.0)
@@ -147,7 +160,7 @@ def _read_yarn(settings: Settings) -> Mapping[str, Any]:
     }
 
 
-def _read_rope(settings: Settings) -> Mapping[str, Any]:
+def _read_rope(settings: Settings) -> Values:
     if "use-rope-scaling" in settings:
         values = {"type": "llama3", "factor": settings.get("rope-scaling-factor", 8.0), **_LLAMA3}
     elif "multi-latent-attention" in settings and settings.get("rope-type", "yarn") == "yarn":
@@ -184,20 +197,20 @@ def positions_of(settings: Settings) -> str:
     return _POSITIONS[kind]
 
 
-def _write_mlp(choices: Choices) -> Settings:
+def _write_mlp(values: JobValues) -> Settings:
     kinds: dict[str, dict[str, Any]] = {
         "swiglu": {"swiglu": True},
         "relu2": {"squared-relu": True},
         "gelu": {},
         "swiglu_clamped": {"quick-geglu": True, **_QUICK},
     }
-    kind = choices["model.mlp"]
+    kind = values[MODEL.mlp]
     if kind not in kinds:
-        raise refused("model.mlp", kind, "Megatron-LM's arguments have no such gate", kinds)
+        raise refused(MODEL.mlp, kind, "Megatron-LM's arguments have no such gate", kinds)
     return kinds[kind]
 
 
-def _read_mlp(settings: Settings) -> Mapping[str, Any]:
+def _read_mlp(settings: Settings) -> Values:
     offset, bound = settings.get("glu-linear-offset", 0.0), settings.get("activation-func-clamp-value")
     quick = "quick-geglu" in settings
     if (offset, bound) != (tuple(_QUICK.values()) if quick else (0.0, None)):
@@ -206,94 +219,94 @@ def _read_mlp(settings: Settings) -> Mapping[str, Any]:
             hint="what is: --swiglu without them, or gpt-oss's, --quick-geglu with 1.0 and 7.0",
         )
     kinds = {"swiglu_clamped": quick, "swiglu": "swiglu" in settings, "relu2": "squared-relu" in settings}
-    return {"model.mlp": next((kind for kind, there in kinds.items() if there), "gelu")}
+    return {MODEL.mlp: next((kind for kind, there in kinds.items() if there), "gelu")}
 
 
-def _write_ffn(choices: Choices) -> Settings:
-    return {"ffn-hidden-size": choices["model.ffn"]}
+def _write_ffn(values: JobValues) -> Settings:
+    return {"ffn-hidden-size": values[MODEL.ffn]}
 
 
-def _read_ffn(settings: Settings) -> Mapping[str, Any]:
-    return {"model.ffn": ffn_of(settings)}
+def _read_ffn(settings: Settings) -> Values:
+    return {MODEL.ffn: ffn_of(settings)}
 
 
-def _write_bias(choices: Choices) -> Settings:
-    bias, of_norm = choices["model.bias"], choices["model.norm"] == "layer"
-    if not bias and of_norm and choices["model.position_embedding"] == "learned":
+def _write_bias(values: JobValues) -> Settings:
+    bias, of_norm = values[MODEL.bias], values[MODEL.norm] == "layer"
+    if not bias and of_norm and values[MODEL.position_embedding] == "learned":
         instead = "Megatron-LM's LayerNorm always has a bias"
-        raise refused("model.bias", False, instead, (True,))
+        raise refused(MODEL.bias, False, instead, (True,))
     return {} if bias else {"disable-bias-linear": True}
 
 
-def _read_bias(settings: Settings) -> Mapping[str, Any]:
-    return {"model.bias": "disable-bias-linear" not in settings}
+def _read_bias(settings: Settings) -> Values:
+    return {MODEL.bias: "disable-bias-linear" not in settings}
 
 
-def _write_norm(choices: Choices) -> Settings:
-    kind = choices["model.norm"]
+def _write_norm(values: JobValues) -> Settings:
+    kind = values[MODEL.norm]
     gain = {"apply-layernorm-1p": True} if kind == "rms1p" else {}
     return {"normalization": "LayerNorm" if kind == "layer" else "RMSNorm", **gain}
 
 
-def _read_norm(settings: Settings) -> Mapping[str, Any]:
+def _read_norm(settings: Settings) -> Values:
     if settings.get("normalization", "LayerNorm") != "RMSNorm":
-        return {"model.norm": "layer"}
-    return {"model.norm": "rms1p" if "apply-layernorm-1p" in settings else "rms"}
+        return {MODEL.norm: "layer"}
+    return {MODEL.norm: "rms1p" if "apply-layernorm-1p" in settings else "rms"}
 
 
-def _write_proj_bias(choices: Choices) -> Settings:
-    chosen, bias = choices["model.attention.proj_bias"], choices["model.bias"]
+def _write_proj_bias(values: JobValues) -> Settings:
+    chosen, bias = values[ATTENTION.proj_bias], values[MODEL.bias]
     if chosen not in (None, bias):
         instead = "Megatron-LM's projection has a bias where all linear layers have one"
-        raise refused("model.attention.proj_bias", chosen, instead, (bias,))
+        raise refused(ATTENTION.proj_bias, chosen, instead, (bias,))
     return {}
 
 
-def _write_qkv_bias(choices: Choices) -> Settings:
-    chosen, bias = choices["model.attention.qkv_bias"], choices["model.bias"]
+def _write_qkv_bias(values: JobValues) -> Settings:
+    chosen, bias = values[ATTENTION.qkv_bias], values[MODEL.bias]
     if chosen is False and bias:
         instead = "with biases in linear layers Megatron-LM has them in queries, keys and values too"
-        raise refused("model.attention.qkv_bias", False, instead, (True,))
+        raise refused(ATTENTION.qkv_bias, False, instead, (True,))
     return {"add-qkv-bias": True} if chosen and not bias else {}
 
 
-def _read_qkv_bias(settings: Settings) -> Mapping[str, Any]:
+def _read_qkv_bias(settings: Settings) -> Values:
     alone = "add-qkv-bias" in settings and "disable-bias-linear" in settings
-    return {"model.attention.qkv_bias": True if alone else None}
+    return {ATTENTION.qkv_bias: True if alone else None}
 
 
 # ------------------------------------------------------------------ sizes
 
 
-def _write_dropout(choices: Choices) -> Settings:
-    return dict.fromkeys(("hidden-dropout", "attention-dropout"), choices["model.dropout"])
+def _write_dropout(values: JobValues) -> Settings:
+    return dict.fromkeys(("hidden-dropout", "attention-dropout"), values[MODEL.dropout])
 
 
-def _read_dropout(settings: Settings) -> Mapping[str, Any]:
+def _read_dropout(settings: Settings) -> Values:
     rotary = positions_of(settings) == "rotary"
-    return {"model.dropout": 0.0 if rotary else settings.get("hidden-dropout", 0.1)}
+    return {MODEL.dropout: 0.0 if rotary else settings.get("hidden-dropout", 0.1)}
 
 
-def _write_vocabulary(choices: Choices) -> Settings:
+def _write_vocabulary(values: JobValues) -> Settings:
     """Without a tokenizer it is that of Megatron's NullTokenizer, which adds one for the end of a document; a
     plan says no more.
     """
-    vocab = choices["model.vocab"]
-    if choices["data.tokenizer"] is not None:
+    vocab = values[MODEL.vocab]
+    if values[RUN.data.tokenizer] is not None:
         return {"vocab-size": vocab}
     return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab - 1}
 
 
-def _read_vocabulary(settings: Settings) -> Mapping[str, Any]:
+def _read_vocabulary(settings: Settings) -> Values:
     kind, model = _tokenizer_type(settings), settings.get("tokenizer-model", "")
     if "padded-vocab-size" in settings:
-        return {"model.vocab": settings["padded-vocab-size"]}
+        return {MODEL.vocab: settings["padded-vocab-size"]}
     if "vocab-size" in settings:
-        return {"model.vocab": settings["vocab-size"] + (kind == "NullTokenizer")}
+        return {MODEL.vocab: settings["vocab-size"] + (kind == "NullTokenizer")}
     if kind in _VOCABULARIES:
-        return {"model.vocab": _VOCABULARIES[kind]}
+        return {MODEL.vocab: _VOCABULARIES[kind]}
     try:
-        return {"model.vocab": preset(model).vocab}
+        return {MODEL.vocab: preset(model).vocab}
     except StrettoError:
         what = f"--tokenizer-type {kind}" + f" with --tokenizer-model {model}" * bool(model)
         raise StrettoError(
@@ -308,8 +321,8 @@ def _tokenizer_type(settings: Settings) -> str | None:
     return settings.get("tokenizer-type", pair)
 
 
-def _write_tokenizer(choices: Choices) -> Settings:
-    tokenizer = choices["data.tokenizer"]
+def _write_tokenizer(values: JobValues) -> Settings:
+    tokenizer = values[RUN.data.tokenizer]
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, list | tuple):
@@ -318,13 +331,13 @@ def _write_tokenizer(choices: Choices) -> Settings:
     return {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": tokenizer}
 
 
-def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
+def _read_tokenizer(settings: Settings) -> Values:
     """A file, a vocab.json with the merges.txt beside it (or any beginning of both names), or two files of
     other names.
     """
     kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
     if kind in (None, "NullTokenizer"):
-        return {"data.tokenizer": None}
+        return {name_of(RUN.data.tokenizer): None}
     if kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer") and model is None:
         files = [settings[name] for name in ("vocab-file", "merge-file") if name in settings]
         if not files:
@@ -336,8 +349,8 @@ def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
             )
         vocab, merges = (Path(file) for file in files)
         if vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] != merges.name or vocab.parent != merges.parent:
-            return {"data.tokenizer": files}
-        return {"data.tokenizer": str(vocab)}
+            return {name_of(RUN.data.tokenizer): files}
+        return {name_of(RUN.data.tokenizer): str(vocab)}
     if kind not in _FILES:
         why = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
         raise StrettoError(
@@ -345,21 +358,21 @@ def _read_tokenizer(settings: Settings) -> Mapping[str, Any]:
             hint="text that is tokenised already needs none: --data-path PREFIX"
             f" (what is read: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer)",
         )
-    return {"data.tokenizer": model}
+    return {name_of(RUN.data.tokenizer): model}
 
 
-def _write_heads(choices: Choices) -> Settings:
-    heads, groups = choices["model.heads"], choices["model.kv_heads"]
+def _write_heads(values: JobValues) -> Settings:
+    heads, groups = values[MODEL.heads], values[MODEL.kv_heads]
     grouped = {"group-query-attention": True, "num-query-groups": groups} if groups != heads else {}
     return {"num-attention-heads": heads, **grouped}
 
 
-def _read_heads(settings: Settings) -> Mapping[str, Any]:
+def _read_heads(settings: Settings) -> Values:
     heads = settings["num-attention-heads"]
     grouped = "group-query-attention" in settings
     return {
-        "model.heads": heads,
-        "model.kv_heads": settings.get("num-query-groups", 1) if grouped else heads,
+        MODEL.heads: heads,
+        MODEL.kv_heads: settings.get("num-query-groups", 1) if grouped else heads,
     }
 
 
@@ -368,72 +381,72 @@ def _read_heads(settings: Settings) -> Mapping[str, Any]:
 _LATENT = "model.attention.latent"
 
 
-def _write_latent(choices: Choices) -> Settings:
+def _write_latent(values: JobValues) -> Settings:
     """Queries and keys of latent attention have the features without and with positions apart."""
-    head, rank = choices["model.head_dim"], choices[f"{_LATENT}.kv_rank"]
+    head, rank = values[MODEL.head_dim], values[KV_RANK]
     if rank is None:
         return {"kv-channels": head}
-    rope, queries = choices[f"{_LATENT}.rope_dim"], choices[f"{_LATENT}.q_rank"]
+    rope, queries = values[LATENT.rope_dim], values[LATENT.q_rank]
     return {
         "multi-latent-attention": True,
         "kv-lora-rank": rank,
         **({} if queries is None else {"q-lora-rank": queries}),
         "qk-head-dim": head - rope,
         "qk-pos-emb-head-dim": rope,
-        "v-head-dim": choices[f"{_LATENT}.value_dim"],
+        "v-head-dim": values[LATENT.value_dim],
         "qk-layernorm": True,  # the norms of the narrow vectors
     }
 
 
-def _read_latent(settings: Settings) -> Mapping[str, Any]:
+def _read_latent(settings: Settings) -> Values:
     if "multi-latent-attention" not in settings:
         usual = settings["hidden-size"] // settings["num-attention-heads"]
-        return {"model.head_dim": settings.get("kv-channels", usual)}
+        return {MODEL.head_dim: settings.get("kv-channels", usual)}
     rope = settings.get("qk-pos-emb-head-dim", 64)
     return {
-        "model.head_dim": settings.get("qk-head-dim", 128) + rope,
-        f"{_LATENT}.kv_rank": settings.get("kv-lora-rank", 32),
-        f"{_LATENT}.rope_dim": rope,
-        f"{_LATENT}.value_dim": settings.get("v-head-dim", 128),
-        f"{_LATENT}.q_rank": settings.get("q-lora-rank"),
+        MODEL.head_dim: settings.get("qk-head-dim", 128) + rope,
+        LATENT.kv_rank: settings.get("kv-lora-rank", 32),
+        LATENT.rope_dim: rope,
+        LATENT.value_dim: settings.get("v-head-dim", 128),
+        LATENT.q_rank: settings.get("q-lora-rank"),
     }
 
 
-def _write_head_norm(choices: Choices) -> Settings:
-    norm = choices["model.attention.norm"]
-    if norm == "all" or (norm is not None and choices[f"{_LATENT}.kv_rank"] is not None):
+def _write_head_norm(values: JobValues) -> Settings:
+    norm = values[ATTENTION.norm]
+    if norm == "all" or (norm is not None and values[KV_RANK] is not None):
         instead = "Megatron-LM's --qk-layernorm is over the features of one head, or of latent vectors"
-        raise refused("model.attention.norm", norm, instead, ("head",) if norm == "all" else (None,))
+        raise refused(ATTENTION.norm, norm, instead, ("head",) if norm == "all" else (None,))
     return {} if norm is None else {"qk-layernorm": True}
 
 
-def _read_head_norm(settings: Settings) -> Mapping[str, Any]:
+def _read_head_norm(settings: Settings) -> Values:
     there = "qk-layernorm" in settings and "multi-latent-attention" not in settings
-    return {"model.attention.norm": "head" if there else None}
+    return {ATTENTION.norm: "head" if there else None}
 
 
-def _write_sinks(choices: Choices) -> Settings:
-    return {"softmax-type": "learnable"} if choices["model.attention.sinks"] else {}
+def _write_sinks(values: JobValues) -> Settings:
+    return {"softmax-type": "learnable"} if values[ATTENTION.sinks] else {}
 
 
-def _read_sinks(settings: Settings) -> Mapping[str, Any]:
+def _read_sinks(settings: Settings) -> Values:
     if settings.get("softmax-type") == "off-by-one":
         hint = "what is: vanilla, or learnable as gpt-oss's sinks"
         raise StrettoError("--softmax-type is off-by-one: such a softmax is not built here", hint=hint)
-    return {"model.attention.sinks": settings.get("softmax-type") == "learnable"}
+    return {ATTENTION.sinks: settings.get("softmax-type") == "learnable"}
 
 
-def _write_window(choices: Choices) -> Settings:
-    window, every = choices["model.attention.window"], choices["model.attention.full_every"]
+def _write_window(values: JobValues) -> Settings:
+    window, every = values[ATTENTION.window], values[ATTENTION.full_every]
     if window is None:
         if every:
-            raise refused("model.attention.full_every", every, "Megatron-LM skips a window only", (0,))
+            raise refused(ATTENTION.full_every, every, "Megatron-LM skips a window only", (0,))
         return {}
     skipped = {"window-attn-skip-freq": str(every)} if every else {}
     return {"window-size": f"{window - 1},0", **skipped}
 
 
-def _read_window(settings: Settings) -> Mapping[str, Any]:
+def _read_window(settings: Settings) -> Values:
     text = settings.get("window-size")
     if text is None:
         return {}
@@ -444,62 +457,71 @@ def _read_window(settings: Settings) -> Mapping[str, Any]:
             f"--window-size {text} with --window-attn-skip-freq {every}: such windows are not priced",
             hint="what is: --window-size N,0 and --window-attn-skip-freq N",
         )
-    return {"model.attention.window": int(left) + 1, "model.attention.full_every": int(every)}
+    return {ATTENTION.window: int(left) + 1, ATTENTION.full_every: int(every)}
 
 
-def _beyond_notes(choices: Choices) -> Iterable[str]:
-    for words in choices["model.beyond"]:
+def _beyond_notes(values: JobValues) -> Iterable[str]:
+    for words in values[MODEL.beyond]:
         yield f"the model also has {words}: no size depends on it, and no argument is written for it"
 
 
-MODEL: tuple[Rule, ...] = (
-    same("num-layers", "model.layers"),
-    same("hidden-size", "model.hidden"),
+MODEL_RULES: tuple[Rule, ...] = (
+    renamed("num-layers", MODEL.layers),
+    renamed("hidden-size", MODEL.hidden),
     rule(
-        ("model.heads", "model.kv_heads"),
-        ("num-attention-heads", "group-query-attention", "num-query-groups"),
-        _write_heads,
-        _read_heads,
+        MODEL.heads,
+        MODEL.kv_heads,
+        settings="num-attention-heads group-query-attention num-query-groups",
+        write=_write_heads,
+        read=_read_heads,
     ),
     rule(
-        ("model.head_dim", *(f"{_LATENT}.{name}" for name in ("kv_rank", "rope_dim", "value_dim", "q_rank"))),
-        (
-            "kv-channels",
-            "multi-latent-attention",
-            "kv-lora-rank",
-            "q-lora-rank",
-            "qk-head-dim",
-            "qk-pos-emb-head-dim",
-            "v-head-dim",
+        MODEL.head_dim,
+        *(f"{_LATENT}.{name}" for name in ("kv_rank", "rope_dim", "value_dim", "q_rank")),
+        settings=(
+            "kv-channels multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim "
+            "qk-pos-emb-head-dim v-head-dim"
         ),
-        _write_latent,
-        _read_latent,
+        write=_write_latent,
+        read=_read_latent,
     ),
-    rule(("model.ffn",), ("ffn-hidden-size",), _write_ffn, _read_ffn),
-    rule(("model.mlp",), ("swiglu", "squared-relu", "quick-geglu", *_QUICK), _write_mlp, _read_mlp),
-    rule(("model.vocab",), ("vocab-size", "padded-vocab-size"), _write_vocabulary, _read_vocabulary),
+    rule(MODEL.ffn, settings="ffn-hidden-size", write=_write_ffn, read=_read_ffn),
     rule(
-        ("data.tokenizer",),
-        ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"),
-        _write_tokenizer,
-        _read_tokenizer,
-    ),
-    same("max-position-embeddings", "model.positions"),
-    flag("untie-embeddings-and-output-weights", "model.tied", when=False),
-    rule(("model.dropout",), ("hidden-dropout", "attention-dropout"), _write_dropout, _read_dropout),
-    same("init-method-std", "model.init_std", usual=Initial.init_std),
-    only("model.scaled_init", (True,), "Megatron-LM divides by sqrt(2 layers) in output projections"),
-    same("norm-epsilon", "model.norm_eps", usual=1e-5),
-    Rule(choices=("model.family",), write=lambda _: {}, notes=_family_notes),
-    rule(
-        ("model.position_embedding", "model.rope_theta"),
-        ("position-embedding-type", "use-rotary-position-embeddings", "rotary-base"),
-        _write_positions,
-        _read_positions,
+        MODEL.mlp,
+        settings=("swiglu", "squared-relu", "quick-geglu", *_QUICK),
+        write=_write_mlp,
+        read=_read_mlp,
     ),
     rule(
-        tuple(f"{_ROPE}.{one.name}" for one in fields(RopeScaling)),
-        (
+        MODEL.vocab, settings="vocab-size padded-vocab-size", write=_write_vocabulary, read=_read_vocabulary
+    ),
+    rule(
+        RUN.data.tokenizer,
+        settings="tokenizer-type tokenizer-model vocab-file merge-file",
+        write=_write_tokenizer,
+        read=_read_tokenizer,
+    ),
+    renamed("max-position-embeddings", MODEL.sequence),
+    flag("untie-embeddings-and-output-weights", MODEL.tied, when=False),
+    rule(
+        MODEL.dropout, settings="hidden-dropout attention-dropout", write=_write_dropout, read=_read_dropout
+    ),
+    renamed("init-method-std", JOB.initial.init_std, default=Initial.init_std),
+    restricted(
+        JOB.initial.scaled_init, (True,), "Megatron-LM divides by sqrt(2 layers) in output projections"
+    ),
+    renamed("norm-epsilon", MODEL.norm_eps, default=1e-5),
+    rule(MODEL.family, notes=_family_notes),
+    rule(
+        MODEL.position_embedding,
+        MODEL.rope_theta,
+        settings="position-embedding-type use-rotary-position-embeddings rotary-base",
+        write=_write_positions,
+        read=_read_positions,
+    ),
+    rule(
+        *tuple(f"{_ROPE}.{one.name}" for one in fields(RopeScaling)),
+        settings=(
             "use-rope-scaling",
             "rope-scaling-factor",
             "rope-type",
@@ -512,39 +534,46 @@ MODEL: tuple[Rule, ...] = (
             _ROUND,
             f"no-{_ROUND}",
         ),
-        _write_rope,
-        _read_rope,
+        write=_write_rope,
+        read=_read_rope,
     ),
-    flag("rotary-interleaved", "model.attention.interleaved"),
-    without_encoder(
-        "pretrain_gpt.py trains decoders",
-        "model.encoder_layers",
-        "model.attention.causal",
-        "model.attention.buckets",
-        "model.attention.max_distance",
+    flag("rotary-interleaved", ATTENTION.interleaved),
+    without_encoder("pretrain_gpt.py trains decoders", MODEL.encoder_layers),
+    restricted(ATTENTION.causal, (AttentionShape.causal,), "pretrain_gpt.py trains decoders"),
+    restricted(ATTENTION.buckets, (AttentionShape.buckets,), "Megatron-LM has no relative positions"),
+    restricted(
+        ATTENTION.max_distance, (AttentionShape.max_distance,), "Megatron-LM has no relative positions"
     ),
-    only("model.embedding_norm", (False,), "Megatron-LM's arguments have no norm of embeddings"),
-    only("model.logit_scale", (1.0,), "Megatron-LM's arguments have no scale of the logits"),
-    only("model.block_norms", ("pre",), "Megatron-LM's arguments have no norms after attention and MLP"),
-    only("model.embedding_scale", (1.0,), "Megatron-LM's arguments have no scale of the embedding"),
-    only("model.logit_softcap", (0.0,), "Megatron-LM's arguments have no bound of the logits"),
-    only("model.attention.softcap", (None,), "Megatron-LM's arguments have no bound of the scores"),
-    only("model.attention.query_scale", (None,), "Megatron-LM divides scores by the root of a head's width"),
-    only("model.attention.local_theta", (None,), "Megatron-LM has one base of rotary frequencies"),
-    without("lora", LoraShape, "rank", "Megatron-LM's arguments have no adapters"),
-    only("finetune.freeze", ((),), "Megatron-LM's arguments freeze no weights"),
-    rule(("model.attention.proj_bias",), (), _write_proj_bias, None),
-    rule(("model.bias",), ("disable-bias-linear",), _write_bias, _read_bias),
-    rule(("model.norm",), ("normalization", "apply-layernorm-1p"), _write_norm, _read_norm),
-    Rule(choices=("model.beyond",), write=lambda _: {}, notes=_beyond_notes),
-    rule(("model.attention.norm",), ("qk-layernorm",), _write_head_norm, _read_head_norm),
-    rule(("model.attention.qkv_bias",), ("add-qkv-bias",), _write_qkv_bias, _read_qkv_bias),
-    rule(("model.attention.sinks",), ("softmax-type",), _write_sinks, _read_sinks),
+    restricted(MODEL.embedding_norm, (False,), "Megatron-LM's arguments have no norm of embeddings"),
+    restricted(MODEL.logit_scale, (1.0,), "Megatron-LM's arguments have no scale of the logits"),
+    restricted(MODEL.block_norms, ("pre",), "Megatron-LM's arguments have no norms after attention and MLP"),
+    restricted(MODEL.embedding_scale, (1.0,), "Megatron-LM's arguments have no scale of the embedding"),
+    restricted(MODEL.logit_softcap, (0.0,), "Megatron-LM's arguments have no bound of the logits"),
+    restricted(ATTENTION.softcap, (None,), "Megatron-LM's arguments have no bound of the scores"),
+    restricted(ATTENTION.query_scale, (None,), "Megatron-LM divides scores by the root of a head's width"),
+    restricted(ATTENTION.local_theta, (None,), "Megatron-LM has one base of rotary frequencies"),
+    absent(
+        "Megatron-LM's arguments have no adapters",
+        LORA_RANK,
+        LORA.alpha,
+        LORA.dropout,
+        LORA.targets,
+        LORA.rslora,
+    ),
+    restricted(JOB.trained.freeze, ((),), "Megatron-LM's arguments freeze no weights"),
+    rule(ATTENTION.proj_bias, write=_write_proj_bias),
+    rule(MODEL.bias, settings="disable-bias-linear", write=_write_bias, read=_read_bias),
+    rule(MODEL.norm, settings="normalization apply-layernorm-1p", write=_write_norm, read=_read_norm),
+    rule(MODEL.beyond, notes=_beyond_notes),
+    rule(ATTENTION.norm, settings="qk-layernorm", write=_write_head_norm, read=_read_head_norm),
+    rule(ATTENTION.qkv_bias, settings="add-qkv-bias", write=_write_qkv_bias, read=_read_qkv_bias),
+    rule(ATTENTION.sinks, settings="softmax-type", write=_write_sinks, read=_read_sinks),
     rule(
-        ("model.attention.window", "model.attention.full_every"),
-        ("window-size", "window-attn-skip-freq"),
-        _write_window,
-        _read_window,
+        ATTENTION.window,
+        ATTENTION.full_every,
+        settings="window-size window-attn-skip-freq",
+        write=_write_window,
+        read=_read_window,
     ),
-    *EXPERTS,
+    *EXPERT_RULES,
 )

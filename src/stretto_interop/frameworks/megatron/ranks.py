@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from math import prod
 
 from stretto.errors import StrettoError
 from stretto.program import PLAIN
-from stretto_interop.frameworks.choices import Choices
-from stretto_interop.frameworks.mapping import Rule, Settings, flag, only, refused, same
+from stretto_interop.frameworks.fields import EXPERTS, JOB, MODEL, RATE, RUN, JobValues
+from stretto_interop.frameworks.mapping import (
+    Rule,
+    Settings,
+    Values,
+    flag,
+    refused,
+    renamed,
+    restricted,
+    rule,
+)
 
 _INTERLEAVED = "interleaved"
 _SCHEDULES = (PLAIN, _INTERLEAVED)
@@ -41,105 +50,102 @@ def processes(settings: Settings) -> tuple[int, int]:
 _DEGREES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
-def _write_processes(choices: Choices) -> Settings:
-    sizes = (choices[f"layout.{axis}"] for axis in ("tp", "cp", "dp", "pp"))
-    world = 1
-    for size in sizes:
-        world *= size
-    return {"world-size": world}
+def _write_processes(values: JobValues) -> Settings:
+    layout = JOB.layout
+    return {"world-size": prod(values[axis] for axis in (layout.tp, layout.cp, layout.dp, layout.pp))}
 
 
-def _read_processes(settings: Settings) -> Mapping[str, Any]:
-    return {"layout.dp": processes(settings)[1]}
+def _read_processes(settings: Settings) -> Values:
+    return {JOB.layout.dp: processes(settings)[1]}
 
 
-def _write_experts(choices: Choices) -> Settings:
-    if choices["model.moe.experts"] is None:
+def _write_experts(values: JobValues) -> Settings:
+    if values[EXPERTS] is None:
         return {}
-    tp, expert_tp = choices["layout.tp"], choices["layout.expert_tp"]
+    tp, expert_tp = values[JOB.layout.tp], values[JOB.expert_tp]
     return {
-        "expert-model-parallel-size": choices["layout.ep"],
+        "expert-model-parallel-size": values[JOB.layout.ep],
         "expert-tensor-parallel-size": tp if expert_tp is None else expert_tp,
     }
 
 
-def _read_experts(settings: Settings) -> Mapping[str, Any]:
+def _read_experts(settings: Settings) -> Values:
     tp = settings.get("tensor-model-parallel-size", 1)
     expert_tp = settings.get("expert-tensor-parallel-size", tp)
     return {
-        "layout.ep": settings.get("expert-model-parallel-size", 1),
-        "layout.expert_tp": None if expert_tp == tp else expert_tp,
+        JOB.layout.ep: settings.get("expert-model-parallel-size", 1),
+        JOB.expert_tp: None if expert_tp == tp else expert_tp,
     }
 
 
-def _write_order(choices: Choices) -> Settings:
-    order = choices["layout.order"]
+def _write_order(values: JobValues) -> Settings:
+    order = values[JOB.layout.order]
     if order not in _ORDERS:
         instead = f"Megatron-LM numbers ranks as {' or '.join(_ORDERS)}"
-        raise refused("layout.order", order, instead, _ORDERS)
+        raise refused(JOB.layout.order, order, instead, _ORDERS)
     return {"use-tp-pp-dp-mapping": True} if _ORDERS[order] == "pp before dp" else {}
 
 
-def _read_order(settings: Settings) -> Mapping[str, Any]:
+def _read_order(settings: Settings) -> Values:
     wanted = "pp before dp" if "use-tp-pp-dp-mapping" in settings else "dp before pp"
-    return {"layout.order": next(order for order, what in _ORDERS.items() if what == wanted)}
+    return {JOB.layout.order: next(order for order, what in _ORDERS.items() if what == wanted)}
 
 
-def _write_sequence_parallel(choices: Choices) -> Settings:
-    return {"sequence-parallel": True} if choices["layout.sequence_parallel"] else {}
+def _write_sequence_parallel(values: JobValues) -> Settings:
+    return {"sequence-parallel": True} if values[JOB.sequence_parallel] else {}
 
 
-def _read_sequence_parallel(settings: Settings) -> Mapping[str, Any]:
+def _read_sequence_parallel(settings: Settings) -> Values:
     split = settings.get("tensor-model-parallel-size", 1) > 1  # else Megatron-LM switches it off
-    return {"layout.sequence_parallel": split and "sequence-parallel" in settings}
+    return {JOB.sequence_parallel: split and "sequence-parallel" in settings}
 
 
-def _write_context(choices: Choices) -> Settings:
-    if choices["layout.cp"] == 1 and choices["layout.context"] == "ring":
+def _write_context(values: JobValues) -> Settings:
+    if values[JOB.layout.cp] == 1 and values[JOB.context] == "ring":
         return {}
-    return {"cp-comm-type": ["p2p" if choices["layout.context"] == "ring" else "a2a"]}
+    return {"cp-comm-type": ["p2p" if values[JOB.context] == "ring" else "a2a"]}
 
 
-def _read_context(settings: Settings) -> Mapping[str, Any]:
+def _read_context(settings: Settings) -> Values:
     kinds = settings.get("cp-comm-type", ["p2p"])
     if settings.get("context-parallel-size", 1) == 1 or kinds == ["p2p"]:
-        return {"layout.context": "ring"}
+        return {JOB.context: "ring"}
     if kinds == ["a2a"]:
-        return {"layout.context": "ulysses"}
+        return {JOB.context: "ulysses"}
     raise StrettoError(f"--cp-comm-type is {' '.join(kinds)}, which is not priced", hint="what is: p2p, a2a")
 
 
 # ------------------------------------------------------------------ pipeline
 
 
-def _write_pipeline(choices: Choices) -> Settings:
+def _write_pipeline(values: JobValues) -> Settings:
     """The schedule follows from the stages of a rank: one is 1F1B, several are interleaved."""
-    if choices["schedule.file"] is not None:
+    if values[RUN.schedule.file] is not None:
         instead = "Megatron-LM makes its schedule itself and takes none from a file"
-        raise refused("schedule.file", choices["schedule.file"], instead, (None,))
-    name, pp = choices["schedule.name"], choices["layout.pp"]
+        raise refused(RUN.schedule.file, values[RUN.schedule.file], instead, (None,))
+    name, pp = values[JOB.schedule], values[JOB.layout.pp]
     if name not in _SCHEDULES:
         instead = "Megatron-LM has 1F1B and interleaved 1F1B"
-        raise refused("schedule.name", name, instead, _SCHEDULES)
-    chunks = (choices["schedule.chunks"] or 2) if name == _INTERLEAVED else choices["schedule.chunks"] or 1
+        raise refused(JOB.schedule, name, instead, _SCHEDULES)
+    chunks = (values[RUN.schedule.chunks] or 2) if name == _INTERLEAVED else values[RUN.schedule.chunks] or 1
     if pp == 1 and chunks > 1:
         instead = "Megatron-LM has several stages on a rank only in a pipeline of two ranks or more"
-        raise refused("schedule.chunks", chunks, instead, (1,))
-    group = choices["schedule.group"]
+        raise refused(RUN.schedule.chunks, chunks, instead, (1,))
+    group = values[RUN.schedule.group]
     if group is not None and group < pp:
         instead = f"Megatron-LM's groups have at least as many microbatches as the pipeline ranks, {pp}"
-        raise refused("schedule.group", group, instead, (pp,))
+        raise refused(RUN.schedule.group, group, instead, (pp,))
     grouped = {} if group is None else {"microbatch-group-size-per-virtual-pipeline-stage": group}
-    return {**_write_stages(choices, pp, chunks), **grouped}
+    return {**_write_stages(values, pp, chunks), **grouped}
 
 
-def _write_stages(choices: Choices, pp: int, chunks: int) -> Settings:
+def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
     """The cut, as a layout in letters where it is not Megatron's own."""
     depth = pp * chunks
     if depth == 1:
         return {}
-    layers = choices["model.layers"]
-    stages = choices.job.stages(depth)
+    layers = values[MODEL.layers]
+    stages = values.job.stages(depth)
     blocks = [len(range(max(1, stage.start), min(layers + 1, stage.stop))) for stage in stages]
     usual = layers % depth == 0 and blocks == [layers // depth] * depth
     if usual:
@@ -171,14 +177,14 @@ def shortened(stages: list[str]) -> str:
     return "".join(parts)
 
 
-def _read_pipeline(settings: Settings) -> Mapping[str, Any]:
+def _read_pipeline(settings: Settings) -> Values:
     pp = settings.get("pipeline-model-parallel-size", 1)
     layers = settings["num-layers"]
     text = settings.get("pipeline-model-parallel-layout")
     if text is not None:
         counts = _counts(text, layers)
     elif pp == 1:
-        return {"schedule.name": PLAIN}
+        return {JOB.schedule: PLAIN}
     else:
         counts = _even(settings, layers, pp)
     chunks, rest = divmod(len(counts), pp)
@@ -189,9 +195,9 @@ def _read_pipeline(settings: Settings) -> Mapping[str, Any]:
         )
     group = settings.get("microbatch-group-size-per-virtual-pipeline-stage")
     return {
-        "layout.stages": tuple(counts),
-        "schedule.name": PLAIN if chunks == 1 else _INTERLEAVED,
-        **({"schedule.chunks": chunks, "schedule.group": group} if chunks > 1 else {}),
+        JOB.stage_layers: tuple(counts),
+        JOB.schedule: PLAIN if chunks == 1 else _INTERLEAVED,
+        **({RUN.schedule.chunks: chunks, RUN.schedule.group: group} if chunks > 1 else {}),
     }
 
 
@@ -271,12 +277,12 @@ def _uneven(layers: int, pp: int, chunks: int, *, first: int | None, last: int |
 _STRATEGIES = {"zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
 
 
-def _write_sharing(choices: Choices) -> Settings:
-    mode, copies = choices["dp.mode"], choices["layout.dp"] * choices["layout.cp"]
+def _write_sharing(values: JobValues) -> Settings:
+    mode, copies = values[JOB.dp.mode], values[JOB.layout.dp] * values[JOB.layout.cp]
     if mode == "server":
         instead = "Megatron-LM has no rank that updates for all; it shards states, gradients, parameters"
-        raise refused("dp.mode", mode, instead, ("zero1",))
-    overlap = {"overlap-grad-reduce": True} if copies > 1 and choices["optim.name"] != "muon" else {}
+        raise refused(JOB.dp.mode, mode, instead, ("zero1",))
+    overlap = {"overlap-grad-reduce": True} if copies > 1 and values[JOB.optimiser.name] != "muon" else {}
     if mode == "ddp":
         return overlap
     gathered = {**overlap, "overlap-param-gather": True} if overlap else {}
@@ -301,13 +307,13 @@ def sharing(settings: Settings) -> str:
     return "zero1" if "use-distributed-optimizer" in settings else "ddp"
 
 
-def _read_sharing(settings: Settings) -> Mapping[str, Any]:
-    return {"dp.mode": sharing(settings)}
+def _read_sharing(settings: Settings) -> Values:
+    return {JOB.dp.mode: sharing(settings)}
 
 
-def _write_shards(choices: Choices) -> Settings:
+def _write_shards(values: JobValues) -> Settings:
     """Sizes of shards: Megatron-LM repeats the whole sharding in so many instances."""
-    job = choices.job
+    job = values.job
     sizes = job.dp.sizes(job.copies)
     sharded = zip(_STRATEGIES, _SHARDS, (sizes.states, sizes.gradients, sizes.parameters), strict=True)
     for mode, name, size in sharded:
@@ -324,7 +330,7 @@ def _write_shards(choices: Choices) -> Settings:
 _SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
 
 
-def _read_shards(settings: Settings) -> Mapping[str, Any]:
+def _read_shards(settings: Settings) -> Values:
     instances = settings.get("num-distributed-optimizer-instances", 1)
     mode = sharing(settings)
     if instances == 1 or mode == "ddp":
@@ -334,47 +340,47 @@ def _read_shards(settings: Settings) -> Mapping[str, Any]:
     return {f"dp.{name}": copies // instances for name in sharded}
 
 
-def _write_reduce(choices: Choices) -> Settings:
-    each = choices["dp.mode"] in ("zero2", "zero3")
+def _write_reduce(values: JobValues) -> Settings:
+    each = values[JOB.dp.mode] in ("zero2", "zero3")
     allowed = ("auto", "microbatch") if each else ("auto", "step")
-    if choices["dp.reduce"] not in allowed:
+    if values[JOB.dp.reduce] not in allowed:
         instead = (
             "Megatron-LM's FSDP reduces gradients with each microbatch"
             if each
             else "Megatron-LM reduces gradients once, with the last microbatch"
         )
-        raise refused("dp.reduce", choices["dp.reduce"], instead, allowed)
+        raise refused(JOB.dp.reduce, values[JOB.dp.reduce], instead, allowed)
     return {}
 
 
-def _write_offload(choices: Choices) -> Settings:
-    offload = choices["dp.offload"]
+def _write_offload(values: JobValues) -> Settings:
+    offload = values[JOB.dp.offload]
     if offload == "none":
         return {}
-    if offload == "nvme" or choices["dp.mode"] != "zero1":
+    if offload == "nvme" or values[JOB.dp.mode] != "zero1":
         instead = "Megatron-LM keeps states in host memory, with its distributed optimizer (dp.mode=zero1)"
-        raise refused("dp.offload", offload, instead, ("cpu",) if offload == "nvme" else ("none",))
+        raise refused(JOB.dp.offload, offload, instead, ("cpu",) if offload == "nvme" else ("none",))
     return {"optimizer-cpu-offload": True, "use-precision-aware-optimizer": True}
 
 
-def _read_offload(settings: Settings) -> Mapping[str, Any]:
+def _read_offload(settings: Settings) -> Values:
     share = settings.get("optimizer-offload-fraction", 1.0)
     if "optimizer-cpu-offload" in settings and share != 1.0:
         raise StrettoError(
             f"--optimizer-offload-fraction is {share}: states that lie in two places are not priced",
             hint="what is: all of them, 1.0",
         )
-    return {"dp.offload": "cpu" if "optimizer-cpu-offload" in settings else "none"}
+    return {JOB.dp.offload: "cpu" if "optimizer-cpu-offload" in settings else "none"}
 
 
 # ------------------------------------------------------------------ recomputation
 
 
-def _write_recompute(choices: Choices) -> Settings:
-    mode, blocks = choices["recompute.mode"], choices["recompute.blocks"]
+def _write_recompute(values: JobValues) -> Settings:
+    mode, blocks = values[JOB.recompute.mode], values[JOB.recompute.blocks]
     if mode == "auto":
         instead = "Megatron-LM recomputes what it is told to, and goes by no budget of memory"
-        raise refused("recompute.mode", mode, instead, ("full",))
+        raise refused(JOB.recompute.mode, mode, instead, ("full",))
     if mode == "none":
         return {}
     if mode == "selective":
@@ -387,132 +393,122 @@ def _write_recompute(choices: Choices) -> Settings:
     }
 
 
-def _read_recompute(settings: Settings) -> Mapping[str, Any]:
+def _read_recompute(settings: Settings) -> Values:
     granularity = settings.get("recompute-granularity")
     if granularity is None:
         selective = settings.keys() & {"recompute-activations", "moe-layer-recompute"}
-        return {"recompute.mode": "selective" if selective else "none"}
+        return {JOB.recompute.mode: "selective" if selective else "none"}
     if granularity == "selective":
-        return {"recompute.mode": "selective"}
+        return {JOB.recompute.mode: "selective"}
     blocks = settings.get("recompute-num-layers", 1) if settings.get("recompute-method") == "block" else None
-    return {"recompute.mode": "full", "recompute.blocks": blocks}
+    return {JOB.recompute.mode: "full", JOB.recompute.blocks: blocks}
 
 
-def _path_notes(choices: Choices) -> Iterable[str]:
-    if choices["dp.path"] is not None:
-        yield f"left out: dp.path={choices['dp.path']} (nothing is kept in files)"
+def _path_notes(values: JobValues) -> Iterable[str]:
+    if values[JOB.dp.path] is not None:
+        yield f"left out: dp.path={values['dp.path']} (nothing is kept in files)"
 
 
-def _write_batch(choices: Choices) -> Settings:
+def _write_batch(values: JobValues) -> Settings:
     return {
-        "micro-batch-size": choices["batch.micro_size"],
-        "global-batch-size": choices["batch.global_size"],
+        "micro-batch-size": values[JOB.micro_batch],
+        "global-batch-size": values[JOB.global_batch],
     }
 
 
-def _read_batch(settings: Settings) -> Mapping[str, Any]:
+def _read_batch(settings: Settings) -> Values:
     micro = settings.get("micro-batch-size", 1)
     whole = settings.get("global-batch-size")
     return {
-        "batch.micro_size": micro,
-        "batch.global_size": micro * processes(settings)[1] if whole is None else whole,
+        JOB.micro_batch: micro,
+        JOB.global_batch: micro * processes(settings)[1] if whole is None else whole,
     }
 
 
 _NO_OPTION = "Megatron-LM's schedules have no such option"
 
 RANKS: tuple[Rule, ...] = (
-    Rule(
-        choices=("layout.dp",),
-        settings=("world-size",),
-        write=_write_processes,
-        read=_read_processes,
-    ),
-    same("tensor-model-parallel-size", "layout.tp", usual=1),
-    Rule(
-        choices=("layout.sequence_parallel",),
-        settings=("sequence-parallel",),
+    rule(JOB.layout.dp, settings="world-size", write=_write_processes, read=_read_processes),
+    renamed("tensor-model-parallel-size", JOB.layout.tp, default=1),
+    rule(
+        JOB.sequence_parallel,
+        settings="sequence-parallel",
         write=_write_sequence_parallel,
         read=_read_sequence_parallel,
     ),
-    same("context-parallel-size", "layout.cp", usual=1),
-    Rule(choices=("layout.context",), settings=("cp-comm-type",), write=_write_context, read=_read_context),
-    Rule(
-        choices=("layout.ep", "layout.expert_tp"),
-        settings=("expert-model-parallel-size", "expert-tensor-parallel-size"),
+    renamed("context-parallel-size", JOB.layout.cp, default=1),
+    rule(JOB.context, settings="cp-comm-type", write=_write_context, read=_read_context),
+    rule(
+        JOB.layout.ep,
+        JOB.expert_tp,
+        settings="expert-model-parallel-size expert-tensor-parallel-size",
         write=_write_experts,
         read=_read_experts,
     ),
-    same("pipeline-model-parallel-size", "layout.pp", usual=1),
-    Rule(choices=("layout.order",), settings=("use-tp-pp-dp-mapping",), write=_write_order, read=_read_order),
-    Rule(
-        choices=("schedule.name", "schedule.chunks", "schedule.group", "schedule.file", "layout.stages"),
+    renamed("pipeline-model-parallel-size", JOB.layout.pp, default=1),
+    rule(JOB.layout.order, settings="use-tp-pp-dp-mapping", write=_write_order, read=_read_order),
+    rule(
+        JOB.schedule,
+        RUN.schedule.chunks,
+        RUN.schedule.group,
+        RUN.schedule.file,
+        JOB.stage_layers,
         settings=(
-            "num-virtual-stages-per-pipeline-rank",
-            "num-layers-per-virtual-pipeline-stage",
-            "microbatch-group-size-per-virtual-pipeline-stage",
-            "pipeline-model-parallel-layout",
-            "decoder-first-pipeline-num-layers",
-            "decoder-last-pipeline-num-layers",
-            "account-for-embedding-in-pipeline-split",
-            "account-for-loss-in-pipeline-split",
+            "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage "
+            "microbatch-group-size-per-virtual-pipeline-stage pipeline-model-parallel-layout "
+            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
+            "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
         ),
         write=_write_pipeline,
         read=_read_pipeline,
     ),
-    only("optim.rate.rescheduling_steps", (None,), "Megatron-LM's pipelines drain after each step"),
+    restricted(RATE.rescheduling_steps, (None,), "Megatron-LM's pipelines drain after each step"),
     *(
-        only(f"schedule.{name}", (None,), _NO_OPTION)
+        restricted(f"schedule.{name}", (None,), _NO_OPTION)
         for name in ("waves", "vertical_sync", "memory", "placement", "split", "objective", "effort")
     ),
-    Rule(
-        choices=("dp.mode",),
+    rule(
+        JOB.dp.mode,
         settings=(
-            "use-distributed-optimizer",
-            "use-megatron-fsdp",
-            "use-torch-fsdp2",
-            "data-parallel-sharding-strategy",
-            "overlap-grad-reduce",
-            "overlap-param-gather",
-            "ckpt-format",
+            "use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 "
+            "data-parallel-sharding-strategy overlap-grad-reduce overlap-param-gather "
+            "ckpt-format"
         ),
         write=_write_sharing,
         read=_read_sharing,
     ),
-    Rule(
-        choices=tuple(f"dp.{name}" for name in _SHARDS),
-        settings=("num-distributed-optimizer-instances",),
+    rule(
+        *tuple(f"dp.{name}" for name in _SHARDS),
+        settings="num-distributed-optimizer-instances",
         write=_write_shards,
         read=_read_shards,
     ),
-    Rule(choices=("dp.reduce",), write=_write_reduce),
-    only("dp.gather", ("auto", "layer"), "Megatron-LM's FSDP gathers layer by layer"),
-    Rule(
-        choices=("dp.offload",),
-        settings=("optimizer-cpu-offload", "optimizer-offload-fraction"),
+    rule(JOB.dp.reduce, write=_write_reduce),
+    restricted(JOB.dp.gather, ("auto", "layer"), "Megatron-LM's FSDP gathers layer by layer"),
+    rule(
+        JOB.dp.offload,
+        settings="optimizer-cpu-offload optimizer-offload-fraction",
         write=_write_offload,
         read=_read_offload,
     ),
-    only("dp.offload_parameters", ("none",), "Megatron-LM keeps parameters on the device"),
-    Rule(choices=("dp.path",), write=lambda _: {}, notes=_path_notes),
-    Rule(
-        choices=("recompute.mode", "recompute.blocks"),
+    restricted(JOB.dp.offload_parameters, ("none",), "Megatron-LM keeps parameters on the device"),
+    rule(JOB.dp.path, notes=_path_notes),
+    rule(
+        JOB.recompute.mode,
+        JOB.recompute.blocks,
         settings=(
-            "recompute-granularity",
-            "recompute-method",
-            "recompute-num-layers",
-            "recompute-modules",
-            "recompute-activations",
-            "moe-layer-recompute",
+            "recompute-granularity recompute-method recompute-num-layers recompute-modules "
+            "recompute-activations moe-layer-recompute"
         ),
         write=_write_recompute,
         read=_read_recompute,
     ),
-    only("recompute.memory_gib", (None,), "Megatron-LM goes by no budget of memory"),
-    flag("distribute-saved-activations", "recompute.shard_inputs"),
-    Rule(
-        choices=("batch.global_size", "batch.micro_size"),
-        settings=("global-batch-size", "micro-batch-size"),
+    restricted(JOB.recompute.memory_gib, (None,), "Megatron-LM goes by no budget of memory"),
+    flag("distribute-saved-activations", JOB.recompute.shard_inputs),
+    rule(
+        JOB.global_batch,
+        JOB.micro_batch,
+        settings="global-batch-size micro-batch-size",
         write=_write_batch,
         read=_read_batch,
     ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto_interop.frameworks.choices import Choices
-from stretto_interop.frameworks.mapping import Open, Rule, Settings
+from stretto_interop.frameworks.fields import JOB, RATE, RUN, JobValues
+from stretto_interop.frameworks.mapping import Settings, Unset, Values, rule
 
 _STYLES = {
     **{name: name for name in ("cosine", "linear", "constant")},
@@ -17,41 +17,41 @@ _STYLES = {
 _SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "sqrt": "minus_sqrt"}
 
 
-def _write_rate(choices: Choices) -> Settings:
+def _write_rate(values: JobValues) -> Settings:
     """The learning rate; what is open stays open, and so does what follows from it."""
-    rate = choices.job.optimiser.rate
-    lr, steps = choices["optim.lr"], choices["train.steps"]
-    is_open = "optim.lr" in choices.open
+    rate = values.job.optimiser.rate
+    lr, steps = values[JOB.optimiser.lr], values[RUN.train.steps]
+    is_open = values.is_open(JOB.optimiser.lr)
 
-    def of_peak(name: str) -> Any:
-        value = lr * choices[f"optim.rate.{name}"]
-        return Open(f"optim.rate.{name}", value) if is_open else value
+    def of_peak(part: float | None) -> Any:
+        value = lr * (values[part] or 0.0)
+        return Unset(part, value) if is_open else value
 
-    length = Open("train.steps", steps) if "train.steps" in choices.open else steps
-    peak = {"lr": Open("optim.lr", lr) if is_open else lr, "train-iters": length}
-    if "optim.rate.schedule" in choices.unsaid:
+    length = Unset(RUN.train.steps, steps) if values.is_open(RUN.train.steps) else steps
+    peak = {"lr": Unset(JOB.optimiser.lr, lr) if is_open else lr, "train-iters": length}
+    if values.is_unsaid(RATE.schedule):
         return peak
     part = isinstance(rate.warmup, float)
     warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
-    made: dict[str, Any] = {
+    made: dict[Any, Any] = {
         **peak,
-        "min-lr": of_peak("min_ratio"),
+        "min-lr": of_peak(RATE.min_ratio),
         "lr-decay-style": _STYLES[rate.schedule],
         **warmup,
-        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak("warmup_init")}),
+        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak(RATE.warmup_init)}),
         **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
     }
     if rate.schedule != "wsd":
         return made
     decayed = rate.decay_length(steps)
-    follows = rate.decay_steps is None and "train.steps" in choices.open
-    left = Open("optim.rate.decay_fraction", decayed) if follows else decayed
+    follows = rate.decay_steps is None and values.is_open(RUN.train.steps)
+    left = Unset(RATE.decay_fraction, decayed) if follows else decayed
     return {**made, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
 
 
-def _rate_notes(choices: Choices) -> Iterable[str]:
-    warmup, first = choices["optim.rate.warmup"], choices["optim.rate.warmup_init"]
-    if warmup and first is None and "optim.rate.schedule" not in choices.unsaid:
+def _rate_notes(values: JobValues) -> Iterable[str]:
+    warmup, first = values[RATE.warmup], values[RATE.warmup_init]
+    if warmup and first is None and not values.is_unsaid(RATE.schedule):
         yield "optim.rate.warmup_init=null: Megatron-LM's first rate is 0, so its warm-up is one step behind"
 
 
@@ -68,32 +68,32 @@ def _updates(settings: Settings, name: str) -> float | None:
     return samples / batch
 
 
-def _read_rate(settings: Settings) -> Mapping[str, Any]:
+def _read_rate(settings: Settings) -> Values:
     """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
-    made: dict[str, Any] = {}
+    made: dict[Any, Any] = {}
     steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
     if steps is not None:
-        made["train.steps"] = int(steps)
+        made[RUN.train.steps] = int(steps)
     if end is not None:
-        made["optim.rate.decay_steps"] = int(end)
+        made[RATE.decay_steps] = int(end)
     end = int(end if end is not None else steps or 0)
     style = settings.get("lr-decay-style", "linear")
-    made["optim.rate.schedule"] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
+    made[RATE.schedule] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
     warmup = _read_warmup(settings, end)
-    made["optim.rate.warmup"] = warmup
+    made[RATE.warmup] = warmup
     lr, least = settings.get("lr"), settings.get("min-lr", 0.0)
     if lr is not None:
-        made["optim.lr"] = lr
+        made[JOB.optimiser.lr] = lr
     if lr is not None or not least:
-        made["optim.rate.min_ratio"] = _ratio(least, lr)
+        made[RATE.min_ratio] = _ratio(least, lr)
     if warmup and (lr is not None or "lr-warmup-init" not in settings):
-        made["optim.rate.warmup_init"] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
+        made[RATE.warmup_init] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
     if style == "WSD":
         shape = settings.get("lr-wsd-decay-style", "exponential")
-        made["optim.rate.decay"] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
+        made[RATE.decay] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
         length = _updates(settings, "lr-wsd-decay")
         if length is not None and end:
-            made["optim.rate.decay_fraction"] = length / end
+            made[RATE.decay_fraction] = length / end
     return made
 
 
@@ -114,8 +114,10 @@ def _read_warmup(settings: Settings, end: int) -> float:
 _COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
 _RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
 
-RATE = Rule(
-    choices=("optim.lr", "train.steps", *(f"optim.rate.{name}" for name in _RATE)),
+LEARNING_RATE = rule(
+    JOB.optimiser.lr,
+    RUN.train.steps,
+    *(f"optim.rate.{name}" for name in _RATE),
     settings=(
         "lr",
         "min-lr",

@@ -11,9 +11,10 @@ from stretto.errors import StrettoError
 from stretto.run.config.sources import megatron_prefix
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
-from stretto_interop.frameworks.choices import choices_of, job_from
+from stretto_interop.frameworks.fields import job_from, values_of
+from stretto_interop.frameworks.mapping import read_rule
 from stretto_interop.frameworks.megatron.arguments import Argument, arguments
-from stretto_interop.frameworks.megatron.model import MODEL
+from stretto_interop.frameworks.megatron.model import MODEL_RULES
 from stretto_interop.frameworks.megatron.training import TRAINING
 
 # attributes that say the opposite of their argument
@@ -94,16 +95,16 @@ def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
             f"{source}: its argument apply_layernorm_1p is not read beside normalization LayerNorm",
             hint="what is: RMSNorm with it, or LayerNorm without",
         )
-    rules = (*MODEL, *TRAINING)
+    rules = (*MODEL_RULES, *TRAINING)
     settings = _settings(args, {name for rule in rules for name in rule.settings} | {"global-batch-size"})
     settings.pop("mock-data", None)  # made-up tokens are no text to go on with
     values, notes = dict[str, Any](), list(_notes(args))
     for rule in rules:
         if rule.read is not None:
             try:
-                values |= rule.read(settings)
+                values |= read_rule(rule, settings)
             except StrettoError as error:
-                if not all(name.startswith("data.") for name in rule.choices):
+                if not all(name.startswith("data.") for name in rule.fields):
                     raise
                 notes.append(error.message)
     for name in _FILES:
@@ -187,11 +188,11 @@ def saved_arguments(shape: ModelShape) -> dict[str, Any]:
     Raises:
         StrettoError: Megatron-LM has no such model.
     """
-    choices, settings = choices_of(Job(shape=shape)), dict[str, Any]()
-    for rule in MODEL:
-        settings |= rule.write(choices)
+    values, settings = values_of(Job(shape=shape)), dict[str, Any]()
+    for rule in MODEL_RULES:
+        settings |= rule.write(values)
     known = arguments()
-    read = {name for rule in MODEL for name in rule.settings}
+    read = {name for rule in MODEL_RULES for name in rule.settings}
     made = {_attribute(name): False for name in read if name in known and known[name].values == "flag"}
     for name, value in settings.items():
         if name in _OPPOSITE:

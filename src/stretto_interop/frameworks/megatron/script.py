@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from stretto.errors import StrettoError
 from stretto_interop.frameworks.bash import MARK, Command, batch_variables, commands, parameters
-from stretto_interop.frameworks.mapping import NamedFile, Open, Remark, Settings, Start, Unread
+from stretto_interop.frameworks.mapping import NamedFile, Parsed, Settings, Start, Unset
 from stretto_interop.frameworks.megatron.arguments import VERSION, arguments, read_arguments
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
@@ -65,9 +65,9 @@ def _value(value: Any) -> str:
     """A value behind its argument, quoted for bash where it must be."""
     if value is True:
         return ""
-    if isinstance(value, Open):
-        variable = re.sub(r"\W", "_", value.choice).upper()
-        return f' "${{{variable}:?{value.choice}, such as {_text(value.example)}}}"'
+    if isinstance(value, Unset):
+        variable = re.sub(r"\W", "_", value.name).upper()
+        return f' "${{{variable}:?{value.name}, such as {_text(value.example)}}}"'
     values = value if isinstance(value, list | tuple) else [value]
     return "".join(f" {shlex.quote(_text(one))}" for one in values)  # pyright: ignore[reportUnknownArgumentType]
 
@@ -76,42 +76,38 @@ def _text(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments of a script or of a command line, and `world-size`, as far as it tells.
+def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Parsed:
+    """The arguments of a script or of a command line, and `world-size` if it is known.
 
     Args:
         start: how the script is started.
-        priced: arguments whose values matter.
+        priced: arguments whose values matter to a price.
 
     Raises:
-        StrettoError: no such script, or an argument that is none of Megatron-LM's.
+        StrettoError: no such script, or an argument that Megatron-LM does not have.
     """
     notes = list[str]()
     variables = {**parameters(start.words), **start.variables}
-    every = list(commands(text, source, variables, lambda one: _program(one) is not None, notes))
-    begun = _start(every)
-    if begun is None:
+    every = list(commands(text, source, variables, lambda command: _program(command) is not None, notes))
+    launch = _launch(every)
+    if launch is None:
         words = [word for command in every for word in command.words]
         if not words or not all(command.words[0].startswith("--") for command in every):
             raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_HINT)
-        settings = read_arguments(words, source, priced)
-        world = None
+        parsed, world = read_arguments(words, source, priced), None
     else:
-        command, script = begun
+        command, script = launch
         _check_program(command.words[script], start.program, f"{source}:{command.line}")
-        settings = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
-        slurm = {name: str(value) for name, value in batch_variables(text).items()}
-        world = _world(command.words[:script], slurm)
-    written = {command.to: command.document for command in every if command.to is not None}
-    for name, value in settings.items():
-        if isinstance(value, NamedFile) and value.path in written:
-            settings[name] = NamedFile(value.path, written[value.path])
-    size = start.devices if world is None or (start.wins and start.devices is not None) else world
+        parsed = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
+        world = _world(command.words[:script], batch_variables(text))
+    documents = {command.to: command.document for command in every if command.to is not None}
+    for name, file in parsed.files.items():
+        parsed.files[name] = NamedFile(file.path, documents.get(file.path))
     sizes = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings")
-    wrong = next((value for name in sizes if isinstance(value := settings.get(name), Unread)), None)
-    if wrong is not None:
-        raise wrong.error
-    missing = [name for name in sizes if name not in settings]
+    for name in sizes:
+        if name in parsed.unsupported:
+            raise parsed.unsupported[name][0]
+    missing = [name for name in sizes if name not in parsed.settings]
     if missing:
         raise StrettoError(
             f"{source} lacks --{', --'.join(missing)}",
@@ -119,11 +115,14 @@ def parse(text: str, source: str, start: Start, priced: Mapping[str, object]) ->
         )
     if (count := sum(_program(command) is not None for command in every)) > 1:
         notes.append(f"{source} starts {count} trainings: the last is read")
-    settings |= {f"note {at}": Remark(note) for at, note in enumerate(notes, 1)}
-    return settings if size is None else {**settings, "world-size": size}
+    parsed.notes = notes
+    size = start.devices if world is None or (start.wins and start.devices is not None) else world
+    if size is not None:
+        parsed.settings["world-size"] = size
+    return parsed
 
 
-def _start(every: Sequence[Command]) -> tuple[Command, int] | None:
+def _launch(every: Sequence[Command]) -> tuple[Command, int] | None:
     """The command that starts training, and the place of the script among its words."""
     begun = [(command, at) for command in every if (at := _program(command)) is not None]
     named = [one for one in begun if re.search(r"pretrain\w*\.py$", one[0].words[one[1]])]

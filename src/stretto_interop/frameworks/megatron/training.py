@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,22 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.run.config.load import run_name
 from stretto.spec.data_parallel import KEEP
-from stretto_interop.frameworks.choices import Choices
+from stretto_interop.frameworks.fields import EXPERTS, JOB, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
-    Open,
     Rule,
     Settings,
-    aside,
+    Unset,
+    Values,
     flag,
+    ignored,
     one_of,
-    only,
     refused,
-    same,
-    under,
+    renamed,
+    restricted,
+    rule,
 )
 from stretto_interop.frameworks.megatron.data import DATA, parted
-from stretto_interop.frameworks.megatron.rate import RATE
+from stretto_interop.frameworks.megatron.rate import LEARNING_RATE
 
 SEED = 1234  # Megatron-LM's usual one; it takes none below 1
 
@@ -32,11 +33,11 @@ SEED = 1234  # Megatron-LM's usual one; it takes none below 1
 # ------------------------------------------------------------------ types
 
 
-def _write_dtype(choices: Choices) -> Settings:
-    dtype, same_type = choices["train.dtype"], choices["precision.gradients"] == "same"
+def _write_dtype(values: JobValues) -> Settings:
+    dtype, same_type = values[JOB.precision.dtype], values[JOB.precision.gradients] == "same"
     kinds: dict[str, dict[str, Any]] = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
     if dtype not in kinds:
-        raise refused("train.dtype", dtype, "Megatron-LM computes in 32 or 16 bits", kinds)
+        raise refused(JOB.precision.dtype, dtype, "Megatron-LM computes in 32 or 16 bits", kinds)
     if dtype == "float32":
         return {}
     if not same_type:
@@ -44,64 +45,64 @@ def _write_dtype(choices: Choices) -> Settings:
     return {**kinds[dtype], "grad-reduce-in-bf16": True} if dtype == "bfloat16" else kinds[dtype]
 
 
-def _read_dtype(settings: Settings) -> Mapping[str, Any]:
+def _read_dtype(settings: Settings) -> Values:
     half = "bfloat16" if "bf16" in settings else "float16" if "fp16" in settings else "float32"
     reduced = "grad-reduce-in-bf16" in settings or settings.get("main-grads-dtype") == "bf16"
     wide = half == "float32" or "accumulate-allreduce-grads-in-fp32" in settings
     wide = wide or (half == "bfloat16" and not reduced)
-    return {"train.dtype": half, "precision.gradients": "float32" if wide else "same"}
+    return {JOB.precision.dtype: half, JOB.precision.gradients: "float32" if wide else "same"}
 
 
-def _write_keep(choices: Choices) -> Settings:
-    keep = tuple(choices["precision.keep"])
+def _write_keep(values: JobValues) -> Settings:
+    keep = tuple(values[JOB.precision.keep])
     if keep not in (KEEP, ()):
         instead = "Megatron-LM keeps no weights in 32 bits; its router can compute in them"
-        raise refused("precision.keep", keep, instead, (KEEP, ()))
-    if choices["model.moe.experts"] is None or keep == ():
+        raise refused(JOB.precision.keep, keep, instead, (KEEP, ()))
+    if values[EXPERTS] is None or keep == ():
         return {}
     return {"moe-router-dtype": "fp32"}
 
 
-def _keep_notes(choices: Choices) -> Iterable[str]:
-    if choices["precision.keep"] and choices["train.dtype"] in ("bfloat16", "float16"):
-        kept = ", ".join(choices["precision.keep"])
+def _keep_notes(values: JobValues) -> Iterable[str]:
+    if values[JOB.precision.keep] and values[JOB.precision.dtype] in ("bfloat16", "float16"):
+        kept = ", ".join(values[JOB.precision.keep])
         yield f"precision.keep={kept}: Megatron-LM keeps these weights in 16 bits, with masters in 32"
 
 
-def _read_keep(settings: Settings) -> Mapping[str, Any]:
-    return {"precision.keep": KEEP} if "moe-router-dtype" in settings else {}
+def _read_keep(settings: Settings) -> Values:
+    return {JOB.precision.keep: KEEP} if "moe-router-dtype" in settings else {}
 
 
-def _write_fp8(choices: Choices) -> Settings:
-    fp8 = choices["precision.fp8"]
+def _write_fp8(values: JobValues) -> Settings:
+    fp8 = values[JOB.precision.fp8]
     if fp8 == "none":
         return {}
     if fp8 == "row":
         instead = "Megatron-LM's scales are of a whole tensor, or of blocks (--fp8-recipe)"
-        raise refused("precision.fp8", fp8, instead, ("tensor",))
+        raise refused(JOB.precision.fp8, fp8, instead, ("tensor",))
     return {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
 
 
-def _read_fp8(settings: Settings) -> Mapping[str, Any]:
-    return {"precision.fp8": "tensor" if "fp8-format" in settings else "none"}
+def _read_fp8(settings: Settings) -> Values:
+    return {JOB.precision.fp8: "tensor" if "fp8-format" in settings else "none"}
 
 
-def _write_scale(choices: Choices) -> Settings:
-    if choices["train.dtype"] != "float16":
+def _write_scale(values: JobValues) -> Settings:
+    if values[JOB.precision.dtype] != "float16":
         return {}
     return {
-        "initial-loss-scale": choices["precision.loss_scale"],
-        "loss-scale-window": choices["precision.loss_scale_steps"],
+        "initial-loss-scale": values[JOB.precision.loss_scale],
+        "loss-scale-window": values[JOB.precision.loss_scale_steps],
         "hysteresis": 1,  # the scale is halved at the first overflow
     }
 
 
-def _read_scale(settings: Settings) -> Mapping[str, Any]:
+def _read_scale(settings: Settings) -> Values:
     if "fp16" not in settings:
         return {}
     return {
-        "precision.loss_scale": settings.get("loss-scale", settings.get("initial-loss-scale", 2.0**32)),
-        "precision.loss_scale_steps": int(settings.get("loss-scale-window", 1000)),
+        JOB.precision.loss_scale: settings.get("loss-scale", settings.get("initial-loss-scale", 2.0**32)),
+        JOB.precision.loss_scale_steps: int(settings.get("loss-scale-window", 1000)),
     }
 
 
@@ -110,27 +111,27 @@ def _read_scale(settings: Settings) -> Mapping[str, Any]:
 _OPTIMISERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
 
-def _write_optimiser(choices: Choices) -> Settings:
-    name, momentum = choices["optim.name"], choices["optim.momentum"]
+def _write_optimiser(values: JobValues) -> Settings:
+    name, momentum = values[JOB.optimiser.name], values[JOB.optimiser.momentum]
     if name not in _OPTIMISERS:
-        raise refused("optim.name", name, "Megatron-LM has Adam, SGD and Muon", _OPTIMISERS)
-    if name == "muon" and choices["dp.mode"] != "ddp":
-        raise refused("optim.name", name, "Megatron-LM shards no states of Muon", ("adamw",))
-    if "optim.betas" in choices.unsaid:
+        raise refused(JOB.optimiser.name, name, "Megatron-LM has Adam, SGD and Muon", _OPTIMISERS)
+    if name == "muon" and values[JOB.dp.mode] != "ddp":
+        raise refused(JOB.optimiser.name, name, "Megatron-LM shards no states of Muon", ("adamw",))
+    if values.is_unsaid(JOB.optimiser.betas):
         return {"optimizer": _OPTIMISERS[name]}
     if name == "adamw":
-        beta1, beta2 = choices["optim.betas"]
+        beta1, beta2 = values[JOB.optimiser.betas]
         return {
             "optimizer": "adam",
             "adam-beta1": beta1,
             "adam-beta2": beta2,
-            "adam-eps": choices["optim.eps"],
+            "adam-eps": values[JOB.optimiser.eps],
         }
     usual = 0.95 if name == "muon" else 0.0
     return {"optimizer": _OPTIMISERS[name], f"{name}-momentum": momentum or usual}
 
 
-def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
+def _read_optimiser(settings: Settings) -> Values:
     name = settings.get("optimizer", "adam").removeprefix("dist_")
     ours = next((ours for ours, theirs in _OPTIMISERS.items() if theirs == name), None)
     if ours is None:
@@ -138,139 +139,139 @@ def _read_optimiser(settings: Settings) -> Mapping[str, Any]:
         raise StrettoError(f"--optimizer is {name}: not modelled here", hint=hint)
     momentum = 0.0 if ours == "adamw" else settings.get(f"{ours}-momentum", 0.9)
     return {
-        "optim.name": ours,
-        "optim.betas": (settings.get("adam-beta1", 0.9), settings.get("adam-beta2", 0.999)),
-        "optim.eps": settings.get("adam-eps", 1e-8),
-        "optim.momentum": momentum,
+        JOB.optimiser.name: ours,
+        JOB.optimiser.betas: (settings.get("adam-beta1", 0.9), settings.get("adam-beta2", 0.999)),
+        JOB.optimiser.eps: settings.get("adam-eps", 1e-8),
+        JOB.optimiser.momentum: momentum,
     }
 
 
-def _write_states(choices: Choices) -> Settings:
-    if choices["optim.states"] == "float32":
+def _write_states(values: JobValues) -> Settings:
+    if values[JOB.optimiser.states] == "float32":
         return {}
-    if choices["dp.mode"] != "zero1":
+    if values[JOB.dp.mode] != "zero1":
         instead = "Megatron-LM keeps states in 16 bits with its distributed optimizer (dp.mode=zero1)"
-        raise refused("optim.states", choices["optim.states"], instead, ("float32",))
+        raise refused(JOB.optimiser.states, values[JOB.optimiser.states], instead, ("float32",))
     return {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
 
 
-def _read_states(settings: Settings) -> Mapping[str, Any]:
+def _read_states(settings: Settings) -> Values:
     kinds = [settings.get(name, "fp32") for name in ("exp-avg-dtype", "exp-avg-sq-dtype")]
     if kinds in (["fp32", "fp32"], ["bf16", "bf16"]):
-        return {"optim.states": "float32" if kinds[0] == "fp32" else "bfloat16"}
+        return {JOB.optimiser.states: "float32" if kinds[0] == "fp32" else "bfloat16"}
     raise StrettoError(
         f"--exp-avg-dtype {kinds[0]} and --exp-avg-sq-dtype {kinds[1]}: not priced",
         hint="what is: both fp32, or both bf16",
     )
 
 
-def _write_clip(choices: Choices) -> Settings:
-    return {"clip-grad": choices["optim.clip"] or 0.0}
+def _write_clip(values: JobValues) -> Settings:
+    return {"clip-grad": values[JOB.optimiser.clip] or 0.0}
 
 
-def _read_clip(settings: Settings) -> Mapping[str, Any]:
-    return {"optim.clip": settings.get("clip-grad", 1.0) or None}
+def _read_clip(settings: Settings) -> Values:
+    return {JOB.optimiser.clip: settings.get("clip-grad", 1.0) or None}
 
 
 # ------------------------------------------------------------------ the run
 
 
-def _write_seed(choices: Choices) -> Settings:
-    return {"seed": choices["train.seed"] or SEED}
+def _write_seed(values: JobValues) -> Settings:
+    return {"seed": values[RUN.train.seed] or SEED}
 
 
-def _read_seed(settings: Settings) -> Mapping[str, Any]:
-    return {"train.seed": settings.get("seed", SEED)}
+def _read_seed(settings: Settings) -> Values:
+    return {RUN.train.seed: settings.get("seed", SEED)}
 
 
-def _seed_notes(choices: Choices) -> Iterable[str]:
-    if choices["train.seed"] == 0 and "train.seed" not in choices.unsaid:
+def _seed_notes(values: JobValues) -> Iterable[str]:
+    if values[RUN.train.seed] == 0 and not values.is_unsaid(RUN.train.seed):
         yield f"train.seed=0: Megatron-LM takes seeds above 0, and this is {SEED}"
 
 
-def _write_evaluation(choices: Choices) -> Settings:
-    if choices["eval.every"] is None:
+def _write_evaluation(values: JobValues) -> Settings:
+    if values[RUN.eval.every] is None:
         return {"eval-iters": 0}
-    return {"eval-interval": choices["eval.every"], "eval-iters": choices["eval.batches"]}
+    return {"eval-interval": values[RUN.eval.every], "eval-iters": values[RUN.eval.batches]}
 
 
-def _read_evaluation(settings: Settings) -> Mapping[str, Any]:
+def _read_evaluation(settings: Settings) -> Values:
     """None where all of the source is trained on: nothing of it is held out."""
     if parted(settings):
-        return {"eval.every": None}
+        return {RUN.eval.every: None}
     batches = settings.get("eval-iters", 100)
     if not batches:
-        return {"eval.every": None}
-    return {"eval.every": settings.get("eval-interval", 1000), "eval.batches": batches}
+        return {RUN.eval.every: None}
+    return {RUN.eval.every: settings.get("eval-interval", 1000), RUN.eval.batches: batches}
 
 
-_BOARD = ("metrics.tensorboard", "metrics.tensorboard_dir")
+_BOARD = (RUN.metrics.tensorboard, RUN.metrics.tensorboard_dir)
 
 
-def _write_replicas(choices: Choices) -> Settings:
-    every = choices["guard.check_replicas"]
+def _write_replicas(values: JobValues) -> Settings:
+    every = values[RUN.guard.check_replicas]
     return {} if every is None else {"check-weight-hash-across-dp-replicas-interval": every}
 
 
-def _read_replicas(settings: Settings) -> dict[str, Any]:
-    return {"guard.check_replicas": settings.get("check-weight-hash-across-dp-replicas-interval")}
+def _read_replicas(settings: Settings) -> Values:
+    return {RUN.guard.check_replicas: settings.get("check-weight-hash-across-dp-replicas-interval")}
 
 
-def _write_checkpoint(choices: Choices) -> Settings:
+def _write_checkpoint(values: JobValues) -> Settings:
     """Where and when to save; without an interval at the end only, which is that of the last step."""
-    if "run.name" in choices.unsaid:
+    if values.is_unsaid(RUN.run.name):
         return {}
-    resume = choices["checkpoint.resume"]
+    resume = values[RUN.checkpoint.resume]
     if resume not in ("never", "auto"):
         instead = "Megatron-LM cannot load a checkpoint of another framework"
-        raise refused("checkpoint.resume", resume, instead, ("never", "auto"))
-    folder = f"{choices['run.dir']}/{choices['run.name']}"
-    every = choices["checkpoint.every"]
-    steps = "checkpoint.every" if "checkpoint.every" in choices.open else "train.steps"
-    board = choices["metrics.tensorboard_dir"]
-    if board is None and choices["metrics.tensorboard"]:
+        raise refused(RUN.checkpoint.resume, resume, instead, ("never", "auto"))
+    folder = f"{values[RUN.run.dir]}/{values[RUN.run.name]}"
+    every = values[RUN.checkpoint.every]
+    steps: object = RUN.checkpoint.every if values.is_open(RUN.checkpoint.every) else RUN.train.steps
+    board = values[RUN.metrics.tensorboard_dir]
+    if board is None and values[RUN.metrics.tensorboard]:
         board = f"{folder}/tensorboard"
-    interval = Open(steps, every or choices["train.steps"]) if steps in choices.open else None
+    interval = Unset(steps, every or values[RUN.train.steps]) if values.is_open(steps) else None
     return {
         "save": f"{folder}/checkpoints",
-        "save-interval": interval or every or choices["train.steps"],
+        "save-interval": interval or every or values[RUN.train.steps],
         **({"load": f"{folder}/checkpoints"} if resume == "auto" else {}),
         **({"tensorboard-dir": board} if board else {}),
     }
 
 
-def _read_checkpoint(settings: Settings) -> Mapping[str, Any]:
+def _read_checkpoint(settings: Settings) -> Values:
     """The folder that checkpoints are saved to is the run's, or lies in it as `checkpoints`."""
-    made: dict[str, Any] = {"checkpoint.every": settings.get("save-interval")}
+    made: dict[Any, Any] = {RUN.checkpoint.every: settings.get("save-interval")}
     save = settings.get("save")
     folder = None if save is None else Path(save)
     if folder is not None:
         folder = folder.parent if folder.name == "checkpoints" else folder
-        made |= {"run.dir": str(folder.parent), "run.name": run_name(folder)}
+        made |= {RUN.run.dir: str(folder.parent), RUN.run.name: run_name(folder)}
         if settings.get("load") == save:
-            made["checkpoint.resume"] = "auto"
+            made[RUN.checkpoint.resume] = "auto"
     board = settings.get("tensorboard-dir")
     if board is not None:
         inside = folder is not None and Path(board) == folder / "tensorboard"
-        made |= {"metrics.tensorboard": True} if inside else {"metrics.tensorboard_dir": board}
+        made |= {RUN.metrics.tensorboard: True} if inside else {RUN.metrics.tensorboard_dir: board}
     return made
 
 
-def _write_retained(choices: Choices) -> Settings:
-    every = choices["checkpoint.keep_every"]
+def _write_retained(values: JobValues) -> Settings:
+    every = values[RUN.checkpoint.keep_every]
     return {} if every is None else {"save-retain-interval": every}
 
 
-def _write_bucket(choices: Choices) -> Settings:
+def _write_bucket(values: JobValues) -> Settings:
     """In parameters, where ours is in bytes of weights."""
-    each = 2 if choices["train.dtype"] in ("bfloat16", "float16") else 4
-    return {"ddp-bucket-size": int(choices["train.bucket_mib"] * 2**20 / each)}
+    each = 2 if values[JOB.precision.dtype] in ("bfloat16", "float16") else 4
+    return {"ddp-bucket-size": int(values[RUN.train.bucket_mib] * 2**20 / each)}
 
 
-def _read_bucket(settings: Settings) -> Mapping[str, Any]:
+def _read_bucket(settings: Settings) -> Values:
     size = settings.get("ddp-bucket-size")
     each = 2 if settings.keys() & {"bf16", "fp16"} else 4
-    return {} if size is None else {"train.bucket_mib": size * each / 2**20}
+    return {} if size is None else {RUN.train.bucket_mib: size * each / 2**20}
 
 
 def _minutes(seconds: float) -> int:
@@ -282,133 +283,143 @@ def _seconds(minutes: int) -> float:
 
 
 TRAINING: tuple[Rule, ...] = (
-    same("seq-length", "data.sequence"),
-    Rule(
-        choices=("train.dtype", "precision.gradients"),
-        settings=(
-            "bf16",
-            "fp16",
-            "accumulate-allreduce-grads-in-fp32",
-            "grad-reduce-in-bf16",
-            "main-grads-dtype",
-        ),
+    renamed("seq-length", JOB.sequence),
+    rule(
+        JOB.precision.dtype,
+        JOB.precision.gradients,
+        settings="bf16 fp16 accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 main-grads-dtype",
         write=_write_dtype,
         read=_read_dtype,
     ),
-    Rule(
-        choices=("precision.keep",),
-        settings=("moe-router-dtype",),
-        write=_write_keep,
-        read=_read_keep,
-        notes=_keep_notes,
+    rule(
+        JOB.precision.keep, settings="moe-router-dtype", write=_write_keep, read=_read_keep, notes=_keep_notes
     ),
-    Rule(
-        choices=("precision.fp8",),
-        settings=("fp8-format", "fp8-recipe"),
-        write=_write_fp8,
-        read=_read_fp8,
-    ),
-    Rule(
-        choices=("precision.loss_scale", "precision.loss_scale_steps"),
-        settings=("loss-scale", "initial-loss-scale", "loss-scale-window", "hysteresis"),
+    rule(JOB.precision.fp8, settings="fp8-format fp8-recipe", write=_write_fp8, read=_read_fp8),
+    rule(
+        JOB.precision.loss_scale,
+        JOB.precision.loss_scale_steps,
+        settings="loss-scale initial-loss-scale loss-scale-window hysteresis",
         write=_write_scale,
         read=_read_scale,
     ),
     one_of(
         "attention-backend",
-        "train.attention",
+        JOB.attention,
         {"auto": "auto", "sdpa": "flash", "explicit": "unfused"},
         also={"fused": "sdpa", "local": "explicit"},
-        usual="auto",
+        default="auto",
         instead="Megatron-LM has fused kernels and stored scores",
     ),
-    aside("Megatron-LM computes the logits of a microbatch at once", "train.loss_chunk"),
-    same("make-vocab-size-divisible-by", "train.vocab_multiple", usual=128),
-    Rule(
-        choices=("optim.name", "optim.betas", "optim.eps", "optim.momentum"),
-        settings=("optimizer", "adam-beta1", "adam-beta2", "adam-eps", "sgd-momentum", "muon-momentum"),
+    ignored("Megatron-LM computes the logits of a microbatch at once", JOB.loss_chunk),
+    renamed("make-vocab-size-divisible-by", JOB.vocab_multiple, default=128),
+    rule(
+        JOB.optimiser.name,
+        JOB.optimiser.betas,
+        JOB.optimiser.eps,
+        JOB.optimiser.momentum,
+        settings="optimizer adam-beta1 adam-beta2 adam-eps sgd-momentum muon-momentum",
         write=_write_optimiser,
         read=_read_optimiser,
     ),
-    same("weight-decay", "optim.weight_decay", usual=0.01),
-    only("optim.no_decay", ((), []), "Megatron-LM exempts norms and biases from weight decay, and no others"),
-    Rule(
-        choices=("optim.states",),
-        settings=("use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype", "main-params-dtype"),
+    renamed("weight-decay", JOB.optimiser.weight_decay, default=0.01),
+    restricted(
+        JOB.optimiser.no_decay,
+        ((), []),
+        "Megatron-LM exempts norms and biases from weight decay, and no others",
+    ),
+    rule(
+        JOB.optimiser.states,
+        settings="use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-params-dtype",
         write=_write_states,
         read=_read_states,
     ),
-    Rule(choices=("optim.clip",), settings=("clip-grad",), write=_write_clip, read=_read_clip),
-    RATE,
-    Rule(choices=("train.seed",), settings=("seed",), write=_write_seed, read=_read_seed, notes=_seed_notes),
-    only("train.device", ("auto", "cuda"), "Megatron-LM trains on GPUs"),
-    only("train.backend", ("auto", "nccl"), "Megatron-LM's ranks exchange tensors of GPUs by NCCL"),
-    same("distributed-timeout-minutes", "train.timeout_s", to=_minutes, back=_seconds),
-    Rule(
-        choices=("train.bucket_mib",),
-        settings=("ddp-bucket-size",),
-        write=_write_bucket,
-        read=_read_bucket,
-    ),
+    rule(JOB.optimiser.clip, settings="clip-grad", write=_write_clip, read=_read_clip),
+    LEARNING_RATE,
+    rule(RUN.train.seed, settings="seed", write=_write_seed, read=_read_seed, notes=_seed_notes),
+    restricted(RUN.train.device, ("auto", "cuda"), "Megatron-LM trains on GPUs"),
+    restricted(RUN.train.backend, ("auto", "nccl"), "Megatron-LM's ranks exchange tensors of GPUs by NCCL"),
+    renamed("distributed-timeout-minutes", RUN.train.timeout_s, to=_minutes, back=_seconds),
+    rule(RUN.train.bucket_mib, settings="ddp-bucket-size", write=_write_bucket, read=_read_bucket),
     *DATA,
-    Rule(
-        choices=("eval.every", "eval.batches"),
-        settings=("eval-interval", "eval-iters"),
+    rule(
+        RUN.eval.every,
+        RUN.eval.batches,
+        settings="eval-interval eval-iters",
         write=_write_evaluation,
         read=_read_evaluation,
     ),
-    Rule(
-        choices=("checkpoint.every", "checkpoint.resume", "run.dir", "run.name", *_BOARD),
-        settings=("save", "save-interval", "load", "tensorboard-dir"),
+    rule(
+        RUN.checkpoint.every,
+        RUN.checkpoint.resume,
+        RUN.run.dir,
+        RUN.run.name,
+        *_BOARD,
+        settings="save save-interval load tensorboard-dir",
         write=_write_checkpoint,
         read=_read_checkpoint,
     ),
-    same("log-interval", "metrics.every"),
-    Rule(
-        choices=("guard.check_replicas",),
-        settings=("check-weight-hash-across-dp-replicas-interval",),
+    renamed("log-interval", RUN.metrics.every),
+    rule(
+        RUN.guard.check_replicas,
+        settings="check-weight-hash-across-dp-replicas-interval",
         write=_write_replicas,
         read=_read_replicas,
     ),
-    aside("Megatron-LM stops at a loss that is not finite", "guard.on_nonfinite", "guard.max_skips"),
-    aside("Megatron-LM reports a spike", *under("guard", "on_spike spike_sigma spike_window")),
-    aside("Megatron-LM stops where replicas differ", "guard.on_mismatch"),
-    aside("Megatron-LM compares replicas alone", "guard.check_memory"),
-    aside("Megatron-LM's folders have the user's usual permissions", "run.private"),
-    flag("async-save", "checkpoint.async_save"),
-    Rule(
-        choices=("checkpoint.keep_every",),
-        settings=("save-retain-interval",),
+    ignored("Megatron-LM stops at a loss that is not finite", RUN.guard.on_nonfinite, RUN.guard.max_skips),
+    ignored(
+        "Megatron-LM reports a spike",
+        *(
+            RUN.guard.on_spike,
+            RUN.guard.spike_sigma,
+            RUN.guard.spike_window,
+        ),
+    ),
+    ignored("Megatron-LM stops where replicas differ", RUN.guard.on_mismatch),
+    ignored("Megatron-LM compares replicas alone", RUN.guard.check_memory),
+    ignored("Megatron-LM's folders have the user's usual permissions", RUN.run.private),
+    flag("async-save", RUN.checkpoint.async_save),
+    rule(
+        RUN.checkpoint.keep_every,
+        settings="save-retain-interval",
         write=_write_retained,
-        read=lambda settings: {"checkpoint.keep_every": settings.get("save-retain-interval")},
+        read=lambda settings: {RUN.checkpoint.keep_every: settings.get("save-retain-interval")},
     ),
-    aside(
+    ignored(
         "Megatron-LM deletes no checkpoints, or with --save-retain-interval all between but the last",
-        "checkpoint.keep",
-        "checkpoint.keep_best",
+        RUN.checkpoint.keep,
+        RUN.checkpoint.keep_best,
     ),
-    aside("Megatron-LM waits for the last checkpoint", "checkpoint.if_busy"),
-    only("data.chat", (None,), "pretrain_gpt.py learns from text, not from conversations"),
-    only("data.phases", ([],), "Megatron-LM's mixture has the same weights in all steps"),
-    aside("documents fill samples", "data.chat_template", "data.too_long"),
-    aside("Megatron-LM compares no fields of the model", "checkpoint.may_differ"),
-    aside("Megatron-LM shuffles all samples of an epoch", "data.shuffle", "data.shuffle_window"),
-    aside("Megatron-LM limits no cache of its data", "data.cache_gib"),
-    aside(
+    ignored("Megatron-LM waits for the last checkpoint", RUN.checkpoint.if_busy),
+    restricted(RUN.data.chat, (None,), "pretrain_gpt.py learns from text, not from conversations"),
+    restricted(RUN.data.phases, ([],), "Megatron-LM's mixture has the same weights in all steps"),
+    ignored("documents fill samples", RUN.data.chat_template, RUN.data.too_long),
+    ignored("Megatron-LM compares no fields of the model", RUN.checkpoint.may_differ),
+    ignored("Megatron-LM shuffles all samples of an epoch", RUN.data.shuffle, RUN.data.shuffle_window),
+    ignored("Megatron-LM limits no cache of its data", RUN.data.cache_gib),
+    ignored(
         "Megatron-LM reads its own indexed files",
-        *under("data", "vocab text_field end_of_text begin_of_text format on_error"),
+        *(
+            RUN.data.vocab,
+            RUN.data.text_field,
+            RUN.data.end_of_text,
+            RUN.data.begin_of_text,
+            RUN.data.format,
+            RUN.data.on_error,
+        ),
     ),
-    aside("set OMP_NUM_THREADS", "train.threads"),
-    aside("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", "train.hang_s"),
-    aside("Megatron-LM's options are of one layout", "elastic.layouts"),
-    aside("torchrun starts the ranks, and again with --max-restarts", "train.restarts"),
-    aside("torchrun waits for nodes, --rdzv-conf join_timeout", "train.start_s"),
-    aside("Megatron-LM saves on a signal with --exit-signal-handler, however long it takes", "train.grace_s"),
-    aside("Megatron-LM fuses kernels in ways of its own", "train.compile"),
-    aside("Megatron-LM captures single layers, or all microbatches of a step at once", "train.graphs"),
-    aside("Megatron-LM computes no such figure", "metrics.peak_tflops"),
-    aside("--profile traces a step of Megatron-LM", "metrics.trace"),
-    aside(
+    ignored("set OMP_NUM_THREADS", RUN.train.threads),
+    ignored("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", RUN.train.hang_s),
+    ignored("Megatron-LM's options are of one layout", RUN.elastic.layouts),
+    ignored("torchrun starts the ranks, and again with --max-restarts", RUN.train.restarts),
+    ignored("torchrun waits for nodes, --rdzv-conf join_timeout", RUN.train.start_s),
+    ignored(
+        "Megatron-LM saves on a signal with --exit-signal-handler, however long it takes", RUN.train.grace_s
+    ),
+    ignored("Megatron-LM fuses kernels in ways of its own", JOB.compile),
+    ignored("Megatron-LM captures single layers, or all microbatches of a step at once", JOB.graphs),
+    ignored("Megatron-LM computes no such figure", RUN.metrics.peak_tflops),
+    ignored("--profile traces a step of Megatron-LM", RUN.metrics.trace),
+    ignored(
         "Megatron-LM writes no text at the end",
         *(f"sample.{name}" for name in ("prompt", "tokens", "temperature", "top_k")),
     ),

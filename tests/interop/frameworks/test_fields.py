@@ -16,7 +16,7 @@ from stretto.spec.attention import RopeScaling
 from stretto.spec.job import Job
 from stretto.spec.lora import LoraShape
 from stretto.spec.presets import PRESETS, preset
-from stretto_interop.frameworks.choices import NAMES, NOT_CHOSEN, PATHS, choices_of, job_from
+from stretto_interop.frameworks.fields import NAMES, NOT_CHOSEN, PATHS, job_from, values_of
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
@@ -59,14 +59,14 @@ def test_choices_make_the_job_again(name: str) -> None:
         stage_layers=(2, 2, 2, shape.layers - 4),
         bucket=2**20,
     )
-    assert job_from(choices_of(job).values) == job
+    assert job_from(values_of(job).values) == job
 
 
 def test_a_plan_leaves_open_what_it_cannot_know_and_a_config_what_it_marks() -> None:
     config = load("configs/llama-tiny-tp2.yaml", ["train.steps=7", "train.seed=3"])
-    assert choices_of(job_of(config)).open >= {"train.steps", "data.source"}
-    choices = choices_of(job_of(config), config)
+    assert values_of(job_of(config)).open >= {"train.steps", "data.source"}
+    choices = values_of(job_of(config), config)
     assert not choices.open
     assert (choices["train.steps"], choices["train.seed"], choices["model.family"]) == (7, 3, "llama")
     marked = load("configs/llama-tiny-tp2.yaml", ["train.steps=REQUIRED"])
-    assert choices_of(job_of(marked), marked).open == {"train.steps"}
+    assert values_of(job_of(marked), marked).open == {"train.steps"}
