@@ -170,7 +170,7 @@ class Framework:
         overlaps: True if gradients are reduced while the backward computes, by the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
         needless: settings that no rule reads and that a run here does not need, and why.
-        lost: why a setting that no rule reads, with this value, has no counterpart here; None: none is needed.
+        lost: why a setting that no rule reads, with this value, has no counterpart; None: none is needed.
         is_default: True if a value is the framework's default.
         differs: settings that rules read, and how a run here differs from them.
         files: settings that name files of other frameworks, and how these are read: from the file, the values
