@@ -146,7 +146,11 @@ OPTIMISER: tuple[Rule, ...] = (
         notes=_note_optimiser,
     ),
     rule(
-        *(RATE.schedule, RATE.warmup, RATE.warmup_init, RATE.min_ratio, RATE.decay_steps),
+        RATE.schedule,
+        RATE.warmup,
+        RATE.warmup_init,
+        RATE.min_ratio,
+        RATE.decay_steps,
         RUN.train.steps,
         settings=("scheduler.type", *under(_RATE, _RATE_PARAMS)),
         write=_write_rate,

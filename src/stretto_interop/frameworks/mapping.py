@@ -390,7 +390,10 @@ def next_token(instead: str) -> tuple[Rule, Rule]:
         restricted(data.objective, (None, "causal"), instead),
         ignored(
             "no spans are cut out of the text",
-            *(data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
+            data.noise_density,
+            data.mean_span_length,
+            data.sentinels,
+            data.first_sentinel,
         ),
     )
 
