@@ -234,16 +234,22 @@ class Reading:
 
 
 def rule(
-    *fields: object,
+    fields: object,
     settings: str | Iterable[str] = (),
     write: Writer = lambda _: {},
     read: Reader | None = None,
     notes: Callable[[JobValues], Iterable[str]] = lambda _: (),
 ) -> Rule:
-    """A rule with functions of its own; `settings` may be their names in one string."""
+    """A rule with functions of its own.
+
+    Args:
+        fields: a field, or a tuple of them.
+        settings: their names, also in one string.
+    """
     names = settings.split() if isinstance(settings, str) else settings
+    several: tuple[object, ...] = fields if isinstance(fields, tuple) else (fields,)
     return Rule(
-        fields=tuple(map(name_of, fields)), settings=tuple(names), write=write, read=read, notes=notes
+        fields=tuple(map(name_of, several)), settings=tuple(names), write=write, read=read, notes=notes
     )
 
 
@@ -275,7 +281,7 @@ def renamed(
         value = settings.get(setting, default)
         return {} if value is None else {field: back(value)}
 
-    return rule(field, settings=[setting], write=write, read=read)
+    return rule(field, [setting], write, read)
 
 
 def one_of(
@@ -312,14 +318,14 @@ def one_of(
             f"{setting} is {value}: not modelled here", hint=f"what is: {', '.join(map(str, allowed))}"
         )
 
-    return rule(field, settings=[setting], write=write, read=read)
+    return rule(field, [setting], write, read)
 
 
 def flag(setting: str, field: bool, *, when: bool = True) -> Rule:
     """A field that is true or false, and a setting that is present for the value `when`."""
     return rule(
         field,
-        settings=[setting],
+        [setting],
         write=lambda values: {setting: True} if bool(values[field]) is when else {},
         read=lambda settings: {field: when if setting in settings else not when},
     )
@@ -337,7 +343,7 @@ def restricted(field: T, allowed: Iterable[T], instead: str) -> Rule:
     return rule(field, write=write)
 
 
-def absent(instead: str, presence: object, *fields: object) -> Rule:
+def absent(instead: str, presence: object, fields: tuple[object, ...]) -> Rule:
     """All fields of a part of the model that the framework does not have.
 
     Args:
@@ -349,7 +355,7 @@ def absent(instead: str, presence: object, *fields: object) -> Rule:
             raise refused(presence, value, instead, (None,))
         return {}
 
-    return rule(presence, *fields, write=write)
+    return rule((presence, *fields), write=write)
 
 
 def without_encoder(instead: str, *fields: object) -> Rule:
@@ -367,20 +373,20 @@ def without_encoder(instead: str, *fields: object) -> Rule:
                 raise refused(entry, values[entry], instead, (value,))
         return {}
 
-    return rule(JOB.target_sequence, JOB.encoder_pp, *fields, write=write)
+    return rule((JOB.target_sequence, JOB.encoder_pp, *fields), write=write)
 
 
-def ignored(why: str, *fields: object) -> Rule:
+def ignored(why: str, fields: object) -> Rule:
     """Fields that change nothing of what a step computes, and that the framework has no setting for; those
     that do not have their defaults are listed beside what is written.
     """
-    names = tuple(map(name_of, fields))
 
     def notes(values: JobValues) -> Iterable[str]:
-        changed = (name for name in names if values[name] != RUN_DEFAULTS.get(name))
+        changed = (name for name in listed.fields if values[name] != RUN_DEFAULTS.get(name))
         return (f"left out: {name}={shown(values[name])} ({why})" for name in changed)
 
-    return rule(*fields, notes=notes)
+    listed = rule(fields, notes=notes)
+    return listed
 
 
 def next_token(instead: str) -> tuple[Rule, Rule]:
@@ -390,10 +396,7 @@ def next_token(instead: str) -> tuple[Rule, Rule]:
         restricted(data.objective, (None, "causal"), instead),
         ignored(
             "no spans are cut out of the text",
-            data.noise_density,
-            data.mean_span_length,
-            data.sentinels,
-            data.first_sentinel,
+            (data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
         ),
     )
 

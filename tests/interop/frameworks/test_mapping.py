@@ -40,7 +40,7 @@ RULES = (
         "zero", "dp.mode", {"ddp": 0, "zero1": 1}, default=0, instead="Tiny shards states, and nothing else"
     ),
     restricted("optim.name", ("adamw",), "Tiny has AdamW"),
-    ignored("it is for people", "run.name", "metrics.every"),
+    ignored("it is for people", ("run.name", "metrics.every")),
 )
 
 
@@ -75,7 +75,13 @@ JOB = Job(shape=preset("gpt2"), layout=Layout(tp=2, dp=2), global_batch=8)
 def test_what_is_mapped_is_written_and_what_changes_nothing_is_listed() -> None:
     text = emit(TINY, JOB, about="a job")
     assert text.splitlines() == [
-        *("# a job", "sizes.tensor=2", "sizes.data=2", "batch=8", "depth=12", "steps=?", "zero=0")
+        "# a job",
+        "sizes.tensor=2",
+        "sizes.data=2",
+        "batch=8",
+        "depth=12",
+        "steps=?",
+        "zero=0",
     ]
 
 

@@ -127,23 +127,18 @@ def _read_packing(settings: Settings) -> Values:
 DATA: tuple[Rule, ...] = (
     rule(
         RUN.data.source,
-        settings=("data-path", "data-args-path", *_PARTED, "mock-data", "dataloader-type"),
-        write=_write_data,
-        read=_read_data,
+        ("data-path", "data-args-path", *_PARTED, "mock-data", "dataloader-type"),
+        _write_data,
+        _read_data,
         notes=_data_notes,
     ),
-    rule(
-        RUN.data.cache,
-        settings="data-cache-path object-storage-cache-path",
-        write=_write_cache,
-        read=_read_cache,
-    ),
+    rule(RUN.data.cache, "data-cache-path object-storage-cache-path", _write_cache, _read_cache),
     rule(
         RUN.data.split,
-        settings="split",
-        write=lambda values: {"split": values[RUN.data.split].replace(" ", "")},
-        read=_read_split,
+        "split",
+        lambda values: {"split": values[RUN.data.split].replace(" ", "")},
+        _read_split,
     ),
-    rule(RUN.data.packing, settings=_APART, write=_write_packing, read=_read_packing),
+    rule(RUN.data.packing, _APART, _write_packing, _read_packing),
     *next_token("pretrain_gpt.py predicts the next token"),
 )

@@ -36,7 +36,7 @@ def _read_loss(_: Settings) -> Values:
 
 
 # a price depends on them, and nothing of a job says them
-_BESIDE = rule(settings="cross-entropy-loss-fusion", read=_read_loss)
+_BESIDE = rule((), "cross-entropy-loss-fusion", read=_read_loss)
 RULES: tuple[Rule, ...] = (*MODEL_RULES, *RANKS, *TRAINING, _BESIDE)
 _PRICED = {
     name: rule

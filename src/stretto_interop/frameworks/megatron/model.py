@@ -1,7 +1,8 @@
-"""The model's sizes in Megatron-LM's arguments."""
+"""The model in Megatron-LM's arguments."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -13,12 +14,14 @@ from stretto.spec.initial import Initial
 from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import (
     ATTENTION,
+    EXPERTS,
     JOB,
     KV_RANK,
     LATENT,
     LORA,
     LORA_RANK,
     MODEL,
+    MOE,
     ROPE,
     ROPE_TYPE,
     RUN,
@@ -26,9 +29,11 @@ from stretto_interop.frameworks.fields import (
     name_of,
 )
 from stretto_interop.frameworks.mapping import (
+    Reader,
     Rule,
     Settings,
     Values,
+    Writer,
     absent,
     flag,
     refused,
@@ -37,17 +42,11 @@ from stretto_interop.frameworks.mapping import (
     rule,
     without_encoder,
 )
-from stretto_interop.frameworks.megatron.experts import EXPERT_RULES, ffn_of
 
 # entries of tokenizers that come without --vocab-size; others are looked up by the model's name
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 # tokenizers of one file, or a folder
-_FILES = (
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-)
+_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 # why others are not read
 _UNREAD = {
     "TikTokenizer": "its JSON of ranks says neither the special tokens before them nor the expression that"
@@ -61,25 +60,24 @@ _UNREAD = {
 _PAIR = ("vocab.json", "merges.txt")
 _POSITIONS = {"rope": "rotary", "yarn": "rotary", "learned_absolute": "learned"}
 _FAMILIES = {"rotary": "llama", "learned": "gpt"}
-_ROPE = "model.rope"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
-_QUICK = {"glu-linear-offset": 1.0, "activation-func-clamp-value": 7.0}  # of gpt-oss's gate, as ours
+_YARN = {"original_positions": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_QUICK = {"glu-linear-offset": 1.0, "activation-func-clamp-value": 7.0}  # of gpt-oss's gate, as here
+_SCALE = "moe-router-topk-scaling-factor"
 _ROUND = "yarn-correction-range-round-to-int"
 
 
-# ------------------------------------------------------------------ family: positions, MLP, norm, biases
-
-
-def _family_notes(values: JobValues) -> Iterable[str]:
-    yield f"model.family={values['model.family']}: a name for usual values, which are written one by one"
+# ------------------------------------------------------------------ positions
 
 
 def _write_positions(values: JobValues) -> Settings:
-    rotary = values[MODEL.position_embedding] == "rotary"
-    base = {"rotary-base": int(values[MODEL.rope_theta])} if rotary else {}
+    if values[MODEL.position_embedding] != "rotary":
+        return {"position-embedding-type": "learned_absolute"}
     yarn = values[ROPE_TYPE] == "yarn" and values[KV_RANK] is None
-    kind = "yarn" if yarn else "rope"
-    return {"position-embedding-type": kind if rotary else "learned_absolute", **base}
+    return {
+        "position-embedding-type": "yarn" if yarn else "rope",
+        "rotary-base": int(values[MODEL.rope_theta]),
+    }
 
 
 def _read_positions(settings: Settings) -> Values:
@@ -91,98 +89,8 @@ def _read_positions(settings: Settings) -> Values:
     }
 
 
-def _write_rope(values: JobValues) -> Settings:
-    """Scaled rotary positions: Llama 3.1's with its usual bounds, and yarn's, of latent attention too."""
-    kind = values[ROPE_TYPE]
-    if kind is None:
-        return {}
-    instead = "Megatron-LM scales rotary positions as Llama 3.1, or by yarn"
-    if kind == "llama3":
-        for name, usual in _LLAMA3.items():
-            if values[getattr(ROPE, name)] != usual:
-                raise refused(getattr(ROPE, name), values[getattr(ROPE, name)], instead, (usual,))
-        return {"use-rope-scaling": True, "rope-scaling-factor": values[ROPE.factor]}
-    if kind != "yarn":
-        raise refused(ROPE.type, kind, instead, ("llama3", "yarn"))
-    if values[KV_RANK] is None:
-        return _write_yarn(values)
-    fixed = {
-        "original_positions": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-        "attention_factor": None,
-    }
-    for name, usual in fixed.items():
-        if values[getattr(ROPE, name)] != usual:
-            raise refused(getattr(ROPE, name), values[getattr(ROPE, name)], instead, (usual,))
-    return {
-        "rope-type": "yarn",
-        "rotary-scaling-factor": values[ROPE.factor],
-        "mscale": 1.0 if values[ROPE.mscale] is None else values[ROPE.mscale],
-        "mscale-all-dim": values[ROPE.mscale_all_dim] or 0.0,
-    }
-
-
-def _write_yarn(values: JobValues) -> Settings:
-    """Yarn's bounds and factors, of attention whose keys are not latent."""
-    if values[ROPE.attention_factor] is not None:
-        instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
-        raise refused(ROPE.attention_factor, values[ROPE.attention_factor], instead, (None,))
-    scales = values[ROPE.mscale], values[ROPE.mscale_all_dim]
-    return {
-        "rotary-scaling-factor": values[ROPE.factor],
-        "yarn-original-max-position-embeddings": values[ROPE.original_positions],
-        "yarn-beta-fast": values[ROPE.beta_fast],
-        "yarn-beta-slow": values[ROPE.beta_slow],
-        _ROUND if values[ROPE.truncate] else f"no-{_ROUND}": True,
-        **({"mscale": scales[0], "mscale-all-dim": scales[1]} if all(scales) else {}),
-    }
-
-
-def _read_yarn(settings: Settings) -> Values:
-    if _ROUND in settings and f"no-{_ROUND}" in settings:
-        raise StrettoError(f"--{_ROUND} is said and denied", hint="leave out one of them")
-    scales = settings.get("mscale", 1.0), settings.get("mscale-all-dim", 0.0)
-    if scales != (1.0, 0.0) and not all(scales):
-        raise StrettoError(
-            f"--mscale {scales[0]} with --mscale-all-dim {scales[1]}: such a factor is not modelled here",
-            hint="what is: neither of them, or both above 0",
-        )
-    return {
-        "type": "yarn",
-        "factor": settings.get("rotary-scaling-factor", 1.0),
-        "original_positions": settings.get("yarn-original-max-position-embeddings", 4096),
-        "beta_fast": settings.get("yarn-beta-fast", 32.0),
-        "beta_slow": settings.get("yarn-beta-slow", 1.0),
-        "truncate": f"no-{_ROUND}" not in settings,
-        **({"mscale": scales[0], "mscale_all_dim": scales[1]} if all(scales) else {}),
-    }
-
-
-def _read_rope(settings: Settings) -> Values:
-    if "use-rope-scaling" in settings:
-        values = {"type": "llama3", "factor": settings.get("rope-scaling-factor", 8.0), **_LLAMA3}
-    elif "multi-latent-attention" in settings and settings.get("rope-type", "yarn") == "yarn":
-        factor = settings.get("rotary-scaling-factor", 1.0)
-        if factor == 1.0:
-            return {}
-        values = {
-            "type": "yarn",
-            "factor": factor,
-            "original_positions": 4096,
-            "mscale": settings.get("mscale", 1.0),
-            "mscale_all_dim": settings.get("mscale-all-dim", 0.0),
-        }
-    elif settings.get("position-embedding-type") == "yarn" and settings.get("rotary-scaling-factor", 1) != 1:
-        values = _read_yarn(settings)
-    else:
-        return {}
-    return {f"{_ROPE}.{name}": value for name, value in values.items()}
-
-
 def positions_of(settings: Settings) -> str:
-    """Which kind of positions the arguments choose: learned or rotary.
+    """The kind of positions that the arguments choose: learned or rotary.
 
     Raises:
         StrettoError: positions of a kind that has no costs here.
@@ -195,6 +103,76 @@ def positions_of(settings: Settings) -> str:
             hint=f"what is: {', '.join(_POSITIONS)}",
         )
     return _POSITIONS[kind]
+
+
+def _write_rope(values: JobValues) -> Settings:
+    """Scaled rotary positions: Llama 3.1's with its default bounds, and yarn's, of latent attention too."""
+    kind, scale = values[ROPE_TYPE], values[ROPE.mscale]
+    if kind is None:
+        return {}
+    instead = "Megatron-LM scales rotary positions as Llama 3.1, or by yarn"
+    latent = values[KV_RANK] is not None
+    fixed = _LLAMA3 if kind == "llama3" else _YARN if latent else {}
+    if kind not in ("llama3", "yarn"):
+        raise refused(ROPE.type, kind, instead, ("llama3", "yarn"))
+    for name, only in fixed.items():
+        if (value := values[getattr(ROPE, name)]) != only:
+            raise refused(getattr(ROPE, name), value, instead, (only,))
+    if kind == "llama3":
+        return {"use-rope-scaling": True, "rope-scaling-factor": values[ROPE.factor]}
+    if values[ROPE.attention_factor] is not None:
+        instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
+        raise refused(ROPE.attention_factor, values[ROPE.attention_factor], instead, (None,))
+    if latent:
+        return {
+            "rope-type": "yarn",
+            "rotary-scaling-factor": values[ROPE.factor],
+            "mscale": 1.0 if scale is None else scale,
+            "mscale-all-dim": values[ROPE.mscale_all_dim] or 0.0,
+        }
+    both = scale and values[ROPE.mscale_all_dim]
+    return {
+        "rotary-scaling-factor": values[ROPE.factor],
+        "yarn-original-max-position-embeddings": values[ROPE.original_positions],
+        "yarn-beta-fast": values[ROPE.beta_fast],
+        "yarn-beta-slow": values[ROPE.beta_slow],
+        _ROUND if values[ROPE.truncate] else f"no-{_ROUND}": True,
+        **({"mscale": scale, "mscale-all-dim": values[ROPE.mscale_all_dim]} if both else {}),
+    }
+
+
+def _read_rope(settings: Settings) -> Values:
+    factor = settings.get("rotary-scaling-factor", 1.0)
+    scales = settings.get("mscale", 1.0), settings.get("mscale-all-dim", 0.0)
+    if "use-rope-scaling" in settings:
+        values = {"type": "llama3", "factor": settings.get("rope-scaling-factor", 8.0), **_LLAMA3}
+        return {getattr(ROPE, name): value for name, value in values.items()}
+    if "multi-latent-attention" in settings and settings.get("rope-type", "yarn") == "yarn":
+        if factor == 1.0:
+            return {}
+        yarn = {ROPE.original_positions: 4096, ROPE.mscale: scales[0], ROPE.mscale_all_dim: scales[1]}
+        return {ROPE.type: "yarn", ROPE.factor: factor, **yarn}
+    if settings.get("position-embedding-type") != "yarn" or factor == 1:
+        return {}
+    if _ROUND in settings and f"no-{_ROUND}" in settings:
+        raise StrettoError(f"--{_ROUND} is said and denied", hint="leave out one of them")
+    if scales != (1.0, 0.0) and not all(scales):
+        raise StrettoError(
+            f"--mscale {scales[0]} with --mscale-all-dim {scales[1]}: such a factor is not modelled here",
+            hint="what is: neither of them, or both above 0",
+        )
+    return {
+        ROPE.type: "yarn",
+        ROPE.factor: factor,
+        ROPE.original_positions: settings.get("yarn-original-max-position-embeddings", 4096),
+        ROPE.beta_fast: settings.get("yarn-beta-fast", 32.0),
+        ROPE.beta_slow: settings.get("yarn-beta-slow", 1.0),
+        ROPE.truncate: f"no-{_ROUND}" not in settings,
+        **({ROPE.mscale: scales[0], ROPE.mscale_all_dim: scales[1]} if all(scales) else {}),
+    }
+
+
+# ------------------------------------------------------------------ MLP, norm, biases
 
 
 def _write_mlp(values: JobValues) -> Settings:
@@ -218,28 +196,26 @@ def _read_mlp(settings: Settings) -> Values:
             f"--glu-linear-offset {offset}, --activation-func-clamp-value {bound}: no such gate is here",
             hint="what is: --swiglu without them, or gpt-oss's, --quick-geglu with 1.0 and 7.0",
         )
-    kinds = {"swiglu_clamped": quick, "swiglu": "swiglu" in settings, "relu2": "squared-relu" in settings}
-    return {MODEL.mlp: next((kind for kind, there in kinds.items() if there), "gelu")}
+    if quick:
+        return {MODEL.mlp: "swiglu_clamped"}
+    return {
+        MODEL.mlp: "swiglu" if "swiglu" in settings else "relu2" if "squared-relu" in settings else "gelu"
+    }
 
 
-def _write_ffn(values: JobValues) -> Settings:
-    return {"ffn-hidden-size": values[MODEL.ffn]}
-
-
-def _read_ffn(settings: Settings) -> Values:
-    return {MODEL.ffn: ffn_of(settings)}
+def ffn_of(settings: Settings) -> int:
+    """Inner width of the MLP, and of experts that have none of their own."""
+    hidden = settings["hidden-size"]
+    default = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in settings else 4 * hidden
+    return settings.get("ffn-hidden-size", default)
 
 
 def _write_bias(values: JobValues) -> Settings:
-    bias, of_norm = values[MODEL.bias], values[MODEL.norm] == "layer"
-    if not bias and of_norm and values[MODEL.position_embedding] == "learned":
-        instead = "Megatron-LM's LayerNorm always has a bias"
-        raise refused(MODEL.bias, False, instead, (True,))
-    return {} if bias else {"disable-bias-linear": True}
-
-
-def _read_bias(settings: Settings) -> Values:
-    return {MODEL.bias: "disable-bias-linear" not in settings}
+    if values[MODEL.bias]:
+        return {}
+    if values[MODEL.norm] == "layer" and values[MODEL.position_embedding] == "learned":
+        raise refused(MODEL.bias, False, "Megatron-LM's LayerNorm always has a bias", (True,))
+    return {"disable-bias-linear": True}
 
 
 def _write_norm(values: JobValues) -> Settings:
@@ -275,26 +251,21 @@ def _read_qkv_bias(settings: Settings) -> Values:
     return {ATTENTION.qkv_bias: True if alone else None}
 
 
-# ------------------------------------------------------------------ sizes
-
-
-def _write_dropout(values: JobValues) -> Settings:
-    return dict.fromkeys(("hidden-dropout", "attention-dropout"), values[MODEL.dropout])
-
-
-def _read_dropout(settings: Settings) -> Values:
-    rotary = positions_of(settings) == "rotary"
-    return {MODEL.dropout: 0.0 if rotary else settings.get("hidden-dropout", 0.1)}
+# ------------------------------------------------------------------ vocabulary and tokenizer
 
 
 def _write_vocabulary(values: JobValues) -> Settings:
-    """Without a tokenizer it is that of Megatron's NullTokenizer, which adds one for the end of a document; a
-    plan says no more.
+    """Without a tokenizer it is that of Megatron's NullTokenizer, which adds one entry for the end of a
+    document; a plan says no more.
     """
-    vocab = values[MODEL.vocab]
     if values[RUN.data.tokenizer] is not None:
-        return {"vocab-size": vocab}
-    return {"tokenizer-type": "NullTokenizer", "vocab-size": vocab - 1}
+        return {"vocab-size": values[MODEL.vocab]}
+    return {"tokenizer-type": "NullTokenizer", "vocab-size": values[MODEL.vocab] - 1}
+
+
+def _tokenizer_type(settings: Settings) -> str | None:
+    """GPT-2's, if its two files are there and no other is chosen."""
+    return settings.get("tokenizer-type", "GPT2BPETokenizer" if "merge-file" in settings else None)
 
 
 def _read_vocabulary(settings: Settings) -> Values:
@@ -308,17 +279,11 @@ def _read_vocabulary(settings: Settings) -> Values:
     try:
         return {MODEL.vocab: preset(model).vocab}
     except StrettoError:
-        what = f"--tokenizer-type {kind}" + f" with --tokenizer-model {model}" * bool(model)
+        named = f"--tokenizer-type {kind}" + f" with --tokenizer-model {model}" * bool(model)
         raise StrettoError(
-            f"nothing tells how many entries the vocabulary has: {what}",
+            f"nothing tells how many entries the vocabulary has: {named}",
             hint="add --vocab-size, as in 128256",
         ) from None
-
-
-def _tokenizer_type(settings: Settings) -> str | None:
-    """GPT-2's, where its two files are there and no other is chosen."""
-    pair = "GPT2BPETokenizer" if "merge-file" in settings else None
-    return settings.get("tokenizer-type", pair)
 
 
 def _write_tokenizer(values: JobValues) -> Settings:
@@ -326,7 +291,7 @@ def _write_tokenizer(values: JobValues) -> Settings:
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, list | tuple):
-        vocab, merges = tokenizer  # pyright: ignore[reportUnknownVariableType]
+        vocab, merges = tokenizer
         return {"tokenizer-type": "GPT2BPETokenizer", "vocab-file": vocab, "merge-file": merges}
     return {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": tokenizer}
 
@@ -335,9 +300,9 @@ def _read_tokenizer(settings: Settings) -> Values:
     """A file, a vocab.json with the merges.txt beside it (or any beginning of both names), or two files of
     other names.
     """
-    kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
+    kind, model, field = _tokenizer_type(settings), settings.get("tokenizer-model"), RUN.data.tokenizer
     if kind in (None, "NullTokenizer"):
-        return {name_of(RUN.data.tokenizer): None}
+        return {name_of(field): None}
     if kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer") and model is None:
         files = [settings[name] for name in ("vocab-file", "merge-file") if name in settings]
         if not files:
@@ -348,9 +313,8 @@ def _read_tokenizer(settings: Settings) -> Values:
                 hint="--vocab-file vocab.json --merge-file merges.txt",
             )
         vocab, merges = (Path(file) for file in files)
-        if vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] != merges.name or vocab.parent != merges.parent:
-            return {name_of(RUN.data.tokenizer): files}
-        return {name_of(RUN.data.tokenizer): str(vocab)}
+        paired = vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] == merges.name and vocab.parent == merges.parent
+        return {name_of(field): str(vocab) if paired else files}
     if kind not in _FILES:
         why = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
         raise StrettoError(
@@ -358,7 +322,10 @@ def _read_tokenizer(settings: Settings) -> Values:
             hint="text that is tokenised already needs none: --data-path PREFIX"
             f" (what is read: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer)",
         )
-    return {name_of(RUN.data.tokenizer): model}
+    return {name_of(field): model}
+
+
+# ------------------------------------------------------------------ attention
 
 
 def _write_heads(values: JobValues) -> Settings:
@@ -369,30 +336,21 @@ def _write_heads(values: JobValues) -> Settings:
 
 def _read_heads(settings: Settings) -> Values:
     heads = settings["num-attention-heads"]
-    grouped = "group-query-attention" in settings
-    return {
-        MODEL.heads: heads,
-        MODEL.kv_heads: settings.get("num-query-groups", 1) if grouped else heads,
-    }
-
-
-# ------------------------------------------------------------------ attention
-
-_LATENT = "model.attention.latent"
+    groups = settings.get("num-query-groups", 1) if "group-query-attention" in settings else heads
+    return {MODEL.heads: heads, MODEL.kv_heads: groups}
 
 
 def _write_latent(values: JobValues) -> Settings:
-    """Queries and keys of latent attention have the features without and with positions apart."""
-    head, rank = values[MODEL.head_dim], values[KV_RANK]
+    """Latent attention has separate features with and without positions in queries and keys."""
+    head, rank, queries = values[MODEL.head_dim], values[KV_RANK], values[LATENT.q_rank]
     if rank is None:
         return {"kv-channels": head}
-    rope, queries = values[LATENT.rope_dim], values[LATENT.q_rank]
     return {
         "multi-latent-attention": True,
         "kv-lora-rank": rank,
         **({} if queries is None else {"q-lora-rank": queries}),
-        "qk-head-dim": head - rope,
-        "qk-pos-emb-head-dim": rope,
+        "qk-head-dim": head - values[LATENT.rope_dim],
+        "qk-pos-emb-head-dim": values[LATENT.rope_dim],
         "v-head-dim": values[LATENT.value_dim],
         "qk-layernorm": True,  # the norms of the narrow vectors
     }
@@ -400,8 +358,8 @@ def _write_latent(values: JobValues) -> Settings:
 
 def _read_latent(settings: Settings) -> Values:
     if "multi-latent-attention" not in settings:
-        usual = settings["hidden-size"] // settings["num-attention-heads"]
-        return {MODEL.head_dim: settings.get("kv-channels", usual)}
+        default = settings["hidden-size"] // settings["num-attention-heads"]
+        return {MODEL.head_dim: settings.get("kv-channels", default)}
     rope = settings.get("qk-pos-emb-head-dim", 64)
     return {
         MODEL.head_dim: settings.get("qk-head-dim", 128) + rope,
@@ -421,12 +379,8 @@ def _write_head_norm(values: JobValues) -> Settings:
 
 
 def _read_head_norm(settings: Settings) -> Values:
-    there = "qk-layernorm" in settings and "multi-latent-attention" not in settings
-    return {ATTENTION.norm: "head" if there else None}
-
-
-def _write_sinks(values: JobValues) -> Settings:
-    return {"softmax-type": "learnable"} if values[ATTENTION.sinks] else {}
+    of_heads = "qk-layernorm" in settings and "multi-latent-attention" not in settings
+    return {ATTENTION.norm: "head" if of_heads else None}
 
 
 def _read_sinks(settings: Settings) -> Values:
@@ -460,51 +414,321 @@ def _read_window(settings: Settings) -> Values:
     return {ATTENTION.window: int(left) + 1, ATTENTION.full_every: int(every)}
 
 
+# ------------------------------------------------------------------ experts
+
+
+def _expert_rule(fields: tuple[object, ...], settings: str, write: Writer, read: Reader) -> Rule:
+    """A rule that says nothing about a model without experts."""
+    return rule(
+        fields,
+        settings,
+        lambda values: {} if values[EXPERTS] is None else write(values),
+        lambda settings: read(settings) if settings.get("num-experts") else {},
+    )
+
+
+def _write_experts(values: JobValues) -> Settings:
+    shared = values[MOE.shared_ffn]
+    return {
+        "num-experts": values[EXPERTS],
+        "moe-router-topk": values[MOE.top_k],
+        "moe-ffn-hidden-size": values[MODEL.ffn] if values[MOE.ffn] is None else values[MOE.ffn],
+        **({"moe-shared-expert-intermediate-size": shared} if shared else {}),
+        **({"moe-shared-expert-gate": True} if values[MOE.shared_gate] else {}),
+        "moe-grouped-gemm": True,
+        "moe-token-dispatcher-type": "alltoall",
+    }
+
+
+def _read_experts(settings: Settings) -> Values:
+    width = settings.get("moe-ffn-hidden-size")
+    return {
+        MOE.experts: settings["num-experts"],
+        MOE.top_k: settings.get("moe-router-topk", 2),
+        MOE.ffn: None if width == ffn_of(settings) else width,
+        MOE.shared_ffn: settings.get("moe-shared-expert-intermediate-size", 0),
+        MOE.shared_gate: "moe-shared-expert-gate" in settings,
+    }
+
+
+def _write_scores(values: JobValues) -> Settings:
+    """How logits become weights: the softmax of the chosen ones, or of all before the choice."""
+    score, normalise, single = values[MOE.score], values[MOE.normalise], values[MOE.top_k] == 1
+    if score == "sigmoid":
+        if not normalise and not single:
+            instead = "with sigmoid scores Megatron-LM always normalises the weights of several experts"
+            raise refused(MOE.normalise, False, instead, (True,))
+        return {"moe-router-score-function": "sigmoid"}
+    if normalise and single:
+        instead = "the normalised weight of a single expert is always 1, so Megatron-LM does not offer it"
+        raise refused(MOE.normalise, True, instead, (False,))
+    before = {} if normalise else {"moe-router-pre-softmax": True}
+    return {"moe-router-score-function": "softmax", **before}
+
+
+def _read_scores(settings: Settings) -> Values:
+    score = settings.get("moe-router-score-function", "softmax")
+    if score not in ("softmax", "sigmoid"):
+        message = f"--moe-router-score-function is {score}: not modelled here"
+        raise StrettoError(message, hint="what is: softmax, sigmoid")
+    single = settings.get("moe-router-topk", 2) == 1
+    normalise = not single if score == "sigmoid" else "moe-router-pre-softmax" not in settings
+    return {MOE.score: score, MOE.normalise: normalise}
+
+
+def _write_losses(values: JobValues) -> Settings:
+    balance, z = values[MOE.balance], values[MOE.z]
+    return {
+        # of each sequence, as here
+        "moe-router-load-balancing-type": ["seq_aux_loss" if balance else "none"],
+        **({"moe-aux-loss-coeff": [balance]} if balance else {}),
+        **({"moe-z-loss-coeff": z} if z else {}),
+    }
+
+
+def _read_losses(settings: Settings) -> Values:
+    kinds = settings.get("moe-router-load-balancing-type", ["aux_loss"])
+    if "sinkhorn" in kinds:
+        raise StrettoError(
+            "--moe-router-load-balancing-type is sinkhorn, which is not priced",
+            hint="what is: aux_loss, seq_aux_loss, global_aux_loss, none",
+        )
+    balance = 0.0 if kinds == ["none"] else settings.get("moe-aux-loss-coeff", [0.0])[0]
+    return {MOE.balance: balance, MOE.z: settings.get("moe-z-loss-coeff", 0.0)}
+
+
+def _write_capacity(values: JobValues) -> Settings:
+    capacity, drop = values[MOE.capacity], values[MOE.drop]
+    if capacity is None:
+        return {} if drop != "position" else {"moe-token-drop-policy": drop}
+    return {"moe-expert-capacity-factor": capacity, "moe-token-drop-policy": drop}
+
+
+def _read_capacity(settings: Settings) -> Values:
+    if not settings.get("num-experts"):
+        return {}
+    factor = settings.get("moe-expert-capacity-factor")
+    return {
+        MOE.capacity: factor if factor is not None and factor > 0 else None,
+        MOE.drop: settings.get("moe-token-drop-policy", "probs"),
+    }
+
+
+def _capacity_notes(values: JobValues) -> Iterable[str]:
+    if values[MOE.capacity] is not None:
+        yield "model.moe.capacity: of each sequence here, of a rank's whole microbatch in Megatron-LM"
+
+
+def _write_layers_with_experts(values: JobValues) -> Settings:
+    """The blocks with experts, as a list of ones and zeros."""
+    layers, dense, every = values[MODEL.layers], values[MOE.dense_layers], values[MOE.every]
+    if every == 1:
+        return {"moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})"} if dense else {}
+    blocks = [int(i >= dense and (i + 1) % every == 0) for i in range(layers)]
+    return {"moe-layer-freq": f"({blocks})".replace(" ", "")}
+
+
+def _read_layers_with_experts(settings: Settings) -> Values:
+    """From a number n (each n-th block from the first on), or a list such as "([0]*3+[1]*58)"."""
+    text, layers = settings.get("moe-layer-freq"), settings["num-layers"]
+    if text is None:
+        return {}
+    if text.strip().isdecimal():
+        blocks = [int(i % int(text) == 0) for i in range(layers)]
+    else:
+        try:
+            blocks = _listed(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError):
+            blocks = []
+        if len(blocks) != layers or not set(blocks) <= {0, 1}:
+            raise StrettoError(
+                f"--moe-layer-freq {text!r} gives no 0 or 1 for each of {layers} layers",
+                hint=f"as in ([0]*1+[1]*{layers - 1})",
+            )
+    first = blocks.index(1) if 1 in blocks else layers
+    for every in range(1, layers + 1):
+        for dense in (0, first):
+            if blocks == [int(i >= dense and (i + 1) % every == 0) for i in range(layers)]:
+                return {MOE.dense_layers: dense, MOE.every: every}
+    raise StrettoError(
+        f"--moe-layer-freq {text}: such a pattern of blocks is not priced",
+        hint="what is: leading blocks without experts, and of the others every n-th",
+    )
+
+
+def _listed(node: ast.expr) -> list[int]:
+    """The value of an expression of lists of numbers, `+` and `*`; raises ValueError for any other."""
+    match node:
+        case ast.List(elts=items):
+            numbers = [item.value for item in items if isinstance(item, ast.Constant)]
+            if len(numbers) == len(items):
+                return [number for number in numbers if isinstance(number, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _listed(left) + _listed(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)) if times <= 10_000:
+            return _listed(left) * times
+        case _:
+            pass
+    raise ValueError(node)
+
+
+def _write_router_bias(values: JobValues) -> Settings:
+    if values[MOE.router_bias] and not values[MODEL.bias]:
+        instead = "Megatron-LM's router has a bias where all linear layers have one"
+        raise refused(MOE.router_bias, True, instead, (False,))
+    return {}
+
+
+def _read_router_bias(settings: Settings) -> Values:
+    return {MOE.router_bias: "disable-bias-linear" not in settings} if settings.get("num-experts") else {}
+
+
+def _write_correction(values: JobValues) -> Settings:
+    """The numbers that balance experts; Megatron-LM always updates them."""
+    if not values[MOE.correction]:
+        return {}
+    if values[MOE.score] != "sigmoid":
+        raise refused(MOE.correction, True, "Megatron-LM corrects sigmoid scores alone", (False,))
+    return {
+        "moe-router-enable-expert-bias": True,
+        "moe-router-bias-update-rate": values[MOE.correction_rate],
+    }
+
+
+def _read_correction(settings: Settings) -> Values:
+    if "moe-router-enable-expert-bias" not in settings:
+        return {}
+    rate = settings.get("moe-router-bias-update-rate", 1e-3)
+    return {MOE.correction: True, MOE.correction_rate: rate}
+
+
+def _write_groups(values: JobValues) -> Settings:
+    """A group's score is the sum of its best experts there, as many as a token takes of each group."""
+    groups, top, kind = values[MOE.groups], values[MOE.top_groups], values[MOE.group_score]
+    if groups == 1:
+        return {}
+    each = values[MOE.top_k] // top
+    if each != (2 if kind == "top2" else 1):
+        instead = f"Megatron-LM scores a group by its top_k / top_groups = {each} best experts"
+        raise refused(MOE.group_score, kind, instead, ("top2" if each == 2 else "max",))
+    return {"moe-router-num-groups": groups, "moe-router-group-topk": top}
+
+
+def _read_groups(settings: Settings) -> Values:
+    groups, top = settings.get("moe-router-num-groups"), settings.get("moe-router-group-topk")
+    if groups is None or top is None:
+        return {}
+    score = "top2" if settings.get("moe-router-topk", 2) // top == 2 else "max"
+    return {MOE.groups: groups, MOE.top_groups: top, MOE.group_score: score}
+
+
+_EXPERTS: tuple[Rule, ...] = (
+    _expert_rule(
+        (MOE.experts, MOE.top_k, MOE.ffn, MOE.shared_ffn, MOE.shared_gate),
+        "num-experts moe-router-topk moe-ffn-hidden-size moe-shared-expert-gate moe-grouped-gemm "
+        "moe-shared-expert-intermediate-size moe-token-dispatcher-type",
+        _write_experts,
+        _read_experts,
+    ),
+    _expert_rule(
+        (MOE.score, MOE.normalise),
+        "moe-router-score-function moe-router-pre-softmax",
+        _write_scores,
+        _read_scores,
+    ),
+    _expert_rule(
+        (MOE.balance, MOE.z),
+        "moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff",
+        _write_losses,
+        _read_losses,
+    ),
+    rule(
+        (MOE.capacity, MOE.drop),
+        "moe-expert-capacity-factor moe-token-drop-policy",
+        _write_capacity,
+        _read_capacity,
+        notes=_capacity_notes,
+    ),
+    _expert_rule(
+        (MOE.dense_layers, MOE.every),
+        "moe-layer-freq",
+        _write_layers_with_experts,
+        _read_layers_with_experts,
+    ),
+    rule(MOE.router_bias, write=_write_router_bias, read=_read_router_bias),
+    rule(
+        (MOE.correction, MOE.correction_rate),
+        "moe-router-enable-expert-bias moe-router-bias-update-rate",
+        _write_correction,
+        _read_correction,
+    ),
+    rule(
+        (MOE.groups, MOE.top_groups, MOE.group_score),
+        "moe-router-num-groups moe-router-group-topk",
+        lambda values: {} if values[EXPERTS] is None else _write_groups(values),
+        _read_groups,
+    ),
+    _expert_rule(
+        (MOE.scale,),
+        _SCALE,
+        lambda values: {} if values[MOE.scale] == 1.0 else {_SCALE: values[MOE.scale]},
+        lambda settings: {MOE.scale: settings[_SCALE]} if _SCALE in settings else {},
+    ),
+)
+
+
+# ------------------------------------------------------------------ all of it
+
+
+def _family_notes(values: JobValues) -> Iterable[str]:
+    yield f"model.family={values[MODEL.family]}: a name for usual values, which are written one by one"
+
+
 def _beyond_notes(values: JobValues) -> Iterable[str]:
     for words in values[MODEL.beyond]:
         yield f"the model also has {words}: no size depends on it, and no argument is written for it"
 
 
+_DECODERS = "pretrain_gpt.py trains decoders"
 MODEL_RULES: tuple[Rule, ...] = (
     renamed("num-layers", MODEL.layers),
     renamed("hidden-size", MODEL.hidden),
     rule(
-        MODEL.heads,
-        MODEL.kv_heads,
-        settings="num-attention-heads group-query-attention num-query-groups",
-        write=_write_heads,
-        read=_read_heads,
+        (MODEL.heads, MODEL.kv_heads),
+        "num-attention-heads group-query-attention num-query-groups",
+        _write_heads,
+        _read_heads,
     ),
     rule(
-        MODEL.head_dim,
-        *(f"{_LATENT}.{name}" for name in ("kv_rank", "rope_dim", "value_dim", "q_rank")),
-        settings=(
-            "kv-channels multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim "
-            "qk-pos-emb-head-dim v-head-dim"
-        ),
-        write=_write_latent,
-        read=_read_latent,
-    ),
-    rule(MODEL.ffn, settings="ffn-hidden-size", write=_write_ffn, read=_read_ffn),
-    rule(
-        MODEL.mlp,
-        settings=("swiglu", "squared-relu", "quick-geglu", *_QUICK),
-        write=_write_mlp,
-        read=_read_mlp,
+        (MODEL.head_dim, LATENT.kv_rank, LATENT.rope_dim, LATENT.value_dim, LATENT.q_rank),
+        "kv-channels multi-latent-attention kv-lora-rank q-lora-rank qk-head-dim "
+        "qk-pos-emb-head-dim v-head-dim",
+        _write_latent,
+        _read_latent,
     ),
     rule(
-        MODEL.vocab, settings="vocab-size padded-vocab-size", write=_write_vocabulary, read=_read_vocabulary
+        MODEL.ffn,
+        "ffn-hidden-size",
+        lambda values: {"ffn-hidden-size": values[MODEL.ffn]},
+        lambda settings: {MODEL.ffn: ffn_of(settings)},
     ),
+    rule(MODEL.mlp, ("swiglu", "squared-relu", "quick-geglu", *_QUICK), _write_mlp, _read_mlp),
+    rule(MODEL.vocab, "vocab-size padded-vocab-size", _write_vocabulary, _read_vocabulary),
     rule(
         RUN.data.tokenizer,
-        settings="tokenizer-type tokenizer-model vocab-file merge-file",
-        write=_write_tokenizer,
-        read=_read_tokenizer,
+        "tokenizer-type tokenizer-model vocab-file merge-file",
+        _write_tokenizer,
+        _read_tokenizer,
     ),
     renamed("max-position-embeddings", MODEL.sequence),
     flag("untie-embeddings-and-output-weights", MODEL.tied, when=False),
     rule(
-        MODEL.dropout, settings="hidden-dropout attention-dropout", write=_write_dropout, read=_read_dropout
+        MODEL.dropout,
+        "hidden-dropout attention-dropout",
+        lambda values: dict.fromkeys(("hidden-dropout", "attention-dropout"), values[MODEL.dropout]),
+        lambda settings: {
+            MODEL.dropout: 0.0 if positions_of(settings) == "rotary" else settings.get("hidden-dropout", 0.1)
+        },
     ),
     renamed("init-method-std", JOB.initial.init_std, default=Initial.init_std),
     restricted(
@@ -513,37 +737,23 @@ MODEL_RULES: tuple[Rule, ...] = (
     renamed("norm-epsilon", MODEL.norm_eps, default=1e-5),
     rule(MODEL.family, notes=_family_notes),
     rule(
-        MODEL.position_embedding,
-        MODEL.rope_theta,
-        settings="position-embedding-type use-rotary-position-embeddings rotary-base",
-        write=_write_positions,
-        read=_read_positions,
+        (MODEL.position_embedding, MODEL.rope_theta),
+        "position-embedding-type use-rotary-position-embeddings rotary-base",
+        _write_positions,
+        _read_positions,
     ),
     rule(
-        *tuple(f"{_ROPE}.{one.name}" for one in fields(RopeScaling)),
-        settings=(
-            "use-rope-scaling",
-            "rope-scaling-factor",
-            "rope-type",
-            "rotary-scaling-factor",
-            "mscale",
-            "mscale-all-dim",
-            "yarn-original-max-position-embeddings",
-            "yarn-beta-fast",
-            "yarn-beta-slow",
-            _ROUND,
-            f"no-{_ROUND}",
-        ),
-        write=_write_rope,
-        read=_read_rope,
+        tuple(getattr(ROPE, entry.name) for entry in fields(RopeScaling)),
+        "use-rope-scaling rope-scaling-factor rope-type rotary-scaling-factor mscale mscale-all-dim "
+        f"yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow {_ROUND} no-{_ROUND}",
+        _write_rope,
+        _read_rope,
     ),
     flag("rotary-interleaved", ATTENTION.interleaved),
-    without_encoder("pretrain_gpt.py trains decoders", MODEL.encoder_layers),
-    restricted(ATTENTION.causal, (AttentionShape.causal,), "pretrain_gpt.py trains decoders"),
-    restricted(ATTENTION.buckets, (AttentionShape.buckets,), "Megatron-LM has no relative positions"),
-    restricted(
-        ATTENTION.max_distance, (AttentionShape.max_distance,), "Megatron-LM has no relative positions"
-    ),
+    without_encoder(_DECODERS, MODEL.encoder_layers),
+    restricted(ATTENTION.causal, (AttentionShape.causal,), _DECODERS),
+    restricted(ATTENTION.buckets, (AttentionShape.buckets,), _DECODERS),
+    restricted(ATTENTION.max_distance, (AttentionShape.max_distance,), _DECODERS),
     restricted(MODEL.embedding_norm, (False,), "Megatron-LM's arguments have no norm of embeddings"),
     restricted(MODEL.logit_scale, (1.0,), "Megatron-LM's arguments have no scale of the logits"),
     restricted(MODEL.block_norms, ("pre",), "Megatron-LM's arguments have no norms after attention and MLP"),
@@ -555,25 +765,31 @@ MODEL_RULES: tuple[Rule, ...] = (
     absent(
         "Megatron-LM's arguments have no adapters",
         LORA_RANK,
-        LORA.alpha,
-        LORA.dropout,
-        LORA.targets,
-        LORA.rslora,
+        (LORA.alpha, LORA.dropout, LORA.targets, LORA.rslora),
     ),
     restricted(JOB.trained.freeze, ((),), "Megatron-LM's arguments freeze no weights"),
     rule(ATTENTION.proj_bias, write=_write_proj_bias),
-    rule(MODEL.bias, settings="disable-bias-linear", write=_write_bias, read=_read_bias),
-    rule(MODEL.norm, settings="normalization apply-layernorm-1p", write=_write_norm, read=_read_norm),
-    rule(MODEL.beyond, notes=_beyond_notes),
-    rule(ATTENTION.norm, settings="qk-layernorm", write=_write_head_norm, read=_read_head_norm),
-    rule(ATTENTION.qkv_bias, settings="add-qkv-bias", write=_write_qkv_bias, read=_read_qkv_bias),
-    rule(ATTENTION.sinks, settings="softmax-type", write=_write_sinks, read=_read_sinks),
     rule(
-        ATTENTION.window,
-        ATTENTION.full_every,
-        settings="window-size window-attn-skip-freq",
-        write=_write_window,
-        read=_read_window,
+        MODEL.bias,
+        "disable-bias-linear",
+        _write_bias,
+        lambda settings: {MODEL.bias: "disable-bias-linear" not in settings},
     ),
-    *EXPERT_RULES,
+    rule(MODEL.norm, "normalization apply-layernorm-1p", _write_norm, _read_norm),
+    rule(MODEL.beyond, notes=_beyond_notes),
+    rule(ATTENTION.norm, "qk-layernorm", _write_head_norm, _read_head_norm),
+    rule(ATTENTION.qkv_bias, "add-qkv-bias", _write_qkv_bias, _read_qkv_bias),
+    rule(
+        ATTENTION.sinks,
+        "softmax-type",
+        lambda values: {"softmax-type": "learnable"} if values[ATTENTION.sinks] else {},
+        _read_sinks,
+    ),
+    rule(
+        (ATTENTION.window, ATTENTION.full_every),
+        "window-size window-attn-skip-freq",
+        _write_window,
+        _read_window,
+    ),
+    *_EXPERTS,
 )

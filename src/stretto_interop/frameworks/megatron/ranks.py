@@ -428,39 +428,27 @@ def _read_batch(settings: Settings) -> Values:
 _NO_OPTION = "Megatron-LM's schedules have no such option"
 
 RANKS: tuple[Rule, ...] = (
-    rule(JOB.layout.dp, settings="world-size", write=_write_processes, read=_read_processes),
+    rule(JOB.layout.dp, "world-size", _write_processes, _read_processes),
     renamed("tensor-model-parallel-size", JOB.layout.tp, default=1),
-    rule(
-        JOB.sequence_parallel,
-        settings="sequence-parallel",
-        write=_write_sequence_parallel,
-        read=_read_sequence_parallel,
-    ),
+    rule(JOB.sequence_parallel, "sequence-parallel", _write_sequence_parallel, _read_sequence_parallel),
     renamed("context-parallel-size", JOB.layout.cp, default=1),
-    rule(JOB.context, settings="cp-comm-type", write=_write_context, read=_read_context),
+    rule(JOB.context, "cp-comm-type", _write_context, _read_context),
     rule(
-        JOB.layout.ep,
-        JOB.expert_tp,
-        settings="expert-model-parallel-size expert-tensor-parallel-size",
-        write=_write_experts,
-        read=_read_experts,
+        (JOB.layout.ep, JOB.expert_tp),
+        "expert-model-parallel-size expert-tensor-parallel-size",
+        _write_experts,
+        _read_experts,
     ),
     renamed("pipeline-model-parallel-size", JOB.layout.pp, default=1),
-    rule(JOB.layout.order, settings="use-tp-pp-dp-mapping", write=_write_order, read=_read_order),
+    rule(JOB.layout.order, "use-tp-pp-dp-mapping", _write_order, _read_order),
     rule(
-        JOB.schedule,
-        RUN.schedule.chunks,
-        RUN.schedule.group,
-        RUN.schedule.file,
-        JOB.stage_layers,
-        settings=(
-            "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage "
-            "microbatch-group-size-per-virtual-pipeline-stage pipeline-model-parallel-layout "
-            "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
-            "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split"
-        ),
-        write=_write_pipeline,
-        read=_read_pipeline,
+        (JOB.schedule, RUN.schedule.chunks, RUN.schedule.group, RUN.schedule.file, JOB.stage_layers),
+        "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage "
+        "microbatch-group-size-per-virtual-pipeline-stage pipeline-model-parallel-layout "
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers "
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
+        _write_pipeline,
+        _read_pipeline,
     ),
     restricted(RATE.rescheduling_steps, (None,), "Megatron-LM's pipelines drain after each step"),
     *(
@@ -469,47 +457,32 @@ RANKS: tuple[Rule, ...] = (
     ),
     rule(
         JOB.dp.mode,
-        settings=(
-            "use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 "
-            "data-parallel-sharding-strategy overlap-grad-reduce overlap-param-gather "
-            "ckpt-format"
-        ),
-        write=_write_sharing,
-        read=_read_sharing,
+        "use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 "
+        "data-parallel-sharding-strategy overlap-grad-reduce overlap-param-gather ckpt-format",
+        _write_sharing,
+        _read_sharing,
     ),
     rule(
-        *tuple(f"dp.{name}" for name in _SHARDS),
-        settings="num-distributed-optimizer-instances",
-        write=_write_shards,
-        read=_read_shards,
+        (*(f"dp.{name}" for name in _SHARDS),),
+        "num-distributed-optimizer-instances",
+        _write_shards,
+        _read_shards,
     ),
     rule(JOB.dp.reduce, write=_write_reduce),
     restricted(JOB.dp.gather, ("auto", "layer"), "Megatron-LM's FSDP gathers layer by layer"),
-    rule(
-        JOB.dp.offload,
-        settings="optimizer-cpu-offload optimizer-offload-fraction",
-        write=_write_offload,
-        read=_read_offload,
-    ),
+    rule(JOB.dp.offload, "optimizer-cpu-offload optimizer-offload-fraction", _write_offload, _read_offload),
     restricted(JOB.dp.offload_parameters, ("none",), "Megatron-LM keeps parameters on the device"),
     rule(JOB.dp.path, notes=_path_notes),
     rule(
-        JOB.recompute.mode,
-        JOB.recompute.blocks,
-        settings=(
-            "recompute-granularity recompute-method recompute-num-layers recompute-modules "
-            "recompute-activations moe-layer-recompute"
-        ),
-        write=_write_recompute,
-        read=_read_recompute,
+        (JOB.recompute.mode, JOB.recompute.blocks),
+        "recompute-granularity recompute-method recompute-num-layers recompute-modules "
+        "recompute-activations moe-layer-recompute",
+        _write_recompute,
+        _read_recompute,
     ),
     restricted(JOB.recompute.memory_gib, (None,), "Megatron-LM goes by no budget of memory"),
     flag("distribute-saved-activations", JOB.recompute.shard_inputs),
     rule(
-        JOB.global_batch,
-        JOB.micro_batch,
-        settings="global-batch-size micro-batch-size",
-        write=_write_batch,
-        read=_read_batch,
+        (JOB.global_batch, JOB.micro_batch), "global-batch-size micro-batch-size", _write_batch, _read_batch
     ),
 )

@@ -115,10 +115,8 @@ _COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
 _RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
 
 LEARNING_RATE = rule(
-    JOB.optimiser.lr,
-    RUN.train.steps,
-    *(f"optim.rate.{name}" for name in _RATE),
-    settings=(
+    (JOB.optimiser.lr, RUN.train.steps, *(f"optim.rate.{name}" for name in _RATE)),
+    (
         "lr",
         "min-lr",
         "lr-decay-style",
@@ -127,7 +125,7 @@ LEARNING_RATE = rule(
         "lr-warmup-init",
         "lr-wsd-decay-style",
     ),
-    write=_write_rate,
-    read=_read_rate,
+    _write_rate,
+    _read_rate,
     notes=_rate_notes,
 )
