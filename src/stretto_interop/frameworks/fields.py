@@ -116,9 +116,7 @@ _UNPLANNED = {
 # what a job's time and memory depend on
 PRICED = frozenset(PATHS) - (_UNPLANNED - {"train.bucket_mib", "optim.clip"})
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*PATHS, *_OF_RUN)))
-RUN_DEFAULTS: Mapping[str, Any] = {
-    ".".join(path): entry.get_default(call_default_factory=True) for path, entry in fields_of(TrainConfig)
-}
+RUN_DEFAULTS: Mapping[str, Any] = {".".join(path): entry.default for path, entry in fields_of(TrainConfig)}
 
 
 # ------------------------------------------------------------------ fields
