@@ -300,9 +300,10 @@ def _read_tokenizer(settings: Settings) -> Values:
     """A file, a vocab.json with the merges.txt beside it (or any beginning of both names), or two files of
     other names.
     """
-    kind, model, field = _tokenizer_type(settings), settings.get("tokenizer-model"), RUN.data.tokenizer
+    kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
+    field = name_of(RUN.data.tokenizer)
     if kind in (None, "NullTokenizer"):
-        return {name_of(field): None}
+        return {field: None}
     if kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer") and model is None:
         files = [settings[name] for name in ("vocab-file", "merge-file") if name in settings]
         if not files:
@@ -314,7 +315,7 @@ def _read_tokenizer(settings: Settings) -> Values:
             )
         vocab, merges = (Path(file) for file in files)
         paired = vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] == merges.name and vocab.parent == merges.parent
-        return {name_of(field): str(vocab) if paired else files}
+        return {field: str(vocab) if paired else files}
     if kind not in _FILES:
         why = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
         raise StrettoError(
@@ -322,7 +323,7 @@ def _read_tokenizer(settings: Settings) -> Values:
             hint="text that is tokenised already needs none: --data-path PREFIX"
             f" (what is read: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer)",
         )
-    return {name_of(field): model}
+    return {field: model}
 
 
 # ------------------------------------------------------------------ attention
@@ -342,13 +343,13 @@ def _read_heads(settings: Settings) -> Values:
 
 def _write_latent(values: JobValues) -> Settings:
     """Latent attention has separate features with and without positions in queries and keys."""
-    head, rank, queries = values[MODEL.head_dim], values[KV_RANK], values[LATENT.q_rank]
+    head, rank = values[MODEL.head_dim], values[KV_RANK]
     if rank is None:
         return {"kv-channels": head}
     return {
         "multi-latent-attention": True,
         "kv-lora-rank": rank,
-        **({} if queries is None else {"q-lora-rank": queries}),
+        **({} if values[LATENT.q_rank] is None else {"q-lora-rank": values[LATENT.q_rank]}),
         "qk-head-dim": head - values[LATENT.rope_dim],
         "qk-pos-emb-head-dim": values[LATENT.rope_dim],
         "v-head-dim": values[LATENT.value_dim],
@@ -453,8 +454,8 @@ def _read_experts(settings: Settings) -> Values:
 
 def _write_scores(values: JobValues) -> Settings:
     """How logits become weights: the softmax of the chosen ones, or of all before the choice."""
-    score, normalise, single = values[MOE.score], values[MOE.normalise], values[MOE.top_k] == 1
-    if score == "sigmoid":
+    normalise, single = values[MOE.normalise], values[MOE.top_k] == 1
+    if values[MOE.score] == "sigmoid":
         if not normalise and not single:
             instead = "with sigmoid scores Megatron-LM always normalises the weights of several experts"
             raise refused(MOE.normalise, False, instead, (True,))
@@ -521,7 +522,8 @@ def _capacity_notes(values: JobValues) -> Iterable[str]:
 
 def _write_layers_with_experts(values: JobValues) -> Settings:
     """The blocks with experts, as a list of ones and zeros."""
-    layers, dense, every = values[MODEL.layers], values[MOE.dense_layers], values[MOE.every]
+    layers, dense = values[MODEL.layers], values[MOE.dense_layers]
+    every = values[MOE.every]
     if every == 1:
         return {"moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})"} if dense else {}
     blocks = [int(i >= dense and (i + 1) % every == 0) for i in range(layers)]
@@ -604,14 +606,14 @@ def _read_correction(settings: Settings) -> Values:
 
 def _write_groups(values: JobValues) -> Settings:
     """A group's score is the sum of its best experts there, as many as a token takes of each group."""
-    groups, top, kind = values[MOE.groups], values[MOE.top_groups], values[MOE.group_score]
+    groups, kind = values[MOE.groups], values[MOE.group_score]
     if groups == 1:
         return {}
-    each = values[MOE.top_k] // top
+    each = values[MOE.top_k] // values[MOE.top_groups]
     if each != (2 if kind == "top2" else 1):
         instead = f"Megatron-LM scores a group by its top_k / top_groups = {each} best experts"
         raise refused(MOE.group_score, kind, instead, ("top2" if each == 2 else "max",))
-    return {"moe-router-num-groups": groups, "moe-router-group-topk": top}
+    return {"moe-router-num-groups": groups, "moe-router-group-topk": values[MOE.top_groups]}
 
 
 def _read_groups(settings: Settings) -> Values:
