@@ -11,7 +11,6 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import (
     combine,
     combine_backward,
-    initial_bound,
     initial_rows_of_table,
     rows_of,
 )
@@ -56,7 +55,7 @@ def test_the_gradient_of_a_product() -> None:
 def test_products_begin_as_wide_as_a_plain_table() -> None:
     rows, every = 30_000, torch.arange(4000)
     spread = initial_rows_of_table(rows)
-    assert spread**-0.5 == pytest.approx(initial_bound(rows))
+    assert spread**-0.5 == pytest.approx((3 / rows) ** 0.25)
     parts = [
         initial_rows(
             seed=0,

@@ -1,4 +1,4 @@
-"""A map of ids by open addressing, in compiled code. Needs numba."""
+"""A map of ids by open addressing, compiled by numba."""
 
 from __future__ import annotations
 
@@ -8,130 +8,122 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine.loops import jit
-from stretto.recommender.tables.ids.id_map import NONE, Entries
+from stretto.recommender.tables.ids.id_map import COUNT, ID, LAST, NONE, ROW
 from stretto.recommender.tables.kernels.compiled import finalise
 from stretto.recommender.tables.splitmix import GOLDEN
 
-Numbers = NDArray[np.int64]
+Integers = NDArray[np.int64]
 
-_SMALLEST = 1 << 10
-_FULL = 0.6  # of the slots: on average 1.75 are looked at for an id that is there, 3.6 for one that is not
-# Columns of a slot: one line of the CPU's cache holds all that a batch needs of an id.
-_ID = 0
-_COUNT = 1
-_LAST = 2
-_ROW = 3
+_MIN_SLOTS = 1 << 10
+_LOAD_FACTOR = 0.6  # on average 1.75 slots are probed for an id that exists, 3.6 for one that does not
 _EMPTY = -1
-_DUE = -2  # a row that is about to be given
+_DUE = -2  # in place of the row of an id that is about to get one
 
 
 class CompiledMap:
-    """An IdMap: slots of four numbers, linear probing, doubled when 60% are taken. Slots are never freed but
-    by `replace`, so there are no marks of what was deleted.
+    """An `IdMap`: slots of four numbers, linear probing, doubled when 60% are taken. Slots are only freed by
+    `replace`, so there are no tombstones. A slot is an entry, in one line of the CPU's cache.
     """
 
     def __init__(self) -> None:
-        self._table = _empty(_SMALLEST)
+        self._table = _table_of(np.zeros((0, 4), np.int64), _MIN_SLOTS)
         self._taken = 0
 
     def __len__(self) -> int:
         return self._taken
 
-    def see(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
-        numbers, done = ids.numpy(), 0
-        slots = np.empty_like(numbers)
+    def count(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
+        flat, done = ids.numpy(), 0
+        slots = np.empty_like(flat)
         while True:
-            limit = int(_FULL * len(self._table))
-            done, self._taken = _count(self._table, numbers, done, step, self._taken, limit, slots)
-            if done == len(numbers):
+            limit = int(_LOAD_FACTOR * len(self._table))
+            done, self._taken = _count_ids(self._table, flat, done, step, self._taken, limit, slots)
+            if done == len(flat):
                 break
-            self._table = _moved(self._table, 2 * len(self._table))
-        rows, due = np.empty_like(numbers), np.empty_like(numbers)
-        admitted = _due(self._table, numbers, slots, admit, rows, due)
+            self._table = _table_of(self._filled_slots(), 2 * len(self._table))
+        rows, due = np.empty_like(flat), np.empty_like(flat)
+        admitted = _find_due(self._table, flat, slots, admit, rows, due)
         return torch.from_numpy(rows), torch.from_numpy(np.sort(due[:admitted]))
 
-    def give(self, ids: Tensor, rows: Tensor) -> None:
-        _give(self._table, ids.numpy(), rows.numpy())
+    def assign(self, ids: Tensor, rows: Tensor) -> None:
+        _assign_rows(self._table, ids.numpy(), rows.numpy())
 
     def find(self, ids: Tensor) -> Tensor:
         rows = np.empty(len(ids), np.int64)
-        _find(self._table, ids.numpy(), rows)
+        _find_rows(self._table, ids.numpy(), rows)
         return torch.from_numpy(rows)
 
-    def entries(self) -> Entries:
-        taken = torch.from_numpy(self._table[self._table[:, _ID] != _EMPTY])
-        return Entries(*(taken[:, column].contiguous() for column in (_ID, _COUNT, _LAST, _ROW)))
+    def entries(self) -> Tensor:
+        return torch.from_numpy(self._filled_slots()).T.contiguous()
 
-    def replace(self, entries: Entries) -> None:
-        slots = _SMALLEST
-        while len(entries.ids) > _FULL * slots:
+    def replace(self, entries: Tensor) -> None:
+        self._taken, slots = entries.shape[1], _MIN_SLOTS
+        while self._taken > _LOAD_FACTOR * slots:
             slots *= 2
-        self._table = _empty(slots)
-        self._taken = len(entries.ids)
-        values = (entries.ids, entries.counts, entries.last, entries.rows)
-        _fill(self._table, *(value.cpu().numpy() for value in values))
+        self._table = _table_of(entries.cpu().T.contiguous().numpy(), slots)
+
+    def _filled_slots(self) -> Integers:
+        return self._table[self._table[:, ID] != _EMPTY]
 
 
-def _empty(slots: int) -> Numbers:
+def _table_of(entries: Integers, slots: int) -> Integers:
+    """A table with these entries [m, 4]."""
     table = np.zeros((slots, 4), np.int64)
-    table[:, _ID] = _EMPTY
+    table[:, ID] = _EMPTY
+    _insert(table, entries)
     return table
-
-
-def _moved(table: Numbers, slots: int) -> Numbers:
-    new = _empty(slots)
-    _move(table, new)
-    return new
 
 
 # ---------------------------------------------------------------------- compiled
 
 
 @jit
-def _slot(table: Numbers, value: int) -> np.int64:
+def _slot(table: Integers, value: int) -> np.int64:
     """The slot of an id, or the empty one where it belongs."""
     last = len(table) - 1
     slot = np.int64(finalise(np.uint64(value) + np.uint64(GOLDEN)) & np.uint64(last))
-    while table[slot, _ID] != value and table[slot, _ID] != _EMPTY:
+    while table[slot, ID] != value and table[slot, ID] != _EMPTY:
         slot = (slot + 1) & last
     return slot
 
 
 @jit
-def _count(
-    table: Numbers, ids: Numbers, first: int, step: int, taken: int, limit: int, slots: Numbers
+def _count_ids(
+    table: Integers, ids: Integers, first: int, step: int, taken: int, limit: int, slots: Integers
 ) -> tuple[int, int]:
-    """Count ids from `first` on, until all are or `limit` slots are taken: how many are, how many slots.
-    Tells the slot of each.
+    """Counts ids from `first` on, until none is left or `limit` slots are taken; fills in the slot of each.
+    Returns the ids counted and the slots taken.
     """
     for i in range(first, len(ids)):
         slot = _slot(table, ids[i])
-        if table[slot, _ID] == _EMPTY:
+        if table[slot, ID] == _EMPTY:
             if taken >= limit:
                 return i, taken
             taken += 1
-            table[slot, _ID] = ids[i]
-            table[slot, _COUNT] = 0
-            table[slot, _ROW] = NONE
-        table[slot, _COUNT] += 1
-        table[slot, _LAST] = step
+            table[slot, ID] = ids[i]
+            table[slot, COUNT] = 0
+            table[slot, ROW] = NONE
+        table[slot, COUNT] += 1
+        table[slot, LAST] = step
         slots[i] = slot
     return len(ids), taken
 
 
 @jit
-def _due(table: Numbers, ids: Numbers, slots: Numbers, admit: int, rows: Numbers, due: Numbers) -> int:
-    """Fill in rows, and ids that are due, in the order in which they come; how many these are. A slot may be
-    one from before the table grew.
+def _find_due(
+    table: Integers, ids: Integers, slots: Integers, admit: int, rows: Integers, due: Integers
+) -> int:
+    """Fills in the rows of ids, and the ids that are due in order of occurrence; returns the number of those.
+    A slot may be one from before the table grew.
     """
     count = 0
     for i in range(len(ids)):
         slot = slots[i]
-        if table[slot, _ID] != ids[i]:
+        if table[slot, ID] != ids[i]:
             slot = _slot(table, ids[i])
-        row = table[slot, _ROW]
-        if row == NONE and table[slot, _COUNT] >= admit:
-            table[slot, _ROW] = _DUE
+        row = table[slot, ROW]
+        if row == NONE and table[slot, COUNT] >= admit:
+            table[slot, ROW] = _DUE
             due[count] = ids[i]
             count += 1
         rows[i] = max(row, NONE)
@@ -139,30 +131,19 @@ def _due(table: Numbers, ids: Numbers, slots: Numbers, admit: int, rows: Numbers
 
 
 @jit
-def _give(table: Numbers, ids: Numbers, rows: Numbers) -> None:
+def _assign_rows(table: Integers, ids: Integers, rows: Integers) -> None:
     for i in range(len(ids)):
-        table[_slot(table, ids[i]), _ROW] = rows[i]
+        table[_slot(table, ids[i]), ROW] = rows[i]
 
 
 @jit
-def _find(table: Numbers, ids: Numbers, rows: Numbers) -> None:
-    for i in range(len(ids)):
-        slot = _slot(table, ids[i])
-        rows[i] = table[slot, _ROW] if table[slot, _ID] == ids[i] else NONE
-
-
-@jit
-def _fill(table: Numbers, ids: Numbers, counts: Numbers, last: Numbers, rows: Numbers) -> None:
+def _find_rows(table: Integers, ids: Integers, rows: Integers) -> None:
     for i in range(len(ids)):
         slot = _slot(table, ids[i])
-        table[slot, _ID] = ids[i]
-        table[slot, _COUNT] = counts[i]
-        table[slot, _LAST] = last[i]
-        table[slot, _ROW] = rows[i]
+        rows[i] = table[slot, ROW] if table[slot, ID] == ids[i] else NONE
 
 
 @jit
-def _move(old: Numbers, new: Numbers) -> None:
-    for i in range(len(old)):
-        if old[i, _ID] != _EMPTY:
-            new[_slot(new, old[i, _ID])] = old[i]
+def _insert(table: Integers, entries: Integers) -> None:
+    for i in range(len(entries)):
+        table[_slot(table, entries[i, ID])] = entries[i]

@@ -9,16 +9,16 @@ placement:
   `max_age` steps are evicted. Then by capacity: of the ids with rows, of all shards together, the lowest are
   evicted until `rows` remain: by (occurrences, last step seen, id) with `least-frequent`, by (last step seen,
   occurrences, id) with `age`;
-* ids that wait for a row are forgotten at the same time until `rows` of them remain, least recently seen
-  first, by (last step seen, occurrences, id). So a map never has more than 2 `rows` ids plus those of
-  `evict_every` steps;
-* an evicted id is as good as new: no count, no states, and initial values when it returns.
+* ids that wait for a row are dropped at the same time until `rows` of them remain, least recently seen first,
+  by (last step seen, occurrences, id). So a map never has more than 2 `rows` ids plus those of `evict_every`
+  steps;
+* an evicted id that returns is treated as a new one: no count, no states, and initial values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +27,21 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.collectives import all_max, all_sum
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.id_map import NONE, Entries, IdMap, SortedMap
+from stretto.recommender.tables.ids.id_map import ID, LAST, NONE, ROW, IdMap, SortedMap, sorted_entries
 from stretto.recommender.tables.splitmix import owner
 
 _BITS = 12  # resolved in each round, which sums 4096 counts
 
 
-@dataclass(frozen=True)
-class Kth:
-    """The k-th smallest value, and how many values of all ranks are below it and equal to it."""
+class OrderStatistic(NamedTuple):
+    """The k-th smallest value, and the numbers of values of all ranks below it and equal to it."""
 
     value: int
     below: int
     equal: int
 
 
-def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> Kth:
+def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> OrderStatistic:
     """The k-th smallest, counted from 1, of all values of a group's ranks.
 
     A radix select from the upper bits down: each round counts values by their next 12 bits and sums the
@@ -55,62 +54,53 @@ def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> Kth:
     largest = torch.zeros(1, dtype=torch.int64, device=values.device)
     if len(values):
         largest[0] = values.max()
-    bits = int(all_max(largest, group)).bit_length()
-    value = 0
-    below = 0
-    equal = 0
-    for shift in _shifts(bits):
-        digit = values >> shift
-        counts = all_sum(torch.bincount(digit, minlength=1 << _BITS), group)
+    shift = int(all_max(largest, group)).bit_length()
+    value = below = equal = 0
+    while True:
+        shift = max(0, shift - _BITS)
+        digits = values >> shift
+        counts = all_sum(torch.bincount(digits, minlength=1 << _BITS), group)
         until = torch.cumsum(counts, 0)
-        here = int(torch.searchsorted(until, k - below))
-        equal = int(counts[here])
-        below += int(until[here]) - equal
-        values = values[digit == here] - (here << shift)
-        value += here << shift
-    return Kth(value, below, equal)
+        digit = int(torch.searchsorted(until, k - below))
+        equal = int(counts[digit])
+        below += int(until[digit]) - equal
+        values = values[digits == digit] - (digit << shift)
+        value += digit << shift
+        if not shift:
+            return OrderStatistic(value, below, equal)
 
 
 def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor:
-    """The k lowest of all ranks' entries, compared by their first key, where these are equal by the second,
-    and so on; by the last no two are equal.
+    """The k lowest of all ranks' entries, compared by their first key, ties by the second, and so on; no two
+    have the same last key.
 
     Args:
         keys: [n] int64 each, non-negative.
         k: from 0 to the number of entries.
 
     Returns:
-        [n] bool: which of this rank's entries.
+        [n] bool: this rank's entries among them.
     """
-    gone = torch.zeros(len(keys[0]), dtype=torch.bool, device=keys[0].device)
-    open_ones = torch.arange(len(gone), device=gone.device)
+    chosen = torch.zeros(len(keys[0]), dtype=torch.bool, device=keys[0].device)
+    tied = torch.arange(len(chosen), device=chosen.device)
     for key in keys:
         if not k:
             break
-        local_keys = key[open_ones]
+        local_keys = key[tied]
         threshold = kth_smallest(local_keys, k, group)
         if threshold.below + threshold.equal == k:
-            gone[open_ones[local_keys <= threshold.value]] = True
+            chosen[tied[local_keys <= threshold.value]] = True
             break
-        gone[open_ones[local_keys < threshold.value]] = True
-        open_ones = open_ones[local_keys == threshold.value]
+        chosen[tied[local_keys < threshold.value]] = True
+        tied = tied[local_keys == threshold.value]
         k -= threshold.below
-    return gone
+    return chosen
 
 
-def _shifts(bits: int) -> list[int]:
-    """The shift of each round; that of the last is 0."""
-    shifts = [max(0, bits - _BITS)]
-    while shifts[-1]:
-        shifts.append(max(0, shifts[-1] - _BITS))
-    return shifts
+STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`, in the order of an `IdMap`'s entries
 
 
-STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`
-
-
-@dataclass(frozen=True)
-class BatchRows:
+class BatchRows(NamedTuple):
     """The rows of a batch's ids.
 
     Attributes:
@@ -124,8 +114,7 @@ class BatchRows:
     fresh_rows: Tensor
 
 
-@dataclass(frozen=True)
-class Taken:
+class RowMapping(NamedTuple):
     """Rows of a saved shard, [k] int64 each: row `old` of it becomes local row `new`."""
 
     old: Tensor
@@ -149,8 +138,8 @@ class HashIds:
         self, spec: TableSpec, device: torch.device | str = "cpu", compiled: bool | None = None
     ) -> None:
         """Args:
-        spec: of the whole table.
-        device: where ids come from and rows go to.
+        spec: the unsharded table.
+        device: device of ids and rows.
         compiled: as for `open_map`.
         """
         if spec.ids != "hash":
@@ -158,7 +147,7 @@ class HashIds:
         self._spec = spec
         self._device = torch.device(device)
         self._map = open_map(device, compiled)
-        self._free = self._numbers(0)
+        self._free = torch.arange(0, device=self._device)
         self.used = 0
         self.extent = 0
 
@@ -170,20 +159,20 @@ class HashIds:
         """Counts a batch and assigns rows to ids that reach the admission threshold.
 
         Args:
-            ids: [n] int64, non-negative: of all ranks' samples, in any order.
+            ids: [n] int64, non-negative: those of all ranks' samples, in any order.
             step: number of the batch, from 0, never decreasing.
         """
         self._check(ids)
-        rows, due = self._map.see(ids.contiguous(), step, self._spec.admit)
-        granted = self._take_free(len(due))
+        rows, due = self._map.count(ids.contiguous(), step, self._spec.admit)
+        granted = self._allocate(len(due))
         if len(due):
-            self._map.give(due, granted)
+            self._map.assign(due, granted)
             missing = torch.nonzero(rows < 0).flatten()
             rows[missing] = self._map.find(ids[missing])
         return BatchRows(rows, due, granted)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Rows [n] of ids [n], -1 where they have none. Counts and admits nothing: for evaluation."""
+        """Rows [n] of ids [n], -1 if they have none. Counts and admits nothing: for evaluation."""
         self._check(ids)
         return self._map.find(ids.contiguous())
 
@@ -191,8 +180,8 @@ class HashIds:
         """Evicts ids before those of `step` are counted.
 
         Args:
-            group: of a row-split table, a group that contains the ranks of all shards; ranks without a shard
-                call it on an empty map. None: this map holds the whole table.
+            group: a group that contains the ranks of all shards of a row-split table (ranks without a shard
+                call this on an empty map), or None if this map holds the whole table.
 
         Returns:
             The number of rows freed in this map.
@@ -200,33 +189,29 @@ class HashIds:
         if not due(self._spec, step):
             return 0
         by_age = self._spec.evict == "age" and self._spec.max_age is not None
-        if not by_age and not any(self._too_many([self.used, self.waiting], group)):
+        if not by_age and not any(self._excess([self.used, self.waiting], group)):
             return 0
-        known, was = self._map.entries(), self.used
-        gone = torch.zeros(len(known.ids), dtype=torch.bool, device=self._device)
+        entries, used_before = self._map.entries(), self.used
+        admitted = entries[ROW] != NONE
+        gone = torch.zeros_like(admitted)
         if by_age and self._spec.max_age is not None:
-            gone = step - known.last > self._spec.max_age
-        held = known.rows != NONE
-        kinds = [torch.nonzero(kind & ~gone).flatten() for kind in (held, ~held)]
+            gone = step - entries[LAST] > self._spec.max_age
+        candidates = [torch.nonzero(each & ~gone).flatten() for each in (admitted, ~admitted)]
         by_count = (self._spec.evict == "least-frequent", False)
-        excess = self._too_many([len(keys) for keys in kinds], group)
-        for keys, counted, k in zip(kinds, by_count, excess, strict=True):
+        excess = self._excess([len(each) for each in candidates], group)
+        for indices, counted, k in zip(candidates, by_count, excess, strict=True):
             if k:
-                counts = known.counts[keys]
-                last = known.last[keys]
-                ids = known.ids[keys]
-                gone[keys] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
+                ids, counts, last, _ = entries[:, indices]
+                gone[indices] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
         if bool(gone.any()):
-            self._keep(known.where(~gone))
-        return was - self.used
+            self._replace(entries[:, ~gone])
+        return used_before - self.used
 
     def state(self) -> dict[str, Tensor]:
         """All entries, on the CPU, by id: `ids`, `counts`, `last_seen`, `rows` (-1: waiting), [m] int64."""
-        known = self._map.entries().sorted()
-        values = (known.ids, known.counts, known.last, known.rows)
-        return {name: value.cpu() for name, value in zip(STATE, values, strict=True)}
+        return dict(zip(STATE, sorted_entries(self._map.entries()).cpu(), strict=True))
 
-    def load_state(self, state: Mapping[str, Tensor], part: int = 0, parts: int = 1) -> Taken:
+    def load_state(self, state: Mapping[str, Tensor], part: int = 0, parts: int = 1) -> RowMapping:
         """Adds the entries of one saved shard that belong to shard `part` of `parts`.
 
         Call it for each saved shard (for one of several column shards). An empty map that takes all of a
@@ -235,70 +220,68 @@ class HashIds:
         Raises:
             StrettoError: an invalid state, or an id that was loaded before.
         """
-        saved = self._checked(state)
-        entries = saved.where(owner(saved.ids, parts) == part).sorted()
-        same = not len(self._map) and len(entries.ids) == len(saved.ids)
-        known = self._map.entries()
-        if bool(torch.isin(entries.ids, known.ids).any()):
+        saved = self._entries_of(state)
+        entries = sorted_entries(saved[:, owner(saved[ID], parts) == part])
+        same_rows = not len(self._map) and entries.shape == saved.shape
+        existing = self._map.entries()
+        if bool(torch.isin(entries[ID], existing[ID]).any()):
             raise StrettoError(
                 f"table {self._spec.name}: ids that were loaded already", hint="each saved shard once"
             )
-        held = entries.rows != NONE
-        old = entries.rows[held]
-        new = entries.rows.clone()
-        new[held] = old if same else self._take_free(len(old))
-        entries.rows = new
-        self._keep(known.with_(entries))
-        return Taken(old, new[held])
+        admitted = entries[ROW] != NONE
+        old = entries[ROW, admitted]
+        new = old if same_rows else self._allocate(len(old))
+        entries[ROW, admitted] = new
+        self._replace(torch.cat((existing, entries), 1))
+        return RowMapping(old, new)
 
-    def _too_many(self, there: Sequence[int], group: ProcessGroup | None) -> list[int]:
-        """By how many the ids of each kind, of all ranks, exceed the table's rows."""
-        every = all_sum(torch.tensor(there, device=self._device), group)
-        return (every - self._spec.rows).clamp(min=0).tolist()
+    def _excess(self, numbers: Sequence[int], group: ProcessGroup | None) -> list[int]:
+        """Numbers of ids of all ranks, above the table's rows, from those of this rank."""
+        total = all_sum(torch.tensor(numbers, device=self._device), group)
+        return (total - self._spec.rows).clamp(min=0).tolist()
 
-    def _keep(self, entries: Entries) -> None:
+    def _replace(self, entries: Tensor) -> None:
         self._map.replace(entries)
-        held = entries.rows[entries.rows != NONE]
-        self.used = len(held)
-        self.extent = max(self.extent, int(held.max()) + 1 if len(held) else 0)
+        rows = entries[ROW, entries[ROW] != NONE]
+        self.used = len(rows)
+        self.extent = max(self.extent, int(rows.max()) + 1 if len(rows) else 0)
         free = torch.ones(self.extent, dtype=torch.bool, device=self._device)
-        free[held] = False
+        free[rows] = False
         self._free = torch.nonzero(free).flatten()
 
-    def _take_free(self, count: int) -> Tensor:
+    def _allocate(self, count: int) -> Tensor:
         """Takes the smallest free row numbers."""
-        again = self._free[:count]
+        reused = self._free[:count]
         self._free = self._free[count:]
-        new = self.extent + self._numbers(count - len(again))
+        new = self.extent + torch.arange(count - len(reused), device=self._device)
         self.extent += len(new)
         self.used += count
-        return torch.cat((again, new))
-
-    def _numbers(self, count: int) -> Tensor:
-        return torch.arange(count, device=self._device)
+        return torch.cat((reused, new))
 
     def _check(self, ids: Tensor) -> None:
         if len(ids) and int(ids.min()) < 0:
             raise StrettoError(f"table {self._spec.name}: id {int(ids.min())}", hint="ids are 0 or more")
 
-    def _checked(self, state: Mapping[str, Tensor]) -> Entries:
-        def wrong(what: str) -> StrettoError:
-            return StrettoError(f"table {self._spec.name}: saved ids {what}", hint="load another checkpoint")
+    def _entries_of(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The entries of a saved state, checked."""
+
+        def error(problem: str) -> StrettoError:
+            return StrettoError(
+                f"table {self._spec.name}: saved ids {problem}", hint="load another checkpoint"
+            )
 
         for name in STATE:
             if name not in state:
-                raise wrong(f"without {name}")
+                raise error(f"without {name}")
             if state[name].dtype != torch.int64 or state[name].shape != state["ids"].shape:
-                raise wrong(f"with {name} of another type or number")
-        saved = Entries(*(state[name].to(self._device) for name in STATE))
-        held = saved.rows[saved.rows != NONE]
-        if len(torch.unique(saved.ids)) < len(saved.ids) or len(torch.unique(held)) < len(held):
-            raise wrong("that are not each once")
-        if any(
-            len(values) and int(values.min()) < 0 for values in (saved.ids, saved.counts, saved.last, held)
-        ):
-            raise wrong("with negative numbers")
-        return saved
+                raise error(f"with {name} of another type or number")
+        entries = torch.stack([state[name].to(self._device) for name in STATE])
+        rows = entries[ROW, entries[ROW] != NONE]
+        if any(len(torch.unique(values)) < len(values) for values in (entries[ID], rows)):
+            raise error("that are not each once")
+        if bool((entries[:ROW] < 0).any()) or bool((rows < 0).any()):
+            raise error("with negative numbers")
+        return entries
 
 
 def due(spec: TableSpec, step: int) -> bool:
@@ -307,11 +290,11 @@ def due(spec: TableSpec, step: int) -> bool:
 
 
 def open_map(device: torch.device | str = "cpu", compiled: bool | None = None) -> IdMap:
-    """An id map for `device`: compiled open addressing on a CPU where numba is installed, otherwise sorted
+    """An id map for `device`: compiled open addressing on a CPU if numba is installed, otherwise sorted
     tensors.
 
     Args:
-        compiled: which of the two; None: the faster one that works.
+        compiled: True or False to choose; None: the faster one that works.
     """
     if compiled or (compiled is None and torch.device(device).type == "cpu"):
         try:

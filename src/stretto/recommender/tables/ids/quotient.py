@@ -17,19 +17,12 @@ def rows_of(ids: Tensor, rows: int, divisor: int) -> tuple[Tensor, Tensor]:
     return quotient, remainders - quotient * divisor
 
 
-def initial_bound(rows: int) -> float:
-    """Initial values of both tables are uniform within this.
+def initial_rows_of_table(rows: int) -> float:
+    """`rows_of_table` for `initial_rows`, of both tables that stand for one of `rows` rows.
 
     A plain table of `rows` rows begins uniform within a = sqrt(1 / rows), of variance a^2 / 3. The product of
     two independent values, uniform within b, has mean zero and variance (b^2 / 3)^2. They are equal for b =
-    (3 / rows)^(1/4).
-    """
-    return (3 / rows) ** 0.25
-
-
-def initial_rows_of_table(rows: int) -> float:
-    """The number of rows of a plain table that begins within `initial_bound(rows)`: for what draws initial
-    values by that number.
+    (3 / rows)^(1/4), the bound of a plain table of sqrt(rows / 3) rows.
     """
     return (rows / 3) ** 0.5
 
