@@ -358,7 +358,7 @@ VARIADIC |= {"apply", "save_for_backward", "partial", "run_ranks", "add_row", "P
 VARIADIC |= {"side_table", "plain_table"}
 # what is called with positions alone: torch's private operators, and loops that numba has compiled
 POSITIONAL = ("_aten.", "torch.", "Variable._execution_engine", "_run_backward", "_lookups")
-COMPILED = {"_count", "_due", "Lookups", "call", "over", "over_chunks"}
+COMPILED = {"_count_ids", "_find_due", "Lookups", "call", "over", "over_chunks"}
 MOST_FIELDS, MOST_POSITIONAL, MOST_ASSIGNED = 4, 5, 2
 
 
