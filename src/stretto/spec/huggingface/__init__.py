@@ -1,6 +1,6 @@
-"""Hugging Face's `config.json` and our shapes: both directions from one description of each kind of model."""
+"""Hugging Face's `config.json` to shapes and back, both from one description of each kind of model."""
 
-from stretto.spec.huggingface.facts import config_names, differences
+from stretto.spec.huggingface.fields import config_names, differences
 from stretto.spec.huggingface.read import (
     Reading,
     config_to_huggingface,

@@ -1,163 +1,163 @@
-"""The keys of a `config.json`, read by type: one clear error for a wrong value, and an account of keys."""
+"""A shape as a flat record of fields, and where two shapes compute different functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any
 
-from stretto.errors import Problem, StrettoError
-from stretto.spec.shape import LARGEST_LAYERS
+from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.spec.experts import ExpertShape
+from stretto.spec.families import Family
+from stretto.spec.field import declared
+from stretto.spec.shape import ModelShape, fields_of
 
-LONGEST = 60  # characters of a value in a message
+ShapeFields = dict[str, Any]  # fields of a shape by name, those of its parts with a dot: `moe.experts`
+
+_PARTS = {"attention": AttentionShape, "latent": LatentShape, "moe": ExpertShape, "rope": RopeScaling}
+# a shape's values if a description does not set them, whatever the family
+_DEFAULTS: ShapeFields = {
+    "position_embedding": "rotary",
+    "mlp": "swiglu",
+    "norm": "rms",
+    "block_norms": "pre",
+    "bias": False,
+    "embedding_scale": 1.0,
+    "logit_softcap": 0.0,
+    "embedding_norm": False,
+    "logit_scale": 1.0,
+    "encoder_layers": 0,
+}
+_TRAINING = ("balance", "z", "capacity", "drop", "correction_rate")  # of experts: no part of the function
+_OF_TYPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
 
 
-@dataclass(frozen=True)
-class Type:
-    """What the value of a key must be: in words, and as a test."""
+def fields_by_name(shape: ModelShape) -> ShapeFields:
+    """Return every field of the shape and of its parts; those that are None by default have the value that
+    this stands for.
+    """
+    named = {
+        name: value
+        for name, value in fields_of(shape).items()
+        if name not in ("family", "attention", "moe", "rope")
+    }
+    attention = shape.attention
+    parts = {"attention": attention, "latent": attention.latent, "rope": shape.rope, "moe": shape.moe}
+    for part, instance in parts.items():
+        if instance is not None:
+            named |= {f"{part}.{name}": getattr(instance, name) for name in declared(type(instance))}
+    del named["attention.latent"]
+    named |= {"attention.qkv_bias": shape.qkv_bias, "attention.proj_bias": shape.proj_bias}
+    named["attention.query_scale"] = attention.query_scale or float(shape.head_dim)
+    return named | ({} if shape.moe is None else {"moe.ffn": shape.expert_ffn})
 
-    rule: str
-    holds: Callable[[object], bool]
 
+def shape_from_fields(named: ShapeFields, family: Family) -> ModelShape:
+    """Return the shape with these fields; others have the same defaults in all families.
 
-def whole(least: int, most: int) -> Type:
-    """A whole number within bounds; a size without a bound could ask for a loop of 10^9 turns."""
-    return Type(
-        f"a whole number from {least} to {most}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+    Raises:
+        StrettoError: the values do not fit each other.
+    """
+    values = {**_DEFAULTS, **{name: value for name, value in named.items() if "." not in name}}
+    parts = {
+        part: {name: named[f"{part}.{name}"] for name in declared(kind) if f"{part}.{name}" in named}
+        for part, kind in _PARTS.items()
+    }
+    attention = parts["attention"]
+    for name in ("qkv_bias", "proj_bias"):
+        if attention.get(name) == values["bias"]:
+            attention[name] = None
+    if attention.get("query_scale") == values.get("head_dim"):
+        attention["query_scale"] = None
+    if parts["moe"] and parts["moe"].get("ffn") == values["ffn"]:
+        parts["moe"]["ffn"] = None
+    if attention.get("window") is None:
+        attention |= {"full_every": 0, "local_theta": None}
+    latent = LatentShape(**parts["latent"]) if parts["latent"] else None
+    return ModelShape(
+        family=family,
+        **values,
+        attention=AttentionShape(**attention, latent=latent),
+        moe=ExpertShape(**parts["moe"]) if parts["moe"] else None,
+        rope=RopeScaling(**parts["rope"]) if parts["rope"] else None,
     )
 
 
-def _is_number(value: object, above: float = -1e30) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return above < value < 1e30
+def differences(one: ModelShape, other: ModelShape) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which the functions of two shapes with the same weights differ, with both values,
+    by their names under `model` in a config.
+    """
+    functions = _function(one), _function(other)
+    every = fields_by_name(one), fields_by_name(other)
+    differing = dict[str, tuple[Any, Any]]()
+    for name in functions[0] | functions[1]:
+        values = functions[0].get(name), functions[1].get(name)
+        # if all blocks of one have experts and those of the other have not, `moe` shows it
+        if values[0] == values[1] or (name == "ffn" and None in values):
+            continue
+        source = every if name in _DETERMINED_BY else functions
+        for field in _DETERMINED_BY.get(name, (name,)):
+            values = source[0].get(field), source[1].get(field)
+            if values[0] != values[1]:
+                differing[_config_name(field)] = values
+    return differing
 
 
-SIZE: Final = whole(1, 10**8)
-COUNT: Final = whole(0, 10**8)
-LAYERS: Final = whole(1, LARGEST_LAYERS)
-EXPERTS: Final = whole(1, 100_000)
-NUMBER: Final = Type("a finite number", _is_number)
-POSITIVE: Final = Type("a finite number above 0", lambda value: _is_number(value, above=0.0))
-FLAG: Final = Type("true or false", lambda value: isinstance(value, bool))
-WORD: Final = Type("a word", lambda value: isinstance(value, str))
+# entries of `_function`, and the fields that determine them
+_DETERMINED_BY = {
+    "attention.window": ("attention.window", "attention.full_every"),
+    "moe.dense_layers": ("moe.dense_layers", "moe.every"),
+    "rope.magnitude": ("rope.attention_factor", "rope.mscale", "rope.mscale_all_dim"),
+    "rope.score_factor": ("rope.mscale_all_dim",),
+}
 
 
-class Required:
-    """In place of a usual value, of a key that must be there."""
+def config_names(shape: ModelShape) -> set[str]:
+    """Return the names of fields and parts under `model` in a config that `differences` may contain."""
+    names = {_config_name(name) for name in (*fields_by_name(shape), *_adapters(shape))}
+    return names | {"attention", "attention.latent", "moe", "rope", "lora"}
 
 
-class Fields:
-    """A `config.json`, or a section of it."""
-
-    def __init__(self, values: Mapping[str, Any], section: str = "") -> None:
-        self._values = values
-        self._section = section
-        self._used = set[str]()
-        self._sections = dict[str, Fields]()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def name(self, key: str) -> str:
-        """The key as messages name it, with the section that it is in."""
-        return f"{self._section}.{key}" if self._section else key
-
-    def get(self, key: str, type: Type, usual: Any = Required, null: Any = Required) -> Any:
-        """The value of a key: `usual` where it is absent, `null` where it is null, which `transformers` takes
-        as a value.
-
-        Raises:
-            StrettoError: it is of another type; or absent or null, and that is `Required` not to be.
-        """
-        self._used.add(key)
-        value = self._values.get(key)
-        if value is None:
-            value = null if key in self._values else usual
-            if value is Required:
-                raise StrettoError(
-                    f"{self.name(key)} is missing in the model's config.json",
-                    hint="a config.json of Hugging Face, as save_pretrained writes it, has it",
-                )
-            return value
-        if not type.holds(value):
-            raise self.problem(key, f"it must be {type.rule}")
-        return value
-
-    def raw(self, key: str) -> Any:
-        """The value of a key as it stands, or None."""
-        self._used.add(key)
-        return self._values.get(key)
-
-    def words(self, key: str) -> list[str] | None:
-        """A list of words, or None where there is none."""
-        return self._list(key, WORD, "a list of words")
-
-    def numbers(self, key: str) -> list[int] | None:
-        """A list of whole numbers, or None where there is none."""
-        return self._list(key, COUNT, "a list of whole numbers")
-
-    def section(self, key: str) -> Fields | None:
-        """A mapping within; None where it is absent or empty."""
-        self._used.add(key)
-        value = self._values.get(key)
-        if value is None or value == {}:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.problem(key, "it must be a mapping")
-        if key not in self._sections:
-            self._sections[key] = Fields(cast("Mapping[str, Any]", value), self.name(key))
-        return self._sections[key]
-
-    def joined(self, other: Fields | None) -> Fields:
-        """This section with the keys of another, which win."""
-        if other is None or not self._values:
-            return other or self
-        both = Fields({**self._values, **other._values}, self._section)
-        other._sections[""] = both  # it reports what is unused of either
-        self._used |= self._values.keys()
-        other._used |= other._values.keys()
-        return both
-
-    def with_usual(self, key: str, value: Any) -> Fields:
-        """This section with a value for a key that it may lack."""
-        return Fields({key: value, **self._values}, self._section) if value is not None else self
-
-    def problem(self, key: str, rule: str, fix: str | None = None) -> Problem:
-        """The error of a key's value."""
-        return Problem(self.name(key), shown(self._values.get(key)), rule, fix)
-
-    def use(self, keys: Iterator[str] | frozenset[str]) -> None:
-        """Count keys as used."""
-        self._used |= set(keys)
-
-    def use_all(self) -> None:
-        """Count every key as used."""
-        self._used |= self._values.keys()
-
-    def unused(self) -> list[str]:
-        """Names of the keys with a value that nothing has read, those of sections too."""
-        unread = self._values.keys() - self._used
-        names = [self.name(key) for key in self._values if key in unread and self._values[key] is not None]
-        return names + [name for section in self._sections.values() for name in section.unused()]
-
-    def _list(self, key: str, type: Type, rule: str) -> list[Any] | None:
-        self._used.add(key)
-        value = self._values.get(key)
-        if value is None:
-            return None
-        items = cast("list[Any]", value) if isinstance(value, list | tuple) else [None]
-        if not all(type.holds(item) for item in items):
-            raise self.problem(key, f"it must be {rule}")
-        return list(items)
+def _config_name(field: str) -> str:
+    if field.startswith("latent."):
+        return f"attention.{field}"
+    return "positions" if field == "sequence" else field
 
 
-def shown(value: object) -> str:
-    """A value as messages show it: hostile ones are cut."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"
-    if isinstance(value, list | tuple | Mapping):
-        return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(cast('list[Any]', value))}"
-    text = repr(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def _adapters(shape: ModelShape) -> ShapeFields:
+    lora = shape.lora
+    return {} if lora is None else {f"lora.{name}": getattr(lora, name) for name in declared(type(lora))}
+
+
+def _function(shape: ModelShape) -> ShapeFields:
+    """Return the values that the shape's function depends on, each in one form only."""
+    values = fields_by_name(shape) | _adapters(shape)
+    del values["lora"]
+    blocks = [shape.block(i) for i in range(shape.layers)]
+    windows = tuple(block.attention.window for block in blocks)
+    values |= {"attention.window": windows[0] if len(set(windows)) == 1 else windows}
+    del values["attention.full_every"]
+    if not any(windows):
+        del values["attention.local_theta"]
+    if not shape.rotary:
+        for name in [name for name in values if name.startswith("rope")]:
+            del values[name]
+    if shape.relative:
+        del values["sequence"]
+    else:
+        del values["attention.buckets"], values["attention.max_distance"]
+    if (rope := shape.rope) is not None:
+        unused = {name for names in _OF_TYPE.values() for name in names} - set(_OF_TYPE.get(rope.type, ()))
+        unused |= {"attention_factor", "mscale", "mscale_all_dim"}
+        unused |= {"original_positions"} if rope.type == "linear" else set()
+        values |= {f"rope.{name}": None for name in unused}
+        values["rope.magnitude"] = rope.magnitude
+        values["rope.score_factor"] = rope.score_factor if shape.latent is not None else 1.0
+    if (moe := shape.moe) is not None:
+        sparse = tuple(block.moe is not None for block in blocks)
+        values["moe.dense_layers"] = 0 if all(sparse) else tuple(i for i, it in enumerate(sparse) if not it)
+        for name in ("every", *_TRAINING):
+            del values[f"moe.{name}"]
+        if moe.groups == moe.top_groups:
+            values |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
+        if all(sparse):
+            del values["ffn"]
+    return values

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.errors import Problem, StrettoError, nearest
-from stretto.spec.huggingface.facts import Facts, differences, facts_of, shape_of
-from stretto.spec.huggingface.fields import Fields, shown
-from stretto.spec.huggingface.kinds import KINDS, Kind
-from stretto.spec.huggingface.parts import Config, Key
+from stretto.spec.huggingface.fields import ShapeFields, differences, fields_by_name, shape_from_fields
+from stretto.spec.huggingface.keys import ConfigKeys, shown
+from stretto.spec.huggingface.model_types import MODEL_TYPES, ModelType
+from stretto.spec.huggingface.rules import Config, Key
 from stretto.spec.huggingface.silent import SILENT, VISION
 from stretto.spec.shape import ModelShape
 
@@ -22,12 +22,12 @@ LARGEST = 16 * 2**20  # bytes of a config.json; published ones have kilobytes
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a `config.json` says.
+    """A model as its `config.json` describes it.
 
-    shape: of the model.
-    kind: its `model_type`; of a model of language and pictures, that of its language model.
-    unknown: keys that nothing here knows; they may change what the model computes.
-    notes: what is left out, in sentences.
+    Attributes:
+        kind: its `model_type`; of a model of language and pictures, that of its language model.
+        unknown: keys that no rule reads; they may change what the model computes.
+        notes: sentences about parts that are left out.
     """
 
     shape: ModelShape
@@ -37,42 +37,38 @@ class Reading:
 
 
 def read_config(values: Mapping[str, Any]) -> Reading:
-    """What a `config.json`, read into a dictionary, says.
+    """Read a `config.json` that is a dictionary already.
 
     Raises:
-        StrettoError: a kind of model, or a part of one, that is not known here; a value of the wrong type, or
-            one that our modules cannot compute.
+        StrettoError: an unknown kind of model or of a part; a value of the wrong type, or one that our
+            modules cannot compute.
     """
     name = values.get("model_type")
     if name == "gemma3" and "text_config" in values:
         return _read_gemma3(values)
-    kind = KINDS.get(name) if isinstance(name, str) else None
+    kind = MODEL_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        near = nearest(str(name)[:60], KINDS)
+        near = nearest(str(name)[:60], MODEL_TYPES)
         hint = f"did you mean {near!r}?" if near else None
-        raise StrettoError(f"model_type {shown(name)} is not one of {', '.join(KINDS)}", hint=hint)
-    return _read(Fields(values), kind)
+        raise StrettoError(f"model_type {shown(name)} is not one of {', '.join(MODEL_TYPES)}", hint=hint)
+    return _read(ConfigKeys(values), kind)
 
 
 def shape_from_huggingface(values: Mapping[str, Any]) -> ModelShape:
-    """The shape that a `config.json` describes; see `read_config`."""
+    """Return the shape that a `config.json` describes; see `read_config`."""
     return read_config(values).shape
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of a `config.json`, or of the folder that it is in.
-
-    Raises:
-        StrettoError: no such file, no JSON, or a model that is not known here.
-    """
+    """Return the shape of a `config.json`; see `read_file`."""
     return read_file(path).shape
 
 
 def read_file(path: Path) -> Reading:
-    """What a `config.json` says, or that of a folder.
+    """Read a `config.json`, or that of a folder.
 
     Raises:
-        StrettoError: no such file, no JSON, or a model that is not known here.
+        StrettoError: no such file, no JSON, or an unknown model.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -94,8 +90,8 @@ def read_file(path: Path) -> Reading:
 
 
 def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
-    """The `config.json` of a shape, without the tokeniser's special tokens. It is of the kind of the shape's
-    family, or else of the first that expresses it.
+    """Return the `config.json` of a shape, without the tokeniser's special tokens. Its kind is that of the
+    shape's family, or else the first that can express the shape.
 
     Raises:
         StrettoError: no kind of model in `transformers` computes the same.
@@ -106,18 +102,19 @@ def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def kind_of(shape: ModelShape) -> Kind:
-    """The kind of model that computes the same as a shape: that of its family, or else the first in the
-    table. Reading what is written must give the same function, so nothing is lost.
+def kind_of(shape: ModelShape) -> ModelType:
+    """Return the kind of model that computes the same as a shape: that of its family, or else the first in
+    the table. Its `config.json` must read back as the same function.
 
     Raises:
-        StrettoError: there is none; it names where the nearest differs.
+        StrettoError: there is none; names a difference to the nearest kind.
     """
-    order = sorted((kind for kind in KINDS.values() if not kind.planned_only), key=_of_family(shape))
+    built = [kind for kind in MODEL_TYPES.values() if not kind.planned_only]
+    order = sorted(built, key=lambda kind: kind.family != shape.family)
     nearest_kind: tuple[int, str, str] | None = None
     for kind in order:
         try:
-            back = _read(Fields(_written(shape, kind)), kind).shape
+            back = _read(ConfigKeys(_written(shape, kind)), kind).shape
         except StrettoError:
             continue
         lost = differences(shape, back)
@@ -127,28 +124,24 @@ def kind_of(shape: ModelShape) -> Kind:
                 lost.pop(name, None)
         if not lost:
             return kind
-        name, (ours, theirs) = next(iter(lost.items()))
+        name, (value, nearest_value) = next(iter(lost.items()))
         if nearest_kind is None or len(lost) < nearest_kind[0]:
-            what = f"{name} {ours!r} has no counterpart in {kind.architecture}"
-            nearest_kind = (len(lost), what, f"it needs {name}: {theirs!r}")
+            message = f"{name} {value!r} has no counterpart in {kind.architecture}"
+            nearest_kind = (len(lost), message, f"it needs {name}: {nearest_value!r}")
     if nearest_kind is None:
         raise StrettoError("no kind of model in transformers has these sizes")
     raise StrettoError(nearest_kind[1], hint=nearest_kind[2])
 
 
-def _of_family(shape: ModelShape) -> Any:
-    return lambda kind: kind.family != shape.family
-
-
 def _read_gemma3(values: Mapping[str, Any]) -> Reading:
-    """The language model of a Gemma 3 that sees pictures too."""
-    config = Fields(values)
+    """Read the language model of a Gemma 3 for text and pictures."""
+    config = ConfigKeys(values)
     text = config.section("text_config")
     if text is None:
         raise StrettoError("text_config is missing in the model's config.json")
-    kind = KINDS["gemma3_text"]
+    kind = MODEL_TYPES["gemma3_text"]
     config.use(SILENT | VISION)
-    inner = text.with_usual("tie_word_embeddings", config.raw("tie_word_embeddings"))
+    inner = text.with_default("tie_word_embeddings", config.raw("tie_word_embeddings"))
     reading = _read(inner, kind)
     return Reading(
         shape=reading.shape,
@@ -158,18 +151,18 @@ def _read_gemma3(values: Mapping[str, Any]) -> Reading:
     )
 
 
-def _read(config: Fields, kind: Kind) -> Reading:
-    facts: Facts = {}
-    for part in kind.parts:
-        part.read(config, facts)
+def _read(config: ConfigKeys, kind: ModelType) -> Reading:
+    fields: ShapeFields = dict(kind.implied)
+    for rule in kind.rules:
+        rule.read(config, fields)
     config.use(SILENT | kind.silent)
     try:
-        shape = shape_of(facts, kind.family)
+        shape = shape_from_fields(fields, kind.family)
     except Problem as problem:
-        theirs = {p.ours.rpartition(".")[2]: p.theirs for p in kind.parts if isinstance(p, Key)}
-        name = theirs.get(problem.field)
-        where = f"{problem.field} ({name} in config.json)" if name else problem.field
-        raise Problem(where, shown(problem.value), problem.rule, problem.fix) from None
+        keys = {rule.field.rpartition(".")[2]: rule.key for rule in kind.rules if isinstance(rule, Key)}
+        key = keys.get(problem.field)
+        name = f"{problem.field} ({key} in config.json)" if key else problem.field
+        raise Problem(name, shown(problem.value), problem.rule, problem.fix) from None
     notes = list[str]()
     if (quantised := config.section("quantization_config")) is not None:
         method = quantised.raw("quant_method")
@@ -180,9 +173,9 @@ def _read(config: Fields, kind: Kind) -> Reading:
     return Reading(shape=shape, kind=kind.name, unknown=tuple(config.unused()), notes=tuple(notes))
 
 
-def _written(shape: ModelShape, kind: Kind) -> Config:
-    facts = facts_of(shape)
+def _written(shape: ModelShape, kind: ModelType) -> Config:
+    fields = fields_by_name(shape)
     config: Config = {}
-    for part in kind.parts:
-        part.write(facts, config)
+    for rule in kind.rules:
+        rule.write(fields, config)
     return config

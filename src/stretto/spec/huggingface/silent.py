@@ -27,5 +27,14 @@ _VISION = """
 vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id
 image_token_id
 """
+_T5 = """
+initializer_factor classifier_dropout dense_act_fn is_gated_act output_past num_hidden_layers
+"""
+# in training our models have one dropout rate, for all but activations
+_BART = """
+attention_dropout activation_dropout classifier_dropout classif_dropout encoder_layerdrop decoder_layerdrop
+init_std add_bias_logits extra_pos_embeddings num_hidden_layers output_past force_bos_token_to_be_generated
+"""
 SILENT = frozenset(f"{_SAVED} {_TRAINING} {_TOKENS} {_GENERATION} {_TASKS}".split())
 VISION = frozenset(_VISION.split())  # of a model that sees pictures too, beside its language model
+T5, BART = frozenset(_T5.split()), frozenset(_BART.split())
