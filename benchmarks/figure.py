@@ -19,7 +19,7 @@ from published.figures import FIGURES, Comparison, Point, compare, find_figure
 from rich.console import Console
 
 from stretto.cli.output import check_writable, fitting_table, print_error, write_bytes, write_text
-from stretto.cli.predict import table_csv
+from stretto.cli.predict_table import table_csv
 from stretto.errors import StrettoError
 from stretto.view.svg import png_of
 

@@ -130,10 +130,10 @@ def test_nothing_is_cut_on_a_narrow_terminal(width: int, monkeypatch: pytest.Mon
 
     from rich.console import Console
 
-    from stretto.cli import report
+    from stretto.cli import plan as command
 
     to = Console(file=StringIO(), width=width)
-    monkeypatch.setattr(report, "console", lambda: to)
+    monkeypatch.setattr(command, "report", lambda facts, as_json, text: text(to))
     assert run([*BIG, *FIXED, "--top", "2"]) == 0
     said = to.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in said

@@ -55,6 +55,25 @@ def train_command(config: Path, required: Sequence[str]) -> str:
     return " ".join(filter(None, ["stretto train", str(config), settings(required)]))
 
 
+def command_line(context: typer.Context, without: Sequence[str] = ()) -> str:
+    """The command line of this call, quoted for a shell, without some options (by parameter)."""
+    import shlex
+
+    words = ["stretto", context.info_name or ""]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name in without or value is None or value == parameter.default or value == ():
+            continue
+        each = value if isinstance(value, list | tuple) else [value]
+        if parameter.param_type_name == "argument":
+            words += map(str, each)
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            words += [word for one in each for word in (parameter.opts[0], str(one))]
+    return shlex.join(words)
+
+
 def say_no() -> typer.Exit:
     """The exception to raise when the command ran and its answer is no: exit code 1."""
     return typer.Exit(1)
@@ -264,16 +283,16 @@ def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def show_search() -> Generator[Callable[[int, int, int], None] | None]:
-    """Show a search's progress if stderr is a terminal; yields what takes its numbers of layouts."""
+def watching() -> Generator[Callable[[int, int, int], None] | None]:
+    """Show the search's progress where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
 
     with Console(stderr=True).status("searching") as status:
-        yield lambda replayed, evaluated, fitting: status.update(
-            f"searching: {replayed} replayed, {evaluated} evaluated, {fitting} that fit"
+        yield lambda replayed, weighed, fitting: status.update(
+            f"searching: {replayed} replayed, {weighed} evaluated, {fitting} that fit"
         )
 
 

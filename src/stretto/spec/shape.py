@@ -44,12 +44,18 @@ class ModelShape:
         Field(
             "The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
             "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The "
-            "others are in docs/models.md."
+            "others are in docs/models.md.",
+            null="the preset's",
         ),
     ]
     layers: Annotated[
         int,
-        Field("Transformer blocks; with an encoder, those of the decoder.", gt=0, largest=LARGEST_LAYERS),
+        Field(
+            "Transformer blocks; with an encoder, those of the decoder.",
+            gt=0,
+            largest=LARGEST_LAYERS,
+            null="the preset's",
+        ),
     ]
     encoder_layers: Annotated[
         int,
@@ -61,8 +67,10 @@ class ModelShape:
             null="the preset's, else as many as `layers` in families with an encoder (`t5`, `bart`)",
         ),
     ] = derived("family")
-    hidden: Annotated[int, Field("Features of the residual stream.", gt=0, largest=1 << 22)]
-    heads: Annotated[int, Field("Query heads of a block.", gt=0, largest=1 << 14)]
+    hidden: Annotated[
+        int, Field("Features of the residual stream.", gt=0, largest=1 << 22, null="the preset's")
+    ]
+    heads: Annotated[int, Field("Query heads of a block.", gt=0, largest=1 << 14, null="the preset's")]
     kv_heads: Annotated[
         int,
         Field(
@@ -138,7 +146,8 @@ class ModelShape:
         ),
     ] = derived("family")
     norm: Annotated[
-        Norm, Field("`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma).")
+        Norm,
+        Field("`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma)."),
     ] = derived("family")
     block_norms: Annotated[
         BlockNorms,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
-from stretto.cli.output import labelled, show_search
+from stretto.cli.output import labelled, watching
 from stretto.errors import StrettoError, nearest, read_text
 from stretto.planner.estimate import Estimate
 from stretto.planner.machines.catalogue import find_cluster
@@ -176,7 +176,7 @@ def priced(
     text = sys.stdin.read() if words[0] == "-" else read_text(Path(words[0]))
     reading = read(known, text, source, machine.devices, _beside(model, words[1:]))
     machine = machine.sized(reading.job.layout.world)
-    with show_search() as progress:
+    with watching() as progress:
         plan = search(better(known, reading, machine, seconds, 2 * _ROWS), progress)
     return Priced(
         framework=known,

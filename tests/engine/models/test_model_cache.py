@@ -94,7 +94,7 @@ def test_a_window_keeps_no_more_than_it_needs():
     with torch.no_grad():
         for _ in range(60):
             cache.forward(torch.tensor([[1]]))
-    assert {kept._keys.shape[2] for kept in cache._kept} == {8}
+    assert {kept._keys.shape[2] for kept in cache._caches} == {8}
 
 
 def test_greedy_tokens_are_those_of_transformers():

@@ -1,6 +1,4 @@
-"""Attention between linears, with what models add to it: rotary positions, biases by distance, norms of
-queries and keys, and sinks.
-"""
+"""Attention with its linears, rotary positions, biases by distance, norms of queries and keys, and sinks."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head or grouped-query self-attention. `heads` and `kv_heads` count the heads that the linears
-    hold here, which are fewer under tensor parallelism, and `relative` has a row for each of them.
+    """Multi-head or grouped-query self-attention. `heads` and `kv_heads` count the local heads, which are
+    fewer under tensor parallelism, and `relative` has a row for each of them.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -66,12 +64,12 @@ class SelfAttention(nn.Module):
         return self.drop(self.proj(merge_heads(y)))
 
     def to_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as `core` takes them, of their features [b, s, ...]."""
+        """Features [b, s, ...] to queries, keys and values as `core` takes them."""
         q, k, v = split_heads(qkv, self.heads, self.kv_heads, self.head_dim)
         return self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k)), v
 
     def _bias(self, relative: Tensor, q: Tensor) -> Tensor:
-        """Of the scores of queries [b, heads, n, d], by the distance of their keys: [heads, n, n]."""
+        """Bias [heads, n, n] of the scores of queries [b, heads, n, d], by the distance of their keys."""
         shared = type(q) is Tensor and not torch.compiler.is_compiling()  # neither fake nor traced
         buckets = (cached_buckets if shared else distance_buckets)(
             q.shape[2],

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has seen, so that each new token is computed alone."""
+"""A cache of the keys and values of past tokens, so that each new token is computed alone."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from stretto.spec.shape import ModelShape
 
 
 def cacheable(shape: ModelShape) -> bool:
-    """Whether a token's keys stay as they are: dynamic scaling turns all of them anew as a sequence grows."""
+    """True if keys can be cached: dynamic scaling rotates all of them again as a sequence grows."""
     return shape.rope is None or shape.rope.type != "dynamic"
 
 
 class KeyValueCache:
     """The cache of one model for one batch of sequences that are equally long.
 
-    Modules know nothing of it. During a call, and only then, each `CausalAttention` gets the keys and values
-    of all tokens so far in place of those of the new ones (it takes its queries to be the last), and rotary
-    and learned positions count from the first new token. So any attention that ends in that core is served:
-    grouped heads are cached as key heads; a block with a window keeps about as many positions; latent
-    attention is cached as the heads it expands to, not as its narrow vector. Under tensor parallelism a rank
-    caches the heads that it holds.
+    Modules do not know it. During a call, and only then, each `CausalAttention` gets the keys and values of
+    all tokens so far in place of those of the new ones (its queries are the last), and rotary and learned
+    positions count from the first new token. So it serves any attention that ends in that core: grouped heads
+    are cached as key heads; a block with a window caches about as many positions; latent attention is cached
+    as the heads it expands to, not as its narrow vector. Under tensor parallelism a rank caches its own
+    heads.
     """
 
     def __init__(self, model: LanguageModel) -> None:
         self.length = 0
         self._model = model
-        self._kept = [_Kept(core) for core in model.modules() if isinstance(core, CausalAttention)]
+        self._caches = [
+            _CachedAttention(core) for core in model.modules() if isinstance(core, CausalAttention)
+        ]
         self._placed = [module for module in model.modules() if isinstance(module, Rotary | Embedding)]
 
     def forward(self, ids: Tensor, last: bool = False) -> Tensor:
-        """New token ids [b, n], int64, to logits [b, n, vocab]; they are in the cache from then on. With
-        `last` only the logits of the last, [b, 1, vocab].
+        """New token ids [b, n], int64, to logits [b, n, vocab], or with `last` those of the last token,
+        [b, 1, vocab]. The tokens are then in the cache.
         """
         with self._installed(torch.arange(self.length, self.length + ids.shape[1], device=ids.device)):
             logits = self._model(ids, last)
@@ -50,19 +52,19 @@ class KeyValueCache:
     def _installed(self, positions: Tensor) -> Generator[None]:
         before = [module.positions for module in self._placed]
         try:
-            for kept in self._kept:
-                kept.core.forward = kept.attend
+            for cache in self._caches:
+                cache.core.forward = cache.attend
             for module in self._placed:
                 module.positions = positions
             yield
         finally:
-            for kept in self._kept:
-                del kept.core.forward  # the class's own shows again
+            for cache in self._caches:
+                del cache.core.forward  # the class's own shows again
             for module, at in zip(self._placed, before, strict=True):
                 module.positions = at
 
 
-class _Kept:
+class _CachedAttention:
     """Keys and values of one attention, each [b, kv_heads, capacity, d], of which `length` are filled."""
 
     def __init__(self, core: CausalAttention) -> None:
@@ -82,18 +84,18 @@ class _Kept:
         return self._attend(q, self._keys[:, :, filled], self._values[:, :, filled], sinks)
 
     def _make_room(self, k: Tensor, v: Tensor) -> None:
-        """Room for new positions; those that no window reaches any more are let go."""
+        """Make room for new positions, and drop those that no window reaches any more."""
         new, window = k.shape[2], self.core.window
         if self._length and self._length + new <= self._keys.shape[2]:
             return
-        kept = self._length if window is None else min(self._length, window - 1)
-        capacity = 2 * (kept + new)
+        retained = self._length if window is None else min(self._length, window - 1)
+        capacity = 2 * (retained + new)
         keys, values = (
             k.new_empty(*k.shape[:2], capacity, k.shape[3]),
             v.new_empty(*v.shape[:2], capacity, v.shape[3]),
         )
-        if kept:
-            old = slice(self._length - kept, self._length)
-            keys[:, :, :kept], values[:, :, :kept] = self._keys[:, :, old], self._values[:, :, old]
+        if retained:
+            old = slice(self._length - retained, self._length)
+            keys[:, :, :retained], values[:, :, :retained] = self._keys[:, :, old], self._values[:, :, old]
         self._keys, self._values = keys, values
-        self._length = kept
+        self._length = retained

@@ -26,30 +26,30 @@ from stretto.spec.attention import AttentionKernel
 
 
 def dropout(probability: float) -> nn.Module:
-    """Dropout, or the identity where its probability is 0."""
+    """Return dropout, or the identity if its probability is 0."""
     return nn.Dropout(probability) if probability > 0.0 else nn.Identity()
 
 
 class CausalAttention(nn.Module):
-    """softmax(scale q k^T) v, where a position sees itself and the positions before it.
+    """softmax(scale q k^T) v, in which a position sees itself and the positions before it.
 
     The fused kernels do not store probabilities, and draw dropout inside, where no other layout could repeat
     it. So with dropout, or if `explicit`, the probabilities are computed explicitly.
 
     Args:
-        probability: of dropping an attention probability in training.
+        probability: probability of dropping an attention probability in training.
         explicit: store the probabilities, as the published memory formulas assume.
-        window: how many positions a query sees, itself among them; None: all (Beltagy et al. 2020,
+        window: number of positions that a query sees, including its own; by default all (Beltagy et al. 2020,
             Longformer, section 3.1).
         softcap: scores become softcap tanh(scores / softcap) (Gemma 2, section 2; Bello et al. 2016, section
-            5.1); None: they stay.
-        scale: of the scores; None: 1 / sqrt(d).
+            5.1); by default they are not capped.
+        scale: factor of the scores; by default 1 / sqrt(d).
 
     Attributes:
-        packing: where samples hold several documents, a position sees none of another document.
-        kernel: of training, where probabilities are not stored: "sdpa", torch's fused kernels, and the
-            formula in tiles for what none of them computes; "flex", FlexAttention; "auto", FlexAttention for
-            what would be written out, on accelerators where it trains.
+        packing: documents of the samples; a position sees none of another document.
+        kernel: kernel of training if probabilities are not stored: "sdpa", torch's fused kernels, and the
+            formula in tiles for cases that none of them computes; "flex", FlexAttention; "auto",
+            FlexAttention in place of the tiles, on accelerators where it trains.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class CausalAttention(nn.Module):
         scores = self.scores(q.shape[-1])
         documents = self.packing.documents
         if self.explicit or dropping:
-            apart = None if documents is None else documents.apart(q.shape[2], q.device)
-            return weigh(self.drop(causal_probabilities(q, k, scores, sinks, apart)), v)
+            different_documents = None if documents is None else documents.apart(q.shape[2], q.device)
+            return weigh(self.drop(causal_probabilities(q, k, scores, sinks, different_documents)), v)
         if self._by_flex(q, k, v, sinks):
             return _by_flex(q, k, v, sinks, scores=scores, documents=documents)
         if documents is not None:
@@ -102,11 +102,11 @@ class CausalAttention(nn.Module):
         return sdpa(by_position(q), k, separate(v, q), scale=scores.scale, causal=True)
 
     def _by_flex(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-        """Whether FlexAttention computes this. In training only: it is compiled for each shape anew, and
+        """True if FlexAttention computes this. In training only: it is compiled again for each shape, and
         prompts vary in length.
 
         Raises:
-            StrettoError: it was asked for, and does not train here.
+            StrettoError: the configured kernel is FlexAttention, and it does not train on this device.
         """
         if self.kernel not in ("auto", "flex") or not self.training or q.shape[2] != k.shape[2]:
             return False
@@ -121,16 +121,18 @@ class CausalAttention(nn.Module):
         return refusal is None
 
     def _written_out(self, q: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-        """Whether no fused kernel computes causal attention of these, but the formula in tiles would, or one
-        kernel a document.
+        """True if no fused kernel computes this attention, but the formula in tiles or one kernel call per
+        document.
         """
         scores = self.scores(q.shape[-1])
         narrowed = scores.window is not None and scores.window < q.shape[2]
-        apart = narrowed or self.packing.documents is not None
-        if scores.softcap is None and sinks is None and not apart:
+        different_documents = narrowed or self.packing.documents is not None
+        if scores.softcap is None and sinks is None and not different_documents:
             return False
         kernel = kernel_for(q, v, scores)
-        return isinstance(kernel, NaiveAttention) or (apart and isinstance(kernel, MemoryEfficient))
+        return isinstance(kernel, NaiveAttention) or (
+            different_documents and isinstance(kernel, MemoryEfficient)
+        )
 
     def scores(self, d: int) -> ScoreOptions:
         """How scores are made, with keys of d features."""
@@ -149,18 +151,23 @@ def choose_kernel(model: nn.Module, kernel: AttentionKernel) -> None:
 
 
 def causal_probabilities(
-    q: Tensor, k: Tensor, scores: ScoreOptions, sinks: Tensor | None = None, apart: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    scores: ScoreOptions,
+    sinks: Tensor | None = None,
+    different_documents: Tensor | None = None,
 ) -> Tensor:
     """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d].
 
     Args:
-        apart: bool, to be broadcast to these: who does not see whom, beside what causality and window hide.
+        different_documents: bool, broadcastable to the result; True hides a key, in addition to causality and
+            window.
     """
     products = (_by_key_head(q, k) @ k.contiguous().transpose(-2, -1)).view(*q.shape[:-1], k.shape[-2])
     scale = scores.scale
     if scores.softcap is not None:
         products, scale = torch.tanh(products * (scale / scores.softcap)), scores.softcap
-    return cast(Tensor, _CausalSoftmax.apply(products, scale, scores.window, sinks, apart))
+    return cast(Tensor, _CausalSoftmax.apply(products, scale, scores.window, sinks, different_documents))
 
 
 def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -303,8 +310,8 @@ def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
 
 
 class _CausalSoftmax(torch.autograd.Function):
-    """Causal softmax(scale * scores) [b, heads, n, m] beside sinks; saves only its result for the backward,
-    in the scores' type, and the sinks' probabilities.
+    """Causal softmax(scale * scores) [b, heads, n, m] with sinks; saves only its result for the backward, in
+    the scores' type, and the sinks' probabilities.
     """
 
     @staticmethod
@@ -314,30 +321,34 @@ class _CausalSoftmax(torch.autograd.Function):
         scale: float,
         window: int | None,
         sinks: Tensor | None,
-        apart: Tensor | None,
+        different_documents: Tensor | None,
     ) -> Tensor:
         n, m = scores.shape[-2:]
         hidden = Band(m - n, window).mask(n, m, scores.device).logical_not_()
-        if apart is not None:
-            hidden = hidden | apart
+        if different_documents is not None:
+            hidden = hidden | different_documents
         exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
         scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
         scaled.masked_fill_(hidden, float("-inf"))
         if sinks is None:
-            probabilities, beside = scaled.softmax(-1), None
+            probabilities, sink_probabilities = scaled.softmax(-1), None
         else:
             sink = sinks.to(exact).view(-1, 1).expand(scaled.shape[:-1])
             total = torch.logaddexp(scaled.logsumexp(-1), sink)
-            probabilities, beside = scaled.sub_(total.unsqueeze(-1)).exp_(), (sink - total).exp_()
+            probabilities, sink_probabilities = scaled.sub_(total.unsqueeze(-1)).exp_(), (sink - total).exp_()
         del scaled
         ctx.scale = scale
-        ctx.save_for_backward(probabilities := probabilities.to(scores.dtype), beside, sinks)
+        ctx.save_for_backward(probabilities := probabilities.to(scores.dtype), sink_probabilities, sinks)
         return probabilities
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        p, beside, sinks = ctx.saved_tensors
+        p, sink_probabilities, sinks = ctx.saved_tensors
         weighted = grads[0] * p
         through = weighted.sum(-1, keepdim=True)
-        d_sinks = None if sinks is None else (beside * through.squeeze(-1)).sum((0, 2)).neg_().to(sinks.dtype)
+        d_sinks = (
+            None
+            if sinks is None
+            else (sink_probabilities * through.squeeze(-1)).sum((0, 2)).neg_().to(sinks.dtype)
+        )
         return weighted.sub_(p * through).mul_(ctx.scale), None, None, d_sinks, None

@@ -1,11 +1,10 @@
 """Blocks whose computation between matrix products is compiled: sums of the residual stream with the norms
 around them, heads of attention with their norms and rotary positions, and activation functions.
 
-Products, attention kernels, dropout, the choice of experts and all communication stay as they are: they have
-kernels of their own, and what they do beside computing (weight gradients in place or deferred, asynchronous
-sums, masks drawn by key, gathered weights) is no function that a compiler could move or repeat. What is
-compiled lies between them, holds no state and no parameters of its own, and is therefore one for all blocks,
-under any layout.
+Products, attention kernels, dropout, routing and all communication stay uncompiled: they have kernels of
+their own and side effects (weight gradients in place or deferred, asynchronous sums, masks drawn by key,
+gathered weights) that a compiler could not move or repeat. The compiled regions between them have neither
+state nor parameters, and are therefore the same for all blocks, under any layout.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _ONE_KERNEL = ("gelu", "gelu_exact", "relu")  # activation functions that torch 
 
 
 def compile_blocks(model: LanguageModel, compiler: Compiler) -> None:
-    """Compile what lies between the matrix products of all blocks, in place; before parallelization and
-    recomputation, which keep it.
+    """Compile the regions between the matrix products of all blocks, in place; before parallelization and
+    recomputation, which preserve it.
     """
     for stack in (model.encoder, model.blocks):
         for module in stack.modules():
@@ -102,7 +101,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _norm(module: nn.Module | None) -> tuple[Weights, NormKind | None]:
-    """The arguments that stand for a norm in `regions`."""
+    """Arguments for a norm in `regions`."""
     if module is None or isinstance(module, nn.Identity):
         return (None, None), None
     weight, bias = cast("Tensor | None", module.weight), cast("Tensor | None", getattr(module, "bias", None))

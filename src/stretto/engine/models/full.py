@@ -1,5 +1,5 @@
-"""Attention with a bias of its scores, or to keys that do not end at the query's position: that of an
-encoder, and of a decoder to what the encoder made of its tokens.
+"""Attention with a bias of its scores, or to keys after the query's position: self-attention of an encoder,
+and a decoder's attention to the encoder's output.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from stretto.engine.models.causal import dropout, sdpa, weigh
 
 
 class FullAttention(nn.Module):
-    """softmax(scale q k^T + bias) v over all keys, or where `causal` over those up to the query's position.
+    """softmax(scale q k^T + bias) v over all keys, or if `causal` over those up to the query's position.
 
-    Keys of the encoder's tokens that are padding are not seen. torch's fused kernels are used where nothing
-    is dropped and the probabilities need not be stored.
+    Padding of the encoder's tokens is hidden. torch's fused kernels are used unless dropout is active or the
+    probabilities must be stored.
 
     Args:
-        probability: of dropping an attention probability in training.
+        probability: probability of dropping an attention probability in training.
         explicit: store the probabilities, as the published memory formulas assume.
         causal: a query sees no key after it.
-        scale: of the scores; None: 1 / sqrt(d).
+        scale: factor of the scores; by default 1 / sqrt(d).
 
     Attributes:
-        packing: says how many of the encoder's tokens are real.
+        packing: holds the numbers of real tokens of the encoder.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class FullAttention(nn.Module):
         return f"causal={self.causal}" + ("" if self.scale is None else f", scale={self.scale:g}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, d] to [b, heads, n, d]. Where
-        `causal` the queries are those of the last n of the m positions.
+        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, d] to [b, heads, n, d]. If
+        `causal`, the queries are those of the last n of the m positions.
 
         Args:
-            bias: of scores, [heads, n, m].
+            bias: bias of the scores, [heads, n, m].
         """
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         dropping = self.training and not isinstance(self.drop, nn.Identity)
@@ -73,7 +73,7 @@ class FullAttention(nn.Module):
         return sdpa(q, k, v, scale=scale, mask=mask)
 
     def _hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """bool, to be broadcast to [b, heads, n, m]: which keys a query does not see; None: none."""
+        """Bool, broadcastable to [b, heads, n, m], True for keys hidden from a query; None if none is."""
         n, m = q.shape[2], k.shape[2]
         if self.causal:
             return torch.ones(n, m, dtype=torch.bool, device=q.device).triu_(m - n + 1)
@@ -86,11 +86,11 @@ class FullAttention(nn.Module):
 def distance_buckets(
     n: int, device: torch.device, *, causal: bool, buckets: int, max_distance: int
 ) -> Tensor:
-    """The bucket of every pair of n positions, int64 [n, n]: of queries by rows, of keys by columns.
+    """Return the bucket of every pair of n positions, int64 [n, n]: queries by rows, keys by columns.
 
     Half of the buckets are for one distance each, the others for ranges that grow with the distance; all from
-    `max_distance` on share the last (Raffel et al. 2020, section 2.1, and their code). Where not `causal`,
-    keys after the query have a half of all buckets for themselves.
+    `max_distance` on share the last (Raffel et al. 2020, section 2.1, and their code). If not `causal`, half
+    of all buckets are for keys after the query.
     """
     positions = torch.arange(n, device=device)
     distance = positions - positions.unsqueeze(1)
@@ -108,6 +108,6 @@ def distance_buckets(
 
 @lru_cache(maxsize=4)
 def cached_buckets(n: int, device: torch.device, *, causal: bool, buckets: int, max_distance: int) -> Tensor:
-    """As `distance_buckets`: all layers of a stack share one, in whatever mode the first of them runs."""
+    """As `distance_buckets`: all layers of a stack share one tensor, in whatever mode the first one runs."""
     with torch.inference_mode(False), torch.no_grad():
         return distance_buckets(n, device, causal=causal, buckets=buckets, max_distance=max_distance)

@@ -28,20 +28,20 @@ def stream(
     cache: bool = True,
     group: ProcessGroup | None = None,
 ) -> Iterator[Tensor]:
-    """The tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
+    """Yield the tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
 
     Args:
-        model: sees the last `model.shape.sequence` tokens, with dropout off.
+        model: gets the last `model.shape.sequence` tokens, with dropout off.
         temperature: 0 takes the likeliest token.
         top_k: sample from the k likeliest tokens only.
-        generator: on the model's device; one for each row makes rows independent of each other.
+        generator: generator on the model's device; one per row makes rows independent of each other.
         stop: a row repeats such a token once it has been sampled, and the stream ends when all rows do.
         top_p: sample from the likeliest tokens that together have this probability (Holtzman et al. 2020,
             section 3.1), out of the k.
-        cache: keep keys and values, where that changes nothing (`cacheable`); else, and for tokens beyond
-            the model's positions, each token runs the whole last window again.
-        group: ranks that share the model, whose head gives each of them all logits. They all draw, with equal
-            generators, and the first one's token counts, so that rounding cannot separate them. Collective.
+        cache: cache keys and values, if that changes no result (`cacheable`); otherwise, and for tokens
+            beyond the model's positions, each token runs the last window again.
+        group: ranks that share the model, whose head gives each of them all logits. All sample, with equal
+            generators, and the first rank's token is used, so that rounding cannot separate them. Collective.
 
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
@@ -60,13 +60,13 @@ def stream(
 
     def tokens() -> Iterator[Tensor]:
         window, last = ids, model.shape.sequence
-        kept = KeyValueCache(model) if cache and cacheable(model.shape) else None
+        cached = KeyValueCache(model) if cache and cacheable(model.shape) else None
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(max_new_tokens):
-            if kept is not None and window.shape[1] <= last:
-                logits = _evaluated(model, kept.forward, window[:, kept.length :])
+            if cached is not None and window.shape[1] <= last:
+                logits = _evaluated(model, cached.forward, window[:, cached.length :])
             else:
-                window, kept = window[:, -last:], None
+                window, cached = window[:, -last:], None
                 logits = _evaluated(model, model, window)
             token = sample(logits, temperature, top_k, generator, top_p)
             if group is not None:
@@ -105,13 +105,13 @@ def sample(
         return logits.argmax(-1)
     scores = logits.float() / temperature
     if top_k is not None and top_k < scores.shape[-1]:
-        likeliest, where = scores.topk(top_k, dim=-1)
-        scores = torch.full_like(scores, float("-inf")).scatter(-1, where, likeliest)
+        likeliest, indices = scores.topk(top_k, dim=-1)
+        scores = torch.full_like(scores, float("-inf")).scatter(-1, indices, likeliest)
     probabilities = scores.softmax(-1)
     if top_p is not None and top_p < 1.0:
-        ordered, where = probabilities.sort(dim=-1, descending=True, stable=True)
+        ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
-        probabilities = torch.zeros_like(ordered).scatter(-1, where, ordered)
+        probabilities = torch.zeros_like(ordered).scatter(-1, indices, ordered)
     if not isinstance(generator, Sequence):
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
     rows = zip(probabilities, generator, strict=True)
@@ -119,7 +119,7 @@ def sample(
 
 
 def check_generates(shape: ModelShape) -> None:
-    """Raise StrettoError for a model that writes no text here."""
+    """Raise StrettoError for a model that this module cannot generate with."""
     if shape.encoder_layers:
         raise StrettoError(
             "a model with an encoder writes no text here: it answers what its encoder reads, and does not go "

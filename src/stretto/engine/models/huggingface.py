@@ -1,9 +1,9 @@
-"""Weights to and from Hugging Face's models: the names of every kind, and how their tensors make up ours.
+"""Weights to and from Hugging Face's models: names and forms of the tensors of every kind of model.
 
-Their weights differ from ours in names, and in form: GPT-2's linears are stored transposed; queries, keys and
-values, and gate and up, are separate tensors where ours are stacked by rows; experts are separate tensors in
-files, and stacked in memory as ours are; gpt-oss's experts are transposed, gate and up taking turns; T5's
-biases by distance are transposed; BART's learned positions begin with two rows that none has.
+Their weights have other names than the plain model's, and other forms: GPT-2's linears are transposed;
+queries, keys and values, and gate and up, are separate tensors, here stacked by rows; experts are separate
+tensors in files, and stacked in memory as here; gpt-oss's experts are transposed, with gate and up
+interleaved; T5's biases by distance are transposed; BART's learned positions begin with two unused rows.
 Heads and rotary features have the same order.
 """
 
@@ -24,7 +24,7 @@ from stretto.spec.shape import ModelShape
 
 HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; not parameters
-# of models with an encoder, what repeats another weight, or is not used: of the first, all published are zero
+# of models with an encoder: repeated or unused weights; all published values of the first are zero
 _REPEATED = frozenset(
     {
         "final_logits_bias",
@@ -35,43 +35,43 @@ _REPEATED = frozenset(
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     }
 )
-# of a model that sees pictures too: first parts of its language model's names, and of the others
+# of a model with vision: prefixes of its language model's names, and of the others
 _LANGUAGE = ("language_model.model.", "model.language_model.", "language_model.")
 _PICTURES = ("vision_tower.", "multi_modal_projector.")
 _FURTHER = (".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # in a layer that predicts further tokens
 
 
 class WeightForm(Protocol):
-    """How tensors of theirs make up one of ours."""
+    """Conversion of Hugging Face's tensors to one plain tensor, and back."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Theirs to ours."""
         ...
 
-    def split(self, whole: Tensor) -> list[Tensor]:
+    def split(self, full: Tensor) -> list[Tensor]:
         """Ours to theirs, contiguous."""
         ...
 
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Theirs are stacked by rows in ours; those of experts then have another first dimension."""
+    """Hugging Face's tensors are stacked by rows; those of experts then have another first dimension."""
 
     rows: tuple[int, ...]
     experts: int | None = None
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole if self.experts is None else whole.unflatten(0, (self.experts, -1))
+        full = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return full if self.experts is None else full.unflatten(0, (self.experts, -1))
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        flat = whole if self.experts is None else whole.flatten(0, 1)
+    def split(self, full: Tensor) -> list[Tensor]:
+        flat = full if self.experts is None else full.flatten(0, 1)
         return [part.contiguous() for part in flat.split(self.rows)]
 
 
 @dataclass(frozen=True)
 class Gpt2Linear:
-    """A linear of GPT-2: input features first. Theirs always has a bias; where ours has none, it is zero."""
+    """A linear of GPT-2: input features first, always with a bias, which is zero if the model has none."""
 
     transposed: bool
     zeros: int | None = None
@@ -83,102 +83,102 @@ class Gpt2Linear:
             )
         return parts[0].t().contiguous() if self.transposed else parts[0]
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        part = whole.t().contiguous() if self.transposed else whole.contiguous()
+    def split(self, full: Tensor) -> list[Tensor]:
+        part = full.t().contiguous() if self.transposed else full.contiguous()
         return [part] if self.zeros is None else [part, part.new_zeros(self.zeros)]
 
 
 @dataclass(frozen=True)
 class GptOssExperts:
-    """Experts of gpt-oss, stacked in files too: input features first, and gate and up take turns."""
+    """Experts of gpt-oss, stacked in files too: input features first, gate and up interleaved."""
 
     gated: bool
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        whole = parts[0].transpose(1, 2) if parts[0].dim() == 3 else parts[0]
-        return torch.cat([whole[:, ::2], whole[:, 1::2]], dim=1) if self.gated else whole.contiguous()
+        full = parts[0].transpose(1, 2) if parts[0].dim() == 3 else parts[0]
+        return torch.cat([full[:, ::2], full[:, 1::2]], dim=1) if self.gated else full.contiguous()
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        turns = torch.stack(whole.chunk(2, dim=1), dim=2).flatten(1, 2) if self.gated else whole
+    def split(self, full: Tensor) -> list[Tensor]:
+        turns = torch.stack(full.chunk(2, dim=1), dim=2).flatten(1, 2) if self.gated else full
         return [(turns.transpose(1, 2) if turns.dim() == 3 else turns).contiguous()]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """Theirs has rows where ours has columns."""
+    """Hugging Face's tensor is the transpose."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
         return parts[0].t().contiguous()
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        return [whole.t().contiguous()]
+    def split(self, full: Tensor) -> list[Tensor]:
+        return [full.t().contiguous()]
 
 
 @dataclass(frozen=True)
 class RowOffset:
-    """Theirs begins with some rows that are not used."""
+    """Hugging Face's tensor begins with unused rows."""
 
     rows: int
 
     def join(self, parts: list[Tensor]) -> Tensor:
         return parts[0][self.rows :].contiguous()
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        return [torch.cat([whole.new_zeros(self.rows, whole.shape[1]), whole])]
+    def split(self, full: Tensor) -> list[Tensor]:
+        return [torch.cat([full.new_zeros(self.rows, full.shape[1]), full])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRule:
-    """One of our tensors, and the tensors of theirs that make it up.
+    """One plain tensor, and the tensors of Hugging Face that it consists of.
 
-    sizes: names and shapes of theirs, in the order of `join` and `split`.
+    sizes: names and shapes of the latter, in the order of `join` and `split`.
     """
 
-    ours: str
+    plain_name: str
     sizes: Mapping[str, Sizes]
     form: WeightForm
 
     @property
-    def theirs(self) -> tuple[str, ...]:
-        """The names of theirs."""
+    def hf_names(self) -> tuple[str, ...]:
+        """Names of Hugging Face's tensors."""
         return tuple(self.sizes)
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Theirs to ours."""
         return self.form.join(parts)
 
-    def split(self, whole: Tensor) -> list[Tensor]:
+    def split(self, full: Tensor) -> list[Tensor]:
         """Ours to theirs, contiguous."""
-        return self.form.split(whole)
+        return self.form.split(full)
 
 
 def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[WeightRule]:
-    """A rule for every parameter of the model; a tied head is left out.
+    """Yield a rule for every parameter of the model; a tied head is left out.
 
     Args:
-        present: the names in a source, as `plain_names` has them: where a model in memory has other names
-            than a file, the rule is for those that are there.
+        present: names in a source, from `plain_names`: if a model in memory has other names than a file, the
+            rule uses those that are present.
 
     Raises:
-        StrettoError: no model of theirs can represent the shape.
+        StrettoError: no model of Hugging Face can represent the shape.
     """
     kind = kind_of(shape).name
-    for ours, sizes in parameter_shapes(shape).items():
+    for plain_name, sizes in parameter_shapes(shape).items():
         if kind == "gpt2":
-            yield _gpt2_rule(ours, sizes, shape)
+            yield _gpt2_rule(plain_name, sizes, shape)
         elif kind in _STACKS:
-            yield _stacks_rule(ours, sizes, kind, shape)
-        elif ".experts." in ours:
-            yield _experts_rule(ours, sizes, kind=kind, present=present)
+            yield _stacks_rule(plain_name, sizes, kind, shape)
+        elif ".experts." in plain_name:
+            yield _experts_rule(plain_name, sizes, kind=kind, present=present)
         else:
-            yield _rule(ours, sizes, kind=kind, shape=shape, present=present)
+            yield _rule(plain_name, sizes, kind=kind, shape=shape, present=present)
 
 
 def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
-    """The weights of the language model under the names that `rules` has, and what their source calls them.
+    """Map the names that `rules` uses for the language model's weights to their names in the source.
 
-    Files of the body alone lack the first part of names; models that see pictures too have another one.
-    Buffers, copies of the embedding, vision towers and layers that predict further tokens are left out.
+    Files of the body alone lack the prefix of names; models with vision have another prefix. Buffers, copies
+    of the embedding, vision towers and layers that predict further tokens are left out.
     """
     kind = kind_of(shape).name
     body = _body(kind)
@@ -186,20 +186,20 @@ def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
     further = _further_layers(kept, shape) if kind == "deepseek_v3" else ()
     plain = dict[str, str]()
     for name in kept:
-        whole = name
+        full = name
         if kind == "gemma3_text":
-            whole = _of_language_model(name)
-        if whole and not whole.startswith(further or ("\0",)):
-            plain[whole if whole.startswith((body, "lm_head.")) else body + whole] = name
+            full = _of_language_model(name)
+        if full and not full.startswith(further or ("\0",)):
+            plain[full if full.startswith((body, "lm_head.")) else body + full] = name
     return plain
 
 
 def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Our weights from theirs, one for every parameter, in their dtype; the tensors may share memory.
+    """Return the plain model's weights, one per parameter, in the source's dtype; they may share memory.
 
     Args:
-        weights: a state dict, or the tensors of a published file, which may lack the tied head and the first
-            part of names.
+        weights: a state dict, or the tensors of a published file, which may lack the tied head and the prefix
+            of names.
 
     Raises:
         StrettoError: a weight is missing, unknown, or of another size than in the shape.
@@ -209,28 +209,28 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
     named = {plain: weights[name] for plain, name in plain_names(weights, shape).items()}
     mapping = list(rules(shape, named))
     if shape.tied and HEAD in named:
-        head, embedding = named.pop(HEAD), named.get(mapping[0].theirs[0])
+        head, embedding = named.pop(HEAD), named.get(mapping[0].hf_names[0])
         if embedding is not None and not torch.equal(head, embedding):
             raise StrettoError(
                 f"weight {HEAD!r} differs from the embedding, but the model's head is tied to it",
                 hint="tied: false",
             )
     check_weights(named, {name: sizes for rule in mapping for name, sizes in rule.sizes.items()})
-    return {rule.ours: rule.join([named[name] for name in rule.theirs]) for rule in mapping}
+    return {rule.plain_name: rule.join([named[name] for name in rule.hf_names]) for rule in mapping}
 
 
 def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Their weights from ours, contiguous, under the names of files; a tied head is left out, as there. Their
+    """Return Hugging Face's weights, contiguous, under the names of files, which leave out a tied head. Their
     GPT-2 always has biases: for a shape without, these are zeros.
 
     Raises:
-        StrettoError: no model of theirs can represent the shape; or a weight is missing, unknown or of
+        StrettoError: no model of Hugging Face can represent the shape; or a weight is missing, unknown or of
             another size.
     """
     check_weights(weights, parameter_shapes(shape))
     converted: dict[str, Tensor] = {}
     for rule in rules(shape):
-        converted |= zip(rule.theirs, rule.split(weights[rule.ours]), strict=True)
+        converted |= zip(rule.hf_names, rule.split(weights[rule.plain_name]), strict=True)
     return converted
 
 
@@ -329,7 +329,7 @@ _SANDWICH = {
     "norm2": ("pre_feedforward_layernorm",),
     "norm2_post": ("post_feedforward_layernorm",),
 }
-# where a kind has others
+# exceptions by kind
 _OF_KIND: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "mixtral": {"mlp.router.gate": ("block_sparse_moe.gate",)},
     "qwen2_moe": {
@@ -348,45 +348,49 @@ _MIXTRAL_PARTS = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 _PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
-def _gpt2_rule(ours: str, sizes: Sizes, shape: ModelShape) -> WeightRule:
-    prefix, module, kind = _parse(ours, "transformer.h.")
-    theirs = prefix + _GPT2[module]
+def _gpt2_rule(plain_name: str, sizes: Sizes, shape: ModelShape) -> WeightRule:
+    prefix, module, kind = _parse(plain_name, "transformer.h.")
+    hf_name = prefix + _GPT2[module]
     linear = bool(prefix) and len(sizes) == 2
-    whole = {f"{theirs}.{kind}": sizes[::-1] if linear else sizes}
+    full = {f"{hf_name}.{kind}": sizes[::-1] if linear else sizes}
     biased = bool(prefix) or module == "head.norm"
     if shape.bias or not biased or kind == "bias":
-        return WeightRule(ours=ours, sizes=whole, form=Gpt2Linear(linear))
+        return WeightRule(plain_name=plain_name, sizes=full, form=Gpt2Linear(linear))
     return WeightRule(
-        ours=ours, sizes={**whole, f"{theirs}.bias": sizes[:1]}, form=Gpt2Linear(linear, sizes[0])
+        plain_name=plain_name, sizes={**full, f"{hf_name}.bias": sizes[:1]}, form=Gpt2Linear(linear, sizes[0])
     )
 
 
-def _stacks_rule(ours: str, sizes: Sizes, kind: str, shape: ModelShape) -> WeightRule:
+def _stacks_rule(plain_name: str, sizes: Sizes, kind: str, shape: ModelShape) -> WeightRule:
     """The rule of a parameter of a model with an encoder."""
-    stack, _, inside = ours.partition(".")
+    stack, _, inside = plain_name.partition(".")
     if stack not in _STACK_BLOCKS[kind]:
-        module, _, leaf = ours.rpartition(".")
-        theirs = f"{_STACKS[kind][module]}.{leaf}"
+        module, _, leaf = plain_name.rpartition(".")
+        hf_name = f"{_STACKS[kind][module]}.{leaf}"
         if module.endswith(".pos"):
-            whole = (sizes[0] + _BART_OFFSET, *sizes[1:])
-            return WeightRule(ours=ours, sizes={theirs: whole}, form=RowOffset(_BART_OFFSET))
-        return WeightRule(ours=ours, sizes={theirs: sizes}, form=StackedRows(sizes[:1]))
+            full = (sizes[0] + _BART_OFFSET, *sizes[1:])
+            return WeightRule(plain_name=plain_name, sizes={hf_name: full}, form=RowOffset(_BART_OFFSET))
+        return WeightRule(plain_name=plain_name, sizes={hf_name: sizes}, form=StackedRows(sizes[:1]))
     block, _, module = inside.partition(".")
     prefix, last = f"{_STACK_BLOCKS[kind][stack]}{block}.", 1 if stack == "encoder" else 2
     if module == "attn.relative":
-        (theirs,) = _STACK_MODULES[kind][module]
-        return WeightRule(ours=ours, sizes={f"{prefix}{theirs}.weight": sizes[::-1]}, form=Transposed())
+        (hf_name,) = _STACK_MODULES[kind][module]
+        return WeightRule(
+            plain_name=plain_name, sizes={f"{prefix}{hf_name}.weight": sizes[::-1]}, form=Transposed()
+        )
     module, _, leaf = module.rpartition(".")
     names = [f"{prefix}{name.format(last=last)}.{leaf}" for name in _STACK_MODULES[kind][module]]
     rows = (sizes[0] // len(names),) * len(names)
     if module == "attn.qkv":
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
     theirs_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return WeightRule(ours=ours, sizes=theirs_sizes, form=StackedRows(rows))
+    return WeightRule(plain_name=plain_name, sizes=theirs_sizes, form=StackedRows(rows))
 
 
-def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]) -> WeightRule:
-    prefix, module, suffix = _parse(ours, "model.layers.")
+def _rule(
+    plain_name: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]
+) -> WeightRule:
+    prefix, module, suffix = _parse(plain_name, "model.layers.")
     names = _OF_KIND.get(kind, {}).get(module) or _NAMES[module]
     if kind == "mixtral" and f"{prefix}mlp.gate.weight" in present and module == "mlp.router.gate":
         names = _NAMES[module]
@@ -394,39 +398,43 @@ def _rule(ours: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Col
     if module == "attn.qkv":
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
     ends = f".{suffix}" if suffix else ""
-    theirs = {f"{prefix}{name}{ends}": (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return WeightRule(ours=ours, sizes=theirs, form=StackedRows(rows))
+    hf_name = {f"{prefix}{name}{ends}": (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
+    return WeightRule(plain_name=plain_name, sizes=hf_name, form=StackedRows(rows))
 
 
-def _experts_rule(ours: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> WeightRule:
+def _experts_rule(plain_name: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> WeightRule:
     """The rule of one linear of all experts of a block, or of its biases, as blocks.3.mlp.experts.gate_up."""
-    prefix, module, _ = _parse(ours, "model.layers.")
+    prefix, module, _ = _parse(plain_name, "model.layers.")
     linear = module.removeprefix("mlp.experts.").removesuffix("_bias")
-    whole = f"{prefix}mlp.experts.{linear}_proj"
+    full = f"{prefix}mlp.experts.{linear}_proj"
     if kind == "gpt_oss":
         biases = module.endswith("_bias")
-        theirs = f"{whole}_bias" if biases else whole
+        hf_name = f"{full}_bias" if biases else full
         turned = sizes if biases else (sizes[0], sizes[2], sizes[1])
-        return WeightRule(ours=ours, sizes={theirs: turned}, form=GptOssExperts(linear == "gate_up"))
-    if whole in present:
-        return WeightRule(ours=ours, sizes={whole: sizes}, form=StackedRows(sizes[:1]))
+        return WeightRule(
+            plain_name=plain_name, sizes={hf_name: turned}, form=GptOssExperts(linear == "gate_up")
+        )
+    if full in present:
+        return WeightRule(plain_name=plain_name, sizes={full: sizes}, form=StackedRows(sizes[:1]))
     name, parts = (_MIXTRAL_EXPERT, _MIXTRAL_PARTS) if kind == "mixtral" else (_EXPERT, _PARTS)
     each = (sizes[1] // len(parts[linear]), sizes[2])
-    theirs = {
+    hf_name = {
         prefix + name.format(expert=expert, part=part): each
         for expert in range(sizes[0])
         for part in parts[linear]
     }
-    return WeightRule(ours=ours, sizes=theirs, form=StackedRows((each[0],) * len(theirs), sizes[0]))
+    return WeightRule(
+        plain_name=plain_name, sizes=hf_name, form=StackedRows((each[0],) * len(hf_name), sizes[0])
+    )
 
 
-def _parse(ours: str, blocks: str) -> tuple[str, str, str]:
-    """`blocks.3.attn.qkv.weight` to (blocks + "3.", "attn.qkv", "weight"); the last part is empty for what is
-    no module's weight or bias, the first for embedding and head.
+def _parse(plain_name: str, blocks: str) -> tuple[str, str, str]:
+    """Split `blocks.3.attn.qkv.weight` into (blocks + "3.", "attn.qkv", "weight"); the last part is empty for
+    a parameter that is no module's weight or bias, the first for embedding and head.
     """
-    module, _, kind = ours.rpartition(".")
+    module, _, kind = plain_name.rpartition(".")
     if kind not in ("weight", "bias"):
-        module, kind = ours, ""
+        module, kind = plain_name, ""
     if not module.startswith("blocks."):
         return "", module, kind
     _, block, module = module.split(".", 2)
@@ -434,12 +442,12 @@ def _parse(ours: str, blocks: str) -> tuple[str, str, str]:
 
 
 def _body(kind: str) -> str:
-    """The first part of all names but the head's."""
+    """Prefix of all names but the head's."""
     return {"gpt2": "transformer.", "t5": ""}.get(kind, "model.")
 
 
 def _of_language_model(name: str) -> str:
-    """The name of a weight of the language model without its first parts; empty for those of pictures."""
+    """Name of a weight of the language model without its prefix; empty for those of the vision tower."""
     if name.removeprefix("model.").startswith(_PICTURES):
         return ""
     first = next((first for first in _LANGUAGE if name.startswith(first)), "")
@@ -447,6 +455,6 @@ def _of_language_model(name: str) -> str:
 
 
 def _further_layers(names: Iterable[str], shape: ModelShape) -> tuple[str, ...]:
-    """First parts of the names of layers after the last that predict further tokens."""
+    """Prefixes of the names of layers after the last, which predict further tokens."""
     after = {name.split(".")[2] for name in names if any(mark in name for mark in _FURTHER)}
     return tuple(f"model.layers.{i}." for i in after if i.isdecimal() and int(i) >= shape.layers)

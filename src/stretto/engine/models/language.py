@@ -28,12 +28,12 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding, which may be scaled, plus a learned embedding of the position where attention encodes
+    """Token embedding, which may be scaled, plus a learned embedding of the position if attention encodes
     none; the sum may be normalised.
 
     Attributes:
-        positions: of the tokens in the output of `tok`, int64; None: 0, 1, 2, ...
-        packing: where samples hold several documents, positions begin anew in each.
+        positions: positions of the tokens in the output of `tok`, int64; None for 0, 1, 2, ...
+        packing: documents of the samples; positions restart at 0 in each.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
         return self.drop(x if self.norm is None else self.norm(x))
 
     def _position(self, pos: nn.Embedding, ids: Tensor) -> Tensor:
-        """The embedding of positions, [s, hidden], or [b, s, hidden]."""
+        """Return the embedding of the positions, [s, hidden] or [b, s, hidden]."""
         positions, last = self.positions, pos.num_embeddings - 1
         if (documents := self.packing.documents) is not None:
             return pos(documents.positions(positions, ids.device))
@@ -71,8 +71,8 @@ class Embedding(nn.Module):
 
 
 class DecoderEmbedding(Embedding):
-    """The layer between encoder and decoder: it ends the one with its last norm and begins the other with the
-    embedding of the tokens that the decoder reads.
+    """The layer between encoder and decoder: the encoder's last norm, and the embedding of the decoder's
+    tokens.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -80,8 +80,8 @@ class DecoderEmbedding(Embedding):
         self.memory_norm = norm(shape, shape.hidden) if shape.last_norm else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What the encoder's last block gives [b, m, hidden] to embedded tokens [b, s, hidden] and the
-        memory, [b, m, hidden], to which the decoder attends.
+        """Output of the encoder's last block [b, m, hidden] to embedded tokens [b, s, hidden] and the memory
+        [b, m, hidden], to which the decoder attends.
         """
         ids = self.packing.decoder
         if ids is None:
@@ -92,12 +92,12 @@ class DecoderEmbedding(Embedding):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, in a decoder beside an encoder also to the memory, then an MLP or experts, each applied to
-    the normalised residual stream and added to it; with "sandwich" norms each is normalised once more before
-    it is added. With "post" norms it is the sum that is normalised.
+    """Attention, in an encoder-decoder's decoder also to the memory, then an MLP or experts, each applied to
+    the normalised residual stream and added to it; with "sandwich" norms each is normalised again before it
+    is added. With "post" norms the sum is normalised.
 
     Args:
-        last: of its stack, after which nothing needs the memory.
+        last: the last block of its stack, after which no layer needs the memory.
     """
 
     def __init__(self, shape: ModelShape, last: bool = False) -> None:

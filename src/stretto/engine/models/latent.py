@@ -14,7 +14,7 @@ from stretto.errors import StrettoError
 from stretto.spec.attention import LatentShape
 from stretto.spec.shape import ModelShape
 
-_EPS = 1e-6  # of the norms of narrow vectors, as in DeepSeek's code, whatever that of the other norms is
+_EPS = 1e-6  # epsilon of the norms of narrow vectors, as in DeepSeek's code, for any epsilon of other norms
 
 
 class LatentAttention(nn.Module):
@@ -22,7 +22,7 @@ class LatentAttention(nn.Module):
     the position and whose key all heads share.
 
     For each head, the rows of `q` or `q_up` are [content; rotated] and those of `kv_up` [key; value], so that
-    they divide over tensor-parallel ranks. `heads` counts the heads held here.
+    they divide over tensor-parallel ranks. `heads` counts the local heads.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -59,21 +59,19 @@ class LatentAttention(nn.Module):
         keys, values = self._heads(self.kv_up(self.kv_down_norm(narrow))).split(
             [self.content_dim, latent.value_dim], dim=-1
         )
-        queries, rotated = self._heads(self._queries(x)).split([self.content_dim, latent.rope_dim], dim=-1)
+        if self.q is None:
+            assert self.q_down is not None
+            assert self.q_down_norm is not None
+            assert self.q_up is not None
+            both = self.q_up(self.q_down_norm(self.q_down(x)))
+        else:
+            both = self.q(x)
+        queries, rotated = self._heads(both).split([self.content_dim, latent.rope_dim], dim=-1)
         shared = self._rotated(self.shared_key(shared).unsqueeze(2)).expand(-1, -1, self.heads, -1)
         q = torch.cat([queries, self._rotated(rotated)], dim=-1)
         k = torch.cat([keys, shared], dim=-1)
         y = self.core(*(part.transpose(1, 2) for part in (q, k, values)))
         return self.drop(self.proj(merge_heads(y)))
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, heads head_dim]."""
-        if self.q is not None:
-            return self.q(x)
-        assert self.q_down is not None
-        assert self.q_down_norm is not None
-        assert self.q_up is not None
-        return self.q_up(self.q_down_norm(self.q_down(x)))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[b, s, heads d] to [b, s, heads, d]."""
@@ -85,10 +83,10 @@ class LatentAttention(nn.Module):
 
 
 def latent_of(shape: ModelShape) -> LatentShape:
-    """The narrow vectors of a shape that has them.
+    """Return the sizes of latent attention of a shape.
 
     Raises:
-        StrettoError: it has none.
+        StrettoError: the shape has none.
     """
     if shape.latent is None:
         raise StrettoError("the model has no latent attention", hint="set model.attention.latent")

@@ -30,13 +30,13 @@ class Adapters(nn.Module):
 
     Attributes:
         projections: all projections of the linear, in the order of its output features.
-        rows: the output features of each that are held here, fewer under tensor parallelism.
+        rows: local output features of each, fewer under tensor parallelism.
     """
 
     def __init__(self, lora: LoraShape, name: str, linear: nn.Linear, kv_rows: int) -> None:
         """
         Args:
-            name: of the linear in its block.
+            name: name of the linear in its block.
             kv_rows: features of all keys.
         """
         super().__init__()
@@ -48,7 +48,7 @@ class Adapters(nn.Module):
                 self.add_module(projection, Adapter(lora, linear.in_features, rows))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The linear's input x [..., in] and output y [..., out] to its output with adapters."""
+        """Return the output with adapters, from the linear's input x [..., in] and output y [..., out]."""
         parts = [
             part if (adapter := self._modules.get(name)) is None else part + adapter(x)
             for name, part in zip(self.projections, y.split(list(self.rows), -1), strict=True)
@@ -70,7 +70,7 @@ def add_adapters(block: nn.Module, shape: ModelShape, lora: LoraShape) -> None:
     """Give the linears of a block their adapters, in place. Names of parameters stay.
 
     Args:
-        shape: of this block.
+        shape: shape of this block.
     """
     for name, linear in list(block.named_modules()):
         if type(linear) is nn.Linear and lora.adapted(name):

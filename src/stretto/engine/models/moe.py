@@ -59,8 +59,8 @@ class Router(nn.Module):
             return F.linear(x.to(exact), self.gate.weight.to(exact), bias)
 
     def choose(self, logits: Tensor) -> Routing:
-        """The `top_k` experts that `preference` ranks first, and the weights of their outputs, which know
-        nothing of the correction. Scores are normalised in log space, so that they sum to 1 even where some
+        """Return the `top_k` experts that `preference` ranks first, and the weights of their outputs, which
+        do not contain the correction. Scores are normalised in log space, so that they sum to 1 even if some
         underflow.
         """
         logarithms = logits if self.moe.score == "softmax" else F.logsigmoid(logits)
@@ -74,13 +74,13 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def preference(self, logits: Tensor) -> Tensor:
-        """What ranks the experts of each token, [..., experts]: their scores plus `correction`, -inf outside
-        the token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; DeepSeek-V3, arXiv 2412.19437,
-        section 2.1.2).
+        """Return the values that rank the experts of each token, [..., experts]: scores plus `correction`,
+        -inf outside the token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; DeepSeek-V3, arXiv
+        2412.19437, section 2.1.2).
 
-        DeepSeek's published inference code has -inf there too. Its first code for `transformers`, and the one
-        for V2 still, has 0 instead: that is the same for positive scores, but with a correction below minus
-        the score an expert of another group would come before one of the best groups.
+        DeepSeek's published inference code uses -inf as well. Its first code for `transformers`, and still
+        the one for V2, uses 0: that is the same for positive scores, but with a correction below minus the
+        score an expert of another group would precede one of the best groups.
         """
         moe = self.moe
         # logits rank experts and groups' best experts as their scores do, and keep apart what scores round
@@ -99,8 +99,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def keep(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Which choices fit the experts' capacity, bool [b, s, k], for experts and weights [b, s, k] of whole
-        samples. Ties are broken by position, then by the order of a token's choices.
+        """Return bool [b, s, k], True for choices within the experts' capacity, for experts and weights
+        [b, s, k] of complete samples. Ties are broken by position, then by the order of a token's choices.
         """
         limit = self.moe.capacity_of(experts.shape[1])
         if limit is None:
@@ -117,17 +117,17 @@ class Router(nn.Module):
         return torch.zeros_like(flat).scatter(1, order, places).lt(limit).view_as(experts)
 
     def counts(self, experts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """How often each expert is chosen in each sample, before any choice is dropped; [b, experts], int64.
+        """Count the choices of each expert in each sample, before any is dropped; [b, experts], int64.
 
         Args:
             experts: [b, s, k].
-            valid: bool [s]; False where a position is padding.
+            valid: bool [s]; False for padding.
         """
-        ones = torch.ones_like(experts)
+        increments = torch.ones_like(experts)
         if valid is not None:
-            ones = ones * valid[:, None]
+            increments = increments * valid[:, None]
         none = experts.new_zeros(len(experts), self.moe.experts)
-        return none.scatter_add(1, experts.flatten(1), ones.flatten(1))
+        return none.scatter_add(1, experts.flatten(1), increments.flatten(1))
 
     def mass(self, scores: Tensor, valid: Tensor | None = None) -> Tensor:
         """Scores [b, s, experts] summed over the positions that are `valid` (bool [s]): [b, experts]."""
@@ -137,7 +137,7 @@ class Router(nn.Module):
         """The balance loss, summed over samples and their tokens; see `ExpertShape.balance`.
 
         Args:
-            counts, mass: of whole samples, [b, experts].
+            counts, mass: counts and mass of complete samples, [b, experts].
             tokens: number of tokens in each sample, [b], or one number for all.
         """
         share = counts.to(mass.dtype) / self.moe.top_k  # times 1 / tokens
@@ -160,7 +160,7 @@ class Experts(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         moe, width = moe_of(shape), shape.expert_ffn
-        self.experts = moe.experts  # number held here
+        self.experts = moe.experts  # number of local experts
         self.kind: Mlp = shape.mlp
         self.into = "gate_up" if shape.gated else "up"
         rows = 2 * width if shape.gated else width
@@ -226,8 +226,8 @@ class MoE(nn.Module):
         logits = self.router.logits(x)
         choice = self.router.choose(logits)
         self.auxiliary = self._losses(logits, choice) if self.training else logits.new_zeros(())
-        kept = self.router.keep(choice.experts, choice.weights) if self.router.limited else None
-        y = self._mix(x.flatten(0, 1), choice, kept).view_as(x)
+        kept_choices = self.router.keep(choice.experts, choice.weights) if self.router.limited else None
+        y = self._mix(x.flatten(0, 1), choice, kept_choices).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
@@ -239,14 +239,14 @@ class MoE(nn.Module):
         self.load = counts.sum(0)
         return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
 
-    def _mix(self, x: Tensor, choice: Routing, kept: Tensor | None) -> Tensor:
+    def _mix(self, x: Tensor, choice: Routing, kept_choices: Tensor | None) -> Tensor:
         """Tokens [n, hidden] through their experts. A token's copies are summed in the order of its choices,
         as under every layout.
         """
         count, k = self.experts.experts, choice.experts.shape[-1]
         experts = choice.experts.flatten()
-        if kept is not None:
-            experts = experts.masked_fill(~kept.flatten(), count)  # sorted behind all
+        if kept_choices is not None:
+            experts = experts.masked_fill(~kept_choices.flatten(), count)  # sorted behind all
         counts = experts.bincount(minlength=count + 1)[:count]
         order = experts.argsort(stable=True)[: int(counts.sum())]
         y = self.experts(x[order // k], counts)

@@ -36,17 +36,17 @@ class PeftLinear:
     """One linear of theirs, and which projections of ours it is.
 
     Attributes:
-        theirs: its name, "model.layers.0.self_attn.q_proj".
+        hf_name: its name, "model.layers.0.self_attn.q_proj".
         block, module: the block's number, and the linear's name in it, "attn.qkv".
         projections: their names, and the output features of each.
     """
 
-    theirs: str
+    hf_name: str
     block: int
     module: str
     projections: tuple[tuple[str, int], ...]
 
-    def ours(self, projection: str, factor: str) -> str:
+    def factor_name(self, projection: str, factor: str) -> str:
         """The name of A or B of a projection."""
         return f"blocks.{self.block}.{self.module}.lora.{projection}.{factor}.weight"
 
@@ -56,23 +56,23 @@ def linears(shape: ModelShape) -> Iterator[PeftLinear]:
     base = replace(shape, lora=None)
     body = _body(base)
     for rule in rules(base):
-        first, _, rest = rule.ours.removesuffix(".weight").partition(".")
-        number, _, module = rest.partition(".")
-        if first != "blocks" or module not in PROJECTIONS or not rule.ours.endswith(".weight"):
+        first, _, inner = rule.plain_name.removesuffix(".weight").partition(".")
+        number, _, module = inner.partition(".")
+        if first != "blocks" or module not in PROJECTIONS or not rule.plain_name.endswith(".weight"):
             continue
         kind = shape.block(int(number))
         rows = projection_rows(module, block_shapes(kind)[f"{module}.weight"][0], kind.kv_width)
         named = tuple(zip(PROJECTIONS[module], rows, strict=True))
-        theirs = [body + name.removesuffix(".weight") for name in rule.theirs if name.endswith(".weight")]
-        parts = [named] if len(theirs) == 1 else [(one,) for one in named]
-        for name, projections in zip(theirs, parts, strict=True):
+        hf_names = [body + name.removesuffix(".weight") for name in rule.hf_names if name.endswith(".weight")]
+        parts = [named] if len(hf_names) == 1 else [(projection,) for projection in named]
+        for name, projections in zip(hf_names, parts, strict=True):
             yield PeftLinear(name, int(number), module, projections)
 
 
 def _body(base: ModelShape) -> str:
     """What the names of their rules lack of those in a model."""
     empty = {name: torch.empty(sizes, device="meta") for name, sizes in parameter_shapes(base).items()}
-    first = next(rules(base)).theirs[0]
+    first = next(rules(base)).hf_names[0]
     return min((n.removesuffix(first) for n in to_huggingface(empty, base) if n.endswith(first)), key=len)
 
 
@@ -87,14 +87,14 @@ def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str,
     every, tensors = list(linears(shape)), dict[str, Tensor]()
     adapted, several = list[str](), dict[str, int]()
     for linear in every:
-        names = [name for name, _ in linear.projections if linear.ours(name, "A") in weights]
+        names = [name for name, _ in linear.projections if linear.factor_name(name, "A") in weights]
         if not names:
             continue
-        adapted.append(linear.theirs)
-        tensors[_name(linear, "A")] = torch.cat([weights[linear.ours(name, "A")] for name in names])
+        adapted.append(linear.hf_name)
+        tensors[_name(linear, "A")] = torch.cat([weights[linear.factor_name(name, "A")] for name in names])
         tensors[_name(linear, "B")] = _diagonal(linear, names, weights, lora.rank)
         if len(names) > 1:
-            several[linear.theirs.rpartition(".")[2]] = len(names)
+            several[linear.hf_name.rpartition(".")[2]] = len(names)
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -106,7 +106,7 @@ def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str,
         "bias": "none",
         "fan_in_fan_out": any(len(linear.projections) > 1 for linear in every),
         "inference_mode": True,
-        "target_modules": _targets([linear.theirs for linear in every], adapted),
+        "target_modules": _targets([linear.hf_name for linear in every], adapted),
         "rank_pattern": {name: n * lora.rank for name, n in several.items()},
         "alpha_pattern": {name: _wider(lora, n) for name, n in several.items()},
     }
@@ -134,13 +134,13 @@ def from_peft(
         if a is None and b is None:
             continue
         if a is None or b is None:
-            raise StrettoError(f"the adapter of {linear.theirs} lacks one of its factors")
-        weights |= _ours(linear, a, b, rank)
+            raise StrettoError(f"the adapter of {linear.hf_name} lacks one of its factors")
+        weights |= _split_factors(linear, a, b, rank)
     if left:
-        near = nearest(next(iter(left)), [_name(linear, "A") for linear in linears(shape)])
+        suggestion = nearest(next(iter(left)), [_name(linear, "A") for linear in linears(shape)])
         raise StrettoError(
             f"adapter weight {next(iter(left))!r} has no place in the model, one of {len(left)}",
-            hint=f"is it {near!r}?" if near else "are these the adapters of another model?",
+            hint=f"is it {suggestion!r}?" if suggestion else "are these the adapters of another model?",
         )
     targets = dict.fromkeys(name.split(".", 2)[2].rpartition(".")[0].rpartition(".")[0] for name in weights)
     lora = LoraShape(
@@ -189,44 +189,44 @@ def merged(
 
 
 def _name(linear: PeftLinear, factor: str) -> str:
-    return f"{_PREFIX}{linear.theirs}.lora_{factor}.weight"
+    return f"{_PREFIX}{linear.hf_name}.lora_{factor}.weight"
 
 
 def _diagonal(linear: PeftLinear, names: Sequence[str], weights: Mapping[str, Tensor], rank: int) -> Tensor:
     """B of all projections: a block of rows and columns for each, the rest zero."""
     if len(linear.projections) == 1:
-        return weights[linear.ours(names[0], "B")]
-    first = weights[linear.ours(names[0], "B")]
-    whole = first.new_zeros(sum(rows for _, rows in linear.projections), len(names) * rank)
+        return weights[linear.factor_name(names[0], "B")]
+    first = weights[linear.factor_name(names[0], "B")]
+    diagonal = first.new_zeros(sum(rows for _, rows in linear.projections), len(names) * rank)
     at = 0
     for name, rows in linear.projections:
         if name in names:
             column = names.index(name) * rank
-            whole[at : at + rows, column : column + rank] = weights[linear.ours(name, "B")]
+            diagonal[at : at + rows, column : column + rank] = weights[linear.factor_name(name, "B")]
         at += rows
-    return whole
+    return diagonal
 
 
-def _ours(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
+def _split_factors(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
     """Our factors of theirs: A [n rank, in], B [out, n rank]."""
-    n, rest = divmod(len(a), rank)
-    if rest or n not in (1, len(linear.projections)) or b.shape[1] != len(a):
+    n, remainder = divmod(len(a), rank)
+    if remainder or n not in (1, len(linear.projections)) or b.shape[1] != len(a):
         raise StrettoError(
-            f"the adapter of {linear.theirs} has rank {len(a)}, the others {rank}",
+            f"the adapter of {linear.hf_name} has rank {len(a)}, the others {rank}",
             hint="adapters of one rank (no rank_pattern) can be imported",
         )
     weights, at = dict[str, Tensor](), 0
     for number, (name, rows) in enumerate(linear.projections):
-        here, column = b[at : at + rows], number * rank if n > 1 else 0
+        rows_of, column = b[at : at + rows], number * rank if n > 1 else 0
         at += rows
-        inside = here[:, column : column + rank]
-        if here.count_nonzero() != inside.count_nonzero():
+        inside = rows_of[:, column : column + rank]
+        if rows_of.count_nonzero() != inside.count_nonzero():
             raise StrettoError(
-                f"the adapter of {linear.theirs} mixes queries, keys and values",
+                f"the adapter of {linear.hf_name} mixes queries, keys and values",
                 hint="an adapter of the common rank can be imported",
             )
-        weights[linear.ours(name, "A")] = a[column : column + rank].contiguous()
-        weights[linear.ours(name, "B")] = inside.contiguous()
+        weights[linear.factor_name(name, "A")] = a[column : column + rank].contiguous()
+        weights[linear.factor_name(name, "B")] = inside.contiguous()
     return weights
 
 
@@ -235,10 +235,10 @@ def _check(config: Mapping[str, Any]) -> None:
         raise StrettoError(
             f"peft_type is {config.get('peft_type')!r}", hint="adapters of LoRA can be imported"
         )
-    for name, usual in _REFUSED.items():
-        if (value := config.get(name, usual)) not in (usual, None, [], {}):
+    for name, allowed in _REFUSED.items():
+        if (value := config.get(name, allowed)) not in (allowed, None, [], {}):
             raise StrettoError(
-                f"adapters with {name}={value!r} have no counterpart here", hint=f"{name}={usual}"
+                f"adapters with {name}={value!r} have no counterpart here", hint=f"{name}={allowed}"
             )
     for name in ("r", "lora_alpha"):
         value = config.get(name)

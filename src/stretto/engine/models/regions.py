@@ -1,4 +1,4 @@
-"""What a block computes between its matrix products, as functions of tensors and constants: what
+"""A block's computation between its matrix products, as functions of tensors and constants, which
 `stretto.engine.models.compiled` compiles. Modules compute the same one operation after another.
 """
 
@@ -19,14 +19,14 @@ Weights = tuple[Tensor | None, Tensor | None]  # of a norm: gain and bias
 
 
 class NormKind(NamedTuple):
-    """What is constant in a norm over the last dimension."""
+    """The constants of a norm over the last dimension."""
 
     name: str
     eps: float | None
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormKind:
-        """The kind of a module."""
+        """Return the kind of a module."""
         if isinstance(norm, nn.LayerNorm):
             return cls("layer", norm.eps)
         if isinstance(norm, RMSNorm1p):
@@ -67,7 +67,7 @@ def add_normed(x: Tensor, y: Tensor, after: Weights, kind: NormKind) -> Tensor:
 
 
 class HeadSizes(NamedTuple):
-    """How features [q; k; v] are cut into heads, and whether rotary pairs are neighbours."""
+    """Sizes of the heads in features [q; k; v]; `interleaved` if rotary pairs are neighbours."""
 
     heads: int
     kv_heads: int
@@ -88,7 +88,7 @@ def rotate_heads(
     kv_heads) d]: normalised, then rotated, each in memory of its own.
 
     Args:
-        tables: cos and sin, [s, d / 2] or [b, 1, s, d / 2]; None: nothing is rotated.
+        tables: cos and sin, [s, d / 2] or [b, 1, s, d / 2]; None without rotary positions.
     """
     widths = [sizes.heads * sizes.head_dim, *[sizes.kv_heads * sizes.head_dim] * 2]
     q, k, v = (part.unflatten(-1, (-1, sizes.head_dim)) for part in qkv.split(widths, dim=-1))

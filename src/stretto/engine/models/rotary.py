@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021, RoFormer, section 3.2), and how they are scaled to contexts longer than
-those of the first training.
+"""Rotary positions (Su et al. 2021, RoFormer, section 3.2), and their scaling to contexts longer than those
+of the original training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto.spec.shape import ModelShape
 
 @dataclass(frozen=True)
 class Angles:
-    """What the angles of rotary positions depend on.
+    """Parameters of the angles of rotary positions.
 
     length: tokens of a sample, on which the frequencies of `dynamic` scaling depend.
     """
@@ -46,23 +46,23 @@ class Angles:
         if scaling.type == "llama3":
             turns = original * plain / tau  # within the original positions
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+            unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         else:
-            kept = 1.0 - _yarn_ramp(dim, theta, scaling, even)
-        return plain * kept + plain / scaling.factor * (1.0 - kept)
+            unscaled = 1.0 - _yarn_ramp(dim, theta, scaling, even)
+        return plain * unscaled + plain / scaling.factor * (1.0 - unscaled)
 
 
 class Rotary(nn.Module):
     """Rotates pairs of features by angles that grow with the position: (i, i + d/2), the half-split order of
-    published weights, or neighbours (2i, 2i + 1) where `interleaved`.
+    published weights, or neighbours (2i, 2i + 1) if `interleaved`.
 
-    Holds no tensors: its tables are made at first use, so it needs no care when a model leaves the meta
+    Holds no tensors: its tables are computed at first use, so nothing is to do when a model leaves the meta
     device.
 
     Attributes:
-        positions: of the s rows, int64; None: 0 to s - 1.
-        length: tokens of the whole samples, of which `positions` are a part; `dynamic` scaling depends on it.
-        packing: where samples hold several documents, positions begin anew in each.
+        positions: positions of the s rows, int64; None for 0 to s - 1.
+        length: tokens of the complete samples, of which `positions` are a part; for `dynamic` scaling.
+        packing: documents of the samples; positions restart at 0 in each.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Rotary(nn.Module):
 
     @classmethod
     def of(cls, shape: ModelShape) -> Rotary:
-        """That of a block."""
+        """Return the rotary positions of a block."""
         return cls(shape.rope_dim, shape.rope_theta, shape.rope, shape.attention.interleaved)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Rotary(nn.Module):
         return rotate(x, *self.tables(x), self.interleaved)
 
     def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for the positions of x [..., s, n], each [s, dim / 2], or [b, 1, s, dim / 2] where
+        """Return cos and sin for the positions of x [..., s, n], each [s, dim / 2], or [b, 1, s, dim / 2] if
         samples hold several documents.
         """
         at, documents = self.positions, self.packing.documents
@@ -100,29 +100,29 @@ class Rotary(nn.Module):
     def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The tables for x; cached between calls unless x is a traced or fake tensor."""
         length = x.shape[-2]
-        whole = self._whole(length)
+        full_length = self._frequency_length(length)
         if torch.compiler.is_compiling() or type(x) is not Tensor:
-            return rotary_tables(length, self._angles(whole), x.device, x.dtype)
+            return rotary_tables(length, self._angles(full_length), x.device, x.dtype)
         rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
-        cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
+        cos, sin = _cached_tables(rows, self._angles(full_length), x.device, x.dtype)
         if is_capturing():
             self._captured = cos, sin  # the graph reads them however long the cache keeps them
         return cos[:length], sin[:length]
 
     def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The tables' rows at these positions."""
-        known = self._rows
-        if known is None or known[0] is not positions or known[1][0].dtype != x.dtype:
+        cached = self._rows
+        if cached is None or cached[0] is not positions or cached[1][0].dtype != x.dtype:
             length = int(positions.max()) + 1
-            whole = self._whole(self.length or length)
+            full_length = self._frequency_length(self.length or length)
             rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
-            cos, sin = _cached_tables(rows, self._angles(whole), x.device, x.dtype)
-            self._rows = known = positions, (cos[positions], sin[positions])
-        return known[1]
+            cos, sin = _cached_tables(rows, self._angles(full_length), x.device, x.dtype)
+            self._rows = cached = positions, (cos[positions], sin[positions])
+        return cached[1]
 
     def _tables_of(self, x: Tensor, documents: DocumentStarts) -> tuple[Tensor, Tensor]:
         """The tables' rows at the positions within documents, [b, 1, s, dim / 2]."""
-        at, angles = self.positions, self._angles(self._whole(documents.length))
+        at, angles = self.positions, self._angles(self._frequency_length(documents.length))
 
         def make() -> tuple[Tensor, Tensor]:
             cos, sin = _cached_tables(1 << (documents.length - 1).bit_length(), angles, x.device, x.dtype)
@@ -134,8 +134,8 @@ class Rotary(nn.Module):
     def _angles(self, length: int) -> Angles:
         return Angles(self.dim, self.theta, self.scaling, length)
 
-    def _whole(self, length: int) -> int:
-        """The length that the frequencies depend on; 0: they depend on none."""
+    def _frequency_length(self, length: int) -> int:
+        """Length that the frequencies depend on; 0 if they do not."""
         return length if self.scaling is not None and self.scaling.type == "dynamic" else 0
 
     def extra_repr(self) -> str:
@@ -144,9 +144,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [..., dim] with its pairs of features turned by angles of which cos and sin [..., dim / 2] are
-    given.
-    """
+    """Rotate the pairs of features of x [..., dim] by angles with cos and sin [..., dim / 2]."""
     if not interleaved:
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -157,8 +155,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotary_tables(
     rows: int, angles: Angles, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency for positions 0 to rows - 1, each [rows, dim / 2], rounded to
-    `dtype` only at the end.
+    """Return cos and sin of position * frequency for positions 0 to rows - 1, each [rows, dim / 2], rounded
+    to `dtype` only at the end.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.inference_mode(False), torch.no_grad():
@@ -172,10 +170,10 @@ _cached_tables = lru_cache(maxsize=8)(rotary_tables)  # all layers of a model sh
 
 
 def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling, even: Tensor) -> Tensor:
-    """From 0, a frequency that is kept, to 1, one that is divided by the factor; [dim / 2]."""
+    """Ramp from 0 for unscaled frequencies to 1 for those divided by the factor; [dim / 2]."""
 
     def feature(turns: float) -> float:
-        """The pair that makes so many turns within the original positions."""
+        """Index of the pair with this number of turns within the original positions."""
         return dim * log((scaling.original_positions or 1) / (turns * tau)) / (2 * log(theta))
 
     low, high = feature(scaling.beta_fast), feature(scaling.beta_slow)

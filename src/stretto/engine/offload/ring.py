@@ -44,7 +44,7 @@ class PrefetchRing:
 
     Args:
         folder: folder for the block files.
-        what: description of the blocks for error messages, such as "optimiser states of unit".
+        description: description of the blocks for error messages, such as "optimiser states of unit".
         slots: maximum number of blocks in memory, including those in transfer.
         pin: allocate pinned memory, for asynchronous copies to a GPU.
         threads: number of transfer threads.
@@ -54,10 +54,12 @@ class PrefetchRing:
         moved_s, moved: seconds during which transfers were running, and bytes transferred.
     """
 
-    def __init__(self, folder: Path, what: str, slots: int = 3, pin: bool = False, threads: int = 2) -> None:
+    def __init__(
+        self, folder: Path, description: str, slots: int = 3, pin: bool = False, threads: int = 2
+    ) -> None:
         assert slots > 0
         self._folder = folder
-        self._what = what
+        self._description = description
         self._pin = pin
         self._slots = [_Slot() for _ in range(slots)]
         self._files = dict[int, ScratchFile]()
@@ -90,7 +92,7 @@ class PrefetchRing:
         """
         assert key not in self._files, key
         path = self._folder / f"block-{key:05d}"
-        self._files[key] = ScratchFile(path, size, f"{self._what} {key}")
+        self._files[key] = ScratchFile(path, size, f"{self._description} {key}")
         return self.blank(key)[:size]
 
     def start_fetch(self, key: int) -> None:
@@ -159,8 +161,8 @@ class PrefetchRing:
 
     def _of(self, key: int) -> _Slot:
         slot = self._find(key)
-        assert slot is not None, f"{self._what} {key} is not here"
-        assert slot.state == "held", f"{self._what} {key} is not held"
+        assert slot is not None, f"{self._description} {key} is not here"
+        assert slot.state == "held", f"{self._description} {key} is not held"
         return slot
 
     def _free(self) -> _Slot | None:
@@ -188,7 +190,7 @@ class PrefetchRing:
     def _hold(self, slot: _Slot) -> Tensor:
         assert slot.memory is not None
         assert slot.key is not None
-        assert slot.state != "held", f"{self._what} {slot.key} is held already"
+        assert slot.state != "held", f"{self._description} {slot.key} is held already"
         self._uses += 1
         slot.state, slot.used = "held", self._uses
         return slot.memory[: self._files[slot.key].size]

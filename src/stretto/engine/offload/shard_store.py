@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.engine.device import CopyStreams, current_stream, on_accelerator, on_stream, recorded_event
 from stretto.engine.offload.ring import PrefetchRing
 from stretto.engine.offload.scratch import Scratch
-from stretto.engine.offload.tensor_files import away
+from stretto.engine.offload.tensor_files import detached
 
 
 @dataclass(kw_only=True)
@@ -21,14 +21,14 @@ class _Shard:
     """A tensor in the store.
 
     host: current copy in host memory, if any.
-    here: current copy on the device, if any.
+    on_device: current copy on the device, if any.
     event: completion of the last copy between host and device.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     host: Tensor | None = None
-    here: Tensor | None = None
+    on_device: Tensor | None = None
     event: torch.Event | None = None
 
 
@@ -39,9 +39,9 @@ class _Part:
         self._store = weakref.ref(store)
         self._key, self._span = key, span
 
-    def look(self, change: bool) -> Tensor | None:
+    def access(self, change: bool) -> Tensor | None:
         store = self._store()
-        return None if store is None else store.look(self._key, change)[slice(*self._span)]
+        return None if store is None else store.access(self._key, change)[slice(*self._span)]
 
 
 class ShardStore:
@@ -93,7 +93,7 @@ class ShardStore:
         shard = self._shards[key]
         if self.ring is not None and shard.host is None:
             self.ring.start_fetch(key)
-        elif shard.here is None:
+        elif shard.on_device is None:
             self._start_copy(shard)
 
     def fetch(self, key: int) -> Tensor:
@@ -104,44 +104,46 @@ class ShardStore:
         """
         self._let_look_go()
         shard = self._shards[key]
-        if shard.here is None:
+        if shard.on_device is None:
             if shard.host is None:
                 shard.host = self._view(self._files.fetch(key), shard)
             self._start_copy(shard)
-        assert shard.here is not None
+        assert shard.on_device is not None
         if shard.event is not None:
             current_stream(self._device).wait_event(shard.event)
-            shard.here.record_stream(current_stream(self._device))
-        return shard.here
+            shard.on_device.record_stream(current_stream(self._device))
+        return shard.on_device
 
     def blank(self, key: int) -> Tensor:
         """As `fetch`, but uninitialised: the caller overwrites the whole tensor."""
         self._let_look_go()
         shard = self._shards[key]
-        if shard.here is None:
+        if shard.on_device is None:
             if shard.host is None:
                 shard.host = self._view(self._files.blank(key), shard)
-            shard.here = torch.empty_like(shard.host, device=self._device) if self._copies else shard.host
+            shard.on_device = (
+                torch.empty_like(shard.host, device=self._device) if self._copies else shard.host
+            )
             shard.event = None
-        return shard.here
+        return shard.on_device
 
     def put(self, key: int) -> None:
         """End the use of a modified tensor and write it back."""
         shard = self._shards[key]
         if self._copies:
-            assert shard.here is not None
+            assert shard.on_device is not None
             assert shard.host is not None
             side = self._streams.to_host(self._device)
             side.wait_stream(current_stream(self._device))
             with on_stream(side):
-                shard.host.copy_(shard.here, non_blocking=True)
-                shard.here.record_stream(side)
+                shard.host.copy_(shard.on_device, non_blocking=True)
+                shard.on_device.record_stream(side)
             shard.event = recorded_event(side)
-        self._let_go(key, shard, changed=True)
+        self._free_copies(key, shard, changed=True)
 
     def release(self, key: int) -> None:
         """End the use of an unmodified tensor."""
-        self._let_go(key, self._shards[key], changed=False)
+        self._free_copies(key, self._shards[key], changed=False)
 
     def parts(self, key: int, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Elements [start, stop) of a flat tensor as checkpoints read and write them while it is not in use:
@@ -150,12 +152,12 @@ class ShardStore:
         shard = self._shards[key]
         if shard.host is not None:
             return [shard.host[start:stop] for start, stop in spans]
-        made = [_Part(self, key, span) for span in spans]
-        self._parts += made  # alive as long as the store
+        parts = [_Part(self, key, span) for span in spans]
+        self._parts += parts  # alive as long as the store
         sizes = [torch.empty(stop - start, dtype=shard.dtype, device="meta") for start, stop in spans]
-        return [away(size, part) for size, part in zip(sizes, made, strict=True)]
+        return [detached(size, part) for size, part in zip(sizes, parts, strict=True)]
 
-    def look(self, key: int, change: bool) -> Tensor:
+    def access(self, key: int, change: bool) -> Tensor:
         """The values of a tensor in a file, until the next call for another tensor or any use of the store.
         `change`: the caller modifies them.
         """
@@ -166,7 +168,7 @@ class ShardStore:
         return self._looked[1]
 
     def _let_look_go(self) -> None:
-        """End the access that `look` started, writing the tensor back if it was modified."""
+        """End the access that `access` started, writing the tensor back if it was modified."""
         if self._looked is not None:
             key, self._looked = self._looked[0], None
             (self._files.put if self._changed else self._files.release)(key)
@@ -192,18 +194,18 @@ class ShardStore:
     def _start_copy(self, shard: _Shard) -> None:
         assert shard.host is not None
         if not self._copies:
-            shard.here = shard.host
+            shard.on_device = shard.host
             return
         side = self._streams.to_device(self._device)
         if shard.event is not None:  # an earlier `put` of this tensor
             side.wait_event(shard.event)
         with on_stream(side):
-            shard.here = shard.host.to(self._device, non_blocking=True)
+            shard.on_device = shard.host.to(self._device, non_blocking=True)
         shard.event = recorded_event(side)
 
-    def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:
+    def _free_copies(self, key: int, shard: _Shard, changed: bool) -> None:
         """Free the device copy, and the host copy of a tensor that is stored in a file."""
-        shard.here = None
+        shard.on_device = None
         if self.ring is None or not shard.shape.numel():
             return
         if shard.event is not None:  # the host memory may be reused for another tensor

@@ -53,7 +53,7 @@ class DetachableTensors:
         """Copy the values into uint8 memory [size] and make the tensors views of it."""
         for view, tensor in zip(self.views(memory), self.tensors, strict=True):
             view.copy_(tensor.detach())
-        self.here(memory)
+        self.attach(memory)
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Views of this memory, one per tensor."""
@@ -63,12 +63,12 @@ class DetachableTensors:
             views.append(part.view(tensor.dtype).view(tensor.shape))
         return views
 
-    def here(self, memory: Tensor) -> None:
+    def attach(self, memory: Tensor) -> None:
         """Make the tensors views of this memory, which contains their values."""
         for tensor, view in zip(self.tensors, self.views(memory), strict=True):
             tensor.data = view
 
-    def away(self) -> None:
+    def detach(self) -> None:
         """Detach the tensors from their memory."""
         for tensor, nothing in zip(self.tensors, self._nothing, strict=True):
             tensor.data = nothing.expand(tensor.shape)
@@ -100,9 +100,9 @@ def _no_value(dtype: torch.dtype) -> Tensor:
 
 
 class DetachedValues(Protocol):
-    """Where the values of a tensor are while it is away."""
+    """The values of a tensor that is away."""
 
-    def look(self, change: bool) -> Tensor | None:
+    def access(self, change: bool) -> Tensor | None:
         """The values in memory, until the next call for another group; None if their files are gone."""
         ...
 
@@ -110,7 +110,7 @@ class DetachedValues(Protocol):
 _AWAY = weakref.WeakValueDictionary[int, DetachedValues]()
 
 
-def away(tensor: Tensor, place: DetachedValues) -> Tensor:
+def detached(tensor: Tensor, place: DetachedValues) -> Tensor:
     """A tensor of the same shape without memory, whose values `at_hand` finds at `place`. The caller keeps
     the place alive.
     """
@@ -127,9 +127,9 @@ class _Place:
         self.key = key
         self.index = index
 
-    def look(self, change: bool) -> Tensor | None:
+    def access(self, change: bool) -> Tensor | None:
         files = self.files()
-        return None if files is None else files.look(self.key, self.index, change)
+        return None if files is None else files.access(self.key, self.index, change)
 
 
 class TensorFiles:
@@ -138,7 +138,7 @@ class TensorFiles:
     Args:
         path: folder on a fast disk, in which this rank creates a subfolder.
         rank: rank in the name of the subfolder.
-        what: description of a group, for error messages.
+        description: description of a group, for error messages.
         slots: maximum number of groups in memory.
         pin: allocate pinned host memory, for asynchronous copies to a GPU.
     """
@@ -147,15 +147,15 @@ class TensorFiles:
         self,
         path: str | Path,
         rank: int = 0,
-        what: str = "tensors of group",
+        description: str = "tensors of group",
         slots: int = 3,
         pin: bool = False,
     ) -> None:
         self._scratch = Scratch(path, rank)
-        self.ring = PrefetchRing(self._scratch.folder, what, slots, pin)
-        self._parcels = dict[int, DetachableTensors]()
+        self.ring = PrefetchRing(self._scratch.folder, description, slots, pin)
+        self._groups = dict[int, DetachableTensors]()
         self._places = list[_Place]()
-        self._looked: tuple[int, list[Tensor]] | None = None
+        self._accessed: tuple[int, list[Tensor]] | None = None
         self._changed = False
 
     def add(self, key: int, tensors: Sequence[Tensor]) -> None:
@@ -168,19 +168,19 @@ class TensorFiles:
         Raises:
             StrettoError: not enough disk space.
         """
-        parcel = self._parcels[key] = DetachableTensors(tensors)
-        for index, at in enumerate(parcel.marks()):
+        group = self._groups[key] = DetachableTensors(tensors)
+        for index, at in enumerate(group.marks()):
             self._places.append(_Place(self, key, index))
             _AWAY[at] = self._places[-1]
-        if parcel.size:
-            parcel.pack(self.ring.add(key, parcel.size))
+        if group.size:
+            group.pack(self.ring.add(key, group.size))
             self.put(key)
             give_back()
 
     def start_fetch(self, key: int) -> None:
         """Start reading a group, if a slot is available."""
-        self.let_go()
-        if self._parcels[key].size:
+        self.end_access()
+        if self._groups[key].size:
             self.ring.start_fetch(key)
 
     def fetch(self, key: int) -> None:
@@ -189,36 +189,36 @@ class TensorFiles:
         Raises:
             OffloadError: reading the group failed, or a preceding write did.
         """
-        self.let_go()
-        if self._parcels[key].size:
-            self._parcels[key].here(self.ring.fetch(key))
+        self.end_access()
+        if self._groups[key].size:
+            self._groups[key].attach(self.ring.fetch(key))
 
     def put(self, key: int) -> None:
         """Detach the tensors of a group and write them back."""
-        if self._parcels[key].size:
-            self._parcels[key].away()
+        if self._groups[key].size:
+            self._groups[key].detach()
             self.ring.put(key)
 
     def release(self, key: int) -> None:
         """Detach the unmodified tensors of a group, without writing."""
-        if self._parcels[key].size:
-            self._parcels[key].away()
+        if self._groups[key].size:
+            self._groups[key].detach()
             self.ring.release(key)
 
-    def look(self, key: int, index: int, change: bool) -> Tensor:
+    def access(self, key: int, index: int, change: bool) -> Tensor:
         """The values of one tensor, read into memory while the tensor itself stays detached. They are valid
         until the next call for another group. `change`: the caller modifies them; the group is written back.
         """
-        if self._looked is None or self._looked[0] != key:
-            self.let_go()
-            self._looked = key, self._parcels[key].views(self.ring.fetch(key))
+        if self._accessed is None or self._accessed[0] != key:
+            self.end_access()
+            self._accessed = key, self._groups[key].views(self.ring.fetch(key))
         self._changed |= change
-        return self._looked[1][index]
+        return self._accessed[1][index]
 
-    def let_go(self) -> None:
-        """End the access that `look` started, writing the group back if it was modified."""
-        if self._looked is not None:
-            key, self._looked = self._looked[0], None
+    def end_access(self) -> None:
+        """End the access that `access` started, writing the group back if it was modified."""
+        if self._accessed is not None:
+            key, self._accessed = self._accessed[0], None
             if self._changed:
                 self.ring.put(key)
             else:
@@ -261,7 +261,7 @@ def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
         OffloadError: reading the tensor failed.
     """
     place = _AWAY.get(mark(tensor))
-    part = None if place is None else place.look(change)
+    part = None if place is None else place.access(change)
     if part is None:
         return tensor
     if part.shape != tensor.shape:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import lasting_bytes
 from stretto.program import PLAIN
-from stretto.run.config.data import DataConfig
-from stretto.run.config.device_checks import compiler_problems, graph_problems
+from stretto.run.config.compiler import compiler
+from stretto.run.config.disk_space import scratch
 from stretto.run.config.for_ranks import alternatives, number_twice
+from stretto.run.config.graphs import graphs
+from stretto.run.config.guard import guard_problems
 from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import (
-    guard_problems,
+    beside,
     missing_sources,
     raise_first,
-    run_problems,
-    similar_paths,
-    writable,
+    resume,
+    retention,
+    run_folder,
+    tensorboard,
 )
-from stretto.run.config.schema import ScheduleConfig, TrainConfig
+from stretto.run.config.schema import TrainConfig
 from stretto.run.config.sources import (
     PYTHON_STDLIB,
     SAMPLE,
@@ -35,20 +35,16 @@ from stretto.run.config.sources import (
     tokenizer_at,
     vocabulary_is_known,
 )
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 
 
 def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
-    """Raise the first problem of a job, with all others after it.
+    """Raise for the first thing that is wrong with the job, with all others after it.
 
-    Args:
-        world: number of processes, if a launcher such as torchrun has started them.
-        devices: number of GPUs on all machines, if the job runs on GPUs.
+    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
+    machines where the job runs on GPUs.
 
     Raises:
         StrettoError: names the field, its value, the rule and the nearest fix.
@@ -59,48 +55,18 @@ def check(config: TrainConfig, *, world: int | None = None, devices: int | None 
 def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
-    """Return all problems of a job: broken rules of `stretto.spec.rules`, and what this machine lacks."""
-    broken, job = list[Problem](), None
-    builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
-    if (file := config.schedule.file) is not None:
-        builds["schedule"] = lambda: program_file(file)
-    for field, build in builds.items():
-        try:
-            build()
-        except StrettoError as error:
-            broken.append(error.within(field))
-    shape = None if any(one.field.startswith("model") for one in broken) else config.shape()
-    if shape is not None and shape.unbuilt:
-        rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
-        fix = "model.preset=llama3-8b, or another Llama or GPT"
-        broken.append(Problem("model.preset", config.model.preset, rule, fix))
+    """All that is wrong with the job: the rules of `stretto.spec.rules`, and what this machine lacks."""
+    broken = list(_whole(config))
     if broken:  # there is no job to check, but for its optimiser
         broken += optimiser_problems(config.optim)
     else:
-        job = job_of(config, world=world, devices=devices)
-        broken += problems(job)
-    broken += _program_file(config.schedule)
-    broken += _vocab(config.data, config.model.vocab)
-    if shape is not None:
-        broken += _no_decay(config.optim.no_decay, shape)
-    broken += _split(config.data.split, evaluates=config.eval.every is not None)
-    broken += _mixture(config.data)
-    broken += _objective(config, shape)
-    broken += _source(config.data.sources)
-    broken += _tokenizer(config.data.tokenizer_files)
-    if config.train.compile != "off":
-        broken += compiler_problems(config.train.compile, config.train.device)
-    if config.train.graphs != "off":
-        broken += graph_problems(config.train, config.layout.tp, config.data.packing, config.metrics.trace)
-    broken += _guard(config, job)
-    broken += run_problems(config)
-    if not broken and job is not None:
-        broken += [*_memory_budget(job), *_disk_space(config.dp, job)]
-    return broken or list(_elastic(config))
+        broken += problems(job_of(config, world=world, devices=devices))
+    broken += [problem for part in CHECKS for problem in part(config)]
+    return broken or [*_budget(config), *scratch(config)] or list(_elastic(config))
 
 
 def _elastic(config: TrainConfig) -> Iterator[Problem]:
-    """Check the layouts for other numbers of ranks."""
+    """What is wrong with the layouts for other numbers of ranks."""
     if config.elastic.layouts == "auto" and job_of(config).program().versions:
         rule = "in asynchronous schedules what a step computes depends on the layout"
         yield Problem("elastic.layouts", "auto", rule, "list the layouts, or take a synchronous schedule")
@@ -110,28 +76,56 @@ def _elastic(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(field, None, problem.message, problem.fix)
 
 
-def _memory_budget(job: Job) -> Iterator[Problem]:
-    """Check that some choice of recomputation fits `recompute.memory_gib`."""
-    if job.recompute.mode == "auto":
+def _whole(config: TrainConfig) -> Iterator[Problem]:
+    """Sizes that make no model, an order that makes no layout, a file that holds no program."""
+    builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
+    if (file := config.schedule.file) is not None:
+        builds["schedule"] = lambda: program_file(file)
+    for field, build in builds.items():
         try:
-            memory_of(job)
-        except Problem as problem:
-            yield problem
+            build()
+        except StrettoError as error:
+            yield error.within(field)
+    yield from _built(config)
 
 
-def _guard(config: TrainConfig, job: Job | None) -> Iterator[Problem]:
-    """Check the rules for bad steps against the schedule and the checkpoints."""
+def _built(config: TrainConfig) -> Iterator[Problem]:
+    """A model that can be planned and not yet built."""
+    try:
+        shape = config.shape()
+    except StrettoError:
+        return  # which says so itself
+    if shape.unbuilt:
+        rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
+        yield Problem(
+            "model.preset", config.model.preset, rule, "model.preset=llama3-8b, or another Llama or GPT"
+        )
+
+
+def _budget(config: TrainConfig) -> Iterator[Problem]:
+    """A budget of memory that no choice of recomputation fits; of a job that is legal in all else."""
+    if config.recompute.mode != "auto":
+        return
+    try:
+        memory_of(job_of(config))
+    except Problem as problem:
+        yield problem
+
+
+def _guard(config: TrainConfig) -> Iterator[Problem]:
+    """Rules for bad steps that the schedule or the checkpoints do not allow."""
     guard, asynchronous = config.guard, False
     if guard.keeps_on or guard.rolls_back:
         try:
-            asynchronous = bool((job or job_of(config)).program().versions)
+            asynchronous = bool(job_of(config).program().versions)
         except StrettoError:
             return  # which others report
     yield from guard_problems(guard, config.checkpoint.every, asynchronous)
 
 
-def _program_file(schedule: ScheduleConfig) -> Iterator[Problem]:
-    """`schedule.file` excludes every other schedule option."""
+def _program_file(config: TrainConfig) -> Iterator[Problem]:
+    """Nothing beside a program from a file chooses the schedule."""
+    schedule = config.schedule
     if schedule.file is None:
         return
     if schedule.name != PLAIN:
@@ -142,29 +136,37 @@ def _program_file(schedule: ScheduleConfig) -> Iterator[Problem]:
         yield Problem(f"schedule.{name}", value, rule, f"schedule.{name}=null")
 
 
-def _vocab(data: DataConfig, vocab: int | None) -> Iterator[Problem]:
+def _vocab(config: TrainConfig) -> Iterator[Problem]:
+    data, model = config.data, config.model
     if vocabulary_is_known(data):
-        return  # their tokenizer is not trained here, and checked once they have been opened
-    if data.tokenizer is None and vocab is not None and vocab < data.vocab:
-        rule = f"the tokenizer may have data.vocab={data.vocab} entries"
-        fix = f"model.vocab={data.vocab}, or null for the tokenizer's"
-        yield Problem("model.vocab", vocab, rule, fix)
+        return  # their tokenizer is not trained here, and judged once they have been opened
+    if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
+        yield Problem(
+            "model.vocab",
+            model.vocab,
+            f"the tokenizer may have data.vocab={data.vocab} entries",
+            f"model.vocab={data.vocab}, or null to take what the tokenizer has",
+        )
 
 
-def _no_decay(patterns: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
-    names = parameter_shapes(shape) if patterns else {}
-    for pattern in patterns:
+def _no_decay(config: TrainConfig) -> Iterator[Problem]:
+    try:
+        names = parameter_shapes(config.shape())
+    except StrettoError:  # told by `_whole`
+        return
+    for pattern in config.optim.no_decay:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = nearest(pattern, names)
             fix = f"did you mean {near}?" if near else "patterns are like blocks.*.attn.*"
             yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
 
 
-def _split(split: str, *, evaluates: bool) -> Iterator[Problem]:
+def _split(config: TrainConfig) -> Iterator[Problem]:
+    split = config.data.split
     shares = [float(part) for part in split.split(",")]
     if not shares[0]:
         yield Problem("data.split", split, "the first number, for training, must not be 0", "949,50,1")
-    if evaluates and not shares[1]:
+    if config.eval.every is not None and not shares[1]:
         yield Problem(
             "data.split",
             split,
@@ -173,9 +175,9 @@ def _split(split: str, *, evaluates: bool) -> Iterator[Problem]:
         )
 
 
-def _mixture(data: DataConfig) -> Iterator[Problem]:
-    """Check the weights of a mixture, and the order of its phases."""
-    weights, phases = data.weights, data.phases
+def _mixture(config: TrainConfig) -> Iterator[Problem]:
+    """Weights of no mixture, and phases that do not follow one another."""
+    weights, phases = config.data.weights, config.data.phases
     if weights is None:
         if phases:
             fix = "data.source={A: 0.7, B: 0.3} is a mixture"
@@ -183,8 +185,8 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
         return
     yield from _weights("data.source", weights)
     before = 0
-    for index, phase in enumerate(phases):
-        field = f"data.phases.{index}"
+    for number, phase in enumerate(phases):
+        field = f"data.phases.{number}"
         if phase.from_step <= before:
             rule = f"the phase before it begins at step {before}"
             yield Problem(f"{field}.from_step", phase.from_step, rule, f"from_step: {before + 1} or more")
@@ -207,12 +209,13 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         yield Problem(field, str(dict(weights)), "one weight must be above 0", "such as {A: 0.7, B: 0.3}")
 
 
-def _objective(config: TrainConfig, shape: ModelShape | None) -> Iterator[Problem]:
-    """Check that the objective suits the model, and that its samples can be made."""
-    if shape is None:
+def _objective(config: TrainConfig) -> Iterator[Problem]:
+    """An objective that is not for the model, or samples that cannot be made."""
+    data = config.data
+    try:
+        encoder, corruption = config.shape().encoder_layers > 0, config.corruption
+    except StrettoError:  # told by `_whole`
         return
-    data, corruption = config.data, config.corruption
-    encoder = shape.encoder_layers > 0
     if encoder != (corruption is not None):
         rule = "the model has an encoder" if encoder else "the model has no encoder"
         fix = "span-corruption or infilling" if encoder else "causal, or a model such as t5-small"
@@ -238,9 +241,9 @@ def _objective(config: TrainConfig, shape: ModelShape | None) -> Iterator[Proble
         yield Problem("data.target_sequence", config.target_sequence, rule, fix)
 
 
-def _source(sources: Sequence[str]) -> Iterator[Problem]:
-    yield from missing_sources(sources, (PYTHON_STDLIB, SAMPLE))
-    for name in sources:
+def _source(config: TrainConfig) -> Iterator[Problem]:
+    yield from missing_sources(config.data.sources, (PYTHON_STDLIB, SAMPLE))
+    for name in config.data.sources:
         if is_url(name):
             continue
         if is_click_folder(Path(name).expanduser()):
@@ -256,8 +259,8 @@ def _may_be_tokenizer(path: Path) -> bool:
     return bool(tokenizer_at(path)) if path.is_dir() else path.suffix in (".json", ".model", ".tiktoken")
 
 
-def _tokenizer(files: Sequence[str]) -> Iterator[Problem]:
-    for name in files:
+def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
+    for name in config.data.tokenizer_files:
         path = Path(name).expanduser()
         if tokenizer_at(path):
             continue
@@ -266,30 +269,24 @@ def _tokenizer(files: Sequence[str]) -> Iterator[Problem]:
             yield Problem("data.tokenizer", name, rule, "name the file itself, such as its tokenizer.json")
             continue
         kind = "give a tokenizer.json, or a folder that has one; names of models are not downloaded"
-        fix = similar_paths(path, _may_be_tokenizer)
+        fix = beside(path, _may_be_tokenizer)
         yield Problem("data.tokenizer", name, "there is no such file", fix or kind)
 
 
-def _disk_space(dp: DataParallel, job: Job) -> Iterator[Problem]:
-    """Check the folder `dp.path`, if states or parameters are kept in files, and its free space."""
-    if dp.path is None or "nvme" not in (dp.offload, dp.offload_parameters):
-        return
-    folder = Path(dp.path).expanduser()
-    broken = list(writable("dp.path", dp.path, folder))
-    yield from broken
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not broken and (free := shutil.disk_usage(existing).free) < (needed := _bytes_in_files(job)):
-        required, left = f"{needed / 2**30:.3g} GiB", f"{free / 2**30:.3g} GiB"
-        yield Problem(
-            "dp.path",
-            dp.path,
-            f"the ranks of this machine keep {required} there, and {left} are free",
-            "a folder on another disk, or dp.offload=cpu",
-        )
-
-
-def _bytes_in_files(job: Job) -> int:
-    """Return the bytes that this machine's ranks keep in files: those that torchrun started, else all."""
-    memory = memory_of(job)
-    each = [lasting_bytes(memory, rank).disk for rank in range(memory.program.ranks)]
-    return sum(each) * int(os.environ.get("LOCAL_WORLD_SIZE") or job.layout.world) // len(each)
+CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
+    _program_file,
+    _vocab,
+    _no_decay,
+    _split,
+    _mixture,
+    _objective,
+    _source,
+    _tokenizer,
+    compiler,
+    graphs,
+    _guard,
+    resume,
+    retention,
+    run_folder,
+    tensorboard,
+)

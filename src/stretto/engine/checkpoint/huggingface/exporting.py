@@ -133,9 +133,9 @@ class _Source:
         self._done += part.bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-        if self._split[0] != part.rule.ours:
+        if self._split[0] != part.rule.plain_name:
             self._split = ("", [])  # free the one before first
-            self._split = (part.rule.ours, part.rule.split(self._merged(part.rule.ours)))
+            self._split = (part.rule.plain_name, part.rule.split(self._merged(part.rule.plain_name)))
         return self._split[1][part.index].to(part.dtype)
 
     def _merged(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) 
     return [
         _Part(
             name=name,
-            dtype=dtype or getattr(torch, stored.saved[rule.ours].dtype),
+            dtype=dtype or getattr(torch, stored.saved[rule.plain_name].dtype),
             shape=tuple(sizes),
             rule=rule,
             index=i,

@@ -144,16 +144,16 @@ class Importing:
         ours = parameter_shapes(shape)
         parts = list[_Part]()
         for rule in mapping:
-            theirs = [names[name] for name in rule.theirs]
+            theirs = [names[name] for name in rule.hf_names]
             dtype = reduce(torch.promote_types, (tensors[name].dtype for name in theirs))
-            parts.append(_Part(rule, theirs, dtype, tuple(ours[rule.ours])))
+            parts.append(_Part(rule, theirs, dtype, tuple(ours[rule.plain_name])))
         return parts
 
     def check_head(self) -> None:
         """Check that a head in the files equals the embedding that it is tied to, bit for bit."""
         if self._head is None:
             return
-        embedding = next(part for part in self._parts if part.rule.ours == "embed.tok.weight")
+        embedding = next(part for part in self._parts if part.rule.plain_name == "embed.tok.weight")
         ours, theirs = self._weights.read(embedding.names[0]), self._weights.read(self._head)
         same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
         pairs = zip(ours.reshape(-1).split(_COMPARED), theirs.reshape(-1).split(_COMPARED), strict=False)
@@ -197,7 +197,7 @@ class Importing:
             return theirs if isinstance(part.rule.form, StackedRows) else part.rule.join(list(theirs))
 
         tensors = {
-            MODEL + part.rule.ours: Streamed(
+            MODEL + part.rule.plain_name: Streamed(
                 part.shape, part.dtype, {(0,) * len(part.shape): (part.shape, lambda p=part: read(p))}
             )
             for part in self._parts
