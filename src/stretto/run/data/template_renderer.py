@@ -4,7 +4,7 @@ python template_renderer.py SYS_PATH
 
 It imports jinja2 and the standard library alone, closes all files but the socket that is its standard input,
 gives up by resource limits what rendering does not need, and only then reads templates and conversations from
-the socket. It answers with text and ends when the other end is closed. `template_process.py` starts it.
+the socket. It answers with text and ends when the other end is closed. `chat_template.py` starts it.
 """
 
 from __future__ import annotations
