@@ -244,5 +244,5 @@ def test_special_tokens_that_are_not_there_are_asked_for():
 
 
 def test_templates_that_ask_for_the_date_are_fingerprinted_by_day():
-    assert ChatTemplate(source="{{ strftime_now('%Y') }}").facts != ChatTemplate(source="x").facts
+    assert ChatTemplate(source="{{ strftime_now('%Y') }}").key != ChatTemplate(source="x").key
     assert len(render("{{ strftime_now('%Y') }}")) == 4

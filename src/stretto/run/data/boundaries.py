@@ -8,7 +8,7 @@ vocabulary. Nothing is taken from a list of names: `</s>` ends Llama 2's texts, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -77,19 +77,19 @@ class ModelFiles:
         folder, prefix = (place, "") if place.is_dir() else (place.parent, "")
         if place.name.endswith(_TOKENIZER) and not place.is_dir():
             prefix = place.name.removesuffix(_TOKENIZER)
-        config = _read(folder / f"{prefix}{_CONFIG}")
+        config = read_json_object(folder / f"{prefix}{_CONFIG}")
         if prefix:
             return cls(config)
         named = {name: value for name, value in config.items() if value is not None}
         texts = [json.dumps(config.get("chat_template") or "", ensure_ascii=False)]
         files = [folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*.jinja")]
         texts += [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
-        model = _read(folder / "config.json")
+        model = read_json_object(folder / "config.json")
         inner = model.get("text_config")  # of models that read images too
         generation = {**(cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}), **model}
         return cls(
-            {**_read(folder / "special_tokens_map.json"), **named},
-            _read(folder / "generation_config.json") or generation,
+            {**read_json_object(folder / "special_tokens_map.json"), **named},
+            read_json_object(folder / "generation_config.json") or generation,
             "\n".join(texts),
         )
 
@@ -100,7 +100,7 @@ class ModelFiles:
         Raises:
             StrettoError: it is no JSON object.
         """
-        return cls(_object(f"{_CONFIG} of {origin}", lambda: config))
+        return cls(read_json_object(f"{_CONFIG} of {origin}", config))
 
     def text(self, name: str) -> str | None:
         """Return the text of a token of the tokenizer's config, such as `eos_token`."""
@@ -115,13 +115,14 @@ class ModelFiles:
         return [id_ for id_ in ids if type(id_) is int]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return _object(path, path.read_bytes)
+def read_json_object(path: Path | str, content: bytes | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file, or in its content if that is given; nothing if no file exists.
 
-
-def _object(path: Path | str, read: Callable[[], bytes]) -> dict[str, Any]:
+    Raises:
+        StrettoError: it cannot be read, or is no JSON object.
+    """
     try:
-        body: object = json.loads(read())
+        body: object = json.loads(Path(path).read_bytes() if content is None else content)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -235,7 +235,7 @@ def _tokens_key(tokenizer: Tokenizer | None, vocab: int, end: Boundary | None, b
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
     """Fingerprint of the files (path, size, version) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.version) for file in corpus.files]
-    more = [] if conversations is None else [conversations.facts]
+    more = [] if conversations is None else [conversations.key]
     facts = json.dumps(
         [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
     )
