@@ -50,7 +50,7 @@ class TemplateProcess:
         Raises:
             ProcessDied: it does not start, or compiling exceeds the limits.
         """
-        own, child = socket.socketpair()
+        parent, child = socket.socketpair()
         with child:
             self._process = subprocess.Popen(
                 [
@@ -65,10 +65,10 @@ class TemplateProcess:
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 start_new_session=True,  # an interrupt at the terminal is this process's to handle
             )
-        own.settimeout(PATIENCE_S)
+        parent.settimeout(PATIENCE_S)
         self.owner = os.getpid()
-        self._socket, self._answers = own, own.makefile("rb")
-        self.stop = weakref.finalize(self, _stop, own, self._process, self.owner)
+        self._socket, self._answers = parent, parent.makefile("rb")
+        self.stop = weakref.finalize(self, _stop, parent, self._process, self.owner)
         """Ends the process."""
         self.opened: dict[str, Any] = next(self.ask([json.dumps({**opening, "seconds": SECONDS}).encode()]))
 
@@ -122,8 +122,8 @@ class TemplateProcess:
         return f"the process that renders it ended with {status}"
 
 
-def _stop(own: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    own.close()
+def _stop(parent: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    parent.close()
     if os.getpid() == owner:  # not in a fork of it
         process.kill()
         process.wait()
