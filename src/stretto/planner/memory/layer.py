@@ -57,7 +57,7 @@ class Part:
     is_residual: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Extras:
     """Other bytes than the saved tensors of a layer, by the tensor with which they coexist; see `Part`."""
 
@@ -366,7 +366,13 @@ def _block_extras(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> _Ex
     product, held_until_w, regathered = (
         {name: sizes[index] for name, sizes in linears.items()} for index in range(3)
     )
-    return _Extras(forward, backward, product, held_until_w, regathered)
+    return _Extras(
+        forward=forward,
+        backward=backward,
+        product=product,
+        held_until_w=held_until_w,
+        regathered=regathered,
+    )
 
 
 def _add_cross(
