@@ -150,8 +150,8 @@ def _ring_pairs(n: int, size: int, index: int, window: int | None, tiled: bool) 
         if owner != index and window is None:
             pairs += n * half
             continue
-        for own, other in ((last - index, owner), (index, owner), (last - index, last - owner)):
-            shift = (own - other) * half
+        for query_half, key_half in ((last - index, owner), (index, owner), (last - index, last - owner)):
+            shift = (query_half - key_half) * half
             first = max(0, -shift)
             stop = half if window is None else min(half, half - 1 + window - shift)
             begin, end = _visible(first, stop, half, shift, window)
