@@ -105,16 +105,16 @@ def torchrec_tables(
 
 def _table(table: TableSpec, placements: Placements, world: int, local: int) -> TorchRecTable:
     if table.ids != "modulo":
-        what = {
+        feature = {
             "hash": "TorchRec gives rows to new ids with ManagedCollisionModule, which evicts otherwise",
             "quotient-remainder": "TorchRec has one table for a feature, and no product of two",
         }[table.ids]
-        raise Problem(f"table {table.name}", f"ids: {table.ids}", what, "ids: modulo")
+        raise Problem(f"table {table.name}", f"ids: {table.ids}", feature, "ids: modulo")
     placement = placements[table.name]
     if table.dim % _LANES:
-        near = -(-table.dim // _LANES) * _LANES
+        closest = -(-table.dim // _LANES) * _LANES
         rule = f"FBGEMM's kernels, which TorchRec uses, need a multiple of {_LANES} columns"
-        raise Problem(f"table {table.name}", f"dim: {table.dim}", rule, f"nearest: dim: {near}")
+        raise Problem(f"table {table.name}", f"dim: {table.dim}", rule, f"nearest: dim: {closest}")
     kernel = _kernel(table, placement)
     kind, shards = _shards(table, placement, world, local)
     return TorchRecTable(
@@ -143,19 +143,19 @@ _Shards = list[tuple[tuple[int, int], tuple[int, int], int]]
 
 def _shards(table: TableSpec, placement: TablePlacement, world: int, local: int) -> tuple[str, _Shards]:
     """The sharding type, and the shards as TorchRec cuts them."""
-    whole = (table.rows, table.dim)
+    complete = (table.rows, table.dim)
     ranks = placement.ranks
     if placement.split == "data":
-        return "data_parallel", [((0, 0), whole, rank) for rank in range(world)]
+        return "data_parallel", [((0, 0), complete, rank) for rank in range(world)]
     if placement.split == "table":
-        return "table_wise", [((0, 0), whole, ranks[0])]
+        return "table_wise", [((0, 0), complete, ranks[0])]
     if placement.split == "column":
         starts = [table.dim * part // len(ranks) for part in range(len(ranks) + 1)]
         widths = [stop - start for start, stop in pairwise(starts)]
         if any(width % _LANES for width in widths):
             rule = f"FBGEMM's kernels need a multiple of {_LANES} columns in each part"
-            most = max(n for n in range(1, len(ranks) + 1) if table.dim % (n * _LANES) == 0)
-            fix = f"nearest: {most} parts"
+            largest = max(n for n in range(1, len(ranks) + 1) if table.dim % (n * _LANES) == 0)
+            fix = f"nearest: {largest} parts"
             raise Problem(f"table {table.name}", f"{len(ranks)} parts of {table.dim} columns", rule, fix)
         parts = zip(starts, widths, ranks, strict=False)
         return "column_wise", [((0, start), (table.rows, width), rank) for start, width, rank in parts]
@@ -220,8 +220,8 @@ def torchrec_module(
     ]
     for each in shardings:
         shards = "None" if each.sharding_type == "data_parallel" else _literal(each)
-        words = f'"{each.sharding_type}", "{each.compute_kernel}", {each.load_factor}'
-        lines.append(f"    {json.dumps(each.name)}: ({words}, {shards}),")
+        text = f'"{each.sharding_type}", "{each.compute_kernel}", {each.load_factor}'
+        lines.append(f"    {json.dumps(each.name)}: ({text}, {shards}),")
     lines += ["}", *_fused(rule), "", "", _FUNCTIONS.strip("\n")]
     return "\n".join(lines).replace("@QCOMMS@", _codecs(rule)) + "\n"
 
@@ -242,8 +242,8 @@ def _check(rule: TableRule) -> None:
     if rule.wire == "float64":
         raise Problem("tables.wire", "float64", "TorchRec sends 32 bits or fewer", "train.dtype=float32")
     if rule.element != 4:
-        what = f"{rule.element} bytes an element"
-        raise Problem("tables", what, "TorchRec's tables are written in float32 here", "weight=fp32")
+        feature = f"{rule.element} bytes an element"
+        raise Problem("tables", feature, "TorchRec's tables are written in float32 here", "weight=fp32")
 
 
 def _notes(shardings: Sequence[TorchRecTable], rule: TableRule) -> list[str]:

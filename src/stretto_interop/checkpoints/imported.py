@@ -64,15 +64,15 @@ def import_megatron(
         StrettoError: as `MegatronImport`; the run's folder has a run already, or too little room.
     """
     with MegatronImport(source, shape, states=states) as model:
-        kept = {name: dict(section) for name, section in changes.items()}
-        sequence = kept.get("data", {}).get("sequence")
+        sections = {name: dict(section) for name, section in changes.items()}
+        sequence = sections.get("data", {}).get("sequence")
         if sequence is not None and sequence > shape.sequence:
-            del kept["data"]["sequence"]
+            del sections["data"]["sequence"]
         notes = list(model.notes)
         if model.optimiser is not None:
-            kept["optim"] = {**_settings(model.optimiser), **kept.get("optim", {})}
-            kept["optim"]["no_decay"] = list(model.optimiser.no_decay)
-            train = kept.setdefault("train", {})
+            sections["optim"] = {**_settings(model.optimiser), **sections.get("optim", {})}
+            sections["optim"]["no_decay"] = list(model.optimiser.no_decay)
+            train = sections.setdefault("train", {})
             if train.get("steps", 0) <= model.step:
                 train["steps"] = model.step + 100
                 notes.append(f"train.steps is {train['steps']}: the run there had ended")
@@ -82,15 +82,15 @@ def import_megatron(
                     "the order of samples here, which is not Megatron's"
                 )
         else:
-            kept = {name: kept[name] for name in ("data",) if name in kept}
-        return _written(model, run, kept, notes, progress)
+            sections = {name: sections[name] for name in ("data",) if name in sections}
+        return _written(model, run, sections, notes, progress)
 
 
 def _settings(optimiser: Optimiser) -> dict[str, Any]:
     """AdamW's settings as a config has them."""
     settings = asdict(optimiser)
-    kept = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
-    return {**kept, "betas": list(kept["betas"]), "no_decay": list(kept["no_decay"])}
+    sections = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
+    return {**sections, "betas": list(sections["betas"]), "no_decay": list(sections["no_decay"])}
 
 
 def _written(

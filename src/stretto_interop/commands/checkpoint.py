@@ -70,5 +70,7 @@ def import_megatron(
     if shape is not None:
         return imported.import_megatron(source, run, shape, {}, states=states, progress=progress)
     saved = read_saved(read_common(folder).args, str(folder / COMMON))
-    made = imported.import_megatron(source, run, saved.shape, saved.changes, states=states, progress=progress)
-    return replace(made, notes=[*saved.notes, *made.notes])
+    run_made = imported.import_megatron(
+        source, run, saved.shape, saved.changes, states=states, progress=progress
+    )
+    return replace(run_made, notes=[*saved.notes, *run_made.notes])

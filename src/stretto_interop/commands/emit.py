@@ -145,17 +145,23 @@ class Priced:
     def faster(self) -> list[Ranked]:
         """Layouts of the framework that take less time than today's by more than a tie, the fastest first."""
 
-        least = self.today.seconds * (1 - TIE)
-        return [one for one in self.plan.ranking if one.estimate.seconds < least][:_ROWS]
+        limit = self.today.seconds * (1 - TIE)
+        return [item for item in self.plan.ranking if item.estimate.seconds < limit][:_ROWS]
 
 
 def priced(
-    name: str, words: Sequence[str], *, model: str | None, cluster: str | None, seconds: float, memory: bool
+    name: str,
+    arguments: Sequence[str],
+    *,
+    model: str | None,
+    cluster: str | None,
+    seconds: float,
+    memory: bool,
 ) -> Priced:
     """Price what a framework's file describes, and search for what would be faster.
 
     Args:
-        words: the file's name, or - for standard input, and choices that it does not say, as in layout.tp=2.
+        arguments: the file's name, or - for standard input, and choices that it does not say, as in layout.tp=2.
         model: in place of the file's.
         seconds: of the search.
 
@@ -163,8 +169,8 @@ def priced(
         StrettoError: no such framework or file, or a text that cannot be read.
     """
 
-    known = framework(name)
-    if not words or "=" in words[0]:
+    target = framework(name)
+    if not arguments or "=" in arguments[0]:
         raise StrettoError(
             f"--from {name} takes a file",
             hint=f"as in stretto predict --from {name} FILE --cluster h100:64; - reads standard input",
@@ -172,22 +178,22 @@ def priced(
     if cluster is None:
         raise StrettoError("--cluster is missing", hint="add --cluster h100:64, or another")
     machine = find_cluster(cluster)
-    source = "standard input" if words[0] == "-" else words[0]
-    text = sys.stdin.read() if words[0] == "-" else read_text(Path(words[0]))
-    reading = read(known, text, source, machine.devices, _beside(model, words[1:]))
+    source = "standard input" if arguments[0] == "-" else arguments[0]
+    text = sys.stdin.read() if arguments[0] == "-" else read_text(Path(arguments[0]))
+    reading = read(target, text, source, machine.devices, _overrides(model, arguments[1:]))
     machine = machine.sized(reading.job.layout.world)
     with watching() as progress:
-        plan = search(better(known, reading, machine, seconds, 2 * _ROWS), progress)
+        plan = search(better(target, reading, machine, seconds, 2 * _ROWS), progress)
     return Priced(
-        framework=known,
+        framework=target,
         reading=reading,
         today=price(reading, machine, memory=memory),
-        overlapped=overlapped(known, reading, machine),
+        overlapped=overlapped(target, reading, machine),
         plan=plan,
     )
 
 
-def _beside(model: str | None, words: Sequence[str]) -> dict[str, Any]:
+def _overrides(model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
     """Choices that stand beside a file: a model's sizes, and those of words such as layout.tp=2.
 
     Raises:
@@ -198,57 +204,58 @@ def _beside(model: str | None, words: Sequence[str]) -> dict[str, Any]:
     if model is not None:
         of_model = values_of(Job(shape=find_shape(model))).values
         values = {name: value for name, value in of_model.items() if name.startswith("model.")}
-    for word in words:
+    for word in arguments:
         name, equals, text = word.partition("=")
         if name not in PATHS or not equals:
-            near = nearest(name, PATHS)
-            hint = f"did you mean {near}=...?" if near else "as in layout.tp=2"
+            closest = nearest(name, PATHS)
+            hint = f"did you mean {closest}=...?" if closest else "as in layout.tp=2"
             raise StrettoError(f"{word!r} is no choice of a job", hint=hint)
         values[name] = yaml.safe_load(text)
     return values
 
 
-def priced_facts(made: Priced) -> dict[str, Any]:
+def priced_facts(result: Priced) -> dict[str, Any]:
     """What was read and what would be faster, as the command's JSON."""
     return {
-        "overlapped_s": None if made.overlapped is None else made.overlapped.seconds,
-        "ignored": {why: list(names) for why, names in made.reading.ignored.items()},
-        "remarks": list(made.reading.remarks),
+        "overlapped_s": None if result.overlapped is None else result.overlapped.seconds,
+        "ignored": {reason: list(names) for reason, names in result.reading.ignored.items()},
+        "remarks": list(result.reading.remarks),
         "faster": [
-            {"layout": one.layout, "step_time_s": one.estimate.seconds, "why": one.reason}
-            for one in made.faster
+            {"layout": item.layout, "step_time_s": item.estimate.seconds, "why": item.reason}
+            for item in result.faster
         ],
-        "complete": made.plan.complete,
+        "complete": result.plan.complete,
     }
 
 
-def show_priced(to: Console, made: Priced) -> None:
+def show_priced(to: Console, result: Priced) -> None:
     """Print what the price leaves out, and what would be faster."""
 
     to.print()
-    for remark in made.reading.remarks:
+    for remark in result.reading.remarks:
         labelled(to, "note", remark, _INDENT)
-    for why, names in made.reading.ignored.items():
-        labelled(to, "ignored", f"{', '.join(names)}: {why}", _INDENT)
-    if made.overlapped is not None:
-        change = _change(made.overlapped, made.today)
+    for reason, names in result.reading.ignored.items():
+        labelled(to, "ignored", f"{', '.join(names)}: {reason}", _INDENT)
+    if result.overlapped is not None:
+        change = _change(result.overlapped, result.today)
         labelled(to, "overlap", f"{change} with gradients reduced during the backward", _INDENT)
-    labelled(to, "search", f"layouts of {made.framework.title}: {counts(made.plan)}", _INDENT)
-    if not made.faster:
+    labelled(to, "search", f"layouts of {result.framework.title}: {counts(result.plan)}", _INDENT)
+    if not result.faster:
         labelled(to, "", "nothing was found that is faster by more than 1% and fits", _INDENT)
         return
     to.print("what would be faster:")
-    for place, one in enumerate(made.faster, 1):
-        labelled(to, f"{place:>2}.", f"{_change(one.estimate, made.today)}: {one.layout}", 4)
-        labelled(to, "", one.reason, 4)
-    best = made.faster[0].estimate
-    if best.high > made.today.low:
+    for place, item in enumerate(result.faster, 1):
+        labelled(to, f"{place:>2}.", f"{_change(item.estimate, result.today)}: {item.layout}", 4)
+        labelled(to, "", item.reason, 4)
+    best = result.faster[0].estimate
+    if best.high > result.today.low:
         text = (
-            f"intervals overlap: {best.low:.3g} to {best.high:.3g} s for the first, {made.today.low:.3g} to "
-            f"{made.today.high:.3g} s for today's; errors that both share cancel, but measure before you move"
+            f"intervals overlap: {best.low:.3g} to {best.high:.3g} s for the first, "
+            f"{result.today.low:.3g} to {result.today.high:.3g} s for today's; errors that both share cancel, "
+            "but measure before you move"
         )
         labelled(to, "", text, 4)
 
 
-def _change(made: Estimate, today: Estimate) -> str:
-    return f"{made.seconds:.4g} s a step ({100 * (made.seconds / today.seconds - 1):+.1f}%)"
+def _change(result: Estimate, today: Estimate) -> str:
+    return f"{result.seconds:.4g} s a step ({100 * (result.seconds / today.seconds - 1):+.1f}%)"

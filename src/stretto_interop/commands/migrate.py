@@ -32,7 +32,7 @@ _INDENT = 12  # columns of a label
     "--out gpt.yaml",
 )
 def migrate(
-    words: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(
             metavar="SCRIPT|ARGS [...]",
@@ -76,27 +76,27 @@ def migrate(
 
     if program not in (None, "gpt"):
         raise StrettoError(f"--program is {program!r}", hint="gpt is read; leave it out for pretrain_gpt.py")
-    request = _request(words)
+    request = _request(arguments)
     if run:
         if request.source in ("the command line", "standard input"):
             raise StrettoError(f"--run needs a script, not {request.source}", hint="give the script's file")
-        request.text = run_script(request.path, request.words, request.variables)
-    known = framework("megatron")
+        request.text = run_script(request.path, request.arguments, request.variables)
+    target = framework("megatron")
     start = Start(
-        devices=devices, wins=True, words=request.words, variables=request.variables, program=program
+        devices=devices, wins=True, words=request.arguments, variables=request.variables, program=program
     )
     name = run_name(request.path if out is None else out)
-    made = migrated(known, request.text, request.source, start, request.overrides, name=name)
+    migration = migrated(target, request.text, request.source, start, request.overrides, name=name)
     if out is not None:
-        write_text(out, made.text)
+        write_text(out, migration.text)
     elif not as_json:
-        print(made.text, end="")
-    report(_facts(made), as_json, lambda to: _show(to, made, request, out))
-    if made.lost:
+        print(migration.text, end="")
+    report(_record(migration), as_json, lambda to: _show(to, migration, request, out))
+    if migration.lost:
         raise say_no()
 
 
-def _here() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Variables that scripts take from the shell, which are the same for a config on this machine."""
     return {name: os.environ[name] for name in ("HOME", "USER", "PWD") if name in os.environ}
 
@@ -108,23 +108,23 @@ class _Request:
     text: str
     source: str
     path: Path
-    words: list[str] = field(default_factory=list[str])
-    variables: dict[str, str] = field(default_factory=_here)
+    arguments: list[str] = field(default_factory=list[str])
+    variables: dict[str, str] = field(default_factory=_environment)
     overrides: list[str] = field(default_factory=list[str])
 
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 
 
-def _request(words: Sequence[str]) -> _Request:
+def _request(arguments: Sequence[str]) -> _Request:
     """Sort the words of the command line."""
-    overrides = [word for word in words if _OVERRIDE.match(word)]
-    rest = [word for word in words if not _OVERRIDE.match(word)]
-    if not rest:
+    overrides = [word for word in arguments if _OVERRIDE.match(word)]
+    others = [word for word in arguments if not _OVERRIDE.match(word)]
+    if not others:
         raise StrettoError("no script given", hint="stretto migrate pretrain_gpt.sh, or its arguments")
-    first = rest[0]
+    first = others[0]
     if first.startswith("--"):
-        text = first if len(rest) == 1 else shlex.join(rest)
+        text = first if len(others) == 1 else shlex.join(others)
         return _Request(text=text, source="the command line", path=Path("train"), overrides=overrides)
     read_in = first == "-"
     text = sys.stdin.read() if read_in else read_text(Path(first))
@@ -134,31 +134,31 @@ def _request(words: Sequence[str]) -> _Request:
     request = _Request(
         text=text, source=source, path=Path("train" if read_in else first), overrides=overrides
     )
-    for word in rest[1:]:
+    for word in others[1:]:
         variable, equals, value = word.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_]\w*", variable):
             request.variables[variable] = value
         else:
-            request.words.append(word)
+            request.arguments.append(word)
     return request
 
 
-def _facts(made: Migration) -> dict[str, Any]:
+def _record(migration: Migration) -> dict[str, Any]:
     """What was read, as the command's JSON."""
     import yaml
 
     return {
-        "config": yaml.safe_load(made.text),
+        "config": yaml.safe_load(migration.text),
         "mapped": [
-            {"arguments": dict(one.settings), "fields": {k: _plain(v) for k, v in one.fields.items()}}
-            for one in made.mapped
+            {"arguments": dict(item.settings), "fields": {k: _plain(v) for k, v in item.fields.items()}}
+            for item in migration.mapped
         ],
-        "needless": made.needless,
-        "differs": made.differs,
-        "not_mapped": made.lost,
-        "required": list(made.required),
-        "notes": made.notes,
-        "missing_here": made.missing,
+        "needless": migration.needless,
+        "differs": migration.differs,
+        "not_mapped": migration.lost,
+        "required": list(migration.required),
+        "notes": migration.notes,
+        "missing_here": migration.missing,
     }
 
 
@@ -166,48 +166,49 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _show(to: Console, made: Migration, request: _Request, out: Path | None) -> None:
+def _show(to: Console, migration: Migration, request: _Request, out: Path | None) -> None:
     """Tell what became of the arguments; on stderr where stdout has the config."""
     if out is None:
         from rich.console import Console as Terminal
 
         to = Terminal(stderr=True, highlight=False)
-    count = sum(name != "world-size" for one in made.mapped for name in one.settings)
-    rest = sum(len(names) for names in made.needless.values())
+    count = sum(name != "world-size" for item in migration.mapped for name in item.settings)
+    others = sum(len(names) for names in migration.needless.values())
     to.print(
-        f"{request.source}: {count} arguments mapped, {rest} needless here, {len(made.lost)} not mapped",
+        f"{request.source}: {count} arguments mapped, {others} needless here, "
+        f"{len(migration.lost)} not mapped",
         soft_wrap=True,
         markup=False,
     )
-    for one in made.mapped:
-        if said := _said(one.settings):
-            labelled(to, "mapped", f"{said} -> {_fields(one.fields)}", _INDENT)
-    for why, names in made.needless.items():
-        labelled(to, "needless", f"{' '.join(f'--{name}' for name in names)}: {why}", _INDENT)
-    for name, why in made.differs.items():
-        labelled(to, "differs", f"--{name}: {why}", _INDENT)
-    for name, why in made.lost.items():
-        labelled(to, "not mapped", f"{name if name.startswith('$') else f'--{name}'}: {why}", _INDENT)
-    for note in made.notes:
+    for item in migration.mapped:
+        if written := _as_written(item.settings):
+            labelled(to, "mapped", f"{written} -> {_fields(item.fields)}", _INDENT)
+    for reason, names in migration.needless.items():
+        labelled(to, "needless", f"{' '.join(f'--{name}' for name in names)}: {reason}", _INDENT)
+    for name, reason in migration.differs.items():
+        labelled(to, "differs", f"--{name}: {reason}", _INDENT)
+    for name, reason in migration.lost.items():
+        labelled(to, "not mapped", f"{name if name.startswith('$') else f'--{name}'}: {reason}", _INDENT)
+    for note in migration.notes:
         labelled(to, "note", note, _INDENT)
-    for lack in made.missing:
+    for lack in migration.missing:
         labelled(to, "here", lack, _INDENT)
     if out is not None:
         to.print(f"\nwritten to {out}; next:\n  stretto config {out}", soft_wrap=True, markup=False)
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _as_written(settings: Mapping[str, Any]) -> str:
     """Arguments as they were said."""
-    words = list[str]()
+    arguments = list[str]()
     for name, value in settings.items():
         if name != "world-size":
             values: list[Any] = [] if value is True else value if isinstance(value, list) else [value]
-            words.append(" ".join([f"--{name}", *map(str, values)]))
-    return " ".join(words)
+            arguments.append(" ".join([f"--{name}", *map(str, values)]))
+    return " ".join(arguments)
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
     from stretto_interop.frameworks.mapping import shown
 
-    there = {name: value for name, value in fields.items() if value is not None} or fields
-    return ", ".join(f"{name}={shown(value)}" for name, value in there.items())
+    present = {name: value for name, value in fields.items() if value is not None} or fields
+    return ", ".join(f"{name}={shown(value)}" for name, value in present.items())

@@ -24,7 +24,7 @@ HINT = (
     "runs the script with a torchrun that only prints its arguments"
 )
 _LONGEST = 1 << 20  # characters of a script
-_MOST = 4 << 20  # characters that its values come to, so that none doubles itself without end
+_MOST_CHARACTERS = 4 << 20  # characters that its values come to, so that none doubles itself without end
 _DEEPEST = 40  # texts and defaults in each other
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -149,13 +149,13 @@ class _Branch:
         taken: the part that is read now is carried out; None: undecided.
         decided: an earlier part of the `if` was taken; None: undecided.
         test: where the test of an `if` begins in the text; None after `then`.
-        why: the test that is undecided.
+        reason: the test that is undecided.
     """
 
     taken: bool | None
     decided: bool | None = False
     test: int | None = None
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(kw_only=True)
@@ -229,7 +229,7 @@ class _Script:
         if keyword == "if":
             self.branches.append(_Branch(True, test=self.at))
         elif keyword == "{":
-            self.branches.append(_Branch(self._joined(join), why="what stands before && or ||"))
+            self.branches.append(_Branch(self._joined(join), reason="what stands before && or ||"))
         elif keyword == "!":
             self.outcome = None
         elif not self.branches:
@@ -240,7 +240,7 @@ class _Script:
             branch = self.branches[-1]
             if keyword == "then":
                 test, decided = self.outcome, branch.decided
-                branch.why = f"`if {self.text[branch.test : self.begun].strip(' ;')}`"
+                branch.reason = f"`if {self.text[branch.test : self.begun].strip(' ;')}`"
                 branch.taken = None if None in (test, decided) else test
                 if decided is True or test is False:
                     branch.taken = False
@@ -259,8 +259,8 @@ class _Script:
         states = [*(branch.taken for branch in self.branches), self._joined(join)]
         return False if False in states else None if None in states else True
 
-    def _why(self, join: _Join) -> str:
-        undecided = [branch.why for branch in self.branches if branch.taken is None]
+    def _reason(self, join: _Join) -> str:
+        undecided = [branch.reason for branch in self.branches if branch.taken is None]
         return [*undecided, "what stands before && or ||"][0] if undecided or join else ""
 
     def _statement(self, join: _Join) -> Iterator[Command]:
@@ -301,10 +301,10 @@ class _Script:
             inside = [_text(word) for word in words[1:-1]]
             self.outcome = decide(inside, self.variables) if taken and raw[-1] in ("]", "]]") else None
             return
-        expanded = [one for word in words for one in _fields(word)]
+        expanded = [item for word in words for item in _fields(word)]
         if taken is None:
             if expanded[:1] != ["echo"] and any(_LAUNCH.search(word) for word in expanded):
-                raise self.error(f"nothing tells whether {self._why(join)} holds", line)
+                raise self.error(f"nothing tells whether {self._reason(join)} holds", line)
             self.outcome = None if in_test else self.outcome
             return
         self.outcome = None if in_test else True
@@ -335,7 +335,7 @@ class _Script:
         before = self.variables.get(name, [] if array else "")
         if taken is None:
             if array or isinstance(before, list) or "--" in self.text[start : self.at]:
-                raise self.error(f"nothing tells whether {self._why(join)} holds")
+                raise self.error(f"nothing tells whether {self._reason(join)} holds")
             value = unknown(name)
         elif adds and isinstance(value, list):
             value = [*(before if isinstance(before, list) else [before]), *value]
@@ -370,8 +370,8 @@ class _Script:
             )
             return
         if words[0] in ("source", "."):
-            what = f"{self.source}:{line}: {' '.join(words[1:2])} is not read: what it sets is not known"
-            self.note(what)
+            message = f"{self.source}:{line}: {' '.join(words[1:2])} is not read: what it sets is not known"
+            self.note(message)
             return
         text, outer = None, words
         shell = next((index for index, word in enumerate(words) if word in _SHELLS), None)
@@ -410,8 +410,8 @@ class _Script:
 
     def _spend(self, value: Value) -> None:
         self.spent[0] += 1 + len(value) if isinstance(value, str) else sum(map(len, value)) + len(value)
-        if self.spent[0] > _MOST:
-            raise self.error(f"the script comes to more than {_MOST:,} characters")
+        if self.spent[0] > _MOST_CHARACTERS:
+            raise self.error(f"the script comes to more than {_MOST_CHARACTERS:,} characters")
 
     def _inner(self, text: str, line: int | None = None) -> _Script:
         """A text inside of this one, with the same variables."""

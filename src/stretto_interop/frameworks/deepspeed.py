@@ -60,24 +60,24 @@ def _write_batch(values: JobValues) -> Settings:
 def _read_batch(settings: Settings) -> Values:
     """Two of the three decide the third, as in DeepSpeed; replicas are those of `data_parallel_size`."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, count = (settings.get(name) for name in names)
+    global_batch, micro, count = (settings.get(name) for name in names)
     dp = settings["data_parallel_size"]
-    if whole is None and micro is None:
+    if global_batch is None and micro is None:
         raise StrettoError(
             "neither train_batch_size nor train_micro_batch_size_per_gpu is set",
             hint="DeepSpeed needs one of them",
         )
-    if whole is None:
-        whole = micro * dp * (count or 1)
+    if global_batch is None:
+        global_batch = micro * dp * (count or 1)
     if micro is None:
-        micro = whole // (dp * (count or 1))
-    if not micro or (count is not None and whole != micro * dp * count):
+        micro = global_batch // (dp * (count or 1))
+    if not micro or (count is not None and global_batch != micro * dp * count):
         raise StrettoError(
-            f"train_batch_size={whole} is not train_micro_batch_size_per_gpu={micro} x "
+            f"train_batch_size={global_batch} is not train_micro_batch_size_per_gpu={micro} x "
             f"gradient_accumulation_steps={count or 1} x {dp} replicas",
             hint="leave one of the three out, or give --cluster another number of devices",
         )
-    return {JOB.global_batch: whole, JOB.micro_batch: micro}
+    return {JOB.global_batch: global_batch, JOB.micro_batch: micro}
 
 
 def _write_layout(values: JobValues) -> Settings:
@@ -147,8 +147,8 @@ def _write_zero(values: JobValues) -> Settings:
         raise refused(JOB.dp.mode, dp.mode, "DeepSpeed has ZeRO's stages 0 to 3", _STAGES)
     settings: dict[str, Any] = {"zero_optimization.stage": _STAGES[dp.mode]}
     sizes = dp.sizes(job.copies)
-    whole = {"shard_states": sizes.states, "shard_gradients": sizes.gradients}
-    for field, size in whole.items():
+    global_batch = {"shard_states": sizes.states, "shard_gradients": sizes.gradients}
+    for field, size in global_batch.items():
         applies = dp.mode != "ddp" and (field == "shard_states" or dp.mode != "zero1")
         if applies and size != job.copies:
             rule = "DeepSpeed splits them over all ranks with the same parameters (MiCS is gone since 0.19)"
@@ -263,9 +263,9 @@ def _write_types(values: JobValues) -> Settings:
     if dtype == "float16":
         mantissa, power = frexp(precision.loss_scale)
         if mantissa != 0.5:
-            near = 2.0 ** round(power - 0.5)
+            closest = 2.0 ** round(power - 0.5)
             rule = "DeepSpeed starts from a power of two"
-            raise refused(JOB.precision.loss_scale, precision.loss_scale, rule, [near])
+            raise refused(JOB.precision.loss_scale, precision.loss_scale, rule, [closest])
         settings |= {
             "fp16.loss_scale": 0,
             "fp16.initial_scale_power": power - 1,
@@ -319,8 +319,8 @@ def _note_recompute(values: JobValues) -> Iterator[str]:
 
 
 def _read_recompute(settings: Settings) -> Values:
-    there = any(name.startswith("activation_checkpointing.") for name in settings)
-    if not there:
+    present = any(name.startswith("activation_checkpointing.") for name in settings)
+    if not present:
         return {}
     part = settings.get("activation_checkpointing.partition_activations", False)
     return {JOB.recompute.mode: "full", JOB.recompute.shard_inputs: part}
@@ -329,7 +329,7 @@ def _read_recompute(settings: Settings) -> Values:
 def _note_model(values: JobValues) -> Iterator[str]:
     kernel = {"flex": "flex_attention", "explicit": "eager"}.get(values[JOB.attention], "sdpa")
     yield f'in the script: {model_words(values.job.shape)}, with attn_implementation="{kernel}"'
-    yield from (f"in the script: requires_grad is off for {one}" for one in values[JOB.trained.freeze])
+    yield from (f"in the script: requires_grad is off for {item}" for item in values[JOB.trained.freeze])
     yield f"in the script: samples of {values['data.sequence']} tokens"
     initial = values.job.initial
     if initial != Initial():
@@ -490,14 +490,14 @@ def as_run(job: Job, settings: Settings) -> Job:
     """The job with what DeepSpeed keeps: beside other tensors the buffers of its reductions, and with
     `cpu_checkpointing` the inputs of blocks on the host.
     """
-    kept = replace(
+    ways = replace(
         ways_of("deepspeed", dp=job.dp, precision=job.precision),
         # of a search too, which tries all modes: ZeRO 3 has none
         lasting_gradients=job.precision.half and job.precision.gradients == "float32",
         buckets=0 if job.dp.mode == "zero3" else round(_read_bucket(settings)[RUN.train.bucket_mib] * 2**20),
         inputs_on_host=bool(settings.get(_ON_HOST, False)),
     )
-    return replace(job, framework=kept, loss_chunk=0)
+    return replace(job, framework=ways, loss_chunk=0)
 
 
 def _overlaps(settings: Settings) -> bool:

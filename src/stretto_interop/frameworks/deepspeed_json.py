@@ -131,8 +131,8 @@ def _check_types(settings: dict[str, Any], source: str) -> None:
     for name, kinds in _KINDS.items():
         value = settings.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
-            what = "a whole number" if kinds == (int,) else "a number"
-            raise StrettoError(f"{source}: {name} is {value!r}", hint=f"{what}, 0 or more")
+            expected = "a whole number" if kinds == (int,) else "a number"
+            raise StrettoError(f"{source}: {name} is {value!r}", hint=f"{expected}, 0 or more")
 
 
 def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[s
             f"{source} does not say how many devices there are", hint="--cluster with :N, as in h100:64"
         )
     if dp is None and devices is not None:
-        dp, rest = divmod(devices, model_parallel)
-        if rest:
+        dp, remainder = divmod(devices, model_parallel)
+        if remainder:
             rule = f"{source}: {devices} devices are not a multiple of {model_parallel} model-parallel ranks"
             raise StrettoError(rule, hint=f"nearest: {max(1, dp) * model_parallel} devices")
     return {**settings, "data_parallel_size": dp}

@@ -49,14 +49,14 @@ def _note_optimiser(values: JobValues) -> Iterator[str]:
 
 def _read_optimiser(settings: Settings) -> Values:
     values: dict[Any, Any] = {}
-    theirs = settings.get("optimizer.type")
-    if theirs is not None:
-        names = {name.lower(): ours for ours, name in _OPTIMISERS.items()} | {"adam": "adamw"}
-        if str(theirs).lower() not in names:
+    kind = settings.get("optimizer.type")
+    if kind is not None:
+        names = {name.lower(): name_here for name_here, name in _OPTIMISERS.items()} | {"adam": "adamw"}
+        if str(kind).lower() not in names:
             raise StrettoError(
-                f"optimizer.type is {theirs}: not modelled here", hint=f"what is: {', '.join(names)}"
+                f"optimizer.type is {kind}: not modelled here", hint=f"what is: {', '.join(names)}"
             )
-        values[JOB.optimiser.name] = names[str(theirs).lower()]
+        values[JOB.optimiser.name] = names[str(kind).lower()]
         for key in ("lr", "weight_decay", "eps", "momentum"):
             if f"{_PARAMS}.{key}" in settings:
                 values[f"optim.{key}"] = settings[f"{_PARAMS}.{key}"]
@@ -83,7 +83,7 @@ def _write_rate(values: JobValues) -> Settings:
     if rate.decay_steps is None and values.is_open(RUN.train.steps):
         steps = Unset(RUN.train.steps, steps)
     warm = {f"{_RATE}.warmup_num_steps": max(1, warmup), f"{_RATE}.warmup_type": "linear"}
-    whole = {f"{_RATE}.total_num_steps": steps}
+    total = {f"{_RATE}.total_num_steps": steps}
     lr = (
         Unset(JOB.optimiser.lr, values[JOB.optimiser.lr])
         if values.is_open(JOB.optimiser.lr)
@@ -93,11 +93,11 @@ def _write_rate(values: JobValues) -> Settings:
     high = {f"{_RATE}.warmup_min_lr": first * values[JOB.optimiser.lr], f"{_RATE}.warmup_max_lr": lr}
     if rate.schedule == "cosine":
         low = {f"{_RATE}.warmup_min_ratio": first, f"{_RATE}.cos_min_ratio": rate.min_ratio}
-        return {"scheduler.type": "WarmupCosineLR", **whole, **warm, **low}
+        return {"scheduler.type": "WarmupCosineLR", **total, **warm, **low}
     if rate.schedule == "constant":
         return {"scheduler.type": "WarmupLR", **high, **warm}
     if rate.schedule == "linear" and not rate.min_ratio:
-        return {"scheduler.type": "WarmupDecayLR", **whole, **high, **warm}
+        return {"scheduler.type": "WarmupDecayLR", **total, **high, **warm}
     if rate.schedule == "linear":
         raise refused(RATE.min_ratio, rate.min_ratio, "DeepSpeed's WarmupDecayLR ends at 0", [0.0])
     rule = "DeepSpeed warms up, then holds (WarmupLR) or decays at once (WarmupCosineLR, WarmupDecayLR)"

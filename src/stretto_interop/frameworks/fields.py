@@ -250,14 +250,14 @@ def job_from(values: Mapping[str, Any]) -> Job:
 
 
 @contextmanager
-def reading(what: str) -> Generator[None]:
+def reading(source: str) -> Generator[None]:
     """Raise StrettoError for values of types that a setting does not take, wherever they are noticed."""
     try:
         yield
     except StrettoError:
         raise
     except (MemoryError, RecursionError) as error:
-        raise StrettoError(f"{what}: values in each other, too deep to be read") from error
+        raise StrettoError(f"{source}: values in each other, too deep to be read") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         hint = "look at numbers, lists and names there"
-        raise StrettoError(f"{what}: no such value is taken ({error})", hint=hint) from error
+        raise StrettoError(f"{source}: no such value is taken ({error})", hint=hint) from error

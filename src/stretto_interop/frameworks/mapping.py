@@ -376,14 +376,14 @@ def without_encoder(instead: str, *fields: object) -> Rule:
     return rule((JOB.target_sequence, JOB.encoder_pp, *fields), write=write)
 
 
-def ignored(why: str, fields: object) -> Rule:
+def ignored(reason: str, fields: object) -> Rule:
     """Fields that change nothing of what a step computes, and that the framework has no setting for; those
     that do not have their defaults are listed beside what is written.
     """
 
     def notes(values: JobValues) -> Iterable[str]:
         changed = (name for name in listed.fields if values[name] != RUN_DEFAULTS.get(name))
-        return (f"left out: {name}={shown(values[name])} ({why})" for name in changed)
+        return (f"left out: {name}={shown(values[name])} ({reason})" for name in changed)
 
     listed = rule(fields, notes=notes)
     return listed
@@ -408,10 +408,10 @@ def refused(field: object, value: Any, instead: str, allowed: Iterable[Any]) -> 
         instead: what it has, in a sentence that names it.
         allowed: values that it would take; the nearest is the fix.
     """
-    texts = [shown(one) for one in allowed]
-    near = nearest(shown(value), texts) or (texts[0] if texts else None)
+    texts = [shown(item) for item in allowed]
+    closest = nearest(shown(value), texts) or (texts[0] if texts else None)
     name = name_of(field)
-    return Problem(name, shown(value), instead, None if near is None else f"nearest: {name}={near}")
+    return Problem(name, shown(value), instead, None if closest is None else f"nearest: {name}={closest}")
 
 
 def shown(value: Any) -> str:
@@ -555,14 +555,14 @@ def read(
     for name, value in settings.items():
         if name in mapped:
             continue
-        if (why := framework.why_unread(name)) is not None:
-            raise StrettoError(f"{source}: {name} is {shown(value)}: {why}", hint=f"leave {name} out")
-        why = _matching(framework.unpriced, name)
-        if why is None:
-            near = nearest(name, [*mapped, *framework.unpriced, *framework.unread])
-            hint = f"did you mean {near}?" if near else None
+        if (reason := framework.why_unread(name)) is not None:
+            raise StrettoError(f"{source}: {name} is {shown(value)}: {reason}", hint=f"leave {name} out")
+        reason = _matching(framework.unpriced, name)
+        if reason is None:
+            closest = nearest(name, [*mapped, *framework.unpriced, *framework.unread])
+            hint = f"did you mean {closest}?" if closest else None
             raise StrettoError(f"{source}: {framework.title} has no {name}", hint=hint)
-        unpriced.setdefault(why, []).append(name)
+        unpriced.setdefault(reason, []).append(name)
     values, unread = dict[str, Any](), list[str]()
     for rule in framework.rules:
         if rule.read is not None:
@@ -584,7 +584,7 @@ def read(
             assumptions=Assumptions(
                 software=software_profile(framework.software(settings)), overlap=framework.overlaps(settings)
             ),
-            ignored={why: tuple(names) for why, names in unpriced.items()},
+            ignored={reason: tuple(names) for reason, names in unpriced.items()},
             remarks=(
                 *parsed.notes,
                 *unread,
@@ -596,7 +596,7 @@ def read(
 
 
 def _matching(patterns: Mapping[str, str], name: str) -> str | None:
-    return next((why for pattern, why in patterns.items() if fnmatchcase(name, pattern)), None)
+    return next((reason for pattern, reason in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
 def unmapped(framework: Framework) -> tuple[set[str], set[str]]:

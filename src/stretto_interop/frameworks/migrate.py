@@ -90,47 +90,51 @@ def migrate(
     assert framework.parse is not None
     with reading(source):
         parsed = framework.parse(text, source, start or Start())
-    made = Migration(notes=list(parsed.notes))
+    migration = Migration(notes=list(parsed.notes))
     for setting, instead in parsed.deprecated.items():
-        made.needless.setdefault(f"read as {instead}", []).append(setting)
+        migration.needless.setdefault(f"read as {instead}", []).append(setting)
     for setting, (error, _) in parsed.unsupported.items():
-        made.lost[setting] = f"{error.message.removeprefix(f'{source}: ')}{_hint(error)}"
-    values = _read(framework, parsed.settings, made)
+        migration.lost[setting] = f"{error.message.removeprefix(f'{source}: ')}{_hint(error)}"
+    values = _read(framework, parsed.settings, migration)
     for setting, file in parsed.files.items():
-        added = framework.files[setting](file, values, {name for rule in made.mapped for name in rule.fields})
+        added = framework.files[setting](
+            file, values, {name for rule in migration.mapped for name in rule.fields}
+        )
         values |= added.fields
-        made.lost |= added.lost
-        made.differs |= added.differs
+        migration.lost |= added.lost
+        migration.differs |= added.differs
         if added.fields:
-            made.mapped.append(Mapped(settings={setting: file.path}, fields=added.fields))
+            migration.mapped.append(Mapped(settings={setting: file.path}, fields=added.fields))
     for setting, value in parsed.settings.items():
         if setting in framework.settings:
             continue
-        if (why := framework.lost(setting, value)) is not None:
-            made.lost[setting] = why
+        if (reason := framework.lost(setting, value)) is not None:
+            migration.lost[setting] = reason
         else:
-            made.needless.setdefault(framework.needless.get(setting, "the default"), []).append(setting)
-    made.differs |= dict(framework.differs(parsed.settings))
-    sections = _sections(values, made, name)
-    _accept(sections, made)
+            migration.needless.setdefault(framework.needless.get(setting, "the default"), []).append(setting)
+    migration.differs |= dict(framework.differs(parsed.settings))
+    sections = _sections(values, migration, name)
+    _accept(sections, migration)
     for required in _NEEDED:
         section, key = required.split(".")
         if key not in sections.setdefault(section, {}):
             sections[section][key] = REQUIRED
     about = f"{source} ({framework.title})"
-    made.text = _written(sections, made, about)
-    made.config = parse(made.text, source, overrides, name=name)
+    migration.text = _written(sections, migration, about)
+    migration.config = parse(migration.text, source, overrides, name=name)
     if overrides:
-        made.text = _written(_overridden(plain_values(made.config), sections, overrides), made, about)
-    _check(made)
-    return made
+        migration.text = _written(
+            _overridden(plain_values(migration.config), sections, overrides), migration, about
+        )
+    _check(migration)
+    return migration
 
 
 def _hint(error: StrettoError) -> str:
     return f" ({error.hint})" if error.hint else ""
 
 
-def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str, Any]:
+def _read(framework: Framework, settings: Settings, migration: Migration) -> dict[str, Any]:
     """The values of all rules; a rule that cannot read its settings loses them."""
     values = dict[str, Any]()
     vocab_is_default = False
@@ -138,10 +142,10 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
         present = {name: settings[name] for name in rule.settings if name in settings}
         if not rule.fields:
             if present:
-                made.needless.setdefault("how a kernel works is Stretto's own", []).extend(present)
+                migration.needless.setdefault("how a kernel works is Stretto's own", []).extend(present)
             continue
         if rule.read is None:
-            made.lost |= dict.fromkeys(present, "it is written here, and not read")
+            migration.lost |= dict.fromkeys(present, "it is written here, and not read")
             continue
         try:
             read = read_rule(rule, settings)
@@ -150,28 +154,28 @@ def _read(framework: Framework, settings: Settings, made: Migration) -> dict[str
                 raise
             note = f"{error.message}{_hint(error)}"
             if present:
-                made.lost |= dict.fromkeys(present, note)
-            elif _VOCAB not in rule.fields and note not in made.notes:
-                made.notes.append(note)
+                migration.lost |= dict.fromkeys(present, note)
+            elif _VOCAB not in rule.fields and note not in migration.notes:
+                migration.notes.append(note)
             continue
         values |= read
         if present and read:
-            made.mapped.append(Mapped(settings=present, fields=read))
+            migration.mapped.append(Mapped(settings=present, fields=read))
         elif _VOCAB in read:
             vocab_is_default = bool(framework.needless)
         for name, value in () if read else present.items():  # as those of experts in a model without any
             if framework.is_default(name, value):
-                made.needless.setdefault("the default", []).append(name)
+                migration.needless.setdefault("the default", []).append(name)
             else:
-                made.lost[name] = framework.lost(name, value) or "by itself it has no field here"
+                migration.lost[name] = framework.lost(name, value) or "by itself it has no field here"
     if vocab_is_default and values.get(_TOKENIZER) is not None:
         del values[_VOCAB]  # the tokenizer knows better how many entries it has than its kind
     return values
 
 
-def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str, dict[str, Any]]:
+def _sections(values: Mapping[str, Any], migration: Migration, name: str) -> dict[str, dict[str, Any]]:
     """The sections of the config; of what the text leaves out, those values that are not usual here."""
-    explicit = {field for rule in made.mapped for field in rule.fields}
+    explicit = {field for rule in migration.mapped for field in rule.fields}
     vocab = values.get(_VOCAB)
     with reading("its arguments together"):
         job = job_from({**values, _VOCAB: vocab or _TRAINED})
@@ -202,7 +206,7 @@ def _sections(values: Mapping[str, Any], made: Migration, name: str) -> dict[str
     return sections
 
 
-def _accept(sections: dict[str, dict[str, Any]], made: Migration) -> None:
+def _accept(sections: dict[str, dict[str, Any]], migration: Migration) -> None:
     """Leave out values that no config takes; their settings are lost."""
     while True:
         path, message = next(iter(wrong_fields(TrainConfig, sections).items()), ((), ""))
@@ -214,10 +218,10 @@ def _accept(sections: dict[str, dict[str, Any]], made: Migration) -> None:
         if len(path) < 2 or inside.pop(path[-1], None) is None:
             raise StrettoError(f"no config holds this job: {message}")
         field = ".".join(map(str, path))
-        why = f"no config takes it: {message}"
-        for rule in made.mapped:
+        reason = f"no config takes it: {message}"
+        for rule in migration.mapped:
             if field in rule.fields:
-                made.lost |= dict.fromkeys(rule.settings, why)
+                migration.lost |= dict.fromkeys(rule.settings, reason)
 
 
 def _overridden(
@@ -235,22 +239,22 @@ def _overridden(
     return overridden
 
 
-def _written(sections: Mapping[str, Any], made: Migration, about: str) -> str:
+def _written(sections: Mapping[str, Any], migration: Migration, about: str) -> str:
     """The YAML, with what has no counterpart as comments above it."""
     lines = [f"# From {about}, by `stretto migrate`."]
-    lines += [f"# not mapped: {name}: {why}" for name, why in made.lost.items()]
-    lines += [f"# differs: {name}: {why}" for name, why in made.differs.items()]
+    lines += [f"# not mapped: {name}: {reason}" for name, reason in migration.lost.items()]
+    lines += [f"# differs: {name}: {reason}" for name, reason in migration.differs.items()]
     filled = {name: fields for name, fields in sections.items() if fields}
     text = yaml.dump(filled, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
     return "\n".join(lines) + "\n" + explain_marks(text)
 
 
-def _check(made: Migration) -> None:
+def _check(migration: Migration) -> None:
     """Raise for a job that is not legal anywhere; note what this machine lacks."""
-    assert made.config is not None
+    assert migration.config is not None
     from stretto.run.config.job import job_of
 
-    raise_first(problems(job_of(made.config)))
-    fields = set(made.required)
-    made.notes += [f"{name} is to be filled in: {FIELDS[name][1]}" for name in sorted(fields)]
-    made.missing = [f"{problem.message}{_hint(problem)}" for problem in find_problems(made.config)]
+    raise_first(problems(job_of(migration.config)))
+    fields = set(migration.required)
+    migration.notes += [f"{name} is to be filled in: {FIELDS[name][1]}" for name in sorted(fields)]
+    migration.missing = [f"{problem.message}{_hint(problem)}" for problem in find_problems(migration.config)]

@@ -145,31 +145,31 @@ _OFF: Mapping[str, Any] = {
 
 def overrides(settings: Settings) -> dict[str, Any]:
     """The fields of a recipe, from Megatron-LM's arguments."""
-    made: dict[Any, Any] = {"mixed_precision": _mixed(settings)}
+    result: dict[Any, Any] = {"mixed_precision": _mixed(settings)}
     for name, value in settings.items():
         if name in (*_IMPLIED, *_BY_RECIPE, "bf16", "fp16", "fp8-format"):
             continue
         if name in _DENIED:
-            made[_DENIED[name]] = False
+            result[_DENIED[name]] = False
             continue
         section = _SECTION_OF.get(name, "model")
         for field in _FIELDS.get(name, (f"{section}.{name.replace('-', '_')}",)):
-            made[field] = value[0] if name in _LISTED and len(value) == 1 else value
+            result[field] = value[0] if name in _LISTED and len(value) == 1 else value
     if settings["tokenizer-type"] == "NullTokenizer":  # none was chosen: the recipe's stays
-        del made["tokenizer.tokenizer_type"]
-        made["model.vocab_size"] = settings["vocab-size"] + 1
-    made["model.should_pad_vocab"] = True
+        del result["tokenizer.tokenizer_type"]
+        result["model.vocab_size"] = settings["vocab-size"] + 1
+    result["model.should_pad_vocab"] = True
     if settings["attention-backend"] == "auto":  # the usual one, which is no text in a recipe
-        del made["model.attention_backend"]
-    made.setdefault("model.num_query_groups", settings["num-attention-heads"])
+        del result["model.attention_backend"]
+    result.setdefault("model.num_query_groups", settings["num-attention-heads"])
     for name, field in _DENIED.items():
-        made.setdefault(field, name not in settings)
+        result.setdefault(field, name not in settings)
     layout = settings.get("pipeline-model-parallel-layout")
     if layout is not None:
-        stages = len(re.sub(r"\(([^)]+)\)\*(\d+)", lambda one: one[1] * int(one[2]), layout).split("|"))
+        stages = len(re.sub(r"\(([^)]+)\)\*(\d+)", lambda item: item[1] * int(item[2]), layout).split("|"))
         chunks = stages // settings["pipeline-model-parallel-size"]
-        made["model.virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
-    return {**_OFF, **made}
+        result["model.virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+    return {**_OFF, **result}
 
 
 def _mixed(settings: Settings) -> str | None:
@@ -221,7 +221,7 @@ def _hydra(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(_hydra(one) for one in value)}]"  # pyright: ignore[reportUnknownVariableType]
+        return f"[{','.join(_hydra(item) for item in value)}]"  # pyright: ignore[reportUnknownVariableType]
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if re.fullmatch(r"[\w.+/-]*", text) else f'"{text}"'
 
@@ -275,9 +275,9 @@ _CHECKS: Sequence[tuple[object, Callable[[JobValues], None]]] = (
 
 
 def _as_run(job: Job, settings: Settings) -> Job:
-    made = as_run(job, settings)
-    ways = ways_of("nemo", dp=job.dp, precision=job.precision, again=made.framework)
-    return replace(made, framework=ways)
+    result = as_run(job, settings)
+    ways = ways_of("nemo", dp=job.dp, precision=job.precision, again=result.framework)
+    return replace(result, framework=ways)
 
 
 NEMO = replace(

@@ -13,7 +13,7 @@ def others(name: str, kind: Literal["unpriced", "unread"]) -> dict[str, str]:
     """Why a framework's settings change no price (`unpriced`), or are refused when read (`unread`), by
     patterns of their names.
     """
-    return {pattern: why for why, patterns in _all(name)[kind].items() for pattern in patterns}
+    return {pattern: reason for reason, patterns in _all(name)[kind].items() for pattern in patterns}
 
 
 @cache

@@ -33,15 +33,15 @@ def task_for(
     values = {**fixed(framework.plans), **fixed(fix)}
     job = framework.as_run(task.job, {})
     jobs = [replace(job, dp=DataParallel(mode=mode)) for mode in MODES if mode != "server"]
-    wrong, *others = ({one.field: one for one in refusals(framework, each, config)} for each in jobs)
-    always = [one for name, one in wrong.items() if all(name in other for other in others)]
-    raise_first([one for one in always if not one.field.startswith(_SEARCHED)])
+    wrong, *others = ({item.field: item for item in refusals(framework, each, config)} for each in jobs)
+    always = [item for name, item in wrong.items() if all(name in other for other in others)]
+    raise_first([item for item in always if not item.field.startswith(_SEARCHED)])
     return replace(
         task,
         job=job,
         assumptions=framework.assumptions,
         fixed=values,
-        refusals=lambda one: refusals(framework, one, config),
+        refusals=lambda item: refusals(framework, item, config),
     )
 
 
@@ -70,7 +70,7 @@ def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: fl
         cluster=cluster,
         assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
         fixed=fixed(framework.plans),
-        refusals=lambda one: refusals(framework, one),
+        refusals=lambda item: refusals(framework, item),
         seconds=seconds,
         top=top,
     )

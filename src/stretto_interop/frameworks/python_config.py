@@ -63,33 +63,37 @@ _NUMBERS = (int, float)
 class _Reader:
     def __init__(self, tree: ast.Module, source: str, returns: str) -> None:
         self._source, self._returns = source, returns
-        self._functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+        self._functions = {
+            statement.name: statement for statement in tree.body if isinstance(statement, ast.FunctionDef)
+        }
         self._modules: dict[str, str] = {}
         self._constants: dict[str, Any] = {}
         self._depth = 0
-        for one in tree.body:
-            if isinstance(one, ast.ImportFrom):
-                path = one.module or source.replace("\\", "/").rpartition("/")[0].replace("/", ".")
-                self._modules |= {name.asname or name.name: path for name in one.names}
-        for one in tree.body:
-            target = one.targets[0] if isinstance(one, ast.Assign) else None
-            if isinstance(one, ast.Assign) and isinstance(target, ast.Name):
+        for statement in tree.body:
+            if isinstance(statement, ast.ImportFrom):
+                path = statement.module or source.replace("\\", "/").rpartition("/")[0].replace("/", ".")
+                self._modules |= {name.asname or name.name: path for name in statement.names}
+        for statement in tree.body:
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            if isinstance(statement, ast.Assign) and isinstance(target, ast.Name):
                 try:
-                    self._constants[target.id] = ast.literal_eval(one.value)
+                    self._constants[target.id] = ast.literal_eval(statement.value)
                 except ValueError:
                     continue  # nothing that a config can use
 
     def config(self) -> Call:
-        made = [one for one in self._functions.values() if self._is_config(one)]
-        used = {node.id for one in made for node in ast.walk(one) if isinstance(node, ast.Name)}
-        ends = [one for one in made if one.name not in used]
+        configs = [statement for statement in self._functions.values() if self._is_config(statement)]
+        used = {
+            node.id for statement in configs for node in ast.walk(statement) if isinstance(node, ast.Name)
+        }
+        ends = [statement for statement in configs if statement.name not in used]
         if not ends:
             raise StrettoError(
                 f"{self._source} has no function that returns {self._returns}",
                 hint="is it a config of torchtitan?",
             )
         if len(ends) > 1:
-            names = ", ".join(one.name for one in ends)
+            names = ", ".join(statement.name for statement in ends)
             raise StrettoError(
                 f"{self._source} has {len(ends)} configs: {names}",
                 hint="keep one of them in a file of its own",
@@ -99,16 +103,16 @@ class _Reader:
             raise self._cannot(ends[0], f"{ends[0].name} returns no {self._returns}")
         return value
 
-    def _is_config(self, one: ast.FunctionDef) -> bool:
-        if one.returns is not None:
-            return ast.unparse(one.returns).strip("'\"") == self._returns
-        last = one.body[-1]
+    def _is_config(self, statement: ast.FunctionDef) -> bool:
+        if statement.returns is not None:
+            return ast.unparse(statement.returns).strip("'\"") == self._returns
+        last = statement.body[-1]
         return isinstance(last, ast.Return) and self._returns in ast.unparse(last)
 
-    def _cannot(self, node: ast.AST, what: str) -> StrettoError:
+    def _cannot(self, node: ast.AST, problem: str) -> StrettoError:
         line = getattr(node, "lineno", 0)
         return StrettoError(
-            f"{self._source} line {line}: {what}, which cannot be read without running it",
+            f"{self._source} line {line}: {problem}, which cannot be read without running it",
             hint="write literal values and calls of config classes",
         )
 
@@ -118,18 +122,18 @@ class _Reader:
         if self._depth > 20:
             raise self._cannot(function, f"{function.name} calls itself")
         names: dict[str, Any] = {}
-        for one in function.body:
-            if isinstance(one, ast.Return):
+        for statement in function.body:
+            if isinstance(statement, ast.Return):
                 self._depth -= 1
-                return None if one.value is None else self._value(one.value, names)
-            if isinstance(one, ast.Assign) and len(one.targets) == 1:
-                self._assign(one.targets[0], self._value(one.value, names), names)
-            elif isinstance(one, ast.AnnAssign) and one.value is not None:
-                self._assign(one.target, self._value(one.value, names), names)
-            elif not isinstance(one, ast.Expr | ast.Assert | ast.ImportFrom | ast.Import | ast.Pass):
-                raise self._cannot(one, f"{function.name} has a {type(one).__name__.lower()}")
-            elif isinstance(one, ast.Expr) and not isinstance(one.value, ast.Constant):
-                raise self._cannot(one, f"{function.name} does something")
+                return None if statement.value is None else self._value(statement.value, names)
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                self._assign(statement.targets[0], self._value(statement.value, names), names)
+            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                self._assign(statement.target, self._value(statement.value, names), names)
+            elif not isinstance(statement, ast.Expr | ast.Assert | ast.ImportFrom | ast.Import | ast.Pass):
+                raise self._cannot(statement, f"{function.name} has a {type(statement).__name__.lower()}")
+            elif isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant):
+                raise self._cannot(statement, f"{function.name} does something")
         raise self._cannot(function, f"{function.name} returns nothing")
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
@@ -153,7 +157,7 @@ class _Reader:
                 return self._constants[node.id]
             return Call(name=node.id, module=self._modules.get(node.id, ""))  # a function or class, handed on
         if isinstance(node, ast.List | ast.Tuple):
-            items = [self._value(one, names) for one in node.elts]
+            items = [self._value(statement, names) for statement in node.elts]
             return tuple(items) if isinstance(node, ast.Tuple) else items
         if isinstance(node, ast.Dict):
             if None in node.keys:
@@ -186,10 +190,14 @@ class _Reader:
             return FillIn()
         if name == "schedule_file" and "SCHEDULE" in self._constants:
             return self._constants["SCHEDULE"]
-        if any(one.arg is None for one in node.keywords):
+        if any(statement.arg is None for statement in node.keywords):
             raise self._cannot(node, f"{name} with ** in it")
-        arguments = [self._value(one, names) for one in node.args]
-        keywords = {one.arg: self._value(one.value, names) for one in node.keywords if one.arg is not None}
+        arguments = [self._value(statement, names) for statement in node.args]
+        keywords = {
+            statement.arg: self._value(statement.value, names)
+            for statement in node.keywords
+            if statement.arg is not None
+        }
         if name == "float" and arguments == ["inf"]:
             return float("inf")
         function = self._functions.get(name)

@@ -9,7 +9,7 @@ from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.nemo import NEMO
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
 
-FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)}
+FRAMEWORKS: dict[str, Framework] = {item.name: item for item in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)}
 
 
 def framework(name: str) -> Framework:
@@ -19,7 +19,7 @@ def framework(name: str) -> Framework:
         StrettoError: there is none.
     """
     if name not in FRAMEWORKS:
-        near = nearest(name.lower(), FRAMEWORKS)
-        hint = f"did you mean {near}?" if near else None
+        closest = nearest(name.lower(), FRAMEWORKS)
+        hint = f"did you mean {closest}?" if closest else None
         raise StrettoError(f"framework {name!r} is not one of {', '.join(FRAMEWORKS)}", hint=hint)
     return FRAMEWORKS[name]

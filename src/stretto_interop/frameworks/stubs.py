@@ -31,13 +31,13 @@ with open({record!r}, "a") as file:
 """
 
 
-def run_script(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
+def run_script(script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
     """Run a script in this folder with stubs in place of `LAUNCHERS`; return the commands that they received.
 
     Whatever else the script does, it does, programs that it names by their paths included.
 
     Args:
-        words: arguments of the script.
+        arguments: of the script.
         variables: added to the environment, as are those of its #SBATCH lines.
 
     Raises:
@@ -54,7 +54,7 @@ def run_script(script: Path, words: Sequence[str], variables: Mapping[str, str])
         environment = {**batch_variables(text), **os.environ, **variables, "PATH": path}
         try:
             done = subprocess.run(
-                ["bash", str(script), *words],
+                ["bash", str(script), *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -124,12 +124,12 @@ def _read_layout(settings: Settings) -> Values:
     if shard == 1:
         return values
     policy = settings.get("parallelism.fsdp_reshard_after_forward", "default")
-    kept = policy == "never" or (policy == "default" and pp > 1)
-    values[JOB.dp.mode] = "zero2" if kept else "zero3"
+    ways = policy == "never" or (policy == "default" and pp > 1)
+    values[JOB.dp.mode] = "zero2" if ways else "zero3"
     if degree("data_parallel_replicate_degree") > 1:
         names = (
             ("shard_states", "shard_gradients")
-            if kept
+            if ways
             else ("shard_states", "shard_gradients", "shard_parameters")
         )
         values |= dict.fromkeys((f"dp.{name}" for name in names), shard)
@@ -237,10 +237,10 @@ def _note_types(values: JobValues) -> Iterator[str]:
 
 
 def _read_types(settings: Settings) -> Values:
-    whole = settings.get("training.dtype", "float32")
-    if whole != "float32":
+    dtype_of_weights = settings.get("training.dtype", "float32")
+    if dtype_of_weights != "float32":
         raise StrettoError(
-            f"training.dtype is {whole}: without float32 masters, which is not modelled here",
+            f"training.dtype is {dtype_of_weights}: without float32 masters, which is not modelled here",
             hint="training.dtype=float32, with mixed_precision_param",
         )
     dtype = settings.get("training.mixed_precision_param", "bfloat16")
@@ -278,8 +278,8 @@ def _read_optimiser(settings: Settings) -> Values:
     if name not in ("AdamW", "Adam"):
         raise StrettoError(f"optimizer.name is {name}: not modelled here", hint="what is: AdamW")
     lr, beta1, beta2, eps, decay = (
-        settings.get(f"optimizer.{key}", usual)
-        for key, usual in zip(_OPTIMISER, (8e-4, 0.9, 0.95, 1e-8, 0.1), strict=True)
+        settings.get(f"optimizer.{key}", default)
+        for key, default in zip(_OPTIMISER, (8e-4, 0.9, 0.95, 1e-8, 0.1), strict=True)
     )
     low = settings.get("optimizer.implementation") == "fused_opt_states_bf16"
     norm = settings.get("training.max_norm", 1.0)
@@ -322,8 +322,8 @@ def _write_rate(values: JobValues) -> Settings:
 
 
 def _read_rate(settings: Settings) -> Values:
-    def of(name: str, usual: Any) -> Any:
-        return settings.get(f"lr_scheduler.{name}", usual)
+    def of(name: str, default: Any) -> Any:
+        return settings.get(f"lr_scheduler.{name}", default)
 
     ratio, kind = of("decay_ratio", None), of("decay_type", "linear")
     values: dict[Any, Any] = {"warmup": of("warmup_steps", 200), "min_ratio": of("min_lr_factor", 0.0)}
@@ -581,11 +581,11 @@ def as_run(job: Job, settings: Settings) -> Job:
     every second matrix product.
     """
     compiled = bool(settings.get("compile.enable", False))
-    kept = ways_of("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
-    kept = replace(kept, wide_shards=True)  # of whatever a search shards; replicas have no shards
+    ways = ways_of("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
+    ways = replace(ways, wide_shards=True)  # of whatever a search shards; replicas have no shards
     if job.recompute.mode == "selective":
-        kept = replace(kept, operators=("alternate_mm",))
-    return replace(job, framework=kept, loss_chunk=0, vocab_multiple=1)
+        ways = replace(ways, operators=("alternate_mm",))
+    return replace(job, framework=ways, loss_chunk=0, vocab_multiple=1)
 
 
 def _remarks(settings: Settings) -> Iterator[str]:

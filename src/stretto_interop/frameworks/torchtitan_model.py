@@ -14,7 +14,7 @@ from stretto.spec.shape import ModelShape, fields_of
 from stretto_interop.frameworks.fields import MODEL, NAMES, JobValues, values_of
 from stretto_interop.frameworks.mapping import Settings, Values, refused
 
-BEGIN = tuple(f"model.{one.name}" for one in fields(Initial))
+BEGIN = tuple(f"model.{entry.name}" for entry in fields(Initial))
 MODEL_FIELDS = tuple(name for name in NAMES if name.startswith("model.") and name not in BEGIN)
 # flavours by the name of their module, and the presets of the same sizes
 FLAVOURS: Mapping[tuple[str, str], str] = {
@@ -60,8 +60,11 @@ def write_model(values: JobValues) -> Settings:
         rule = "torchtitan's pipelines have no weights that stages share"
         raise Problem("model.tied", "true", rule, "model.tied=false, or layout.pp=1")
     for (module, flavour), name in FLAVOURS.items():
-        known = preset(name)
-        if replace(known, **{**fields_of(shape), "sequence": known.sequence}) == known:
+        shape_of_flavour = preset(name)
+        if (
+            replace(shape_of_flavour, **{**fields_of(shape), "sequence": shape_of_flavour.sequence})
+            == shape_of_flavour
+        ):
             return {"model.name": module, "model.flavor": flavour}
     _check_llama(shape)
     return {"model.name": "llama3", "model.sizes": {to: getattr(shape, of) for of, to in _SIZES.items()}}
@@ -76,14 +79,16 @@ def _check_llama(shape: ModelShape) -> None:
         **{name: getattr(shape, name) for name in (*_SIZES, "norm_eps") if name != "kv_heads"},
         kv_heads=shape.kv_heads,
     )
-    usual = replace(plain, norm_eps=1e-5)
+    plain_llama = replace(plain, norm_eps=1e-5)
     rule = "torchtitan has experts in its own flavours only, and this model is none of them"
     if shape.moe is not None:
         raise Problem("model.moe.experts", shape.moe.experts, rule, "a preset such as qwen3-30b-a3b")
     for name, value in fields_of(shape).items():
-        if value != getattr(usual, name):
+        if value != getattr(plain_llama, name):
             rule = "torchtitan has it in its own flavours only, and this model is none of them"
-            raise Problem(f"model.{name}", value, rule, f"model.{name}={getattr(usual, name)}, or a preset")
+            raise Problem(
+                f"model.{name}", value, rule, f"model.{name}={getattr(plain_llama, name)}, or a preset"
+            )
 
 
 def read_model(settings: Settings) -> Values:
@@ -98,9 +103,9 @@ def read_model(settings: Settings) -> Values:
         return _model_choices(_DEBUG)
     if module is None:
         return {}
-    known = ", ".join(f"{one} {size}" for one, size in FLAVOURS)
+    shape_of_flavour = ", ".join(f"{entry} {size}" for entry, size in FLAVOURS)
     raise StrettoError(
-        f"the model is {module} {flavour}: not known here", hint=f"what is: {known}; or --model"
+        f"the model is {module} {flavour}: not known here", hint=f"what is: {shape_of_flavour}; or --model"
     )
 
 

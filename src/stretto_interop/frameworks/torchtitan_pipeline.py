@@ -34,22 +34,24 @@ def replicas(settings: Settings) -> int:
 
 def read_batch(settings: Settings) -> Values:
     dp, local = replicas(settings), settings.get("training.local_batch_size", 8)
-    whole = settings.get("training.global_batch_size", -1)
-    if whole < 0:
-        whole = local * dp
+    global_batch = settings.get("training.global_batch_size", -1)
+    if global_batch < 0:
+        global_batch = local * dp
     pp = settings.get("parallelism.pipeline_parallel_degree", 1)
-    if whole % (local * dp):
-        rule = (
-            f"training.global_batch_size={whole} is no multiple of local_batch_size={local} x {dp} replicas"
-        )
-        raise StrettoError(rule, hint=f"nearest: {max(1, round(whole / (local * dp))) * local * dp}")
-    if pp > 1 and whole != local * dp:
+    if global_batch % (local * dp):
+        rule = f"is no multiple of local_batch_size={local} x {dp} replicas"
+        nearest_batch = max(1, round(global_batch / (local * dp))) * local * dp
         raise StrettoError(
-            f"a step is {whole // (local * dp)} pipelines one after the other, which is not modelled here",
-            hint=f"training.local_batch_size={whole // dp}: one pipeline of all microbatches",
+            f"training.global_batch_size={global_batch} {rule}", hint=f"nearest: {nearest_batch}"
+        )
+    if pp > 1 and global_batch != local * dp:
+        raise StrettoError(
+            f"a step is {global_batch // (local * dp)} pipelines one after the other, "
+            "which is not modelled here",
+            hint=f"training.local_batch_size={global_batch // dp}: one pipeline of all microbatches",
         )
     micro = settings.get("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
-    return {JOB.global_batch: whole, JOB.micro_batch: micro}
+    return {JOB.global_batch: global_batch, JOB.micro_batch: micro}
 
 
 _SINGLE = {"1f1b": "1F1B", "gpipe": "GPipe"}
@@ -127,16 +129,16 @@ def read_pipeline(settings: Settings) -> Values:
     values: dict[Any, Any] = {JOB.stage_layers: tuple(stages)}
     if csv:
         return {**values, RUN.schedule.file: from_csv(csv, name="csv")}
-    theirs = {torchs.lower(): ours for ours, torchs in (_SINGLE | _MULTI).items()}
-    if name.lower() not in theirs:
+    schedules = {torchs.lower(): schedule_here for schedule_here, torchs in (_SINGLE | _MULTI).items()}
+    if name.lower() not in schedules:
         raise StrettoError(
             f"parallelism.pipeline_parallel_schedule is {name}",
             hint=f"what is known: {', '.join(_MULTI.values())}",
         )
-    values[JOB.schedule] = ours = theirs[name.lower()]
-    if ours in ("bfs", "interleaved", "interleaved-zb"):
+    values[JOB.schedule] = schedule_here = schedules[name.lower()]
+    if schedule_here in ("bfs", "interleaved", "interleaved-zb"):
         values[RUN.schedule.chunks] = len(stages) // pp
-    if ours in ("interleaved", "interleaved-zb"):
+    if schedule_here in ("interleaved", "interleaved-zb"):
         batch = read_batch(settings)
         count = batch[JOB.global_batch] // (replicas(settings) * batch[JOB.micro_batch])
         rounds = max(1, count // pp)
@@ -162,9 +164,9 @@ def _stages(settings: Settings, layers: int, pp: int, *, single: bool) -> list[i
     if points:
         starts = [0, *(1 + int(point.rpartition(".")[2]) for point in points), layers + 2]
         return [stop - start for start, stop in pairwise(starts)]
-    whole = layers + first + last
-    count = pp * (1 if single else 2) if each is None else ceil(whole / each)
-    size, more = divmod(whole, count)
+    global_batch = layers + first + last
+    count = pp * (1 if single else 2) if each is None else ceil(global_batch / each)
+    size, more = divmod(global_batch, count)
     sizes = [size + (at < more) for at in range(count)]
     sizes[0] += 1 - first
     sizes[-1] += 1 - last

@@ -337,7 +337,7 @@ def _model_of(value: Any, source: str) -> dict[str, Any]:
     module = value.module.rpartition("models.")[2].partition(".")[0]
     flavour = value.keywords.get("flavor", value.arguments[0] if value.arguments else None)
     converters = value.keywords.get("converters") or []
-    named = {one.name: one.keywords.get("recipe_name") for one in converters if isinstance(one, Call)}
+    named = {item.name: item.keywords.get("recipe_name") for item in converters if isinstance(item, Call)}
     return {"model.name": module, "model.flavor": flavour, **_converted(named, source)}
 
 
@@ -349,14 +349,14 @@ def _optimizer_of(value: Any, source: str) -> dict[str, Any]:
         lr = {"lr": value.arguments[0]} if value.arguments else {}
         return _adamw("AdamW", {**lr, **value.keywords})
     values: dict[Any, Any] = {}
-    groups = [one for one in value.keywords.get("param_groups", []) if isinstance(one, Call)]
-    names = {one.keywords.get("optimizer_name") for one in groups}
+    groups = [item for item in value.keywords.get("param_groups", []) if isinstance(item, Call)]
+    names = {item.keywords.get("optimizer_name") for item in groups}
     if len(names) > 1:
         raise StrettoError(
             f"{source}: several optimisers, {', '.join(sorted(map(str, names)))}", hint="AdamW alone"
         )
     for group in sorted(
-        groups, key=lambda one: one.keywords.get("optimizer_kwargs", {}).get("weight_decay", 0)
+        groups, key=lambda item: item.keywords.get("optimizer_kwargs", {}).get("weight_decay", 0)
     ):
         values |= _adamw(
             str(group.keywords.get("optimizer_name")), group.keywords.get("optimizer_kwargs", {})
@@ -378,9 +378,9 @@ def _recomputed(value: Any, source: str) -> dict[str, Any]:
         "" if value is None else value.name.removesuffix(".Config") if isinstance(value, Call) else str(value)
     )
     if value is not None and name not in modes:
-        near = nearest(name, modes)
+        closest = nearest(name, modes)
         raise StrettoError(
-            f"{source}: activation_checkpoint is {name}", hint=f"did you mean {near}?" if near else None
+            f"{source}: activation_checkpoint is {name}", hint=f"did you mean {closest}?" if closest else None
         )
     return {"activation_checkpoint.mode": modes.get(name, "none")}
 
@@ -391,8 +391,8 @@ def _check_degrees(settings: Mapping[str, Any], source: str) -> None:
     for name, value in settings.items():
         if not name.endswith(names) or value is None:
             continue
-        least = -1 if name.endswith(("shard_degree", "global_batch_size")) else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least or value == 0:
+        minimum = -1 if name.endswith(("shard_degree", "global_batch_size")) else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum or value == 0:
             raise StrettoError(f"{source}: {name} is {value!r}", hint="a whole number above 0")
 
 
@@ -409,12 +409,12 @@ def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[s
         raise StrettoError(
             f"{source} does not say how many devices there are", hint="--cluster with :N, as in h100:64"
         )
-    known = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
+    degrees = ("data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel")
     taken = 1
-    for name in known:
+    for name in degrees:
         taken *= degree(name)
-    shard, rest = divmod(devices, taken)
-    if rest or not shard:
+    shard, remainder = divmod(devices, taken)
+    if remainder or not shard:
         raise StrettoError(
             f"{source}: {devices} devices are no multiple of the {taken} ranks of the other degrees",
             hint=f"nearest: {max(1, shard) * taken} devices",

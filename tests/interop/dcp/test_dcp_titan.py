@@ -55,10 +55,10 @@ SHAPES = {
 def test_theirs_cover_ours_exactly_once(name: str) -> None:
     """Numbers put into their tensors come back from ours, each once, in the model and in the states."""
     shape = SHAPES[name]
-    ruled = {rule.ours: rule for rule in rules(shape)}
+    ruled = {rule.parameter: rule for rule in rules(shape)}
     assert ruled.keys() == parameter_shapes(shape).keys()
     for rule in ruled.values():
-        assert rule.shape == parameter_shapes(shape)[rule.ours]
+        assert rule.shape == parameter_shapes(shape)[rule.parameter]
         for parts in (rule.parts, (rule.fused,) if rule.fused else rule.parts):
             whole = torch.zeros(rule.shape, dtype=torch.int64)
             first = 1
@@ -69,7 +69,7 @@ def test_theirs_cover_ours_exactly_once(name: str) -> None:
                 for mine, other in part.views:
                     mine(whole).copy_(other(theirs))
                 first += size
-            assert torch.equal(whole.flatten().sort()[0], torch.arange(1, first)), rule.ours
+            assert torch.equal(whole.flatten().sort()[0], torch.arange(1, first)), rule.parameter
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -165,9 +165,9 @@ class Archives:
         first = within[0]
         row = prod(saved.sizes[1:]) * item
         if not saved.dense or archive.size(member) < saved.first * item + row * saved.sizes[0]:
-            whole = torch.empty(chunk.sizes, dtype=saved.dtype)
-            _read_chunk(archive, stored, chunk, whole)
-            target.copy_(whole[within])
+            full = torch.empty(chunk.sizes, dtype=saved.dtype)
+            _read_chunk(archive, stored, chunk, full)
+            target.copy_(full[within])
             return
         self._compare(archive, chunk.extent, member)
         rows = torch.empty((first.stop - first.start, *saved.sizes[1:]), dtype=saved.dtype)
@@ -252,9 +252,9 @@ def read_saved(path: Path, names: Container[str]) -> Any:
 def _numbers(archive: _Archive, value: Any) -> Any:
     """The value with a number for each tensor of one element in its containers, a SavedTensor for others."""
     if isinstance(value, dict):
-        return {key: _numbers(archive, one) for key, one in cast("dict[Any, Any]", value).items()}
+        return {key: _numbers(archive, item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        items = [_numbers(archive, one) for one in cast("list[Any]", value)]
+        items = [_numbers(archive, item) for item in cast("list[Any]", value)]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Record) and value.name == _TENSOR:
         saved = _saved(value)
@@ -285,8 +285,8 @@ def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: T
     last = saved.first + sum((n - 1) * s for n, s in zip(saved.sizes, saved.strides, strict=True))
     if (last + 1) * dtype.itemsize > size:
         raise DamageError(f"its values reach beyond the {size_text(size)} that are stored")
-    whole = saved.first == 0 and saved.dense and size == prod(saved.sizes) * dtype.itemsize
-    if whole and target.is_contiguous():
+    full = saved.first == 0 and saved.dense and size == prod(saved.sizes) * dtype.itemsize
+    if full and target.is_contiguous():
         archive.read_into(f"data/{saved.key}", as_bytes(target))
         return
     if size % dtype.itemsize:

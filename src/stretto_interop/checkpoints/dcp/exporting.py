@@ -64,7 +64,7 @@ def export_dcp(
         stored = opened.stored
         source = _Source(stored, progress)
         state = _weights(source, mapping, opened.shape, version)
-        step, states = None, [rule.ours for rule in mapping if is_trained(rule.ours)]
+        step, states = None, [rule.parameter for rule in mapping if is_trained(rule.parameter)]
         if optimiser := saved_optimiser(manifest.meta, stored, states, notes):
             step = manifest.step
             updates = int(manifest.meta.get("updates") or step)
@@ -97,18 +97,18 @@ class _Source:
         if self._last[0] != name:
             self._last = ("", None)  # free the one before first
             self._last = (name, self.stored.read(name))
-        ours = self._last[1]
-        assert ours is not None
+        stored = self._last[1]
+        assert stored is not None
         if part.in_order:
-            theirs = part.views[0][0](ours).contiguous()
+            exported = part.views[0][0](stored).contiguous()
         else:
-            theirs = torch.empty(part.shape, dtype=dtype)
-            for mine, other in part.views:
-                other(theirs).copy_(mine(ours))
-        self._done += theirs.nbytes
+            exported = torch.empty(part.shape, dtype=dtype)
+            for view, other in part.views:
+                other(exported).copy_(view(stored))
+        self._done += exported.nbytes
         if self._progress is not None:
             self._progress(self._done, self.total)
-        return theirs
+        return exported
 
 
 def _weights(source: _Source, mapping: Sequence[Rule], shape: ModelShape, version: str) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def _weights(source: _Source, mapping: Sequence[Rule], shape: ModelShape, versio
     state: dict[str, Any] = {}
     for rule in mapping:
         for part in rule.parts:
-            state[part.name(version)] = source.part(MODEL + rule.ours, part)
-            if shape.tied and rule.ours == "embed.tok.weight":
-                state[HEADS[VERSIONS.index(version)]] = source.part(MODEL + rule.ours, part)
+            state[part.name(version)] = source.part(MODEL + rule.parameter, part)
+            if shape.tied and rule.parameter == "embed.tok.weight":
+                state[HEADS[VERSIONS.index(version)]] = source.part(MODEL + rule.parameter, part)
     for i in range(shape.layers):
         moe = shape.block(i).moe
         if moe is not None and (name := correction(i, version)) not in state:
@@ -133,10 +133,10 @@ def _states(source: _Source, mapping: Sequence[Rule], version: str, updates: int
         for part in trained(rule, version):
             name = part.name(version)
             state[f"state.{name}.step"] = torch.tensor(float(updates))
-        for moment in MOMENTS if is_trained(rule.ours) else ():
+        for moment in MOMENTS if is_trained(rule.parameter) else ():
             for part in trained(rule, version):
                 name = part.name(version)
-                state[f"state.{name}.{moment}"] = source.part(f"{OPTIM}{moment}.{rule.ours}", part)
+                state[f"state.{name}.{moment}"] = source.part(f"{OPTIM}{moment}.{rule.parameter}", part)
     return state
 
 
@@ -157,7 +157,7 @@ def _groups(
     group |= {"lr": rate, "initial_lr": optimiser.lr}
     state: dict[str, Any] = {}
     for rule in mapping:
-        decay = optimiser.weight_decay if decays(rule.ours, rule.shape, optimiser.no_decay) else 0.0
+        decay = optimiser.weight_decay if decays(rule.parameter, rule.shape, optimiser.no_decay) else 0.0
         for part in trained(rule, version):
             prefix = f"param_groups.{part.name(version)}"
             state |= {f"{prefix}.{key}": value for key, value in {**group, "weight_decay": decay}.items()}

@@ -22,19 +22,22 @@ WEIGHTS_ONLY = "--weights-only imports the model without its optimiser"
 
 
 def read_optimiser(
-    archives: Archives, theirs: Mapping[str, Sequence[str]], shapes: Mapping[str, Sizes], notes: list[str]
+    archives: Archives,
+    names_there: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Sizes],
+    notes: list[str],
 ) -> tuple[Optimiser, int]:
     """The optimiser as it was set, and the updates that its states count.
 
     Args:
-        theirs: by the name of our parameter, those that the optimiser there has for it.
+        names_there: by the name of our parameter, those that the optimiser there has for it.
         shapes: of our parameters.
         notes: to which a sentence is added for each setting that is different here.
 
     Raises:
         StrettoError: it is not AdamW, or counts differ.
     """
-    names = [name for each in theirs.values() for name in each]
+    names = [name for each in names_there.values() for name in each]
     _check_states(archives.index, names)
     counts = {archives.count(f"{STATE}{name}.step", 0) for name in names}
     if len(counts) > 1:
@@ -47,7 +50,7 @@ def read_optimiser(
     if rate is None:
         notes.append("the optimiser's settings are not in the checkpoint: they are AdamW's usual ones")
         return Optimiser(), counts.pop()
-    decay, spared = _decay(archives, theirs, shapes, notes)
+    decay, spared = _decay(archives, names_there, shapes, notes)
     if decay and not _setting(archives, names[0], "decoupled_weight_decay", True):
         notes.append("the weight decay of Adam was part of its gradient; that of AdamW here is not")
     optimiser = Optimiser(
@@ -62,12 +65,12 @@ def read_optimiser(
 
 def _check_states(index: DcpIndex, names: Sequence[str]) -> None:
     """Refuse states that AdamW does not have, or of parameters that the model does not have."""
-    known = {f"{STATE}{name}.{state}" for name in names for state in _STATES}
+    expected = {f"{STATE}{name}.{state}" for name in names for state in _STATES}
     states = {name for name in (*index.tensors, *index.objects) if name.startswith(STATE)}
-    for what, wrong in (("has", states - known), ("lacks", known - states)):
+    for verb, wrong in (("has", states - expected), ("lacks", expected - states)):
         if wrong:
             raise StrettoError(
-                f"{index.folder} {what} the optimiser's state {min(wrong)}, one of {len(wrong)}; here they "
+                f"{index.folder} {verb} the optimiser's state {min(wrong)}, one of {len(wrong)}; here they "
                 f"are AdamW's {', '.join(_STATES)} of each parameter",
                 hint=WEIGHTS_ONLY,
             )
@@ -85,22 +88,25 @@ def _rate(archives: Archives, name: str) -> float | None:
 
 
 def _decay(
-    archives: Archives, theirs: Mapping[str, Sequence[str]], shapes: Mapping[str, Sizes], notes: list[str]
+    archives: Archives,
+    names_there: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Sizes],
+    notes: list[str],
 ) -> tuple[float, tuple[str, ...]]:
     """Weight decay, and the parameters without it that would have it here."""
     decay = {
-        ours: max(_setting(archives, name, "weight_decay", 0.0) for name in each)
-        for ours, each in theirs.items()
+        parameter: max(_setting(archives, name, "weight_decay", 0.0) for name in each)
+        for parameter, each in names_there.items()
     }
-    decaying = [ours for ours in theirs if decays(ours, shapes[ours])]
-    usual = max((decay[ours] for ours in decaying), default=0.0)
-    if norms := [ours for ours in theirs if decay[ours] and ours not in decaying]:
+    decaying = [parameter for parameter in names_there if decays(parameter, shapes[parameter])]
+    default = max((decay[parameter] for parameter in decaying), default=0.0)
+    if norms := [parameter for parameter in names_there if decay[parameter] and parameter not in decaying]:
         notes.append(
             f"{len(norms)} norms and biases had a weight decay of {decay[norms[0]]}; here they have none"
         )
-    if other := [ours for ours in decaying if decay[ours] not in (0.0, usual)]:
-        notes.append(f"the weight decay of {other[0]} was {decay[other[0]]}; here it is {usual} for all")
-    return usual, tuple(ours for ours in decaying if usual and not decay[ours])
+    if other := [parameter for parameter in decaying if decay[parameter] not in (0.0, default)]:
+        notes.append(f"the weight decay of {other[0]} was {decay[other[0]]}; here it is {default} for all")
+    return default, tuple(parameter for parameter in decaying if default and not decay[parameter])
 
 
 def _betas(archives: Archives, name: str) -> tuple[float, float]:

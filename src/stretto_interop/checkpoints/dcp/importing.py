@@ -53,25 +53,27 @@ class DcpImport(OpenImport):
     def _match(self, states: bool) -> None:
         """A tensor for every parameter and state, after a check of all names, types and sizes."""
         mapping = list(rules(self.shape))
-        weights = {rule.ours: self._names.of_weight(rule) for rule in mapping}
-        tensors = [self._joined(f"model.{r.ours}", r.shape, weights[r.ours]) for r in mapping]
+        weights = {rule.parameter: self._names.of_weight(rule) for rule in mapping}
+        tensors = [self._joined(f"model.{r.parameter}", r.shape, weights[r.parameter]) for r in mapping]
         self.parameters = sum(prod(rule.shape) for rule in mapping)
         self._check_unused({name for parts in weights.values() for name, _ in parts})
         self.updates, self.optimiser = 0, None
         if states and any(name.startswith(STATE) for name in self._names.index.tensors):
-            kept = {rule.ours: self._names.of_state(rule) for rule in mapping if is_trained(rule.ours)}
-            ours = {rule.ours: rule.shape for rule in mapping}
+            section = {
+                rule.parameter: self._names.of_state(rule) for rule in mapping if is_trained(rule.parameter)
+            }
+            parameter = {rule.parameter: rule.shape for rule in mapping}
             tensors += [
                 self._joined(
                     f"optim.{moment}.{name}",
-                    ours[name],
+                    parameter[name],
                     [(f"{each}.{moment}", part) for each, part in parts],
                 )
-                for name, parts in kept.items()
+                for name, parts in section.items()
                 for moment in MOMENTS
             ]
-            fqns = {name: [each.removeprefix(STATE) for each, _ in parts] for name, parts in kept.items()}
-            self.optimiser, self.updates = read_optimiser(self.archives, fqns, ours, self.notes)
+            fqns = {name: [each.removeprefix(STATE) for each, _ in parts] for name, parts in section.items()}
+            self.optimiser, self.updates = read_optimiser(self.archives, fqns, parameter, self.notes)
         self.tensors = tensors
         self.step = self.archives.count("train_state.step", self.updates)
         self.tokens = self.archives.count("train_state.ntokens_seen", 0)
@@ -87,16 +89,16 @@ class DcpImport(OpenImport):
         return Incoming(name, shape, dtype, lambda: self._read(shape, dtype, parts))
 
     def _read(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Parts) -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        complete = torch.empty(shape, dtype=dtype)
         for name, part in parts:
             if part.in_order:
-                self.archives.read_tensor(name, part.views[0][0](whole))
+                self.archives.read_tensor(name, part.views[0][0](complete))
                 continue
-            theirs = torch.empty(part.shape, dtype=dtype)
-            self.archives.read_tensor(name, theirs)
-            for mine, other in part.views:
-                mine(whole).copy_(other(theirs))
-        return whole
+            foreign = torch.empty(part.shape, dtype=dtype)
+            self.archives.read_tensor(name, foreign)
+            for view, other in part.views:
+                view(complete).copy_(other(foreign))
+        return complete
 
     def _check_unused(self, used: set[str]) -> None:
         """Refuse parameters that the model does not have: they would be lost in silence."""
@@ -111,7 +113,7 @@ class DcpImport(OpenImport):
                 hint="--model must be the model that was trained",
             )
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_full(self, name: str) -> Tensor:
         stored = self._names.index.tensors[name]
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.archives.read_tensor(name, tensor)
@@ -120,7 +122,7 @@ class DcpImport(OpenImport):
     def _is_zero(self, name: str) -> bool:
         sizes = self._names.index.tensors[name].shape
         experts = None if self.shape.moe is None else self.shape.moe.experts
-        return sizes == (experts,) and not self._whole(name).any()
+        return sizes == (experts,) and not self._read_full(name).any()
 
     def check_head(self) -> None:
         """Check that a head in the files equals the embedding that it is tied to."""
@@ -129,8 +131,8 @@ class DcpImport(OpenImport):
         embedding = self._names.prefix + "tok_embeddings.weight"
         if not self.shape.tied or not heads or embedding not in tensors:
             return
-        same = tensors[heads[0]].shape == tensors[embedding].shape
-        if not same or not torch.equal(self._whole(heads[0]), self._whole(embedding)):
+        equal = tensors[heads[0]].shape == tensors[embedding].shape
+        if not equal or not torch.equal(self._read_full(heads[0]), self._read_full(embedding)):
             raise StrettoError(
                 f"{heads[0]} differs from the embedding, but the model's head is tied to it",
                 hint="--model must be the model that was trained",
@@ -169,10 +171,10 @@ class _Names:
         tensors = self.index.tensors
         name = next((name for name in names if name in tensors), None)
         if name is None:
-            near = nearest(names[0], tensors)
+            closest = nearest(names[0], tensors)
             raise StrettoError(
                 f"{self.index.folder} has no tensor {' or '.join(names)}, {list(part.shape)} in the model",
-                hint=hint or (near and f"the nearest name in it is {near}") or "is it torchtitan's?",
+                hint=hint or (closest and f"the nearest name in it is {closest}") or "is it torchtitan's?",
             )
         if (shape := tensors[name].shape) != tuple(part.shape):
             raise StrettoError(

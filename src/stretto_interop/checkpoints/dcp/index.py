@@ -96,9 +96,9 @@ def find_folder(path: Path) -> Path:
     if (path / METADATA).is_file():
         return path
     named = [(child, _STEP.fullmatch(child.name)) for child in (path.iterdir() if path.is_dir() else ())]
-    whole = [(int(match[1]), child) for child, match in named if match and (child / METADATA).is_file()]
-    if whole:
-        return max(whole)[1]
+    complete = [(int(match[1]), child) for child, match in named if match and (child / METADATA).is_file()]
+    if complete:
+        return max(complete)[1]
     files = list(path.glob("*.safetensors")) if path.is_dir() else []
     raise StrettoError(
         f"{path} is no checkpoint of torch.distributed.checkpoint: it has no {METADATA}",
@@ -122,8 +122,8 @@ def read_dcp_index(folder: Path) -> DcpIndex:
             raise DamageError(f"it has {size_text(size)}, at most {size_text(LARGEST_METADATA)} are read")
         value = read_pickle(path.read_bytes(), NAMES, LARGEST_METADATA)
         derived = isinstance(value, Record) and value.name == f"{_MCORE}MCoreMetadata"
-        whole = f"{_MCORE}MCoreMetadata" if derived else f"{_OF}metadata.Metadata"
-        return _index(folder, _fields(value, whole))
+        complete = f"{_MCORE}MCoreMetadata" if derived else f"{_OF}metadata.Metadata"
+        return _index(folder, _fields(value, complete))
     except DamageError as error:
         raise _wrong(folder, str(error), "is the copy complete?") from None
     except StrettoError as error:

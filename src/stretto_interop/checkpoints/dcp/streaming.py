@@ -50,7 +50,7 @@ class _Named(Protocol):
     """A rule for one of our parameters."""
 
     @property
-    def ours(self) -> str:
+    def parameter(self) -> str:
         """Its name here."""
         ...
 
@@ -91,8 +91,8 @@ def open_export(
     shape = shape_of(path, manifest.meta)
     mapping = list(rules(shape))
     with StoredTensors(path, "") as stored:
-        known = {MODEL + rule.ours for rule in mapping}
-        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in known):
+        names = {MODEL + rule.parameter for rule in mapping}
+        if extra := sorted(name for name in stored.saved if name.startswith(MODEL) and name not in names):
             raise StrettoError(
                 f"{extra[0]}, one of {len(extra)} tensors that {path} has beside its model, has no "
                 f"counterpart in {framework}",
@@ -144,8 +144,8 @@ class _StreamingWriter(FileSystemWriter):
         with (Path(self.path) / name).open("wb") as stream:
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 value, offset = planner.state_dict[item.index.fqn], stream.tell()  # pyright: ignore
-                if (same := places.get((id(value), item.index.offset))) is not None:
-                    results.append(WriteResult(item.index, same.length, same))
+                if (earlier := places.get((id(value), item.index.offset))) is not None:
+                    results.append(WriteResult(item.index, earlier.length, earlier))
                     continue
                 data = planner.resolve_data(item)
                 if isinstance(data, Tensor):
@@ -187,7 +187,7 @@ def saved_optimiser(
     config = meta.get("config")
     section: Mapping[str, Any] = config.get("optim", {}) if isinstance(config, Mapping) else {}
     name = section.get("name", "adamw")
-    wanted = [f"{OPTIM}{moment}.{ours}" for ours in trained for moment in MOMENTS]
+    wanted = [f"{OPTIM}{moment}.{parameter}" for parameter in trained for moment in MOMENTS]
     if not any(each.startswith(OPTIM) for each in stored.saved):
         notes.append("the checkpoint has no states of an optimiser: the model alone was written")
     elif name != "adamw":
@@ -197,8 +197,8 @@ def saved_optimiser(
     else:
         if not section:
             notes.append("no config of the run is in it: settings of AdamW are the usual ones")
-        known = {field.name for field in fields(Optimiser)}
-        values = {key: value for key, value in section.items() if key in known}
+        names = {field.name for field in fields(Optimiser)}
+        values = {key: value for key, value in section.items() if key in names}
         rate = RateSchedule(**values.pop("rate", {}))
         values["betas"] = tuple(values.get("betas", Optimiser.betas))
         values["no_decay"] = tuple(values.get("no_decay", ()))

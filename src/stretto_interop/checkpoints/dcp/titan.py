@@ -56,7 +56,9 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp.shared.gate_up.weight": (("moe.shared_experts.w1.weight",), ("moe.shared_experts.w3.weight",)),
     "mlp.shared.down.weight": (("moe.shared_experts.w2.weight",),),
 }
-_QKV = tuple((f"attention.qkv_linear.{one}.weight", f"attention.{one}.weight") for one in ("wq", "wk", "wv"))
+_QKV = tuple(
+    (f"attention.qkv_linear.{item}.weight", f"attention.{item}.weight") for item in ("wq", "wk", "wv")
+)
 _FUSED = "attention.qkv_linear.wqkv.weight"
 
 
@@ -75,7 +77,7 @@ class Part:
     @property
     def in_order(self) -> bool:
         """Whether its values lie in ours in the same order."""
-        return len(self.views) == 1 and self.views[0][1] is _same
+        return len(self.views) == 1 and self.views[0][1] is _identical
 
     def name(self, version: str) -> str:
         """Its name in one of VERSIONS."""
@@ -89,7 +91,7 @@ class Rule:
     fused: the same for the optimiser's states, where they are kept for several parts together.
     """
 
-    ours: str
+    parameter: str
     shape: Sizes
     parts: tuple[Part, ...]
     fused: Part | None = None
@@ -102,27 +104,27 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
         StrettoError: torchtitan has no such model.
     """
     _check(shape)
-    for ours, sizes in parameter_shapes(shape).items():
-        prefix, module = "", ours
-        if ours.startswith("blocks."):
-            _, block, module = ours.split(".", 2)
+    for parameter, sizes in parameter_shapes(shape).items():
+        prefix, module = "", parameter
+        if parameter.startswith("blocks."):
+            _, block, module = parameter.split(".", 2)
             prefix = f"layers.{block}."
         if module == "attn.qkv.weight":
-            yield _qkv(ours, prefix, shape)
+            yield _qkv(parameter, prefix, shape)
         elif module in _NAMES:
-            yield Rule(ours, sizes, tuple(_stacked(_NAMES[module], prefix, sizes)))
+            yield Rule(parameter, sizes, tuple(_stacked(_NAMES[module], prefix, sizes)))
         else:
-            raise AssertionError(f"{ours} belongs to a shape that _check refuses")
+            raise AssertionError(f"{parameter} belongs to a shape that _check refuses")
 
 
-def is_trained(ours: str) -> bool:
+def is_trained(parameter: str) -> bool:
     """Whether the parameter is one in torchtitan too, where the router's correction is a buffer."""
-    return not ours.endswith(".router.correction")
+    return not parameter.endswith(".router.correction")
 
 
 def trained(rule: Rule, version: str) -> tuple[Part, ...]:
     """The parameters of a version that the optimiser there has for one of ours."""
-    if not is_trained(rule.ours):
+    if not is_trained(rule.parameter):
         return ()
     return rule.parts if rule.fused is None or version != VERSIONS[0] else (rule.fused,)
 
@@ -132,7 +134,7 @@ def correction(layer: int, version: str) -> str:
     return f"layers.{layer}.{_CORRECTION[VERSIONS.index(version)]}"
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identical(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -144,16 +146,18 @@ def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> I
     """Tensors of equal sizes that are stacked in ours, before the last dimension."""
     count = len(names)
     if count == 1:
-        yield Part(tuple(prefix + name for name in names[0]), sizes, ((_same, _same),))
+        yield Part(tuple(prefix + name for name in names[0]), sizes, ((_identical, _identical),))
         return
     dim = len(sizes) - 2  # experts, where there are any, come first
     length = sizes[dim] // count
     part = (*sizes[:dim], length, *sizes[dim + 1 :])
     for i, each in enumerate(names):
-        yield Part(tuple(prefix + name for name in each), part, ((_narrow(dim, i * length, length), _same),))
+        yield Part(
+            tuple(prefix + name for name in each), part, ((_narrow(dim, i * length, length), _identical),)
+        )
 
 
-def _qkv(ours: str, prefix: str, shape: ModelShape) -> Rule:
+def _qkv(parameter: str, prefix: str, shape: ModelShape) -> Rule:
     """Queries, keys and values, which are stacked by rows in ours."""
     groups, width = shape.kv_heads, shape.head_dim
     members = (shape.heads // groups, 1, 1)  # heads of queries, keys and values in a group
@@ -162,20 +166,20 @@ def _qkv(ours: str, prefix: str, shape: ModelShape) -> Rule:
         paired = _pairs_differ(shape) and names is not _QKV[2]
         features = (width // 2, 2) if paired else (width,)
         before, rows = sum(members[:i]), groups * count * width
-        mine = _our_heads(before * groups * width, rows, (groups, count), features)
-        apart = _their_heads((groups, count, *features), 0, count)
-        views.append((mine, _their_heads((groups, sum(members), *features), before, count)))
-        parts.append(Part(tuple(prefix + name for name in names), (rows, shape.hidden), ((mine, apart),)))
+        view = _our_heads(before * groups * width, rows, (groups, count), features)
+        separate = _their_heads((groups, count, *features), 0, count)
+        views.append((view, _their_heads((groups, sum(members), *features), before, count)))
+        parts.append(Part(tuple(prefix + name for name in names), (rows, shape.hidden), ((view, separate),)))
     sizes = (sum(members) * groups * width, shape.hidden)
-    return Rule(ours, sizes, tuple(parts), Part((prefix + _FUSED,), sizes, tuple(views)))
+    return Rule(parameter, sizes, tuple(parts), Part((prefix + _FUSED,), sizes, tuple(views)))
 
 
 def _our_heads(start: int, rows: int, heads: tuple[int, int], features: tuple[int, ...]) -> View:
     """Heads of ours as (groups, members, *features, hidden), the features in their order."""
 
     def view(tensor: Tensor) -> Tensor:
-        apart = tensor.narrow(0, start, rows).unflatten(0, (*heads, *reversed(features)))
-        return apart.transpose(2, 3) if len(features) > 1 else apart
+        separate = tensor.narrow(0, start, rows).unflatten(0, (*heads, *reversed(features)))
+        return separate.transpose(2, 3) if len(features) > 1 else separate
 
     return view
 
@@ -220,9 +224,9 @@ _ATTENTION = {
 def _check(shape: ModelShape) -> None:
     """Raise StrettoError for what none of torchtitan's converted models computes, names and sizes aside."""
     values: list[tuple[str, object, tuple[object, ...]]] = [
-        (name, getattr(shape, name), (usual,)) for name, usual in _BLOCKS.items()
+        (name, getattr(shape, name), (default,)) for name, default in _BLOCKS.items()
     ]
-    values += [(f"attention.{n}", getattr(shape.attention, n), usual) for n, usual in _ATTENTION.items()]
+    values += [(f"attention.{n}", getattr(shape.attention, n), default) for n, default in _ATTENTION.items()]
     latent = shape.latent is not None
     moe, rope = shape.moe, shape.rope
     scalings = (None, "yarn") if latent else (None,) if shape.attention.norm else (None, "llama3")
@@ -232,7 +236,7 @@ def _check(shape: ModelShape) -> None:
     if latent and rope is not None:
         values.append(("rope.mscale_all_dim", rope.mscale_all_dim, (rope.mscale,)))
     if moe is not None:
-        values += [(f"moe.{name}", getattr(moe, name), (usual,)) for name, usual in _ROUTER.items()]
+        values += [(f"moe.{name}", getattr(moe, name), (default,)) for name, default in _ROUTER.items()]
         values.append(
             ("attention.norm of a model with experts", shape.attention.norm, (None if latent else "head",))
         )
@@ -242,6 +246,6 @@ def _check(shape: ModelShape) -> None:
         if value not in allowed:
             raise StrettoError(
                 f"model.{name} {value!r} has no counterpart in torchtitan's models of llama3, qwen3 and "
-                f"deepseek_v3, which have {' or '.join(repr(one) for one in allowed)}",
+                f"deepseek_v3, which have {' or '.join(repr(item) for item in allowed)}",
                 hint="export for transformers instead, without --format dcp",
             )

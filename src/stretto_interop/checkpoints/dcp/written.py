@@ -116,11 +116,11 @@ class OpenImport:
 
         def read(tensor: Incoming) -> Tensor:
             nonlocal done
-            whole = tensor.read()
+            tensor_value = tensor.read()
             done += tensor.bytes
             if progress is not None:
                 progress(done, total)
-            return whole
+            return tensor_value
 
         streamed = {
             tensor.name: Streamed(
@@ -130,10 +130,18 @@ class OpenImport:
             )
             for tensor in self.tensors
         }
-        facts: dict[str, Any] = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
+        meta_of_model: dict[str, Any] = {
+            "model": shape_to_record(self.shape),
+            "imported": self.source.resolve().name,
+        }
         step = 0
         if self.optimiser is not None:
             step = self.step
-            facts |= {"step": step, "updates": self.updates, "samples": self.samples, "tokens": self.tokens}
-            facts["config"] = {"optim": asdict(self.optimiser)}
-        return save(folder, step, streamed, {**facts, **(meta or {})})
+            meta_of_model |= {
+                "step": step,
+                "updates": self.updates,
+                "samples": self.samples,
+                "tokens": self.tokens,
+            }
+            meta_of_model["config"] = {"optim": asdict(self.optimiser)}
+        return save(folder, step, streamed, {**meta_of_model, **(meta or {})})

@@ -96,13 +96,13 @@ def read_buffers(archives: Archives) -> RankBuffers:
         elif match[3] == _STATE:
             each = dict(_gathered(archives, name))
             types |= {kind for kind, _ in each.values()}
-            objects[rank] = [each[number][1] for number in _whole(each, archives)]
+            objects[rank] = [each[number][1] for number in _round_up(each, archives)]
         elif (bucket := _BUCKET.fullmatch(match[3])) is not None:
             types.add(bucket[2])
             parts = prefixes.setdefault(rank, {}).setdefault(int(bucket[1]), {})
             parts[int(bucket[3])] = name.removesuffix(bucket[4])
     buffers = objects or {
-        rank: [_bucketed(archives, each[number]) for number in _whole(each, archives)]
+        rank: [_bucketed(archives, each[number]) for number in _round_up(each, archives)]
         for rank, each in prefixes.items()
     }
     chains = {chain for chain, _ in buffers}
@@ -114,14 +114,14 @@ def read_buffers(archives: Archives) -> RankBuffers:
             hint=SAVE_WHOLE,
         )
     dense, experts = (
-        [by_rank[n] for n in _whole(by_rank, archives)]
-        for by_rank in ({rank: each for (one, rank), each in buffers.items() if one == n} for n in (0, 1))
+        [by_rank[n] for n in _round_up(by_rank, archives)]
+        for by_rank in ({rank: each for (item, rank), each in buffers.items() if item == n} for n in (0, 1))
     )
     form = GATHERED if objects else BUCKETS
     return RankBuffers(form=form, dense=dense, experts=experts, settings=settings)
 
 
-def _whole(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
+def _round_up(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
     """The numbers, which must be those from 0 on."""
     if missing := set(range(len(numbered))) - set(numbered):
         raise StrettoError(
@@ -135,11 +135,11 @@ def _whole(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
 def _bucketed(archives: Archives, prefixes: Mapping[int, str]) -> Buffer:
     """A buffer whose buckets are tensors."""
     tensors, sizes = archives.index.tensors, list[int]()
-    for number in _whole(prefixes, archives):
+    for number in _round_up(prefixes, archives):
         stored = [tensors.get(prefixes[number] + key) for key in _KEYS]
-        facts = {(one.shape, one.dtype) for one in stored if one is not None}
-        shape, dtype = facts.pop() if None not in stored else ((), "")
-        if facts or len(shape) != 1 or dtype != "float32":
+        record = {(item.shape, item.dtype) for item in stored if item is not None}
+        shape, dtype = record.pop() if None not in stored else ((), "")
+        if record or len(shape) != 1 or dtype != "float32":
             raise StrettoError(
                 f"{prefixes[number]}* in {archives.index.folder} are not {', '.join(_KEYS)} in float32, "
                 "flat and of one size",
@@ -178,7 +178,7 @@ def _gathered(archives: Archives, name: str) -> Iterator[tuple[int, tuple[str, B
             def read(key: str, start: int, into: Tensor, of: Mapping[str, SavedTensor] = tensors) -> None:
                 archives.read_from_object(name, of[key], start, into)
 
-            text = ", ".join(one.text for one in cast("tuple[Name, ...]", kind))
+            text = ", ".join(item.text for item in cast("tuple[Name, ...]", kind))
             yield number, (text, Buffer(size=sizes.pop(), buckets=None, read=read))
 
 

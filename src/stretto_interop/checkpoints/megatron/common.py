@@ -145,9 +145,9 @@ def read_common(folder: Path) -> Common:
     plain: dict[str, Any] = {}
     if isinstance(args, Record) and args.name == _NAMESPACE and isinstance(args.state, dict):
         plain = {
-            key: one
-            for key, one in cast("dict[Any, Any]", args.state).items()
-            if isinstance(key, str) and _is_plain(one)
+            key: item
+            for key, item in cast("dict[Any, Any]", args.state).items()
+            if isinstance(key, str) and _is_plain(item)
         }
     iteration = state.get("iteration", 0)
     scheduler = state.get("opt_param_scheduler")
@@ -184,8 +184,8 @@ def groups_of(common: Common, folder: Path) -> tuple[list[Mapping[str, Any]], in
     every = cast("dict[Any, Any]", several)
     each = list(every.values()) if all(type(key) is int for key in every) else [every]
     groups, counts = list[Mapping[str, Any]](), set[Any]()
-    for one in each:
-        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+    for item in each:
+        inner = item.get("optimizer", item) if isinstance(item, dict) else None
         if not isinstance(inner, dict):
             raise StrettoError(f"{folder / COMMON}: its optimiser is in a form that is not known here")
         fields = cast("dict[str, Any]", inner)
@@ -230,8 +230,8 @@ def optimiser_of(common: Common, groups: Sequence[Mapping[str, Any]], notes: lis
     if len(pair) != 2 or not all(isinstance(beta, float) and 0 <= beta < 1 for beta in pair):
         raise StrettoError(f"common.pt: betas of the optimiser are {betas!r}, no pair of numbers below 1")
     clip = _number(common.args, "clip_grad", 1.0)
-    beside = {"lr": (common.args, *groups), "weight_decay": (common.args, first), "eps": (first,)}
-    unknown = [name for name, places in beside.items() if not any(name in place for place in places)]
+    sources = {"lr": (common.args, *groups), "weight_decay": (common.args, first), "eps": (first,)}
+    unknown = [name for name, places in sources.items() if not any(name in place for place in places)]
     if "lr" in unknown and any("max_lr" in group for group in groups):
         unknown.remove("lr")
     if unknown:

@@ -74,8 +74,8 @@ def export_megatron(
         stored = opened.stored
         manifest, meta = opened.manifest, opened.manifest.meta
         args = dict(arguments(shape))
-        trained = [rule for rule in mapping if is_trained(rule.ours)]
-        optimiser = saved_optimiser(meta, stored, [rule.ours for rule in trained], notes)
+        trained = [rule for rule in mapping if is_trained(rule.parameter)]
+        optimiser = saved_optimiser(meta, stored, [rule.parameter for rule in trained], notes)
         source = _Source(stored, shape, progress)
         half = _half(meta)
         state: dict[str, Any] = source.tensors(mapping, MODEL, "", half)
@@ -87,7 +87,7 @@ def export_megatron(
             masters = source.tensors(trained, MODEL, "", None) if half is not None else state
             for rule in trained:
                 name = source.name(rule)
-                state |= {f"{STATE}{one}.{name}": masters[name] for one in MASTERS[:2]}
+                state |= {f"{STATE}{item}.{name}": masters[name] for item in MASTERS[:2]}
             updates = int(meta.get("updates") or manifest.step)
             spread = shape.moe is not None and experts_spread
             if shape.moe is not None:
@@ -131,7 +131,7 @@ class _Source:
         return f"{LAYERS}{'' if self.stacked else f'{rule.layer}.'}{rule.names[0]}"
 
     def tensors(
-        self, mapping: Sequence[Rule], ours: str, theirs: str, dtype: torch.dtype | None
+        self, mapping: Sequence[Rule], tensor_here: str, exported: str, dtype: torch.dtype | None
     ) -> dict[str, Any]:
         """The tensors of some rules by their names.
 
@@ -140,34 +140,34 @@ class _Source:
             dtype: that they get; None: as they are.
         """
         boxes: dict[str, dict[tuple[int, ...], Any]] = {}
-        facts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        record: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for rule in mapping:
-            name, stored = ours + rule.ours, self._stored.saved[ours + rule.ours]
+            name, stored = tensor_here + rule.parameter, self._stored.saved[tensor_here + rule.parameter]
             kind: torch.dtype = getattr(torch, stored.dtype) if dtype is None else dtype
             many = self.stacked and rule.layer is not None
             sizes = (1, *rule.shape) if many else rule.shape
             offsets = ((rule.layer or 0), *(0,) * len(rule.shape)) if many else (0,) * len(rule.shape)
-            whole = (self._shape.layers, *rule.shape) if many else rule.shape
-            full = theirs + self.name(rule)
-            facts[full] = (whole, kind)
+            complete = (self._shape.layers, *rule.shape) if many else rule.shape
+            full = exported + self.name(rule)
+            record[full] = (complete, kind)
             self.total += prod(sizes) * kind.itemsize
 
             get = partial(self._get, rule=rule, name=name, dtype=kind, sizes=sizes)
             boxes.setdefault(full, {})[offsets] = (sizes, get)
-        return {name: Streamed(*facts[name], boxes=each) for name, each in boxes.items()}
+        return {name: Streamed(*record[name], boxes=each) for name, each in boxes.items()}
 
     def _get(self, *, rule: Rule, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-        ours = self._stored.read(name)
-        theirs = torch.empty(rule.shape, dtype=dtype)
+        tensor_here = self._stored.read(name)
+        exported = torch.empty(rule.shape, dtype=dtype)
         if rule.order:
-            for mine, other in rule.order:
-                other(theirs).copy_(mine(ours))
+            for view, other in rule.order:
+                other(exported).copy_(view(tensor_here))
         else:
-            theirs.copy_(ours)
-        self._done += theirs.nbytes
+            exported.copy_(tensor_here)
+        self._done += exported.nbytes
         if self._progress is not None:
             self._progress(self._done, self.total)
-        return theirs.view(sizes)
+        return exported.view(sizes)
 
 
 def _extra_states(shape: ModelShape, stacked: bool) -> list[str]:
@@ -178,16 +178,16 @@ def _extra_states(shape: ModelShape, stacked: bool) -> list[str]:
         moe = shape.block(i).moe
         parts = [*_LINEARS, *_OTHERS]
         if moe is None:
-            parts += [f"mlp.{one}" for one in _MLP]
+            parts += [f"mlp.{item}" for item in _MLP]
         elif moe.shared_ffn:
-            parts += [f"mlp.shared_experts.{one}" for one in _MLP]
-        names += [f"{prefix}{one}._extra_state/shard_{place}" for one in parts]
+            parts += [f"mlp.shared_experts.{item}" for item in _MLP]
+        names += [f"{prefix}{item}._extra_state/shard_{place}" for item in parts]
         if moe is not None:
             first, count = (f"{i}.", f"{shape.layers}.") if stacked else ("", "")
             names += [
-                f"{prefix}mlp.experts.experts.{one}._extra_state/shard_{first}{e}_{count}{moe.experts}"
+                f"{prefix}mlp.experts.experts.{item}._extra_state/shard_{first}{e}_{count}{moe.experts}"
                 for e in range(moe.experts)
-                for one in _MLP
+                for item in _MLP
             ]
     return names
 
@@ -251,12 +251,12 @@ def _optimiser_state(
             "step": updates,
         }
 
-    def whole(*groups: dict[str, Any]) -> dict[str, Any]:
-        one = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": list(groups)}
-        return {"optimizer": one, **one, "param_state_sharding_type": _FORM}
+    def complete(*groups: dict[str, Any]) -> dict[str, Any]:
+        item = {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": list(groups)}
+        return {"optimizer": item, **item, "param_state_sharding_type": _FORM}
 
-    dense = whole(group(True, False), group(False, False))
-    return {0: dense, 1: whole(group(True, True))} if spread else dense
+    dense = complete(group(True, False), group(False, False))
+    return {0: dense, 1: complete(group(True, True))} if spread else dense
 
 
 def _scheduler(optimiser: Optimiser, updates: int, meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Theirs:
+class _MegatronNames:
     """A parameter or a state of it in the checkpoint; `read` gives it in Megatron's layout."""
 
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class MegatronImport(OpenImport):
         mapping = list(rules(self.shape))
         self.parameters = sum(prod(rule.shape) for rule in mapping)
         self._used = set[str]()
-        weights = {rule.ours: self._stored(rule, "") for rule in mapping}
+        weights = {rule.parameter: self._stored(rule, "") for rule in mapping}
         self._check_unused(self._used)
         self.updates, self.optimiser = 0, None
         self.step = common.iteration
@@ -120,34 +120,34 @@ class MegatronImport(OpenImport):
             self.notes.append("how many samples were seen is not in it: training begins with the first")
         sequence = common.args.get("seq_length", 0)
         self.tokens = self.samples * (sequence if isinstance(sequence, int) else 0)
-        trained = [rule for rule in mapping if is_trained(rule.ours)] if states else []
+        trained = [rule for rule in mapping if is_trained(rule.parameter)] if states else []
         moments = list[Incoming]()
-        if trained and (made := self._states(common, trained, weights)):
+        if trained and (result := self._states(common, trained, weights)):
             for rule in trained:
-                if (master := made.get((rule.ours, MASTER))) is not None:
-                    weights[rule.ours] = self._checked(rule, master, weights[rule.ours])
+                if (master := result.get((rule.parameter, MASTER))) is not None:
+                    weights[rule.parameter] = self._checked(rule, master, weights[rule.parameter])
             moments = [
-                _incoming(f"optim.{moment}.{rule.ours}", rule, made[rule.ours, moment])
+                _incoming(f"optim.{moment}.{rule.parameter}", rule, result[rule.parameter, moment])
                 for rule in trained
                 for moment in MOMENTS
             ]
         self.tensors = [
-            *(_incoming(f"model.{rule.ours}", rule, weights[rule.ours]) for rule in mapping),
+            *(_incoming(f"model.{rule.parameter}", rule, weights[rule.parameter]) for rule in mapping),
             *moments,
         ]
 
     def _states(
-        self, common: Common, trained: Sequence[Rule], weights: Mapping[str, _Theirs]
-    ) -> dict[tuple[str, str], _Theirs]:
+        self, common: Common, trained: Sequence[Rule], weights: Mapping[str, _MegatronNames]
+    ) -> dict[tuple[str, str], _MegatronNames]:
         """The optimiser's states and, as MASTER, float32 weights; none where it was not saved."""
         if has_buffers(self.archives.index):
             buffers = read_buffers(self.archives)
             self._set_optimiser(replace(common, optimiser=dict(enumerate(buffers.settings))))
             states = OrderedStates(
-                buffers, trained, common.args, lambda rule: weights[rule.ours].read(), self.source
+                buffers, trained, common.args, lambda rule: weights[rule.parameter].read(), self.source
             )
             return {
-                (rule.ours, key): _Theirs(torch.float32, partial(states.read, rule, key))
+                (rule.parameter, key): _MegatronNames(torch.float32, partial(states.read, rule, key))
                 for rule in trained
                 for key in (*MOMENTS, MASTER)
             }
@@ -155,13 +155,13 @@ class MegatronImport(OpenImport):
         if MOMENTS[0] not in kinds:
             return {}
         self._set_optimiser(common)
-        theirs: dict[str, str] = dict(zip(MOMENTS, MOMENTS, strict=True))
+        foreign: dict[str, str] = dict(zip(MOMENTS, MOMENTS, strict=True))
         if masters := [kind for kind in MASTERS if kind in kinds]:
-            theirs[MASTER] = masters[0]
+            foreign[MASTER] = masters[0]
         return {
-            (rule.ours, ours): self._stored(rule, f"{STATE}{name}.")
+            (rule.parameter, parameter): self._stored(rule, f"{STATE}{name}.")
             for rule in trained
-            for ours, name in theirs.items()
+            for parameter, name in foreign.items()
         }
 
     def _has(self, kind: str) -> bool:
@@ -171,20 +171,20 @@ class MegatronImport(OpenImport):
         groups, self.updates = groups_of(common, self.source)
         self.optimiser = optimiser_of(common, groups, self.notes)
 
-    def _checked(self, rule: Rule, master: _Theirs, weight: _Theirs) -> _Theirs:
+    def _checked(self, rule: Rule, master: _MegatronNames, weight: _MegatronNames) -> _MegatronNames:
         """Float32 weights that round to those of the model."""
 
         def read() -> Tensor:
-            theirs = master.read()
-            if not rounds_to(theirs, weight.read()):
+            foreign = master.read()
+            if not rounds_to(foreign, weight.read()):
                 raise StrettoError(
-                    f"{rule.ours}: the float32 weights that the optimiser in {self.source} has for it do not "
+                    f"{rule.parameter}: the float32 weights that the optimiser in {self.source} has for it do not "
                     "round to the weights of the model, so its states may be another parameter's",
                     hint=_NOT_ITS,
                 )
-            return theirs
+            return foreign
 
-        return _Theirs(master.dtype, read)
+        return _MegatronNames(master.dtype, read)
 
     def _slots(self, rule: Rule, kind: str) -> Sequence[_Slot]:
         """Where a parameter, or a state of it, is stored."""
@@ -203,17 +203,17 @@ class MegatronImport(OpenImport):
         if rule.layer is None:
             yield [_Slot(before + name, (), rule.shape)]
             return
-        for whole, start in (
+        for full, start in (
             (f"{before}{LAYERS}{name}", (rule.layer,)),
             (f"{before}{LAYERS}{rule.layer}.{name}", ()),
         ):
-            yield [_Slot(whole, start, rule.shape)]
+            yield [_Slot(full, start, rule.shape)]
             if rule.halves is not None:
                 sizes = list(rule.shape)
                 sizes[rule.halves] //= 2
-                yield [_Slot(f"{whole}_{half}", start, tuple(sizes)) for half in "wv"]
+                yield [_Slot(f"{full}_{half}", start, tuple(sizes)) for half in "wv"]
             if rule.of_experts:
-                yield from _experts(whole, start, rule)
+                yield from _experts(full, start, rule)
 
     def _check_shape(self, slot: _Slot, rule: Rule) -> None:
         stored = self.archives.index.tensors[self._names[slot.name]].shape
@@ -222,17 +222,17 @@ class MegatronImport(OpenImport):
         if stored != wanted and not _is_flat(stored, wanted):
             raise StrettoError(
                 f"{slot.name} has shape {list(stored)} in {self.source}, but {list(wanted)} in the model",
-                hint=f"it is {rule.ours} here: the arguments must be those of the model that was trained",
+                hint=f"it is {rule.parameter} here: the arguments must be those of the model that was trained",
             )
 
     def _missing(self, rule: Rule, kind: str) -> StrettoError:
         wanted = next(self._forms(rule, rule.names[0], kind))[0]
-        near = nearest(wanted.name, self._names)
-        what = f"{self.source} has no tensor {wanted.name}, {list(rule.shape)} in the model"
+        closest = nearest(wanted.name, self._names)
+        what_lacks = f"{self.source} has no tensor {wanted.name}, {list(rule.shape)} in the model"
         if kind:
-            return StrettoError(what, hint=WEIGHTS_ONLY)
-        hint = near and f"the nearest name in it is {near}"
-        return StrettoError(what, hint=hint or "is it a language model's?")
+            return StrettoError(what_lacks, hint=WEIGHTS_ONLY)
+        hint = closest and f"the nearest name in it is {closest}"
+        return StrettoError(what_lacks, hint=hint or "is it a language model's?")
 
     def _check_unused(self, used: set[str]) -> None:
         """Refuse parameters that the model does not have: they would be lost in silence."""
@@ -249,7 +249,7 @@ class MegatronImport(OpenImport):
                 hint="the arguments in common.pt do not say that the model has it; --model names another",
             )
 
-    def _stored(self, rule: Rule, kind: str) -> _Theirs:
+    def _stored(self, rule: Rule, kind: str) -> _MegatronNames:
         """A parameter, or a state of it, that is stored in tensors of its own.
 
         Args:
@@ -263,12 +263,12 @@ class MegatronImport(OpenImport):
         dtype: torch.dtype = getattr(torch, kinds[0])
 
         def read() -> Tensor:
-            theirs = torch.empty(rule.shape, dtype=dtype)
-            for slot, target in zip(slots, _shares(theirs, slots, rule), strict=True):
+            foreign = torch.empty(rule.shape, dtype=dtype)
+            for slot, target in zip(slots, _shares(foreign, slots, rule), strict=True):
                 self._read_slot(slot, target)
-            return theirs
+            return foreign
 
-        return _Theirs(dtype, read)
+        return _MegatronNames(dtype, read)
 
     def _read_slot(self, slot: _Slot, target: Tensor) -> None:
         """Read a part, which lies whole or in flat pieces."""
@@ -296,44 +296,44 @@ class MegatronImport(OpenImport):
         """A tied head is stored once there: nothing can differ."""
 
 
-def _incoming(name: str, rule: Rule, theirs: _Theirs) -> Incoming:
+def _incoming(name: str, rule: Rule, foreign: _MegatronNames) -> Incoming:
     """One of our tensors out of theirs."""
 
     def read() -> Tensor:
-        stored = theirs.read()
+        stored = foreign.read()
         if not rule.order:
             return stored
-        ours = torch.empty_like(stored)
-        for mine, other in rule.order:
-            mine(ours).copy_(other(stored))
-        return ours
+        parameter = torch.empty_like(stored)
+        for view, other in rule.order:
+            view(parameter).copy_(other(stored))
+        return parameter
 
-    return Incoming(name, rule.shape, theirs.dtype, read)
+    return Incoming(name, rule.shape, foreign.dtype, read)
 
 
 def _experts(name: str, start: tuple[int, ...], rule: Rule) -> Iterator[list[_Slot]]:
     """Experts in tensors of their own, gate and up projection together or apart."""
     count, sizes = rule.shape[0], list(rule.shape[1:])
     each = [name.replace(EXPERTS, f"{EXPERTS}{expert}.", 1) for expert in range(count)]
-    yield [_Slot(one, start, tuple(sizes)) for one in each]
+    yield [_Slot(item, start, tuple(sizes)) for item in each]
     if rule.halves is not None:
         sizes[rule.halves - 1] //= 2
-        yield [_Slot(f"{one}_{half}", start, tuple(sizes)) for one in each for half in "wv"]
+        yield [_Slot(f"{item}_{half}", start, tuple(sizes)) for item in each for half in "wv"]
 
 
-def _shares(theirs: Tensor, slots: Sequence[_Slot], rule: Rule) -> Iterator[Tensor]:
+def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: Rule) -> Iterator[Tensor]:
     """The part of the tensor that each slot fills."""
     if len(slots) == 1:
-        yield theirs
+        yield foreign
         return
-    experts = [theirs] if len(slots[0].shape) == len(rule.shape) else list(theirs.unbind(0))
+    experts = [foreign] if len(slots[0].shape) == len(rule.shape) else list(foreign.unbind(0))
     parts = len(slots) // len(experts)
-    for one in experts:
+    for item in experts:
         if parts == 1:
-            yield one
+            yield item
         else:
             assert rule.halves is not None
-            yield from one.chunk(parts, rule.halves - (theirs.dim() - one.dim()))
+            yield from item.chunk(parts, rule.halves - (foreign.dim() - item.dim()))
 
 
 def _is_flat(stored: Sizes, wanted: Sizes) -> bool:

@@ -77,7 +77,7 @@ class Rule:
         halves: the dimension that gate and up projection are stacked along; None: it has no gate.
     """
 
-    ours: str
+    parameter: str
     shape: Sizes
     names: tuple[str, ...]
     layer: int | None = None
@@ -98,28 +98,30 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
     """
     _check(shape)
     qkv = tuple(_qkv(shape))
-    for ours, sizes in parameter_shapes(shape).items():
-        if ours in _OUTSIDE:
-            yield Rule(ours=ours, shape=sizes, names=(_OUTSIDE[ours],))
+    for parameter, sizes in parameter_shapes(shape).items():
+        if parameter in _OUTSIDE:
+            yield Rule(parameter=parameter, shape=sizes, names=(_OUTSIDE[parameter],))
             continue
-        _, block, module = ours.split(".", 2)
+        _, block, module = parameter.split(".", 2)
         if module not in _BLOCK:
             raise StrettoError(
-                f"{ours} has no counterpart in checkpoints of Megatron-core that is known here",
+                f"{parameter} has no counterpart in checkpoints of Megatron-core that is known here",
                 hint="export for transformers instead, without --format megatron",
             )
         names = _BLOCK[module]
         if module.startswith("norm2.") and shape.block(int(block)).moe is not None:
             names = names[::-1]
-        gated = shape.gated and (".gate_up" in ours)
-        halves = len(sizes) - (1 if ours.endswith("bias") else 2) if gated else None
+        gated = shape.gated and (".gate_up" in parameter)
+        halves = len(sizes) - (1 if parameter.endswith("bias") else 2) if gated else None
         order = qkv if module.startswith("attn.qkv.") else ()
-        yield Rule(ours=ours, shape=sizes, names=names, layer=int(block), order=order, halves=halves)
+        yield Rule(
+            parameter=parameter, shape=sizes, names=names, layer=int(block), order=order, halves=halves
+        )
 
 
-def is_trained(ours: str) -> bool:
+def is_trained(parameter: str) -> bool:
     """Whether the optimiser there has states of it: the router's correction is a buffer."""
-    return not ours.endswith(".router.correction")
+    return not parameter.endswith(".router.correction")
 
 
 def _qkv(shape: ModelShape) -> Iterator[tuple[View, View]]:
@@ -129,21 +131,21 @@ def _qkv(shape: ModelShape) -> Iterator[tuple[View, View]]:
     for i, count in enumerate(members):
         before = sum(members[:i])
         yield (
-            _ours(before * groups * width, (groups, count, width)),
-            _theirs((groups, sum(members), width), before, count),
+            _parameter(before * groups * width, (groups, count, width)),
+            _foreign((groups, sum(members), width), before, count),
         )
 
 
-def _ours(start: int, sizes: tuple[int, int, int]) -> View:
+def _parameter(start: int, sizes: tuple[int, int, int]) -> View:
     rows = sizes[0] * sizes[1] * sizes[2]
     return lambda tensor: tensor.narrow(0, start, rows).unflatten(0, sizes)
 
 
-def _theirs(sizes: tuple[int, int, int], start: int, count: int) -> View:
+def _foreign(sizes: tuple[int, int, int], start: int, count: int) -> View:
     return lambda tensor: tensor.unflatten(0, sizes).narrow(1, start, count)
 
 
-_USUAL: dict[str, object] = {
+_DEFAULT: dict[str, object] = {
     "encoder_layers": 0,
     "block_norms": "pre",
     "embedding_scale": 1.0,
@@ -159,9 +161,9 @@ def _check(shape: ModelShape) -> None:
     """Raise StrettoError for what Megatron-core's GPTModel does not compute, or keeps in tensors whose layout
     is not known here.
     """
-    values = [(name, getattr(shape, name), usual) for name, usual in _USUAL.items()]
+    values = [(name, getattr(shape, name), default) for name, default in _DEFAULT.items()]
     values += [
-        (f"attention.{name}", getattr(shape.attention, name), usual) for name, usual in _ATTENTION.items()
+        (f"attention.{name}", getattr(shape.attention, name), default) for name, default in _ATTENTION.items()
     ]
     if shape.moe is not None:
         values += [("bias of experts", shape.bias, False)]
@@ -173,10 +175,10 @@ def _check(shape: ModelShape) -> None:
             "(softmax_offset) and biases of experts in a layout that has not been tried here",
             hint="Hugging Face's format has gpt-oss; its config goes to Megatron-LM by --emit megatron",
         )
-    for name, value, usual in values:
-        if value != usual:
+    for name, value, default in values:
+        if value != default:
             raise StrettoError(
                 f"model.{name} is {value!r}: checkpoints of Megatron-core are read and written where it is "
-                f"{usual!r}",
+                f"{default!r}",
                 hint="GPT and Llama, with and without experts, are; for others use Hugging Face's format",
             )

@@ -25,7 +25,7 @@ _ALIGNED = 64  # elements; a bucket begins at a multiple of 128
 _LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000  # elements of a bucket, and at least so many per replica
 
 # parameters of a block in the order in which Megatron makes its modules
-_REST = (
+_OTHER = (
     "attn.qkv.weight",
     "attn.qkv.bias",
     "attn.q_norm.weight",
@@ -52,8 +52,8 @@ _PROJECTION = ("attn.proj.weight", "attn.proj.bias")
 _NORM = ("norm1.weight", "norm1.bias")
 # by `transformer_impl`: Transformer Engine has the norm in the linear after it
 _ORDERS = {
-    "transformer_engine": _PROJECTION + _NORM + _REST,
-    "local": _NORM + _PROJECTION + _REST,
+    "transformer_engine": _PROJECTION + _NORM + _OTHER,
+    "local": _NORM + _PROJECTION + _OTHER,
 }
 _FIRST = ("embed.tok.weight", "embed.pos.weight")
 _EXPERTS = "mlp.experts.down"
@@ -130,17 +130,17 @@ class _Part:
             raise _MisfitError
         return prod(shape) // self.ranks
 
-    def share(self, theirs: Tensor, rank: int) -> Tensor:
+    def share(self, foreign: Tensor, rank: int) -> Tensor:
         """The rank's share of the whole tensor, as a view of the shape that is stored."""
-        whole, dim = theirs if self.expert is None else theirs[self.expert], 0
+        full, dim = foreign if self.expert is None else foreign[self.expert], 0
         if not self.is_cut:
-            return whole
+            return full
         if _module(self.rule) in _BY_COLUMNS:
             dim = 1
         elif self.rule.halves is not None:  # gate and up projection are cut apart
-            whole, dim = whole.unflatten(0, (2, -1)), 1
-        each = whole.shape[dim] // self.ranks
-        return whole.narrow(dim, each * rank, each)
+            full, dim = full.unflatten(0, (2, -1)), 1
+        each = full.shape[dim] // self.ranks
+        return full.narrow(dim, each * rank, each)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Place:
 
 def _module(rule: Rule) -> str:
     """Our name of a parameter without its block's number."""
-    return rule.ours if rule.layer is None else rule.ours.split(".", 2)[2]
+    return rule.parameter if rule.layer is None else rule.parameter.split(".", 2)[2]
 
 
 def _places(buffers: RankBuffers, rules: Sequence[Rule], order: _Order) -> Mapping[str, Sequence[_Place]]:
@@ -171,7 +171,7 @@ def _places(buffers: RankBuffers, rules: Sequence[Rule], order: _Order) -> Mappi
     spread = len(buffers.experts) // (stages * order.experts_tp)
     if spread * stages * order.experts_tp != len(buffers.experts):
         raise _MisfitError
-    made: dict[str, list[_Place]] = {rule.ours: [] for rule in rules}
+    result: dict[str, list[_Place]] = {rule.parameter: [] for rule in rules}
     chunks = [[each[i] for each in buffers.dense] for i in range(len(buffers.dense[0]))]
     if any(len(each) != len(chunks) for each in buffers.dense):
         raise _MisfitError
@@ -182,17 +182,17 @@ def _places(buffers: RankBuffers, rules: Sequence[Rule], order: _Order) -> Mappi
         limit = order.limit if number == 0 else None  # other stages and chunks have one bucket
         last = number == len(chunks) * stages - 1
         layers, parts = model.stage(ranks[0], layer, first=number == 0, last=last, limit=limit)
-        _place(made, parts, ranks, limit)
+        _place(result, parts, ranks, limit)
         layer = layers.stop
         for rank in range(spread):
             if parts := model.experts(layers, rank, spread):
                 at = order.experts_tp * (rank + spread * stage)
-                each = [_at(one, used[stage]) for one in buffers.experts[at : at + order.experts_tp]]
-                _place(made, parts, each, limit)
+                each = [_at(item, used[stage]) for item in buffers.experts[at : at + order.experts_tp]]
+                _place(result, parts, each, limit)
                 used[stage] += rank == spread - 1
-    if layer != model.layers or any(not each for each in made.values()):
+    if layer != model.layers or any(not each for each in result.values()):
         raise _MisfitError
-    return made
+    return result
 
 
 class _Model:
@@ -201,7 +201,7 @@ class _Model:
     def __init__(self, rules: Sequence[Rule], order: _Order, stages: int, *, spread: bool) -> None:
         self._order, self._stages = order, stages
         self._spread = spread
-        self._outside = {rule.ours: rule for rule in rules if rule.layer is None}
+        self._outside = {rule.parameter: rule for rule in rules if rule.layer is None}
         self._blocks: dict[int, dict[str, Rule]] = {}
         for rule in rules:
             if rule.layer is not None:
@@ -240,26 +240,26 @@ class _Model:
 
     def experts(self, layers: range, rank: int, ranks: int) -> list[_Part]:
         """The experts that one of the ranks which they are spread over has of some layers."""
-        made = list[_Part]()
+        result = list[_Part]()
         for layer in layers:
             if (down := self._blocks[layer].get(_EXPERTS)) is not None:
-                each, rest = divmod(down.shape[0], ranks)
-                if rest:
+                each, others = divmod(down.shape[0], ranks)
+                if others:
                     raise _MisfitError
-                made += self._experts(layer, range(rank * each, (rank + 1) * each), self._order.experts_tp)
-        return made
+                result += self._experts(layer, range(rank * each, (rank + 1) * each), self._order.experts_tp)
+        return result
 
     def _experts(self, layer: int, experts: range, ranks: int) -> Iterator[_Part]:
         names = [name for name in self._order.modules if name in self._blocks[layer]]
         linears = [self._blocks[layer][name] for name in names if self._blocks[layer][name].of_experts]
         if self._order.linears:
-            yield from (_Part(rule=rule, ranks=ranks, expert=one) for rule in linears for one in experts)
+            yield from (_Part(rule=rule, ranks=ranks, expert=item) for rule in linears for item in experts)
         else:
-            yield from (_Part(rule=rule, ranks=ranks, expert=one) for one in experts for rule in linears)
+            yield from (_Part(rule=rule, ranks=ranks, expert=item) for item in experts for rule in linears)
 
 
 def _place(
-    made: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer], limit: int | None
+    result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer], limit: int | None
 ) -> None:
     """Note the places of a stage's parameters on each of its ranks."""
     for rank, buffer in enumerate(ranks):
@@ -268,7 +268,7 @@ def _place(
             raise _MisfitError
         for part, start in zip(reversed(parts), starts, strict=True):
             if not part.copy and (rank == 0 or part.is_cut):
-                made[part.rule.ours].append(_Place(part, rank, buffer, start))
+                result[part.rule.parameter].append(_Place(part, rank, buffer, start))
 
 
 def _at(buffers: Sequence[Buffer], number: int) -> Buffer:
@@ -351,13 +351,15 @@ class OrderedStates:
             fitting += 1
             if all(rounds_to(self.read(rule, MASTER), weight(rule)) for rule in samples):
                 return
-        sizes = [one.size for rank in (*buffers.dense, *buffers.experts) for one in rank]
-        what = (
-            "float32 weights that round to the model's" if fitting else f"buffers of {_some(sizes)} elements"
+        sizes = [item.size for rank in (*buffers.dense, *buffers.experts) for item in rank]
+        kind = (
+            "float32 weights that round to the model's"
+            if fitting
+            else f"buffers of {_matching(sizes)} elements"
         )
         raise StrettoError(
             f"the optimiser's states in {source} are flat buffers of each rank ({buffers.form}), and no "
-            f"order of parameters that is known here gives {what}",
+            f"order of parameters that is known here gives {kind}",
             hint=SAVE_WHOLE,
         )
 
@@ -367,13 +369,13 @@ class OrderedStates:
         Raises:
             StrettoError: it is damaged.
         """
-        theirs = torch.empty(rule.shape)
-        for place in self._places[rule.ours]:
-            share = place.part.share(theirs, place.rank)
+        foreign = torch.empty(rule.shape)
+        for place in self._places[rule.parameter]:
+            share = place.part.share(foreign, place.rank)
             flat = torch.empty(share.numel())
             place.buffer.read(key, place.start, flat)
             share.copy_(flat.view(share.shape))
-        return theirs
+        return foreign
 
 
 def rounds_to(exact: Tensor, weights: Tensor) -> bool:
@@ -388,7 +390,7 @@ def _orders(buffers: RankBuffers, rules: Sequence[Rule], args: Mapping[str, Any]
     ranks, moe = len(buffers.dense), any(rule.of_experts for rule in rules)
     tps = [tp] if (tp := _count(args, "tensor_model_parallel_size")) else range(ranks, 0, -1)
     impl = args.get("transformer_impl")
-    for name in sorted(_ORDERS, key=lambda one: one != impl):
+    for name in sorted(_ORDERS, key=lambda item: item != impl):
         for tp in tps:
             for limit in _limits(buffers, args):
                 for linears in (True, False) if moe else (True,):
@@ -415,6 +417,6 @@ def _count(args: Mapping[str, Any], name: str) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _some(sizes: Sequence[int]) -> str:
+def _matching(sizes: Sequence[int]) -> str:
     shown = ", ".join(f"{size:,}" for size in sizes[:4])
     return shown if len(sizes) <= 4 else f"{shown}, ..."

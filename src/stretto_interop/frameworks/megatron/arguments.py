@@ -39,40 +39,40 @@ class Argument:
     default: str
     group: str
 
-    def read(self, words: Sequence[str], where: str) -> Any:
+    def read(self, argv: Sequence[str], place: str) -> Any:
         """The value of the words behind it.
 
         Raises:
             StrettoError: too few or too many, or a value that it does not take.
         """
         if self.values == "flag":
-            if words:
-                raise StrettoError(f"{where}: --{self.name} takes no value, not {words[0]!r}")
+            if argv:
+                raise StrettoError(f"{place}: --{self.name} takes no value, not {argv[0]!r}")
             return True
-        if not words and self.values != "*":
-            raise StrettoError(f"{where}: --{self.name} lacks its value")
-        if self.values == "" and len(words) > 1:
-            raise StrettoError(f"{where}: --{self.name} takes one value, not {' '.join(words)!r}")
-        if self.values.isdecimal() and len(words) != int(self.values):
-            raise StrettoError(f"{where}: --{self.name} takes {self.values} values, not {len(words)}")
-        values = [self._one(word, where) for word in words]
+        if not argv and self.values != "*":
+            raise StrettoError(f"{place}: --{self.name} lacks its value")
+        if self.values == "" and len(argv) > 1:
+            raise StrettoError(f"{place}: --{self.name} takes one value, not {' '.join(argv)!r}")
+        if self.values.isdecimal() and len(argv) != int(self.values):
+            raise StrettoError(f"{place}: --{self.name} takes {self.values} values, not {len(argv)}")
+        values = [self._value_of(word, place) for word in argv]
         return values[0] if self.values == "" else values
 
-    def _one(self, word: str, where: str) -> int | float | str:
+    def _value_of(self, word: str, place: str) -> int | float | str:
         if (missing := unknown_in(word)) is not None:
             raise StrettoError(
-                f"{where}: --{self.name} is {missing}, whose value nothing here tells",
+                f"{place}: --{self.name} is {missing}, whose value nothing here tells",
                 hint=_say(missing),
             )
         if self.choices and word not in self.choices:
-            near = nearest(word, self.choices)
-            hint = f"did you mean {near}? " * bool(near) + f"allowed: {', '.join(self.choices)}"
-            raise StrettoError(f"{where}: --{self.name} is {word}", hint=hint)
+            closest = nearest(word, self.choices)
+            hint = f"did you mean {closest}? " * bool(closest) + f"allowed: {', '.join(self.choices)}"
+            raise StrettoError(f"{place}: --{self.name} is {word}", hint=hint)
         try:
             return {"int": int, "float": float}.get(self.kind, str)(word)
         except ValueError:
             kind = "a whole number" if self.kind == "int" else "a number"
-            raise StrettoError(f"{where}: --{self.name} is {word!r}, not {kind}") from None
+            raise StrettoError(f"{place}: --{self.name} is {word!r}, not {kind}") from None
 
 
 def _say(unknown: str) -> str:
@@ -87,9 +87,9 @@ def arguments() -> Mapping[str, Argument]:
     """Every argument of Megatron-LM by each of its names."""
     text = files("stretto_interop.frameworks").joinpath("data/megatron_lm.csv").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    made = dict[str, Argument]()
+    result = dict[str, Argument]()
     for row in csv.DictReader(lines):
-        one = Argument(
+        argument = Argument(
             name=row["option"],
             values=row["values"],
             kind=row["type"],
@@ -97,11 +97,11 @@ def arguments() -> Mapping[str, Argument]:
             default=row["default"],
             group=row["class"],
         )
-        made |= dict.fromkeys([one.name, *row["aliases"].split()], one)
-    return made
+        result |= dict.fromkeys([argument.name, *row["aliases"].split()], argument)
+    return result
 
 
-def read_arguments(words: Sequence[str], source: str, priced: Collection[str]) -> Parsed:
+def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) -> Parsed:
     """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
 
     Args:
@@ -110,9 +110,9 @@ def read_arguments(words: Sequence[str], source: str, priced: Collection[str]) -
     Raises:
         StrettoError: a first word that is no argument.
     """
-    known, parsed = arguments(), Parsed()
-    for name, values in _groups(words, source):
-        argument = known.get(name)
+    all_arguments, parsed = arguments(), Parsed()
+    for name, values in _groups(argv, source):
+        argument = all_arguments.get(name)
         key = _FILE if name.replace("-", "_") == _FILE else name if argument is None else argument.name
         for earlier in (parsed.settings, parsed.unsupported, parsed.files):
             earlier.pop(key, None)
@@ -144,17 +144,17 @@ def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
         return StrettoError(f"{source}: nothing tells what {name} holds", hint=f"give it: {name[1:]}=...")
     if (instead := _HINTS.get(name)) is not None:
         return StrettoError(f"{source}: --{name} is not of Megatron-LM {VERSION}", hint=instead)
-    near = nearest(name, arguments())
-    hint = f"did you mean --{near}?" if near else "it is no argument of Megatron-LM"
+    closest = nearest(name, arguments())
+    hint = f"did you mean --{closest}?" if closest else "it is no argument of Megatron-LM"
     return StrettoError(f"{source}: Megatron-LM {VERSION} has no --{name}", hint=hint)
 
 
-def _groups(words: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]:
+def _groups(argv: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]:
     """Each argument with the values behind it; a variable that stands alone, whose value nothing tells, by
     its name behind a $.
     """
     name, values = "", list[str]()
-    for word in words:
+    for word in argv:
         if _whole_unknown(word) and not _awaits(name, values):
             yield f"${unknown_in(word)}", []
             continue
@@ -181,12 +181,12 @@ def _whole_unknown(word: str) -> bool:
 
 def _awaits(name: str, values: Sequence[str]) -> bool:
     """Whether an argument takes a further value."""
-    one = arguments().get(name)
-    if one is None:
+    argument = arguments().get(name)
+    if argument is None:
         return bool(name) and not values
-    if one.values.isdecimal():
-        return len(values) < int(one.values)
-    return one.values in ("+", "*") or (one.values == "" and not values)
+    if argument.values.isdecimal():
+        return len(values) < int(argument.values)
+    return argument.values in ("+", "*") or (argument.values == "" and not values)
 
 
 # what earlier versions and Megatron-DeepSpeed call otherwise, with {} for the value; where that is empty,
@@ -262,17 +262,29 @@ _UNREAD = {
 
 def unpriced() -> dict[str, str]:
     """Arguments that change no price, and what they change."""
-    return {one.name: _UNPRICED[one.group] for one in arguments().values() if one.group in _UNPRICED}
+    return {
+        argument.name: _UNPRICED[argument.group]
+        for argument in arguments().values()
+        if argument.group in _UNPRICED
+    }
 
 
 def unread() -> dict[str, str]:
     """Arguments that change a price in ways that nothing here knows, and why."""
-    return {one.name: _UNREAD[one.group] for one in arguments().values() if one.group in _UNREAD}
+    return {
+        argument.name: _UNREAD[argument.group]
+        for argument in arguments().values()
+        if argument.group in _UNREAD
+    }
 
 
 def needless() -> dict[str, str]:
     """Arguments that a run here does without and is the same, and why."""
-    return {one.name: _NEEDLESS[one.group] for one in arguments().values() if one.group in _NEEDLESS}
+    return {
+        argument.name: _NEEDLESS[argument.group]
+        for argument in arguments().values()
+        if argument.group in _NEEDLESS
+    }
 
 
 def lost(name: str, value: Any) -> str | None:
@@ -289,12 +301,14 @@ def lost(name: str, value: Any) -> str | None:
 
 def is_default(name: str, value: Any) -> bool:
     """Whether an argument's value is what it is where it is left out."""
-    one = arguments()[name]
-    default = one.read([one.default], name) if one.default and one.values != "flag" else None
+    argument = arguments()[name]
+    default = (
+        argument.read([argument.default], name) if argument.default and argument.values != "flag" else None
+    )
     return default is not None and value in (default, [default])
 
 
-_APART = (
+_DOCUMENTS = (
     "--reset-position-ids, --reset-attention-mask and --eod-mask-loss together are data.packing: documents; "
     "one without the others has no counterpart"
 )
@@ -304,7 +318,7 @@ _OTHER_TEXT = (
 )
 # why single arguments have no counterpart
 _REASONS = {
-    **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), _APART),
+    **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), _DOCUMENTS),
     "dataloader-inter-document-masking": (
         "it keeps attention inside documents; data.packing=documents does, with positions and targets"
     ),

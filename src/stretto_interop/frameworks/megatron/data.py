@@ -34,27 +34,27 @@ def _write_data(values: JobValues) -> Settings:
 
 def _read_data(settings: Settings) -> Values:
     """One prefix, several, or several with weights; of splits that are given apart those of training."""
-    words = _words(settings)
-    if not words:
+    argv = _argv(settings)
+    if not argv:
         return {name_of(RUN.data.source): "python-stdlib"} if "mock-data" in settings else {}
-    if len(words) == 1:
-        return {name_of(RUN.data.source): words[0]}
+    if len(argv) == 1:
+        return {name_of(RUN.data.source): argv[0]}
     try:
-        weights = [float(word) for word in words[::2]]
+        weights = [float(word) for word in argv[::2]]
     except ValueError:
-        return {name_of(RUN.data.source): list(words)}
-    if len(words) % 2:
+        return {name_of(RUN.data.source): list(argv)}
+    if len(argv) % 2:
         raise StrettoError(
-            f"--data-path has {len(weights)} weights for {len(words) // 2} prefixes",
+            f"--data-path has {len(weights)} weights for {len(argv) // 2} prefixes",
             hint="a weight before each prefix, as in 0.7 a 0.3 b",
         )
     mixture = dict[str, float]()
-    for weight, prefix in zip(weights, words[1::2], strict=True):
+    for weight, prefix in zip(weights, argv[1::2], strict=True):
         mixture[prefix] = mixture.get(prefix, 0.0) + weight
     return {name_of(RUN.data.source): mixture}
 
 
-def _words(settings: Settings) -> Sequence[str]:
+def _argv(settings: Settings) -> Sequence[str]:
     """The words of --data-path, wherever they stand.
 
     Raises:
@@ -69,13 +69,13 @@ def _words(settings: Settings) -> Sequence[str]:
         return ()
     text = read_text(Path(path).expanduser())
     try:
-        words = json.loads(text)["train"]
+        argv = json.loads(text)["train"]
     except (ValueError, KeyError, TypeError):
-        what = f"--per-split-data-args-path: {path} has no list `train`"
+        message = f"--per-split-data-args-path: {path} has no list `train`"
         raise StrettoError(
-            what, hint='a JSON object, as {"train": ["1.0", "PREFIX"], "valid": ...}'
+            message, hint='a JSON object, as {"train": ["1.0", "PREFIX"], "valid": ...}'
         ) from None
-    return words.split() if isinstance(words, str) else [str(word) for word in words]
+    return argv.split() if isinstance(argv, str) else [str(word) for word in argv]
 
 
 def _read_split(settings: Settings) -> Values:
@@ -108,7 +108,7 @@ def _ratios(split: str) -> str:
     return ",".join([*numbers, "0", "0"][:3])
 
 
-_APART = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
+_DOCUMENTS = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
 
 
 def _write_packing(values: JobValues) -> Settings:
@@ -116,12 +116,12 @@ def _write_packing(values: JobValues) -> Settings:
     if packing == "none":
         instead = "Megatron-LM's samples are filled with documents"
         raise refused(RUN.data.packing, packing, instead, ("stream", "documents"))
-    return dict.fromkeys(_APART, True) if packing == "documents" else {}
+    return dict.fromkeys(_DOCUMENTS, True) if packing == "documents" else {}
 
 
 def _read_packing(settings: Settings) -> Values:
     """All of the three; why one or two are nothing here is told by `arguments.lost`."""
-    return {RUN.data.packing: "documents"} if all(name in settings for name in _APART) else {}
+    return {RUN.data.packing: "documents"} if all(name in settings for name in _DOCUMENTS) else {}
 
 
 DATA: tuple[Rule, ...] = (
@@ -139,6 +139,6 @@ DATA: tuple[Rule, ...] = (
         lambda values: {"split": values[RUN.data.split].replace(" ", "")},
         _read_split,
     ),
-    rule(RUN.data.packing, _APART, _write_packing, _read_packing),
+    rule(RUN.data.packing, _DOCUMENTS, _write_packing, _read_packing),
     *next_token("pretrain_gpt.py predicts the next token"),
 )

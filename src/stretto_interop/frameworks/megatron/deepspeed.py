@@ -30,7 +30,7 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
         values: of fields, as the arguments have them.
         mapped: fields that the arguments name.
     """
-    made = FileSettings()
+    added = FileSettings()
     try:
         text = file.text if file.text is not None else read_text(Path(file.path).expanduser())
         if (name := unknown_in(text)) is not None:
@@ -39,39 +39,39 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
         with reading(file.path):
             settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"])).settings
     except StrettoError as error:
-        made.lost[NAME] = error.message
-        return made
+        added.lost[NAME] = error.message
+        return added
     read = set[str]()
     for rule in DEEPSPEED.rules:
-        there = [name for name in rule.settings if name in settings and name != "data_parallel_size"]
-        if not there or rule.read is None or not rule.fields:
+        present = [name for name in rule.settings if name in settings and name != "data_parallel_size"]
+        if not present or rule.read is None or not rule.fields:
             continue
-        read |= set(there)
+        read |= set(present)
         try:
             taken = read_rule(rule, settings)
         except StrettoError as error:
-            made.lost[f"{NAME} {there[0]}"] = error.message
+            added.lost[f"{NAME} {present[0]}"] = error.message
             continue
         for field, value in taken.items():
-            if not field.startswith(_TAKEN) or (field == "optim.clip" and "gradient_clipping" not in there):
+            if not field.startswith(_TAKEN) or (field == "optim.clip" and "gradient_clipping" not in present):
                 continue
-            if field in _SIZES and _SIZES[field] not in there and len(there) < 2:
+            if field in _SIZES and _SIZES[field] not in present and len(present) < 2:
                 continue  # which the arguments say
-            made.fields[field] = value
+            added.fields[field] = value
             if field in mapped and values.get(field) != value:
-                made.differs[f"{NAME} {field}"] = (
+                added.differs[f"{NAME} {field}"] = (
                     f"it is {shown(value)} in {file.path}, which is taken, and {shown(values.get(field))} "
                     "by the arguments"
                 )
-    if made.fields.get("train.dtype") in ("bfloat16", "float32"):  # which need no scale of the loss
-        made.fields |= {name: RUN_DEFAULTS[name] for name in _SCALE if name in values}
+    if added.fields.get("train.dtype") in ("bfloat16", "float32"):  # which need no scale of the loss
+        added.fields |= {name: RUN_DEFAULTS[name] for name in _SCALE if name in values}
     if "optimizer.type" in settings:
-        made.differs[f"{NAME} optimizer"] = (
+        added.differs[f"{NAME} optimizer"] = (
             "the script makes the optimiser of its own arguments: they are taken"
         )
-    made.lost |= {
-        f"{NAME} {name}": why
+    added.lost |= {
+        f"{NAME} {name}": reason
         for name in settings
-        if name not in read and (why := DEEPSPEED.why_unread(name)) is not None
+        if name not in read and (reason := DEEPSPEED.why_unread(name)) is not None
     }
-    return made
+    return added

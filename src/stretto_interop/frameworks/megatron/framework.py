@@ -36,8 +36,8 @@ def _read_loss(_: Settings) -> Values:
 
 
 # a price depends on them, and nothing of a job says them
-_BESIDE = rule((), "cross-entropy-loss-fusion", read=_read_loss)
-RULES: tuple[Rule, ...] = (*MODEL_RULES, *RANKS, *TRAINING, _BESIDE)
+_LOSS_FUSION = rule((), "cross-entropy-loss-fusion", read=_read_loss)
+RULES: tuple[Rule, ...] = (*MODEL_RULES, *RANKS, *TRAINING, _LOSS_FUSION)
 _PRICED = {
     name: rule
     for rule in RULES
@@ -99,8 +99,8 @@ def differs(settings: Settings) -> Iterator[tuple[str, str]]:
         if settings.get(name) and "lr" not in settings:
             yield name, "it is a part of --lr, which nothing tells: set it in optim.rate"
     for name, kinds in _OTHERWISE.items():
-        if name in settings and (why := kinds(settings[name], settings)) is not None:
-            yield name, why
+        if name in settings and (reason := kinds(settings[name], settings)) is not None:
+            yield name, reason
 
 
 def _balance(kinds: list[str], _: Settings) -> str | None:

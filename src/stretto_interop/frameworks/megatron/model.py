@@ -317,9 +317,9 @@ def _read_tokenizer(settings: Settings) -> Values:
         paired = vocab.name.removesuffix(_PAIR[0]) + _PAIR[1] == merges.name and vocab.parent == merges.parent
         return {field: str(vocab) if paired else files}
     if kind not in _FILES:
-        why = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
+        reason = f": {_UNREAD[kind]}" if kind in _UNREAD else ""
         raise StrettoError(
-            f"--tokenizer-type is {kind}: such a tokenizer is not read here{why}",
+            f"--tokenizer-type is {kind}: such a tokenizer is not read here{reason}",
             hint="text that is tokenised already needs none: --data-path PREFIX"
             f" (what is read: {', '.join(_FILES)}, GPT2BPETokenizer, NullTokenizer)",
         )
@@ -687,8 +687,8 @@ def _family_notes(values: JobValues) -> Iterable[str]:
 
 
 def _beyond_notes(values: JobValues) -> Iterable[str]:
-    for words in values[MODEL.beyond]:
-        yield f"the model also has {words}: no size depends on it, and no argument is written for it"
+    for feature in values[MODEL.beyond]:
+        yield f"the model also has {feature}: no size depends on it, and no argument is written for it"
 
 
 _DECODERS = "pretrain_gpt.py trains decoders"

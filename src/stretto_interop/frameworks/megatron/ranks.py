@@ -38,11 +38,11 @@ def processes(settings: Settings) -> tuple[int, int]:
             "nothing tells how many processes there are: no --nproc-per-node and --nnodes of torchrun",
             hint="say how many: predict takes --cluster h100:64, migrate --devices 64",
         )
-    dp, rest = divmod(world, tp * cp * pp)
-    if rest or not dp:
-        near = max(1, round(world / (tp * cp * pp))) * tp * cp * pp
+    dp, remainder = divmod(world, tp * cp * pp)
+    if remainder or not dp:
+        closest = max(1, round(world / (tp * cp * pp))) * tp * cp * pp
         raise StrettoError(
-            f"{world} processes do not divide by tp={tp} x cp={cp} x pp={pp}", hint=f"nearest: {near}"
+            f"{world} processes do not divide by tp={tp} x cp={cp} x pp={pp}", hint=f"nearest: {closest}"
         )
     return world, dp
 
@@ -88,7 +88,7 @@ def _write_order(values: JobValues) -> Settings:
 
 def _read_order(settings: Settings) -> Values:
     wanted = "pp before dp" if "use-tp-pp-dp-mapping" in settings else "dp before pp"
-    return {JOB.layout.order: next(order for order, what in _ORDERS.items() if what == wanted)}
+    return {JOB.layout.order: next(order for order, order_of in _ORDERS.items() if order_of == wanted)}
 
 
 def _write_sequence_parallel(values: JobValues) -> Settings:
@@ -147,8 +147,8 @@ def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
     layers = values[MODEL.layers]
     stages = values.job.stages(depth)
     blocks = [len(range(max(1, stage.start), min(layers + 1, stage.stop))) for stage in stages]
-    usual = layers % depth == 0 and blocks == [layers // depth] * depth
-    if usual:
+    even = layers % depth == 0 and blocks == [layers // depth] * depth
+    if even:
         return {"num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
     letters = [
         "E" * (0 in stage) + _times(n) + "L" * (layers + 1 in stage)
@@ -187,8 +187,8 @@ def _read_pipeline(settings: Settings) -> Values:
         return {JOB.schedule: PLAIN}
     else:
         counts = _even(settings, layers, pp)
-    chunks, rest = divmod(len(counts), pp)
-    if rest:
+    chunks, remainder = divmod(len(counts), pp)
+    if remainder:
         raise StrettoError(
             f"--pipeline-model-parallel-layout has {len(counts)} stages, no multiple of {pp} pipeline ranks",
             hint=f"nearest: {max(1, chunks) * pp} stages",
@@ -208,8 +208,10 @@ def _counts(text: str, layers: int) -> list[int]:
     letters = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
     wrong = next((letter for letter in letters if letter not in "EtL|"), None)
     if wrong is not None:
-        what = "multi-token prediction has no costs here" if wrong == "m" else "allowed: E, t, L, |, (...)*n"
-        raise StrettoError(f"--pipeline-model-parallel-layout {text!r} has {wrong!r}: {what}")
+        order_of = (
+            "multi-token prediction has no costs here" if wrong == "m" else "allowed: E, t, L, |, (...)*n"
+        )
+        raise StrettoError(f"--pipeline-model-parallel-layout {text!r} has {wrong!r}: {order_of}")
     if letters.count("t") != layers:
         raise StrettoError(
             f"--pipeline-model-parallel-layout {text!r} has {letters.count('t')} transformer layers",
@@ -225,8 +227,8 @@ def _even(settings: Settings, layers: int, pp: int) -> list[int]:
     chunks = _stages_of_rank(settings, layers + embedding + head, pp)
     first, last = (settings.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first is None and last is None:
-        each, rest = divmod(layers + embedding + head, pp * chunks)
-        if rest:
+        each, remainder = divmod(layers + embedding + head, pp * chunks)
+        if remainder:
             raise StrettoError(
                 f"{layers} layers{' with embedding' * embedding}{' with head' * head} do not divide into "
                 f"{pp * chunks} stages",
@@ -257,13 +259,13 @@ def _stages_of_rank(settings: Settings, layers: int, pp: int) -> int:
 def _uneven(layers: int, pp: int, chunks: int, *, first: int | None, last: int | None) -> list[int]:
     """Blocks of each stage where the first and the last rank have their own number."""
     ends = (first is not None) + (last is not None)
-    between, rest = divmod(layers - (first or 0) - (last or 0), max(1, pp - ends))
+    between, remainder = divmod(layers - (first or 0) - (last or 0), max(1, pp - ends))
     ranks = [between] * pp
     if first is not None:
         ranks[0] = first
     if last is not None:
         ranks[-1] = last
-    if rest or any(blocks % chunks for blocks in ranks):
+    if remainder or any(blocks % chunks for blocks in ranks):
         raise StrettoError(
             f"{layers} layers, {first or 'even'} on the first and {last or 'even'} on the last rank, do not "
             f"divide over {pp} ranks of {chunks} stages",
@@ -303,7 +305,7 @@ def sharing(settings: Settings) -> str:
         return "zero3"
     if "use-megatron-fsdp" in settings:
         strategy = settings.get("data-parallel-sharding-strategy", _STRATEGIES["zero3"])
-        return next((mode for mode, theirs in _STRATEGIES.items() if theirs == strategy), "ddp")
+        return next((mode for mode, strategy_of in _STRATEGIES.items() if strategy_of == strategy), "ddp")
     return "zero1" if "use-distributed-optimizer" in settings else "ddp"
 
 
@@ -418,10 +420,10 @@ def _write_batch(values: JobValues) -> Settings:
 
 def _read_batch(settings: Settings) -> Values:
     micro = settings.get("micro-batch-size", 1)
-    whole = settings.get("global-batch-size")
+    global_batch = settings.get("global-batch-size")
     return {
         JOB.micro_batch: micro,
-        JOB.global_batch: micro * processes(settings)[1] if whole is None else whole,
+        JOB.global_batch: micro * processes(settings)[1] if global_batch is None else global_batch,
     }
 
 

@@ -33,7 +33,7 @@ def _write_rate(values: JobValues) -> Settings:
         return peak
     part = isinstance(rate.warmup, float)
     warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
-    made: dict[Any, Any] = {
+    values_read: dict[Any, Any] = {
         **peak,
         "min-lr": of_peak(RATE.min_ratio),
         "lr-decay-style": _STYLES[rate.schedule],
@@ -42,11 +42,11 @@ def _write_rate(values: JobValues) -> Settings:
         **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
     }
     if rate.schedule != "wsd":
-        return made
+        return values_read
     decayed = rate.decay_length(steps)
     follows = rate.decay_steps is None and values.is_open(RUN.train.steps)
     left = Unset(RATE.decay_fraction, decayed) if follows else decayed
-    return {**made, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
+    return {**values_read, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
 
 
 def _rate_notes(values: JobValues) -> Iterable[str]:
@@ -70,31 +70,35 @@ def _updates(settings: Settings, name: str) -> float | None:
 
 def _read_rate(settings: Settings) -> Values:
     """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
-    made: dict[Any, Any] = {}
+    values_read: dict[Any, Any] = {}
     steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
     if steps is not None:
-        made[RUN.train.steps] = int(steps)
+        values_read[RUN.train.steps] = int(steps)
     if end is not None:
-        made[RATE.decay_steps] = int(end)
+        values_read[RATE.decay_steps] = int(end)
     end = int(end if end is not None else steps or 0)
     style = settings.get("lr-decay-style", "linear")
-    made[RATE.schedule] = next(ours for ours, theirs in _STYLES.items() if theirs == style)
+    values_read[RATE.schedule] = next(
+        style_here for style_here, style_there in _STYLES.items() if style_there == style
+    )
     warmup = _read_warmup(settings, end)
-    made[RATE.warmup] = warmup
-    lr, least = settings.get("lr"), settings.get("min-lr", 0.0)
+    values_read[RATE.warmup] = warmup
+    lr, lowest = settings.get("lr"), settings.get("min-lr", 0.0)
     if lr is not None:
-        made[JOB.optimiser.lr] = lr
-    if lr is not None or not least:
-        made[RATE.min_ratio] = _ratio(least, lr)
+        values_read[JOB.optimiser.lr] = lr
+    if lr is not None or not lowest:
+        values_read[RATE.min_ratio] = _ratio(lowest, lr)
     if warmup and (lr is not None or "lr-warmup-init" not in settings):
-        made[RATE.warmup_init] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
+        values_read[RATE.warmup_init] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
     if style == "WSD":
         shape = settings.get("lr-wsd-decay-style", "exponential")
-        made[RATE.decay] = next(ours for ours, theirs in _SHAPES.items() if theirs == shape)
+        values_read[RATE.decay] = next(
+            style_here for style_here, style_there in _SHAPES.items() if style_there == shape
+        )
         length = _updates(settings, "lr-wsd-decay")
         if length is not None and end:
-            made[RATE.decay_fraction] = length / end
-    return made
+            values_read[RATE.decay_fraction] = length / end
+    return values_read
 
 
 def _ratio(rate: float, peak: float | None) -> float:

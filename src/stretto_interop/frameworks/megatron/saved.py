@@ -24,7 +24,7 @@ _OPPOSITE = {
     "no-yarn-correction-range-round-to-int": "yarn_correction_range_round_to_int",
 }
 # arguments that no price depends on and the model's outputs do, and the only value that is the same here
-_SAME = {
+_FIXED = {
     "rotary_percent": (1.0, "the whole head is rotated"),
     "rotary_seq_len_interpolation_factor": (None, "positions are not stretched"),
     "apply_residual_connection_post_layernorm": (False, "the residual stream is not normalised"),
@@ -83,12 +83,12 @@ def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
             f"{source} does not say which model it is of: it lacks {', '.join(missing)}",
             hint="say it with --model: a name of `stretto catalogue`, a config.json, or a config of a run",
         )
-    for name, (usual, words) in _SAME.items():
-        value = args.get(name, usual)
-        if value != usual and not (value is None and usual is False):
+    for name, (default, meaning) in _FIXED.items():
+        value = args.get(name, default)
+        if value != default and not (value is None and default is False):
             raise StrettoError(
                 f"{source}: its argument {name} is {value!r}, a model that is not built here",
-                hint=f"what is: {name} {usual!r}, where {words}",
+                hint=f"what is: {name} {default!r}, where {meaning}",
             )
     if args.get("apply_layernorm_1p") and args.get("normalization", "LayerNorm") == "LayerNorm":
         raise StrettoError(
@@ -125,24 +125,24 @@ def _not_here(field: str, value: Any) -> list[str]:
 
 def _settings(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The arguments as a command line has them."""
-    made, known = dict[str, Any](), arguments()
+    result, all_arguments = dict[str, Any](), arguments()
     for name in sorted(set(names)):
-        one = known.get(name)
-        if one is None:
+        argument = all_arguments.get(name)
+        if argument is None:
             continue
-        value = args.get(_OPPOSITE.get(one.name, _attribute(one.name)))
-        if one.name in _OPPOSITE:
+        value = args.get(_OPPOSITE.get(argument.name, _attribute(argument.name)))
+        if argument.name in _OPPOSITE:
             value = value is False
-        if value is None or (one.values == "flag" and value is not True):
+        if value is None or (argument.values == "flag" and value is not True):
             continue
-        made[one.name] = _as_argument(one, value)
-    return made
+        result[argument.name] = _as_argument(argument, value)
+    return result
 
 
-def _as_argument(one: Argument, value: Any) -> Any:
-    if one.values in ("+", "*"):
+def _as_argument(argument: Argument, value: Any) -> Any:
+    if argument.values in ("+", "*"):
         return list(value) if isinstance(value, list | tuple) else [value]
-    if one.kind == "str" and not isinstance(value, str):
+    if argument.kind == "str" and not isinstance(value, str):
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return value
 
@@ -153,19 +153,19 @@ def _attribute(name: str) -> str:
 
 def _changes(args: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Fields of the run, section by section."""
-    made: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    result: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for name in _TAKEN:
         section, _, field = name.partition(".")
-        if values.get(name) is not None and section in made:
+        if values.get(name) is not None and section in result:
             value = values[name]
-            made[section][field] = list(value) if isinstance(value, tuple) else value
+            result[section][field] = list(value) if isinstance(value, tuple) else value
     rate = {n.removeprefix("optim.rate."): v for n, v in values.items() if n.startswith("optim.rate.")}
     if values.get("optim.lr") is not None:
-        made["optim"]["rate"] = rate
+        result["optim"]["rate"] = rate
     for name, field in (("global_batch_size", "global_size"), ("micro_batch_size", "micro_size")):
         if isinstance(size := args.get(name), int) and size > 0:
-            made["batch"][field] = size
-    return {name: section for name, section in made.items() if section}
+            result["batch"][field] = size
+    return {name: section for name, section in result.items() if section}
 
 
 def _notes(args: Mapping[str, Any]) -> Iterable[str]:
@@ -191,15 +191,19 @@ def saved_arguments(shape: ModelShape) -> dict[str, Any]:
     values, settings = values_of(Job(shape=shape)), dict[str, Any]()
     for rule in MODEL_RULES:
         settings |= rule.write(values)
-    known = arguments()
+    all_arguments = arguments()
     read = {name for rule in MODEL_RULES for name in rule.settings}
-    made = {_attribute(name): False for name in read if name in known and known[name].values == "flag"}
+    result = {
+        _attribute(name): False
+        for name in read
+        if name in all_arguments and all_arguments[name].values == "flag"
+    }
     for name, value in settings.items():
         if name in _OPPOSITE:
-            made[_OPPOSITE[name]] = False
+            result[_OPPOSITE[name]] = False
         else:
-            made[_attribute(name)] = value
+            result[_attribute(name)] = value
     for name, attribute in _OPPOSITE.items():
-        made.pop(_attribute(name), None)
-        made.setdefault(attribute, True)
-    return {**made, "padded_vocab_size": shape.vocab}
+        result.pop(_attribute(name), None)
+        result.setdefault(attribute, True)
+    return {**result, "padded_vocab_size": shape.vocab}

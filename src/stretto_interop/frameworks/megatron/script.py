@@ -69,7 +69,7 @@ def _value(value: Any) -> str:
         variable = re.sub(r"\W", "_", value.name).upper()
         return f' "${{{variable}:?{value.name}, such as {_text(value.example)}}}"'
     values = value if isinstance(value, list | tuple) else [value]
-    return "".join(f" {shlex.quote(_text(one))}" for one in values)  # pyright: ignore[reportUnknownArgumentType]
+    return "".join(f" {shlex.quote(_text(item))}" for item in values)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _text(value: Any) -> str:
@@ -91,10 +91,10 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
     every = list(commands(text, source, variables, lambda command: _program(command) is not None, notes))
     launch = _launch(every)
     if launch is None:
-        words = [word for command in every for word in command.words]
-        if not words or not all(command.words[0].startswith("--") for command in every):
+        argv = [word for command in every for word in command.words]
+        if not argv or not all(command.words[0].startswith("--") for command in every):
             raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_HINT)
-        parsed, world = read_arguments(words, source, priced), None
+        parsed, world = read_arguments(argv, source, priced), None
     else:
         command, script = launch
         _check_program(command.words[script], start.program, f"{source}:{command.line}")
@@ -125,51 +125,51 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
 def _launch(every: Sequence[Command]) -> tuple[Command, int] | None:
     """The command that starts training, and the place of the script among its words."""
     begun = [(command, at) for command in every if (at := _program(command)) is not None]
-    named = [one for one in begun if re.search(r"pretrain\w*\.py$", one[0].words[one[1]])]
+    named = [item for item in begun if re.search(r"pretrain\w*\.py$", item[0].words[item[1]])]
     return next(reversed(named or begun), None)
 
 
 def _program(command: Command) -> int | None:
     """The place of the program that a command starts, if that has a name or arguments as Megatron-LM's."""
-    words = command.words
-    if words[0] in _TALKING:
+    argv = command.words
+    if argv[0] in _TALKING:
         return None
-    for at, word in enumerate(words):
+    for at, word in enumerate(argv):
         if re.search(r"pretrain\w*\.py$", word):
             return at
-    for at, word in enumerate(words):
+    for at, word in enumerate(argv):
         if word.endswith(".py"):
-            behind = [one[2:] for one in words[at + 1 :] if one.startswith("--")]
-            return at if sum(one in arguments() for one in behind) > 5 else None
+            behind = [item[2:] for item in argv[at + 1 :] if item.startswith("--")]
+            return at if sum(item in arguments() for item in behind) > 5 else None
     return None
 
 
-def _check_program(path: str, program: str | None, where: str) -> None:
+def _check_program(path: str, program: str | None, place: str) -> None:
     """Raise StrettoError for a program that trains something else than a GPT, or perhaps."""
     for pattern, trained in _PROGRAMS.items():
         if fnmatchcase(f"/{path}", pattern):
-            what = f"{where}: {path.rpartition('/')[2]} trains {trained}: only scripts of {_GPT} are read"
-            raise StrettoError(what, hint=f"give a script that starts {_GPT}")
+            message = f"{place}: {path.rpartition('/')[2]} trains {trained}: only scripts of {_GPT} are read"
+            raise StrettoError(message, hint=f"give a script that starts {_GPT}")
     if path.rpartition("/")[2] != _GPT and program != "gpt":
         raise StrettoError(
-            f"{where}: nothing tells what {path.replace(MARK, '')} trains: {_GPT} is known",
+            f"{place}: nothing tells what {path.replace(MARK, '')} trains: {_GPT} is known",
             hint=f"`stretto migrate ... --program gpt` if it trains a GPT, as {_GPT} does",
         )
 
 
-def _world(words: Sequence[str], batch: Mapping[str, str]) -> int | None:
+def _world(argv: Sequence[str], batch: Mapping[str, str]) -> int | None:
     """Processes that a launcher starts; None: it does not say.
 
     Args:
         batch: variables of SLURM.
     """
     options = dict[str, str]()
-    for at, word in enumerate(words):
+    for at, word in enumerate(argv):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-"):
-            options[name.replace("_", "-")] = value if equals else "".join(words[at + 1 : at + 2])
-    commands = [word.rpartition("/")[2] for word in words]
-    if any(launcher in word for word in words for launcher in _LAUNCHERS):
+            options[name.replace("_", "-")] = value if equals else "".join(argv[at + 1 : at + 2])
+    commands = [word.rpartition("/")[2] for word in argv]
+    if any(launcher in word for word in argv for launcher in _LAUNCHERS):
         counts = [options.get("nproc-per-node", "1"), options.get("nnodes", "1")]
     elif "deepspeed" in commands:
         counts = [options.get("num-gpus", ""), options.get("num-nodes", "1")]

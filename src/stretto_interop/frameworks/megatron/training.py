@@ -65,8 +65,8 @@ def _write_keep(values: JobValues) -> Settings:
 
 def _keep_notes(values: JobValues) -> Iterable[str]:
     if values[JOB.precision.keep] and values[JOB.precision.dtype] in ("bfloat16", "float16"):
-        kept = ", ".join(values[JOB.precision.keep])
-        yield f"precision.keep={kept}: Megatron-LM keeps these weights in 16 bits, with masters in 32"
+        weights = ", ".join(values[JOB.precision.keep])
+        yield f"precision.keep={weights}: Megatron-LM keeps these weights in 16 bits, with masters in 32"
 
 
 def _read_keep(settings: Settings) -> Values:
@@ -127,19 +127,19 @@ def _write_optimiser(values: JobValues) -> Settings:
             "adam-beta2": beta2,
             "adam-eps": values[JOB.optimiser.eps],
         }
-    usual = 0.95 if name == "muon" else 0.0
-    return {"optimizer": _OPTIMISERS[name], f"{name}-momentum": momentum or usual}
+    default = 0.95 if name == "muon" else 0.0
+    return {"optimizer": _OPTIMISERS[name], f"{name}-momentum": momentum or default}
 
 
 def _read_optimiser(settings: Settings) -> Values:
     name = settings.get("optimizer", "adam").removeprefix("dist_")
-    ours = next((ours for ours, theirs in _OPTIMISERS.items() if theirs == name), None)
-    if ours is None:
+    name_here = next((name_here for name_here, name_there in _OPTIMISERS.items() if name_there == name), None)
+    if name_here is None:
         hint = f"what is: {', '.join(_OPTIMISERS.values())}"
         raise StrettoError(f"--optimizer is {name}: not modelled here", hint=hint)
-    momentum = 0.0 if ours == "adamw" else settings.get(f"{ours}-momentum", 0.9)
+    momentum = 0.0 if name_here == "adamw" else settings.get(f"{name_here}-momentum", 0.9)
     return {
-        JOB.optimiser.name: ours,
+        JOB.optimiser.name: name_here,
         JOB.optimiser.betas: (settings.get("adam-beta1", 0.9), settings.get("adam-beta2", 0.999)),
         JOB.optimiser.eps: settings.get("adam-eps", 1e-8),
         JOB.optimiser.momentum: momentum,
@@ -242,19 +242,19 @@ def _write_checkpoint(values: JobValues) -> Settings:
 
 def _read_checkpoint(settings: Settings) -> Values:
     """The folder that checkpoints are saved to is the run's, or lies in it as `checkpoints`."""
-    made: dict[Any, Any] = {RUN.checkpoint.every: settings.get("save-interval")}
+    result: dict[Any, Any] = {RUN.checkpoint.every: settings.get("save-interval")}
     save = settings.get("save")
     folder = None if save is None else Path(save)
     if folder is not None:
         folder = folder.parent if folder.name == "checkpoints" else folder
-        made |= {RUN.run.dir: str(folder.parent), RUN.run.name: run_name(folder)}
+        result |= {RUN.run.dir: str(folder.parent), RUN.run.name: run_name(folder)}
         if settings.get("load") == save:
-            made[RUN.checkpoint.resume] = "auto"
+            result[RUN.checkpoint.resume] = "auto"
     board = settings.get("tensorboard-dir")
     if board is not None:
         inside = folder is not None and Path(board) == folder / "tensorboard"
-        made |= {RUN.metrics.tensorboard: True} if inside else {RUN.metrics.tensorboard_dir: board}
-    return made
+        result |= {RUN.metrics.tensorboard: True} if inside else {RUN.metrics.tensorboard_dir: board}
+    return result
 
 
 def _write_retained(values: JobValues) -> Settings:
