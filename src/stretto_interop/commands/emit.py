@@ -161,7 +161,7 @@ def priced(
     """Price what a framework's file describes, and search for what would be faster.
 
     Args:
-        arguments: the file's name, or - for standard input, and choices that it does not say, as in layout.tp=2.
+        arguments: the file's name, or - for standard input, and fields that it lacks, as in layout.tp=2.
         model: in place of the file's.
         seconds: of the search.
 
@@ -251,8 +251,8 @@ def show_priced(to: Console, result: Priced) -> None:
     if best.high > result.today.low:
         text = (
             f"intervals overlap: {best.low:.3g} to {best.high:.3g} s for the first, "
-            f"{result.today.low:.3g} to {result.today.high:.3g} s for today's; errors that both share cancel, "
-            "but measure before you move"
+            f"{result.today.low:.3g} to {result.today.high:.3g} s for today's; errors that both share "
+            "cancel, but measure before you move"
         )
         labelled(to, "", text, 4)
 

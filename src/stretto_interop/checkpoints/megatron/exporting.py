@@ -136,7 +136,7 @@ class _Source:
         """The tensors of some rules by their names.
 
         Args:
-            ours, theirs: what stands before the names.
+            tensor_here, exported: prefixes of the names.
             dtype: that they get; None: as they are.
         """
         boxes: dict[str, dict[tuple[int, ...], Any]] = {}

@@ -178,7 +178,8 @@ class MegatronImport(OpenImport):
             foreign = master.read()
             if not rounds_to(foreign, weight.read()):
                 raise StrettoError(
-                    f"{rule.parameter}: the float32 weights that the optimiser in {self.source} has for it do not "
+                    f"{rule.parameter}: the float32 weights that the optimiser in {self.source} has for it do "
+                    "not "
                     "round to the weights of the model, so its states may be another parameter's",
                     hint=_NOT_ITS,
                 )
@@ -222,7 +223,7 @@ class MegatronImport(OpenImport):
         if stored != wanted and not _is_flat(stored, wanted):
             raise StrettoError(
                 f"{slot.name} has shape {list(stored)} in {self.source}, but {list(wanted)} in the model",
-                hint=f"it is {rule.parameter} here: the arguments must be those of the model that was trained",
+                hint=f"it is {rule.parameter} here: the arguments must be those of the trained model",
             )
 
     def _missing(self, rule: Rule, kind: str) -> StrettoError:
