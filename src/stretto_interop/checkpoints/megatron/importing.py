@@ -178,8 +178,8 @@ class MegatronImport(OpenImport):
             foreign = master.read()
             if not rounds_to(foreign, weight.read()):
                 raise StrettoError(
-                    f"{rule.parameter}: the float32 weights that the optimiser in {self.source} has for it do "
-                    "not "
+                    f"{rule.parameter}: the float32 weights that the optimiser in {self.source} has for it "
+                    "do not "
                     "round to the weights of the model, so its states may be another parameter's",
                     hint=_NOT_ITS,
                 )
