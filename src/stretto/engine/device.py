@@ -102,8 +102,8 @@ def _remedy(kind: str) -> str:
     plugin = _plugin(kind)
     if plugin is not None and not _is_installed(plugin):
         return f"install {plugin.partition('.')[0]}, which makes torch know {kind}; or use train.device=cpu"
-    near = nearest(kind, KINDS) if kind not in KINDS else None
-    return f"did you mean {near}?" if near else "use train.device=auto or cpu"
+    suggestion = nearest(kind, KINDS) if kind not in KINDS else None
+    return f"did you mean {suggestion}?" if suggestion else "use train.device=auto or cpu"
 
 
 def _plugin(kind: str) -> str | None:
@@ -136,8 +136,12 @@ def backend_for(kind: str, choice: str = "auto") -> str:
         StrettoError: this torch has no such library, or it cannot send tensors of this kind.
     """
     able = Backend.backend_capability
-    known = [one for one in able if kind in able[one] and one != Backend.FAKE and _is_built(one)]
-    hint = f"for {kind}, this torch has {', '.join(known)}" if known else None
+    backends = [
+        backend
+        for backend in able
+        if kind in able[backend] and backend != Backend.FAKE and _is_built(backend)
+    ]
+    hint = f"for {kind}, this torch has {', '.join(backends)}" if backends else None
     if choice == AUTO:
         choice = Backend.default_device_backend_map.get(kind, "")
         if not choice:
@@ -237,7 +241,7 @@ class CopyStreams:
     """
 
     def __init__(self) -> None:
-        self._made = dict[tuple[torch.device, bool], torch.Stream]()
+        self._streams = dict[tuple[torch.device, bool], torch.Stream]()
 
     def to_host(self, device: torch.device) -> torch.Stream:
         """For copies from the device to the host."""
@@ -248,9 +252,9 @@ class CopyStreams:
         return self._of(device, False)
 
     def _of(self, device: torch.device, to_host: bool) -> torch.Stream:
-        if (device, to_host) not in self._made:
-            self._made[device, to_host] = new_stream(device)
-        return self._made[device, to_host]
+        if (device, to_host) not in self._streams:
+            self._streams[device, to_host] = new_stream(device)
+        return self._streams[device, to_host]
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -297,12 +301,12 @@ class Graph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, new_stream(device)
-        self._made: Any = None
+        self._graph: Any = None
 
     @property
     def captured(self) -> bool:
         """Whether there is something to replay."""
-        return self._made is not None
+        return self._graph is not None
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """Do the work, after what the current stream has been given and before what it is given next."""
@@ -321,19 +325,19 @@ class Graph:
         """
         global _capturing
         module = _module(self._device)
-        made = getattr(module, _graph_class(self._device.type))()
+        graph = getattr(module, _graph_class(self._device.type))()
         _capturing = True
         try:
             # other threads may pin memory meanwhile
-            with module.graph(made, stream=self._stream, capture_error_mode="thread_local"):
+            with module.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 work()
         finally:
             _capturing = False
-        self._made = made
+        self._graph = graph
 
     def replay(self) -> None:
         """Do it once more, on the current stream."""
-        self._made.replay()
+        self._graph.replay()
 
 
 def has_graphs(kind: str) -> bool:
@@ -377,20 +381,23 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     """States of the generators of this process, the host's and the device's, by kind of device: for layers of
     users, since data, dropout and initial values are functions of the seed alone.
     """
-    return {one.type: random_state(one) for one in dict.fromkeys((torch.device(HOST), device))}
+    return {
+        generator_device.type: random_state(generator_device)
+        for generator_device in dict.fromkeys((torch.device(HOST), device))
+    }
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
     """Restore what `random_states` returned; a state of another kind of device is left out."""
-    for one in (torch.device(HOST), device):
-        if one.type in states:
-            set_random_state(one, states[one.type])
+    for generator_device in (torch.device(HOST), device):
+        if generator_device.type in states:
+            set_random_state(generator_device, states[generator_device.type])
 
 
 def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """After this context the generators of the host and of these devices, of one kind, are as before it."""
-    apart = [device for device in devices if on_accelerator(device)]
-    return torch.random.fork_rng(apart, device_type=apart[0].type if apart else HOST)
+    accelerators = [device for device in devices if on_accelerator(device)]
+    return torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else HOST)
 
 
 # ------------------------------------------------------------------ what only CUDA is known to have

@@ -30,41 +30,41 @@ class DocumentStarts:
     def __init__(self, begins: Tensor) -> None:
         self.begins = begins
         self.length = begins.shape[1]
-        self._kept = dict[Any, Any]()
+        self._cache = dict[Any, Any]()
 
-    def kept(self, key: Any, make: Callable[[], T]) -> T:
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` returned for this key first: all layers of a model need the same."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def positions(self, at: Tensor | None, device: torch.device) -> Tensor:
         """Positions within their documents, int64 [b, n].
 
         Args:
-            at: positions within the samples [n]; those after the last are padding. None: all.
+            at: positions within the samples [n]; those after the last are padding. None for all.
         """
 
         def make() -> Tensor:
             real = torch.arange(self.length, device=device) if at is None else at.clamp(max=self.length - 1)
             return real - moved(self.begins, device)[:, real]
 
-        return self.kept(("positions", id(at), device), make)
+        return self.cached(("positions", id(at), device), make)
 
-    def apart(self, n: int, device: torch.device) -> Tensor:
-        """bool [b, 1, n, n]: whether two positions are in different documents."""
+    def differ(self, n: int, device: torch.device) -> Tensor:
+        """Return bool [b, 1, n, n], True if two positions are in different documents."""
         of = moved(self._of(torch.arange(n)), device)
         return (of.unsqueeze(2) != of.unsqueeze(1)).unsqueeze(1)
 
     def first_keys(self, n: int, window: int | None, device: torch.device) -> Tensor:
-        """int64 [b, n]: the first position that each of n positions sees in its document and the window."""
+        """Return int64 [b, n], the first position that each of n sees in its document and the window."""
         first = moved(self._of(torch.arange(n)), device)
         if window is None:
             return first
         return torch.maximum(first, torch.arange(n, device=device) - (window - 1))
 
     def runs(self, at: Tensor) -> list[list[Run]]:
-        """For each sample the documents of positions `at` [n], which ascend; int64 on the CPU."""
+        """Return for each sample the documents of ascending positions `at` [n]; int64 on the CPU."""
         of = self._of(at)
         cuts = of.diff(dim=1) != 0
         return [
@@ -76,21 +76,21 @@ class DocumentStarts:
         ]
 
     def _of(self, at: Tensor) -> Tensor:
-        """What identifies the documents of positions [n]: where they begin, [b, n]. Padding is taken to be of
-        the last document, since it comes after it.
+        """Return the starts of the documents of positions [n], which identify them: [b, n]. Padding counts as
+        part of the last document.
         """
         return self.begins[:, at.clamp(max=self.length - 1)]
 
     def inside(
-        self, piece: AttentionTile, mine: Sequence[list[Run]], theirs: Sequence[list[Run]]
+        self, piece: AttentionTile, query_runs: Sequence[list[Run]], key_runs: Sequence[list[Run]]
     ) -> list[AttentionTile]:
         """The parts of a piece of attention that are inside documents.
 
         Args:
-            mine, theirs: the runs of all queries and of all keys, of which the piece takes some.
+            query_runs, theirs: the runs of all queries and of all keys, of which the piece takes some.
         """
         rows = dict[tuple[int, int, int, int], list[int]]()
-        for row, (of_queries, of_keys) in enumerate(zip(mine, theirs, strict=True)):
+        for row, (of_queries, of_keys) in enumerate(zip(query_runs, key_runs, strict=True)):
             keys_of = {document: (first, last) for document, first, last in of_keys}
             for document, *queries in of_queries:
                 if (keys := keys_of.get(document)) is None:
@@ -102,20 +102,23 @@ class DocumentStarts:
         for (*queries, first, last), members in rows.items():
             part = piece.part(slice(*queries), slice(first, last))
             if part is not None:
-                parts += [part.of_rows(some) for some in _consecutive(members)]
+                parts += [part.of_rows(range_of_rows) for range_of_rows in _consecutive(members)]
         return parts
 
     def pieces(self, n: int, window: int | None) -> list[AttentionTile]:
-        """All of the attention of n positions to themselves."""
+        """Return tiles of the attention of n positions to themselves."""
 
         def make() -> list[AttentionTile]:
-            whole, runs = AttentionTile(slice(0, n), slice(0, n), Band(0, window)), self.runs(torch.arange(n))
-            return self.inside(whole, runs, runs)
+            all_positions, runs = (
+                AttentionTile(slice(0, n), slice(0, n), Band(0, window)),
+                self.runs(torch.arange(n)),
+            )
+            return self.inside(all_positions, runs, runs)
 
-        return self.kept(("pieces", n, window), make)
+        return self.cached(("pieces", n, window), make)
 
     def laid_end_to_end(self, n: int, device: torch.device) -> PackedRuns:
-        """The documents as runs of the positions of all samples."""
+        """Return the documents as runs in the concatenation of all samples."""
 
         def make() -> PackedRuns:
             runs = [
@@ -126,7 +129,7 @@ class DocumentStarts:
             cuts = torch.tensor([0, *(last for _, last in runs)], dtype=torch.int32)
             return PackedRuns(moved(cuts, device), max(last - first for first, last in runs))
 
-        return self.kept(("runs", n, device), make)
+        return self.cached(("runs", n, device), make)
 
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, window: int | None
@@ -139,8 +142,8 @@ class DocumentStarts:
         lse = q.new_empty(b, heads, n, dtype=exact_type(q.dtype))
         for piece in self.pieces(n, window):
             part = kernel.forward(piece.of_queries(q), piece.of_keys(k), piece.of_keys(v), piece.band)
-            for whole, values in zip((y, lse), part, strict=True):
-                piece.of_queries(whole).copy_(values)
+            for result, values in zip((y, lse), part, strict=True):
+                piece.of_queries(result).copy_(values)
         return y, lse
 
     def backward(
@@ -166,8 +169,8 @@ class DocumentStarts:
             grads = kernel.backward(
                 dy=at(dy), q=at(q), k=of(k), v=of(v), y=at(y), lse=at(lse), band=piece.band
             )
-            for whole, values in zip((at(dq), of(dk), of(dv)), grads, strict=True):
-                whole.copy_(values)
+            for result, values in zip((at(dq), of(dk), of(dv)), grads, strict=True):
+                result.copy_(values)
         return dq, dk, dv
 
 
@@ -176,17 +179,17 @@ def _common(part: slice, first: int, last: int) -> slice:
 
 
 def _consecutive(rows: Sequence[int]) -> list[slice]:
-    """Ascending numbers as ranges."""
+    """Return ascending numbers as ranges."""
     cuts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
     return [slice(rows[first], rows[last - 1] + 1) for first, last in pairwise(cuts)]
 
 
 class Packing:
-    """What the modules of a rank that `share_packing` reaches know of the current microbatch.
+    """Packing of the current microbatch, shared by the modules of a rank (`share_packing`).
 
-    documents: None where attention does not end at a document's.
-    decoder: of a model with an encoder, the tokens that its decoder reads [b, s], int64.
-    lengths: how many of the encoder's tokens are real, int64 [b]; None: all of them.
+    documents: documents of the samples; None if attention does not stop at their boundaries.
+    decoder: tokens that the decoder of an encoder-decoder model reads, [b, s], int64.
+    lengths: numbers of real tokens of the encoder, int64 [b]; None if all are.
     """
 
     def __init__(self) -> None:
@@ -196,7 +199,7 @@ class Packing:
 
 
 def share_packing(model: nn.Module, packing: Packing) -> None:
-    """Let attention and positions of a model follow the documents of `packing`."""
+    """Make attention and positions of a model follow the documents of `packing`."""
     for module in model.modules():
         if isinstance(getattr(module, "packing", None), Packing):
             cast(Any, module).packing = packing

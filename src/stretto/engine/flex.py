@@ -2,8 +2,8 @@
 scores with a window, a soft cap, sinks and documents, which skips blocks of keys that no query of a block
 sees.
 
-It has never run on a GPU here. So it is tried on a device, forward and backward, beside the formula written
-out, before it is used there.
+It has not run on a GPU in development. So before it is used on a device, a trial compares its forward and
+backward with the formula written out.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ def block_mask(
     def make() -> BlockMask:
         first = documents.first_keys(n, window, device)
 
-        def seen(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        def visible(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (j <= i) & (j >= first[b, i])
 
-        return _blocks(first, seen)
+        return _blocks(first, visible)
 
-    return documents.kept(("blocks", n, window, device), make)
+    return documents.cached(("blocks", n, window, device), make)
 
 
 @lru_cache(maxsize=16)
@@ -174,13 +174,13 @@ def _without_documents(n: int, window: int | None, device: torch.device) -> Bloc
         return _blocks(first, causal if window is None else inside)
 
 
-def _blocks(first: Tensor, seen: Callable[..., Tensor]) -> BlockMask:
+def _blocks(first: Tensor, visible: Callable[..., Tensor]) -> BlockMask:
     """The mask of queries that see the keys from `first` on, up to their own position. Torch's own function
     for masks of any form would make one of n x n elements.
 
     Args:
         first: [b, n]; it does not fall along n.
-        seen: the same, as FlexAttention asks of each pair.
+        visible: the same, as FlexAttention asks of each pair.
     """
     n = first.shape[1]
     start = torch.arange(0, n, BLOCK, device=first.device)
@@ -190,7 +190,7 @@ def _blocks(first: Tensor, seen: Callable[..., Tensor]) -> BlockMask:
     whole = (start + BLOCK - 1 <= first_query) & (start >= first[:, end].unsqueeze(2))
     whole &= first_query + BLOCK <= n  # to torch no block that reaches beyond the end is whole
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(n, n)
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(n, n)
     )
 
 

@@ -22,50 +22,50 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys queries see: query i sees key j where 0 <= i + shift - j < window.
+    """The keys that queries see: query i sees key j if 0 <= i + shift - j < window.
 
     Args:
-        shift: how many positions the first query is after the first key; 0 for causal attention of as many
-            queries as keys.
-        window: None for all keys up to the query's position.
+        shift: distance of the first query from the first key; 0 for causal attention of as many queries as
+            keys.
+        window: number of keys seen; None for all up to the query's position.
     """
 
     shift: int = 0
     window: int | None = None
 
     def full(self, n: int, m: int) -> bool:
-        """Whether all of n queries see all of m keys."""
+        """True if all of n queries see all of m keys."""
         return self.shift >= m - 1 and (self.window is None or self.shift + n - 1 < self.window)
 
     def triangle(self, n: int, m: int) -> bool:
-        """Whether these are as many queries as keys, and each query sees its key and those before it."""
+        """True if there are as many queries as keys, and each query sees its key and those before it."""
         return self.shift == 0 and n == m and (self.window is None or self.window >= n)
 
     def keys(self, queries: slice, m: int) -> slice:
-        """Those of m keys that any of these queries sees."""
+        """Return the range of m keys that any of these queries sees."""
         first = 0 if self.window is None else queries.start + self.shift - self.window + 1
         return slice(min(max(first, 0), m), min(max(queries.stop + self.shift, 0), m))
 
     def trim(self, n: int, m: int) -> tuple[slice, slice] | None:
-        """Those of n queries and m keys with any partner among the others; None if there is no such pair."""
+        """Return the ranges of n queries and m keys with a partner among the others, or None."""
         last = n if self.window is None else min(n, m - 1 + self.window - self.shift)
         queries = slice(max(0, -self.shift), last)
         keys = self.keys(queries, m) if queries.start < queries.stop else slice(0, 0)
         return (queries, keys) if keys.start < keys.stop else None
 
     def at(self, queries: slice, keys: slice) -> Band:
-        """The band of some of the queries and keys."""
+        """Return the band of some of the queries and keys."""
         return Band(self.shift + queries.start - keys.start, self.window)
 
     def mask(self, n: int, m: int, device: torch.device) -> Tensor:
-        """bool [n, m]: whether a query sees a key."""
-        seen = torch.ones(n, m, dtype=torch.bool, device=device).tril_(self.shift)
-        return seen if self.window is None else seen.triu_(self.shift - self.window + 1)
+        """Return bool [n, m], True if a query sees a key."""
+        visible = torch.ones(n, m, dtype=torch.bool, device=device).tril_(self.shift)
+        return visible if self.window is None else visible.triu_(self.shift - self.window + 1)
 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Some queries and some keys of a block, and which of them see which.
+    """A range of queries and one of keys, and the band of keys that the queries see.
 
     rows: the samples.
     """
@@ -76,15 +76,17 @@ class AttentionTile:
     rows: slice = field(default_factory=lambda: slice(None))
 
     def part(self, queries: slice, keys: slice) -> AttentionTile | None:
-        """The piece of some of these queries and keys, without those that have no partner; None if none
-        has.
+        """Return the tile of some of these queries and keys, without those that have no partner; None if all
+        lack one.
         """
         first, before = queries.start, keys.start
         band = self.band.at(_shifted(queries, -self.queries.start), _shifted(keys, -self.keys.start))
-        seen = band.trim(queries.stop - first, keys.stop - before)
-        if seen is None:
+        visible = band.trim(queries.stop - first, keys.stop - before)
+        if visible is None:
             return None
-        return AttentionTile(_shifted(seen[0], first), _shifted(seen[1], before), band.at(*seen), self.rows)
+        return AttentionTile(
+            _shifted(visible[0], first), _shifted(visible[1], before), band.at(*visible), self.rows
+        )
 
     def of_rows(self, rows: slice) -> AttentionTile:
         """The piece of these samples."""
@@ -105,10 +107,10 @@ def _shifted(x: slice, by: int) -> slice:
 
 @dataclass(frozen=True)
 class PackedRuns:
-    """Runs of the positions of all samples, laid end to end; each attends to itself.
+    """Runs of positions in the concatenation of all samples; each run attends to itself.
 
-    cuts: int32 [runs + 1], where they begin, and the end of the last.
-    longest: of their lengths.
+    cuts: int32 [runs + 1], the start of each run, and the end of the last.
+    longest: length of the longest run.
     """
 
     cuts: Tensor
@@ -117,7 +119,7 @@ class PackedRuns:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How scores are made of the products of queries and keys; see `CausalAttention`."""
+    """Options of the scores of queries and keys; see `CausalAttention`."""
 
     scale: float
     softcap: float | None = None
@@ -193,32 +195,35 @@ class CpuFlash:
             )
             if not sums:
                 return parts
-            for total, part, where in zip(sums, parts, (at, of, of), strict=True):
-                total[where] += part
+            for total, part, index in zip(sums, parts, (at, of, of), strict=True):
+                total[index] += part
         return sums[0], sums[1], sums[2]
 
 
 def _blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Queries, keys, whether the kernel's own causal mask holds between them, and else what to add to their
-    scores, if anything: 0 or -inf.
+    """Yield queries, keys, whether the kernel's own causal mask holds between them, and otherwise the mask to
+    add to their scores, 0 or -inf, if any.
     """
     n, m = q.shape[2], k.shape[2]
-    before, whole = m - n, slice(0, n)  # keys before the first query's
+    before, all_queries = m - n, slice(0, n)  # keys before the first query's
     if band.full(n, m):
-        yield whole, slice(0, m), False, None
+        yield all_queries, slice(0, m), False, None
         return
     if band.shift == before >= 0 and (band.window is None or band.window >= m):
-        yield whole, slice(before, m), True, None
+        yield all_queries, slice(before, m), True, None
         if before:
-            yield whole, slice(0, before), False, None
+            yield all_queries, slice(0, before), False, None
         return
-    last, mask = None, None
+    previous, mask = None, None
     for start in range(0, n, BLOCK):
         rows = slice(start, min(start + BLOCK, n))
         keys = band.keys(rows, m)
-        here = band.at(rows, keys), rows.stop - rows.start, keys.stop - keys.start
-        if here != last:  # one mask serves all blocks but those at the ends
-            last, hidden = here, here[0].mask(here[1], here[2], q.device).logical_not_()
+        block_band = band.at(rows, keys), rows.stop - rows.start, keys.stop - keys.start
+        if block_band != previous:  # one mask serves all blocks but those at the ends
+            previous, hidden = (
+                block_band,
+                block_band[0].mask(block_band[1], block_band[2], q.device).logical_not_(),
+            )
             mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))[None, None]
         yield rows, keys, False, mask
 
@@ -303,14 +308,16 @@ def _end_to_end(x: Tensor) -> Tensor:
 
 
 def _limits(runs: PackedRuns) -> tuple[Tensor, Tensor, int, int]:
-    """Of queries and keys. A longest run of 1 would choose a kernel for generation, with other results."""
+    """Limits of queries and keys. A longest run of 1 would select a kernel for generation, whose results
+    differ.
+    """
     longest = max(runs.longest, 2)
     return runs.cuts, runs.cuts, longest, longest
 
 
 def _sides(n: int, m: int, band: Band) -> dict[str, int]:
-    """The band as FlashAttention takes it: how many keys a query sees before and after the one that is as far
-    from the last key as the query from the last query; -1 for all.
+    """The band in FlashAttention's terms: numbers of keys that a query sees before and after the key that is
+    as far from the last key as the query from the last query; -1 for all.
     """
     after = band.shift - (m - n)
     before = -1 if band.window is None else band.window - 1 - after
@@ -378,21 +385,21 @@ def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Which attention probabilities dropout keeps.
+    """A dropout mask of attention probabilities.
 
-    mask: bool [b, heads, queries, keys].
-    scale: by which the kept ones are multiplied.
+    mask: bool [b, heads, queries, keys], False for dropped ones.
+    scale: factor of the others.
     """
 
     mask: Tensor
     scale: float
 
     def at(self, queries: slice, keys: slice, rows: slice = slice(None)) -> DropoutMask:
-        """The mask of some queries and keys of some samples."""
+        """Return the mask of some queries and keys of some samples."""
         return DropoutMask(self.mask[rows, :, queries, keys], self.scale)
 
     def factors(self, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
-        """What the probabilities of these queries and keys are multiplied by: 0 or the scale."""
+        """Return the factors of the probabilities of these queries and keys: 0 or the scale."""
         return self.mask[:, :, queries, keys].to(dtype).mul_(self.scale)
 
 
@@ -493,37 +500,39 @@ class NaiveAttention:
 
 
 def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, list[_Tile]]]:
-    """Tiles that cover what the queries see: for each tile's queries, those of the different heads."""
+    """Yield tiles that cover all keys that the queries see: for each range of queries those by heads."""
     n, m = q.shape[2], k.shape[2]
     count = k.shape[0] * k.shape[1]
     group = q.shape[1] // k.shape[1]
     on_cpu = q.device.type == "cpu"
-    step, most = (TILE, SCORES) if on_cpu else (4 * TILE, 64 * SCORES)  # a launch takes time, too
+    step, max_scores = (TILE, SCORES) if on_cpu else (4 * TILE, 64 * SCORES)  # a launch takes time, too
     for start in range(0, n, step):
         queries = slice(start, min(start + step, n))
         keys = band.keys(queries, m)
         size = group * (queries.stop - queries.start) * (keys.stop - keys.start)
-        heads = min(max(most // size, 1), count)
+        heads = min(max(max_scores // size, 1), count)
         yield queries, [_Tile(queries, keys, slice(h, min(h + heads, count))) for h in range(0, count, heads)]
 
 
 def _hide(scores: Tensor, at: _Tile, band: Band) -> Tensor:
-    """-inf for what the queries of a tile do not see, in place; most keys are seen by all of them."""
+    """Set scores of hidden keys of a tile to -inf, in place; most keys are seen by all queries."""
     n, m = at.queries.stop - at.queries.start, at.keys.stop - at.keys.start
-    here, by_query = band.at(at.queries, at.keys), scores.unflatten(1, (-1, n))
-    after = min(max(here.shift + 1, 0), m)  # from here on keys are hidden from some
-    before = 0 if here.window is None else min(max(n + here.shift - here.window, 0), m)
+    tile_band, by_query = band.at(at.queries, at.keys), scores.unflatten(1, (-1, n))
+    after = min(max(tile_band.shift + 1, 0), m)  # from here on keys are hidden from some
+    before = 0 if tile_band.window is None else min(max(n + tile_band.shift - tile_band.window, 0), m)
     if after <= before:
         after, before = 0, 0
     for keys in (slice(0, before), slice(after, m)):
         if keys.start < keys.stop:
-            hidden = here.at(slice(0, n), keys).mask(n, keys.stop - keys.start, scores.device).logical_not_()
+            hidden = (
+                tile_band.at(slice(0, n), keys).mask(n, keys.stop - keys.start, scores.device).logical_not_()
+            )
             by_query[..., keys].masked_fill_(hidden, float("-inf"))
     return scores
 
 
 def _factors(dropout: DropoutMask, at: _Tile, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies the probabilities of a tile by."""
+    """Dropout's factors of the probabilities of a tile."""
     factors = dropout.factors(at.queries, at.keys, dtype)
     return factors.unflatten(1, (k.shape[1], -1)).flatten(2, 3).flatten(0, 1)[at.heads]
 
@@ -577,9 +586,7 @@ def sinks_gradient(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def kernel_for(
     q: Tensor, v: Tensor, scores: ScoreOptions, explicit: bool = False, dropout: DropoutMask | None = None
 ) -> Kernel:
-    """The fastest kernel for queries and values like these; the formula written out with `explicit` or
-    dropout.
-    """
+    """Return the fastest kernel for such queries and values; `NaiveAttention` with `explicit` or dropout."""
     if explicit or dropout is not None or scores.softcap is not None or not q.is_floating_point():
         return NaiveAttention(scores, dropout)
     d, equal = q.shape[-1], q.shape[-1] == v.shape[-1]

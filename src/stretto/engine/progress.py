@@ -1,7 +1,7 @@
-"""What a rank is doing, step by step, in memory that another process can read when the rank cannot answer.
+"""Progress marks of a rank, in memory that another process can read when the rank cannot answer.
 
-The step loop marks what it begins; each mark is a time and a text. A mark costs less than a microsecond, so
-that every action of a pipeline has one. Without an observer the marks go to private memory.
+The step loop marks each action that it begins with a time and a text. A mark costs less than a microsecond,
+so every action of a pipeline has one. Without an observer the marks go to private memory.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _AT_WAITS, _AT_LONG = 56, 57
 _AT_TEXT, _AT_HOST = 64, 384
 _TEXT, _HOST = _AT_HOST - _AT_TEXT, SIZE - _AT_HOST
 
-Label = bytes  # a text as it is kept in a row
+Label = bytes  # a text in the format of a row
 
 
 def label(text: str) -> Label:
-    """The text of a mark, made once and marked often."""
+    """Return the text of a mark, to be created once and used often."""
     return text.encode(errors="replace")[:_TEXT].ljust(_TEXT, b"\0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMarks:
-    """What was read of one rank.
+    """The marks read from one rank.
 
     Attributes:
-        marks: how many it has made; 0: it has not begun.
-        marked_ns: time of the last one, on the rank's monotonic clock.
-        alive_ns: the last time that its Python could run a thread beside the main one, on the same clock.
-        process: its number on the host.
-        step: that it is in, from 1; 0: none.
-        limit: seconds that it may go without a mark at this point.
-        waits: it is in a call that ends when other ranks have done their part.
-        text: what it has begun last.
+        marks: number of marks; 0 if the rank has not begun.
+        marked_ns: time of the last mark, on the rank's monotonic clock.
+        alive_ns: last time that a thread other than the main one could run, on the same clock.
+        process: process id on the host.
+        step: current step, from 1; 0 outside of steps.
+        limit: seconds that may pass without a mark at this point.
+        waits: the rank is in a call that ends when other ranks have done their part.
+        text: the action that it has begun last.
     """
 
     marks: int
@@ -57,7 +57,7 @@ class RankMarks:
 
 
 def read_row(data: bytes | memoryview) -> RankMarks:
-    """The row that SIZE bytes hold."""
+    """Parse a row of SIZE bytes."""
     marks, marked = _MARK.unpack_from(data, 0)
     alive, process = _ALIVE.unpack_from(data, _AT_ALIVE)
     limit, long_limit, step = _LIMITS.unpack_from(data, _AT_LIMITS)
@@ -84,8 +84,8 @@ class ProgressMarks:
     Attributes:
         attached: this rank is watched for hangs.
         waited_s: time that its main thread has spent waiting for other ranks.
-        messages: for the marks that are waits for messages of a pipeline: the other pipeline rank, and
-            whether the message goes to it.
+        messages: for marks of waits for pipeline messages: the other pipeline rank, and whether the message
+            goes to it.
     """
 
     def __init__(self) -> None:
@@ -96,43 +96,43 @@ class ProgressMarks:
         self.messages = dict[Label, tuple[int, bool]]()
 
     def attach(self, row: memoryview, process: int, host: str) -> None:
-        """Keep the marks in `row` [SIZE bytes] from now on."""
+        """Write the marks to `row` [SIZE bytes] from now on."""
         self._row, self.attached = row, True
         self._row[_AT_HOST:SIZE] = host.encode(errors="replace")[:_HOST].ljust(_HOST, b"\0")
         self.limit(inf, inf, 0)
         self.alive(process)
 
-    def mark(self, what: Label) -> None:
-        """The rank begins something."""
+    def mark(self, text: Label) -> None:
+        """Mark the beginning of an action."""
         self._marks = marks = self._marks + 1
         row = self._row
-        row[_AT_TEXT:_AT_HOST] = what
+        row[_AT_TEXT:_AT_HOST] = text
         _MARK.pack_into(row, 0, marks, time.monotonic_ns())
 
     def limit(self, step_s: float, other_s: float, step: int) -> None:
-        """From now on in `step`: seconds that may pass without a mark, in it and in what takes longer."""
+        """Set the step, and the seconds that may pass without a mark in it and in longer operations."""
         _LIMITS.pack_into(self._row, _AT_LIMITS, step_s, other_s, step)
 
     def alive(self, process: int) -> None:
-        """A sign of life, of any thread."""
+        """Record a sign of life, from any thread."""
         _ALIVE.pack_into(self._row, _AT_ALIVE, time.monotonic_ns(), process)
 
     def begin_long(self) -> None:
-        """What follows may take longer than a step, until as many calls of `end_long`."""
+        """Begin an operation that may take longer than a step, until the matching `end_long`."""
         self._long += 1
         self._row[_AT_LONG] = 1
 
     def end_long(self) -> None:
-        """As long as usual again; a mark of its own, so that the time until now does not count."""
+        """End it, with a mark of its own, so that its time does not count."""
         self._long -= 1
         self._marks += 1
         _MARK.pack_into(self._row, 0, self._marks, time.monotonic_ns())
         self._row[_AT_LONG] = self._long > 0
 
     @contextmanager
-    def long(self, what: str) -> Generator[None]:
-        """Something that may take longer than a step."""
-        self.mark(label(what))
+    def long(self, text: str) -> Generator[None]:
+        """An operation that may take longer than a step."""
+        self.mark(label(text))
         self.begin_long()
         try:
             yield
@@ -140,17 +140,17 @@ class ProgressMarks:
             self.end_long()
 
     def begin_wait(self) -> float:
-        """The rank waits for others; returns the time."""
+        """Begin to wait for other ranks; return the time."""
         self._row[_AT_WAITS] = 1
         return time.perf_counter()
 
     def end_wait(self, began: float) -> None:
-        """It goes on."""
+        """End the wait."""
         self.waited_s += time.perf_counter() - began
         self._row[_AT_WAITS] = 0
 
     def snapshot(self) -> bytes:
-        """The row as it is now."""
+        """Return a copy of the row."""
         return bytes(self._row)
 
 

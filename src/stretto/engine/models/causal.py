@@ -88,7 +88,7 @@ class CausalAttention(nn.Module):
         scores = self.scores(q.shape[-1])
         documents = self.packing.documents
         if self.explicit or dropping:
-            different_documents = None if documents is None else documents.apart(q.shape[2], q.device)
+            different_documents = None if documents is None else documents.differ(q.shape[2], q.device)
             return weigh(self.drop(causal_probabilities(q, k, scores, sinks, different_documents)), v)
         if self._by_flex(q, k, v, sinks):
             return _by_flex(q, k, v, sinks, scores=scores, documents=documents)

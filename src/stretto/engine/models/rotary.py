@@ -129,7 +129,7 @@ class Rotary(nn.Module):
             rows = documents.positions(at, x.device).unsqueeze(1)
             return cos[rows], sin[rows]
 
-        return documents.kept((angles, id(at), x.device, x.dtype), make)
+        return documents.cached((angles, id(at), x.device, x.dtype), make)
 
     def _angles(self, length: int) -> Angles:
         return Angles(self.dim, self.theta, self.scaling, length)

@@ -87,8 +87,8 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
     yield lengths
     lr = batch.group["lr"]
     # of each member: the bound of the relative step, and the number of elements
-    facts = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
-    table = [fact for fact, one in zip(facts, batch.members, strict=True) for _ in range(prod(one))]
+    bounds = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
+    table = [fact for fact, one in zip(bounds, batch.members, strict=True) for _ in range(prod(one))]
     relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
     rates = (sizes / elements).sqrt_().clamp_(min=SMALLEST_SCALE).mul_(relative)
     rates /= (lengths / elements).sqrt_().div_(CLIP).clamp_(min=1.0)

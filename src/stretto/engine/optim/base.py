@@ -79,7 +79,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self.fragments = {fragment.parameter: fragment for fragment in fragments}
-        self._known, self._batches = list[int](), list[TensorGroup]()
+        self._cached_key, self._batches = list[int](), list[TensorGroup]()
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
@@ -118,9 +118,9 @@ class FragmentOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None and parameter in self.fragments
         ]
-        known = [id(self.state), *(id(parameter) for _, parameter in moving)]
-        if known != self._known:  # else as in the last update
-            self._known, self._batches = known, self._batched(moving)
+        key = [id(self.state), *(id(parameter) for _, parameter in moving)]
+        if key != self._cached_key:  # else as in the last update
+            self._cached_key, self._batches = key, self._batched(moving)
         for batch in self._batches:
             batch.gradients = [cast(Tensor, p.grad).to(p.dtype) for p in batch.parameters]
             for fragment, state in zip(batch.fragments, batch.states, strict=True):

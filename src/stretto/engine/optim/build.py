@@ -21,19 +21,19 @@ class DecoupledSGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore
         """One update."""
-        kept = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, kept, strict=True):
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group, decay in zip(self.param_groups, decays, strict=True):
             moving = [p for p in group["params"] if p.grad is not None]
             if moving and decay:
                 torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
             group["weight_decay"] = 0.0
         super().step()
-        for group, decay in zip(self.param_groups, kept, strict=True):
+        for group, decay in zip(self.param_groups, decays, strict=True):
             group["weight_decay"] = decay
 
 
 def build_optimizer(
-    parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]], how: Optimiser
+    parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]], config: Optimiser
 ) -> torch.optim.Optimizer:
     """The optimiser of this rank's fragments, or of one process's parameters by name.
 
@@ -42,20 +42,20 @@ def build_optimizer(
     states are read and loaded through `stretto.engine.optim.states`.
     """
     fragments = _fragments(parameters)
-    groups = decay_groups(fragments, how.weight_decay, how.no_decay)
-    if how.name == "lamb":
-        return Lamb(groups, fragments, how.lr, how.betas, how.eps)
-    if how.name == "adafactor":
-        return Adafactor(groups, fragments, how.lr)
-    if how.name == "muon":
-        return _muon(fragments, how)
-    if how.name == "adamw":
-        if how.states == "bfloat16":
-            return NarrowAdamW(groups, fragments, how.lr, how.betas, how.eps)
-        return torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps, fused=True)
-    if how.weight_decay:
-        return DecoupledSGD(groups, lr=how.lr, momentum=how.momentum)
-    return torch.optim.SGD(groups, lr=how.lr, momentum=how.momentum)
+    groups = decay_groups(fragments, config.weight_decay, config.no_decay)
+    if config.name == "lamb":
+        return Lamb(groups, fragments, config.lr, config.betas, config.eps)
+    if config.name == "adafactor":
+        return Adafactor(groups, fragments, config.lr)
+    if config.name == "muon":
+        return _muon(fragments, config)
+    if config.name == "adamw":
+        if config.states == "bfloat16":
+            return NarrowAdamW(groups, fragments, config.lr, config.betas, config.eps)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    if config.weight_decay:
+        return DecoupledSGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
 def _fragments(
@@ -69,12 +69,14 @@ def _fragments(
     return fragments
 
 
-def _muon(fragments: Sequence[ParameterFragment], how: Optimiser) -> Muon:
+def _muon(fragments: Sequence[ParameterFragment], config: Optimiser) -> Muon:
     by_muon = [f for f in fragments if is_block_matrix(f.name, f.placed.shape)]
     others = [f for f in fragments if not is_block_matrix(f.name, f.placed.shape)]
-    rest = None
+    other_optimizer = None
     if others:
-        groups = decay_groups(others, how.weight_decay, how.no_decay)
-        rest = torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps, fused=True)
-    groups = decay_groups(by_muon, how.weight_decay, how.no_decay)
-    return Muon(groups, by_muon, how.lr, how.usual_momentum, rest)
+        groups = decay_groups(others, config.weight_decay, config.no_decay)
+        other_optimizer = torch.optim.AdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+    groups = decay_groups(by_muon, config.weight_decay, config.no_decay)
+    return Muon(groups, by_muon, config.lr, config.usual_momentum, other_optimizer)

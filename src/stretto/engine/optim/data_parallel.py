@@ -49,17 +49,18 @@ def data_parallel(
     Collective.
 
     Args:
-        module: with initial values; the first rank's are broadcast to all. Changed in place.
+        module: module with initial values; the first rank's are broadcast to all. Changed in place.
         mode: `server`, `ddp`, `zero1`, `zero2` or `zero3`.
-        shard: how many ranks share one copy of what is sharded; None: all.
-        dtype: torch.bfloat16 or torch.float16: dtype of the weights, with float32 masters; None: unchanged.
-        keep: patterns of names of parameters that stay in float32 beside such weights.
-        offload: where optimiser states live and updates run: "none", "cpu", or "nvme" under `path`.
-        offload_parameters: with zero3, where a rank's shard of the parameters is kept.
+        shard: number of ranks that share one copy of the sharded tensors; by default all.
+        dtype: torch.bfloat16 or torch.float16: dtype of the weights, with float32 masters; by default
+            unchanged.
+        keep: patterns of the names of parameters that stay in float32 among such weights.
+        offload: location of optimiser states and updates: "none", "cpu", or "nvme" under `path`.
+        offload_parameters: with zero3, location of a rank's shard of the parameters.
         layers: with zero3, modules that are gathered one at a time, in the order of their use; by default the
             members of the module's longest nn.ModuleList or nn.Sequential. All other parameters stay
             gathered for a whole forward and a whole backward.
-        places: of parameters that `parallelize` has split, by name.
+        places: placements of parameters that `parallelize` has split, by name.
         bucket_mib: size of a gradient bucket in MiB.
 
     Raises:
@@ -68,8 +69,10 @@ def data_parallel(
     """
     copies = mesh.size("cp-dp")
     if mode not in MODES:
-        near = nearest(mode, MODES)
-        raise StrettoError(f"mode is {mode!r}", hint=f"did you mean {near!r}?" if near else ", ".join(MODES))
+        suggestion = nearest(mode, MODES)
+        raise StrettoError(
+            f"mode is {mode!r}", hint=f"did you mean {suggestion!r}?" if suggestion else ", ".join(MODES)
+        )
     if shard is not None and (shard < 1 or copies % shard):
         raise StrettoError(
             f"shard is {shard}, must divide the {copies} data-parallel ranks", hint="shard=None"
@@ -170,12 +173,12 @@ class DataParallel(nn.Module):
         outer = [p for p in named.values() if id(p) not in inside]
         ordered = [*outer, *(p for p in named.values() if id(p) in inside)]
         self.buffer = self.states.buffer(_STAGE, ordered, [module, *inner] if outer else inner)
-        self._hooks = self._watch(module, inner)
+        self._hooks = self._gather_hooks(module, inner)
         self._accumulating = self._running = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
         self.fragments = list(self.states.begin(values.__getitem__))
 
-    def _watch(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
+    def _gather_hooks(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
         """Hooks that gather the weights of each inner layer, and all other weights of the module."""
         units = self.states.units[_STAGE]
         if all(unit.plain for unit in units):
@@ -188,9 +191,9 @@ class DataParallel(nn.Module):
             for layer in inner
         ]
         covered = {id(unit) for layer_units in by_layer for unit in layer_units}
-        rest = [unit for unit in units if id(unit) not in covered]
+        uncovered = [unit for unit in units if id(unit) not in covered]
         gathers = [LayerGather(inner, by_layer)] if inner else []
-        return [*gathers, LayerGather([module], [rest], ahead=False)]
+        return [*gathers, LayerGather([module], [uncovered], ahead=False)]
 
     # ------------------------------------------------------------------ running
 
@@ -202,13 +205,13 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._begin())
+                    tensor.register_hook(lambda _: self._begin_backward())
         return out
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """For gradient accumulation: a backward inside is not the step's last. Where ranks keep whole
-        gradients, it accumulates without a reduction.
+        """For gradient accumulation: a backward inside is not the step's last. If ranks keep whole gradients,
+        it accumulates without a reduction.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -216,7 +219,7 @@ class DataParallel(nn.Module):
         finally:
             self._accumulating = before
 
-    def _begin(self) -> None:
+    def _begin_backward(self) -> None:
         """At the start of a backward."""
         if self._running:
             return
@@ -229,9 +232,9 @@ class DataParallel(nn.Module):
         self.buffer.open()
         if not self._accumulating:
             self.buffer.arm()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
 
-    def _end(self) -> None:
+    def _end_backward(self) -> None:
         """At the end of a backward."""
         self._running = False
         for hooks in self._hooks:
@@ -250,7 +253,7 @@ class DataParallel(nn.Module):
     # ------------------------------------------------------------------ the optimiser
 
     def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> DataParallelOptimizer:
-        """Make the optimiser of the module.
+        """Create the optimiser of the module.
 
         Args:
             rule: an optimiser's name in the config (`optim.name`), with the fields of `Optimiser` (`lr`,
@@ -261,8 +264,8 @@ class DataParallel(nn.Module):
             StrettoError: an unknown name or setting.
         """
         if isinstance(rule, str):
-            how = _settings(rule, settings)
-            return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, how))
+            optimiser = _settings(rule, settings)
+            return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, optimiser))
 
         def build(fragments: Sequence[ParameterFragment]) -> torch.optim.Optimizer:
             return rule([f.parameter for f in fragments if f.parameter.numel()], **settings)
@@ -272,7 +275,7 @@ class DataParallel(nn.Module):
     def make_optimizer(
         self, build: Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]
     ) -> ShardedOptimizer:
-        """The update of all fragments with optimisers that `build` makes."""
+        """Return the update of all fragments with optimisers from `build`."""
         return ShardedOptimizer(
             self.fragments,
             build,
@@ -280,7 +283,7 @@ class DataParallel(nn.Module):
             path=self.states.dp.path,
             device=self.mesh.device,
             rank=self.mesh.rank,
-            copy=self.states.take,
+            copy=self.states.copy_masters,
             after=self.states.publish,
         )
 
@@ -289,7 +292,7 @@ class DataParallel(nn.Module):
         return GradientNorm(self.fragments, {axes: self.states.groups[axes].counted for axes in self._over})
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All weights of this rank by name, copied. Collective."""
+        """Return copies of all full weights of this rank by name. Collective."""
         with self.states.full_weights() as weights:
             return {name: weight.clone() for name, weight in weights.items()}
 
@@ -331,13 +334,13 @@ class DataParallelOptimizer:
 
 
 def _settings(rule: str, settings: Mapping[str, Any]) -> Optimiser:
-    known = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
+    fields = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
     for name in settings:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in fields:
+            suggestion = nearest(name, fields)
             raise StrettoError(
                 f"optimizer {rule} has no setting {name!r}",
-                hint=f"did you mean {near!r}?" if near else f"settings: {', '.join(known)}",
+                hint=f"did you mean {suggestion!r}?" if suggestion else f"settings: {', '.join(fields)}",
             )
     named: dict[str, Any] = {"name": rule, **settings}
     return Optimiser(**named)

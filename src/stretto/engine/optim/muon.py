@@ -27,7 +27,7 @@ from stretto.engine.parallel.tensor.matmul import product as matrix_product
 
 
 class MatrixPart(NamedTuple):
-    """A part of one matrix that a rank holds."""
+    """A rank's part of one matrix."""
 
     tensor: int  # index of its fragment
     piece: int  # index of its piece in the fragment
@@ -63,22 +63,22 @@ class MatrixExchange:
         self._boxes = _boxes_of_all(fragments, self._group)
         owners = self._assign()
         n = range(len(self._boxes))
-        mine = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
-        self._arriving = [[b for b in boxes if b.owned] for boxes in mine]  # by sender
-        self._leaving_back = mine  # by receiver: copies that are not owned get their part too
+        assigned = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
+        self._arriving = [[b for b in boxes if b.owned] for boxes in assigned]  # by sender
+        self._leaving_back = assigned  # by receiver: copies that are not owned get their part too
         boxes_here = self._boxes[self._rank]
         self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
         self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
         self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
 
     def _assign(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        """The rank that each matrix is gathered on."""
+        """Return the rank that each matrix is gathered on."""
         costs = dict[tuple[int, tuple[int, ...]], int]()
-        held = {box.matrix for boxes in self._boxes for box in boxes}
+        present = {box.matrix for boxes in self._boxes for box in boxes}
         for i, fragment in enumerate(self._fragments):
             rows, columns = member_shape(fragment)
             for member in product(*map(range, members_of(fragment))):
-                if (i, member) in held:  # under a parameter server, the other ranks hold nothing
+                if (i, member) in present:  # under a parameter server, the other ranks hold nothing
                     costs[i, member] = rows * columns * min(rows, columns)
         loads, owners = [0] * len(self._boxes), dict[tuple[int, tuple[int, ...]], int]()
         for matrix in sorted(costs, key=lambda m: -costs[m]):

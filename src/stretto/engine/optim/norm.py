@@ -18,8 +18,8 @@ class GradientNorm:
     """The 2-norm over all ranks: each element of the plain model counts once.
 
     Args:
-        fragments: of this rank; pieces that another rank owns are left out, unless they are not finite, which
-            makes the norm NaN.
+        fragments: this rank's fragments; boxes that another rank owns do not count, unless they are not
+            finite, which makes the norm NaN.
         groups: for each `ShardPlacement.over` in the model, the ranks that together hold one copy of those
             parameters, or None if this rank holds all of them: for dense parameters, split over "tp", the
             ranks of tp and pp; for experts those of expert_tp, ep and pp; each times the ranks that share
@@ -77,8 +77,8 @@ def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) ->
         )
         views.setdefault((gradient.dtype, gradient.device), []).extend(views_owned)
     total: Tensor | None = None
-    for (dtype, device), same in views.items():  # norms of 16-bit gradients are computed in float32
-        norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+    for (dtype, device), gradients in views.items():  # norms of 16-bit gradients are computed in float32
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(dtype, torch.float32))
         # squared in float64: float32 would overflow from a norm of 2e19 on
         square = torch.stack(norms).double().square().sum()
         total = square if total is None else square + moved(total, device)
@@ -87,15 +87,15 @@ def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) ->
 
 @torch.no_grad()
 def finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements are finite, by one pass over norms, at the speed of memory. Numbers above 1e19,
-    whose square no float32 holds, count as infinite. The host waits for it.
+    """True if all elements are finite, from their norms in one pass at the speed of memory. Numbers above
+    1e19, whose square overflows float32, count as infinite. The host waits for it.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for (dtype, _), same in alike.items():
-        norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+    for (dtype, _), gradients in alike.items():
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(dtype, torch.float32))
         if not bool(torch.stack(norms).isfinite().all()):
             return False
     return True
@@ -106,8 +106,8 @@ def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:
     torch.nn.utils.clip_grad_norm_.
 
     Args:
-        norm: of the unscaled gradients.
-        largest: norm to clip to; None: no clipping.
+        norm: norm of the unscaled gradients.
+        largest: norm to clip to; None for no clipping.
         scale: the loss scale, by which the gradients are multiplied.
     """
     return (1.0 if largest is None else min(1.0, largest / (norm + 1e-6))) / scale
@@ -125,5 +125,5 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        for (device, dtype), same in alike.items():
-            torch._foreach_mul_(same, (ratio.clamp(max=1.0) / scale).to(device, dtype))
+        for (device, dtype), gradients in alike.items():
+            torch._foreach_mul_(gradients, (ratio.clamp(max=1.0) / scale).to(device, dtype))

@@ -49,7 +49,7 @@ def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
 @dataclass(frozen=True)
 class LearningRate:
     """A learning-rate schedule of a run of `steps` updates; call it with a step to get the learning rate,
-    which stays at its least value once the decay has ended.
+    which stays at its minimum once the decay has ended.
     """
 
     schedule: RateCurve
@@ -63,20 +63,20 @@ class LearningRate:
 
     def ratio(self, step: int) -> float:
         """The learning rate divided by its peak, in [0, 1]."""
-        how = self.schedule
-        warmup, end = how.warmup_steps(self.steps), how.end(self.steps)
+        schedule = self.schedule
+        warmup, end = schedule.warmup_steps(self.steps), schedule.end(self.steps)
         if step < warmup:
-            return warmup_ratio(step, warmup, how.warmup_init)
-        if how.schedule == "constant":
+            return warmup_ratio(step, warmup, schedule.warmup_init)
+        if schedule.schedule == "constant":
             return 1.0
-        if how.schedule == "inverse-sqrt":
+        if schedule.schedule == "inverse-sqrt":
             ratio = sqrt(max(warmup, 1) / max(step, 1))
-            return how.min_ratio if step > end else max(how.min_ratio, ratio)
-        if how.schedule == "wsd":
-            start, shape = end - how.decay_length(self.steps), how.decay
+            return schedule.min_ratio if step > end else max(schedule.min_ratio, ratio)
+        if schedule.schedule == "wsd":
+            start, shape = end - schedule.decay_length(self.steps), schedule.decay
         else:
-            start, shape = warmup, how.schedule
-        return decay_ratio(shape, progress(step, start, end), how.min_ratio)
+            start, shape = warmup, schedule.schedule
+        return decay_ratio(shape, progress(step, start, end), schedule.min_ratio)
 
     def __call__(self, step: int) -> float:
         """The learning rate of the update that follows `step` updates."""
@@ -84,7 +84,7 @@ class LearningRate:
 
 
 def delay_ratio(step: int, delay: int, steps: int) -> float:
-    """The share of the learning rate with which a stage learns whose gradients are `delay` updates late.
+    """Return the factor of the learning rate of a stage whose gradients are `delay` updates late.
 
     Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1 (learning rate
     rescheduling): delay^-(1 - min(step/steps, 1)). At first an update of an old gradient is divided by the
@@ -92,6 +92,6 @@ def delay_ratio(step: int, delay: int, steps: int) -> float:
     least 1.
 
     Args:
-        steps: those of the rescheduling.
+        steps: number of steps of the rescheduling.
     """
     return max(1, delay) ** (min(step / steps, 1.0) - 1.0)

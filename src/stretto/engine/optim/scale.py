@@ -41,7 +41,7 @@ class LossScale:
             self.value = min(LARGEST, self.value * 2)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ from stretto.spec.data_parallel import Offload
 
 class GradientCopies:
     """Asynchronous copies of reduced gradients from an accelerator to pinned host memory, as in ZeRO-Offload
-    (Ren et al. 2021). The host memory of each is allocated at its first copy and kept.
+    (Ren et al. 2021). The host memory of each is allocated at its first copy and then reused.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class GradientCopies:
             gradient.record_stream(self._side)
         self._events[key] = recorded_event(self._side)
 
-    def take(self, key: int) -> Tensor | None:
+    def wait_for(self, key: int) -> Tensor | None:
         """Wait for the copy; None if none was started. The caller may write to it until the next `start`."""
         event = self._events.pop(key, None)
         if event is None:
@@ -68,24 +68,24 @@ class ShardedOptimizer:
     """Updates a rank's fragments.
 
     Args:
-        fragments: in the order of their units. With `nvme` they are consumed lazily, so that masters made on
-            demand are in memory for two units at most.
-        build: makes the torch optimiser of some of the fragments.
-        where: where states live and updates run. With `cpu` and `nvme` all parameters are in host memory.
-        path: folder for files, in which this rank makes a subfolder.
-        device: of the gradients.
-        rank: for the name of the subfolder.
+        fragments: this rank's fragments in the order of their units. With `nvme` they are consumed lazily, so
+            that masters created on demand are in memory for two units at most.
+        build: creates the torch optimiser of some of the fragments.
+        where: location of states and updates. With `cpu` and `nvme` all parameters are in host memory.
+        path: folder for files, in which this rank creates a subfolder.
+        device: device of the gradients.
+        rank: rank in the name of the subfolder.
         after: called with a unit's number once its parameters are updated, in the order of units on every
             rank, by the thread that calls `step`: it may start collectives.
-        copy: called before `after`, by the updating thread. With `eager` it must copy what it needs of the
-            parameters, which may be moved back to their file afterwards.
-        eager: updates start in `gradient_ready`, on a separate thread, beside the rest of the backward. Not
+        copy: called before `after`, by the updating thread. With `eager` it must copy the parameters that it
+            needs, which may be moved back to their file afterwards.
+        eager: updates start in `gradient_ready`, on a separate thread, during the rest of the backward. Not
             for updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
-            collective. A unit whose gradients are not finite is not updated; the caller sees it in their
-            norm, and is to stop.
+            collective. A unit whose gradients are not finite is not updated; the caller detects it in their
+            norm, and must stop.
 
     Attributes:
-        optimizers: the torch optimisers: a single one, or one for each unit.
+        optimizers: the torch optimisers: a single one, or one per unit.
 
     Raises:
         StrettoError: files cannot be created, or the disk is full.
@@ -121,9 +121,9 @@ class ShardedOptimizer:
             if self.files is not None:
                 self._move_to_files(self.files, unit)
         if where == "none":
-            one = build([fragment for members in self._units.values() for fragment in members])
-            self._of = dict.fromkeys(self._units, one)
-            self.optimizers = [one]
+            shared = build([fragment for members in self._units.values() for fragment in members])
+            self._of = dict.fromkeys(self._units, shared)
+            self.optimizers = [shared]
         else:
             self.optimizers = list(self._of.values())
         self._offloads = where != "none"
@@ -296,7 +296,7 @@ class ShardedOptimizer:
 
     def _gradient(self, fragment: ParameterFragment) -> Tensor | None:
         """The fragment's gradient, in the parameter's dtype and on its device."""
-        if self._host is not None and (copied := self._host.take(id(fragment))) is not None:
+        if self._host is not None and (copied := self._host.wait_for(id(fragment))) is not None:
             return copied
         if fragment.gradient is None:
             return None

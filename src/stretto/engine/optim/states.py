@@ -1,4 +1,4 @@
-"""Optimiser states as a checkpoint stores them: tensors with a place in the plain model."""
+"""Optimiser states as a checkpoint stores them: tensors with a placement in the plain model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STEP = "step"  # the count of updates: a checkpoint stores it once for the run, 
 def state_tensors(
     optimizer: torch.optim.Optimizer, fragment: ParameterFragment
 ) -> dict[str, tuple[Tensor, ShardPlacement]]:
-    """The fragment's states by name, each with its place; none before the first update or `prepare`.
+    """Return the fragment's states by name with their placements; empty before an update or `prepare`.
 
-    Most have the fragment's shape and place. States that an optimiser lists as `replicated` have a different
-    shape, are whole on every holder, and are owned by the rank that owns the tensor's first element.
+    Most have the fragment's shape and placement. States that an optimiser lists as `replicated` have a
+    different shape, are complete on every holder, and are owned by the owner of the tensor's first element.
     """
     state: dict[str, Tensor] = optimizer.state.get(fragment.parameter, {})
-    whole = optimizer.replicated if isinstance(optimizer, FragmentOptimizer) else frozenset[str]()
+    replicated = optimizer.replicated if isinstance(optimizer, FragmentOptimizer) else frozenset[str]()
     return {
-        key: (value, _replicated(fragment, value) if key in whole else fragment.counted)
+        key: (value, _replicated(fragment, value) if key in replicated else fragment.counted)
         for key, value in state.items()
         if key != STEP
     }
@@ -61,7 +61,7 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: ParameterFragment) -> dic
 
 
 def _replicated(fragment: ParameterFragment, value: Tensor) -> ShardPlacement:
-    """The place of a state that is whole on every holder."""
+    """Return the placement of a state that is complete on every holder."""
     pieces = fragment.counted.pieces
     first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
     shape, start = tuple(value.shape), (0,) * value.dim()

@@ -60,8 +60,8 @@ def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def is_whole(fragment: ParameterFragment) -> bool:
     """Whether the local tensor is the whole tensor of the plain model, in its own shape."""
     pieces, shape = fragment.placed.pieces, fragment.placed.shape
-    whole = len(pieces) == 1 and pieces[0].strides is None and pieces[0].sizes == shape
-    return whole and fragment.holders is None and tuple(fragment.parameter.shape) == shape
+    complete = len(pieces) == 1 and pieces[0].strides is None and pieces[0].sizes == shape
+    return complete and fragment.holders is None and tuple(fragment.parameter.shape) == shape
 
 
 def member_squares(batch: TensorGroup, tensors: list[Tensor]) -> Tensor:

@@ -441,7 +441,7 @@ class SplitDropout(ParallelStyle):
             if self.sequence is not None:
                 dim, length, sharded = self.sequence
                 split = SequenceSplit.of(mesh, length, sharded)
-                if not split.whole or split.padded > length:
+                if not split.complete or split.padded > length:
                     cuts.append(Cut(dim, length, split.shard))
             return KeyedDropout(module.p, module.name, module.keys, cuts).train(module.training)
         if isinstance(module, nn.Dropout) and module.p:
@@ -474,7 +474,7 @@ class ShardedPositions(ParallelStyle):
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         split = SequenceSplit.of(mesh, self.length, self.sequence)
-        if not split.whole or split.padded > self.length:
+        if not split.complete or split.padded > self.length:
             setattr(module, "positions", _positions(split, self.sharded, mesh.device))  # noqa: B010
         if hasattr(module, "length"):
             setattr(module, "length", self.length)  # noqa: B010

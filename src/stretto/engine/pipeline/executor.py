@@ -320,7 +320,7 @@ class Executor:
                 if not opened and SHARED in buffers:
                     self._add(buffers[SHARED].open, "the gradients that stages share")
                 opened.add(action.stage)
-                for stage in reduced if buffers[action.stage].frees else ():
+                for stage in reduced if buffers[action.stage].frees_after_reduce else ():
                     self._add(buffers[stage].wait, f"the sums of stage {stage}")
                 self._add(buffers[action.stage].open, f"the gradients of {action}")
             for send in releases[action]:

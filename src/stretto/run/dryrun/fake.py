@@ -82,7 +82,9 @@ def _tables_once() -> Generator[None]:
     def of(self: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         length = x.shape[-2]
         rows = 1 << (length - 1).bit_length()
-        cos, sin = rotary._cached_tables(rows, self._angles(self._whole(length)), x.device, x.dtype)
+        cos, sin = rotary._cached_tables(
+            rows, self._angles(self._frequency_length(length)), x.device, x.dtype
+        )
         return cos[:length], sin[:length]
 
     was = Rotary._tables

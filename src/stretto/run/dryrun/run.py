@@ -189,7 +189,7 @@ def _repeated(replica: Replica, order: Sequence[Action]) -> frozenset[int]:
     change or are gathered, and gradients that every microbatch reduces, of which half a backward leaves some.
     """
     job, buffers = replica.job, replica.pipeline.buffers.values()
-    each = any(gradient.each for buffer in buffers for gradient in buffer.gradients)
+    each = any(gradient.per_microbatch for buffer in buffers for gradient in buffer.gradients)
     halves = any(action.kind is ActionKind.W for action in order)
     if replica.asynchronous or job.dp.gathers(job.layout.pp) is not None or (each and halves):
         return frozenset()
@@ -203,7 +203,9 @@ def _step(progress: Progress, number: int, actions: int) -> Callable[[int], None
 def _coming_and_going(replica: Replica) -> list[Tensor]:
     """Whole weights and gradients that exist only transiently."""
     units = [unit for units in replica.states.units.values() for unit in units]
-    if any(unit.split for unit in units) or any(b.frees for b in replica.pipeline.buffers.values()):
+    if any(unit.split for unit in units) or any(
+        b.frees_after_reduce for b in replica.pipeline.buffers.values()
+    ):
         return list(passing_flats(replica))
     return []
 

@@ -152,7 +152,7 @@ class ReplicaOptimizer:
             path=dp.path,
             device=mesh.device,
             rank=mesh.rank,
-            copy=self.states.take,
+            copy=self.states.copy_masters,
             after=self.states.publish,
             eager=self.eager,
         )
@@ -247,7 +247,7 @@ class ReplicaOptimizer:
         """After reading a checkpoint into what the optimisers hold: bring it to all weights."""
         for sharded in self.sharded:
             for unit in sharded.visit():
-                self.states.take(unit)
+                self.states.copy_masters(unit)
                 self.states.publish(unit)
 
     def close(self) -> None:

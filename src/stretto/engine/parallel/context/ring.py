@@ -91,7 +91,7 @@ class RingMember:
                 for round_ in rounds
             ]
 
-        return documents.kept(("rounds", n, self.scores.window), make)
+        return documents.cached(("rounds", n, self.scores.window), make)
 
     def _round(self, owner: int, n: int) -> RingRound:
         whole = slice(0, n)

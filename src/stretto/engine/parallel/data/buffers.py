@@ -88,14 +88,14 @@ def check_alike(module: nn.Module, mesh: Mesh) -> None:
         StrettoError: on all ranks, naming the first that differs.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    mine = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
-    every = gather_json(mine)
+    descriptions = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}
+    every = gather_json(descriptions)
     for ranks in mesh.layout.groups(_COPIES):
         for rank in ranks[1:]:
             for name in every[ranks[0]] | every[rank]:
-                one, other = (every[r].get(name, "not there") for r in (ranks[0], rank))
-                if one != other:
+                first, other = (every[r].get(name, "not there") for r in (ranks[0], rank))
+                if first != other:
                     raise StrettoError(
-                        f"{name} is {one} on rank {ranks[0]} and {other} on rank {rank}",
+                        f"{name} is {first} on rank {ranks[0]} and {other} on rank {rank}",
                         hint="build the same module on all data-parallel ranks",
                     )

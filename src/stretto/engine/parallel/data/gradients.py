@@ -15,7 +15,7 @@ from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelEmbedding
 
 BUCKET_BYTES = 25 * 2**20
-_UNDER_WAY = 2  # reductions in flight at once, each of which holds memory
+MAX_IN_FLIGHT = 2  # reductions in flight at once, each of which holds memory
 
 
 class FlatGradient:
@@ -23,35 +23,43 @@ class FlatGradient:
 
     Attributes:
         flat: the whole gradient, in which microbatches accumulate; every `parameter.grad` is a view of it.
-            None where every microbatch is reduced.
-        frees: the whole gradient and this rank's part of it take turns: the one is allocated from a step's
-            first backward to its reduction, the other from there to the next step.
-        kept: this rank's part, where it has separate memory.
-        part: the reduced gradient of what this rank's optimiser updates. Empty on ranks without states.
-        parts: views of it, for each parameter in the shape of its `Fragment.parameter`.
-    norms: of each parameter's gradient as this rank alone has computed it, before a reduction overwrites it;
-        None where no other rank shares the parameters.
+            None if every microbatch is reduced.
+        frees_after_reduce: the whole gradient is allocated only from a step's first backward to its
+            reduction, and this rank's part of it from then to the next step.
+        accumulated: this rank's part, if it has separate memory.
+        part: reduced gradient of the elements that this rank's optimiser updates; empty without states.
+        parts: views of it, for each parameter in the shape of its `ParameterFragment.parameter`.
+        norms: norm of each parameter's gradient as this rank has computed it, before a reduction overwrites
+            it; None if no other rank shares the parameters.
     """
 
-    def __init__(self, unit: FlatParameter, dtype: torch.dtype, each: bool, lasting: bool) -> None:
+    def __init__(
+        self, unit: FlatParameter, dtype: torch.dtype, per_microbatch: bool, persistent: bool
+    ) -> None:
         """
         Args:
             dtype: that gradients accumulate in.
-            each: every microbatch is reduced.
-            lasting: the whole gradient stays allocated though ranks share it.
+            per_microbatch: every microbatch is reduced.
+            persistent: the whole gradient stays allocated though ranks share it.
         """
         self.unit, self.dtype = unit, dtype
         groups = unit.groups
         shared = groups.sizes.gradients > 1
-        self.each = each and shared
-        self.frees = shared and not self.each and not lasting
-        self.flat = None if self.each else self._new(unit.size)
+        self.per_microbatch = per_microbatch and shared
+        self.frees_after_reduce = shared and not self.per_microbatch and not persistent
+        self.flat = None if self.per_microbatch else self._new(unit.size)
         low, high = groups.span(unit.size, 2)
         self.norms: Tensor | None = None
-        self.kept = self._new(high - low) if shared and (self.each or self.frees) else None
+        self.accumulated = (
+            self._new(high - low) if shared and (self.per_microbatch or self.frees_after_reduce) else None
+        )
         start, stop = groups.span(unit.size, 3)
-        self._whole = self.flat[start:stop] if self.kept is None and self.flat is not None else None
-        self._last = self.kept[start - low : stop - low] if self.kept is not None else self._whole
+        self._full_part = (
+            self.flat[start:stop] if self.accumulated is None and self.flat is not None else None
+        )
+        self._last = (
+            self.accumulated[start - low : stop - low] if self.accumulated is not None else self._full_part
+        )
         assert self._last is not None
         self.part = self._last[: unit.state_span[1] - unit.state_span[0]]
         self.parts = [unit.part(self.part, unit.state_span, at) for at in range(len(unit.parameters))]
@@ -62,9 +70,9 @@ class FlatGradient:
             if parameter.dtype != dtype:
                 parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
             self.views.append((parameter, self._view(at)))
-        if self.frees:  # now that all views are made: there are none of a tensor without memory
+        if self.frees_after_reduce:  # now that all views are made: there are none of a tensor without memory
             _free(self.flat)
-            _free(self.kept)
+            _free(self.accumulated)
         self.set_views()
 
     def _new(self, size: int) -> Tensor:
@@ -85,35 +93,35 @@ class FlatGradient:
     def zero(self) -> None:
         """Start a step."""
         self.norms = None
-        if self.frees:
-            _free(self.kept)
+        if self.frees_after_reduce:
+            _free(self.accumulated)
         else:
-            for tensor in (self.kept, self.flat):
+            for tensor in (self.accumulated, self.flat):
                 if tensor is not None:
                     tensor.zero_()
         self.set_views()
 
     def open(self) -> None:
         """Allocate the whole gradient, before the step's first backward."""
-        if self.frees and self.flat is not None and not self.flat.untyped_storage().nbytes():
+        if self.frees_after_reduce and self.flat is not None and not self.flat.untyped_storage().nbytes():
             _allocate(self.flat)
             self.flat.zero_()
 
     def reduce(self) -> Reduction:
         """Start summing the gradient over the ranks that hold copies of the parameters."""
         unit, groups = self.unit, self.unit.groups
-        flat = self._packed() if self.each else self.flat
+        flat = self._packed() if self.per_microbatch else self.flat
         assert flat is not None
         self._measure(flat)
-        if self.each:
+        if self.per_microbatch:
             return Reduction(reduce_to(flat, groups, 0, 2))
         assert self.flat is not None
         if unit.server and groups.copied is not None:
             return Reduction(reduce_to_first(self.flat, groups.copied))
-        if self.frees:
-            _allocate(self.kept)
-            return Reduction(reduce_to(self.flat, groups, 0, 2, self.kept))
-        return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
+        if self.frees_after_reduce:
+            _allocate(self.accumulated)
+            return Reduction(reduce_to(self.flat, groups, 0, 2, self.accumulated))
+        return Reduction(reduce_to(self.flat, groups, 0, 4, self._full_part))
 
     @torch.no_grad()
     def _measure(self, flat: Tensor) -> None:
@@ -124,19 +132,19 @@ class FlatGradient:
         self.norms = norms if self.norms is None else self.norms + norms  # of every microbatch
 
     def own_bad(self) -> list[nn.Parameter]:
-        """The parameters whose gradient was not finite on this rank before it was reduced with others'."""
+        """Return the parameters whose gradient was not finite on this rank before the reduction."""
         if self.norms is None:
             return [p for p, g in self.views if g is not None and not bool(g.isfinite().all())]
         good = self.norms.isfinite().tolist()
         return [p for p, finite in zip(self.unit.parameters, good, strict=True) if not finite]
 
     def complete(self) -> Reduction | None:
-        """After the step's reductions: start the one that comes once a step, where ranks share gradients."""
-        if self.kept is None:
+        """After the step's reductions: start the one that follows once a step if ranks share gradients."""
+        if self.accumulated is None:
             return None
-        if self.frees:
+        if self.frees_after_reduce:
             _free(self.flat)
-        return Reduction(reduce_to(self.kept, self.unit.groups, 2, 4, self._last))
+        return Reduction(reduce_to(self.accumulated, self.unit.groups, 2, 4, self._last))
 
     def _packed(self) -> Tensor:
         """The gradients of the last microbatches in one flat tensor; cleared from the parameters."""
@@ -160,13 +168,13 @@ class FlatGradient:
 
     @property
     def last(self) -> Tensor:
-        """This rank's part, also where it has no states."""
+        """This rank's part, even if it has no states."""
         assert self._last is not None
         return self._last
 
 
 def _free(tensor: Tensor | None) -> None:
-    """Give the memory back; views of the tensor stay valid for the next one."""
+    """Free the memory; views of the tensor are valid again after the next allocation."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -191,8 +199,8 @@ class GradientBuffer:
         units: Sequence[FlatParameter],
         modules: Sequence[nn.Module],
         dtype: torch.dtype | None = None,
-        each: bool = False,
-        lasting: bool = False,
+        per_microbatch: bool = False,
+        persistent: bool = False,
     ) -> None:
         """
         Args:
@@ -200,7 +208,9 @@ class GradientBuffer:
                 accumulate outside autograd.
             dtype, each, lasting: see `FlatGradient`; by default the type of the weights.
         """
-        self.gradients = [FlatGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
+        self.gradients = [
+            FlatGradient(unit, dtype or unit.dtype, per_microbatch, persistent) for unit in units
+        ]
         self.on_reduced: Callable[[FlatParameter], None] | None = (
             None  # called with each unit that is reduced
         )
@@ -209,10 +219,10 @@ class GradientBuffer:
             for at, gradient in enumerate(self.gradients)
             for i, p in enumerate(gradient.unit.parameters)
         }
-        self._seen = Counter[int]()  # contributions of each unit in one backward, once counted
+        self._contributions = Counter[int]()  # contributions of each unit in one backward, once counted
         self._calls = [0] * len(self.gradients)  # still to come in the last backward
         self._missing = [self._all(at) for at in range(len(self.gradients))]
-        self._armed = self._known = False
+        self._armed = self._counted = False
         self._works: list[tuple[int, Reduction]] = []
         self._launched = 0
         self._finished = False
@@ -227,10 +237,10 @@ class GradientBuffer:
         for module in modules:
             for layer in module.modules():
                 if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
-                    here = [p for p in layer.fused if id(p) in self._of]
-                    if here:  # all of a layer's parameters are in one stage's buffer
+                    fused_parameters = [p for p in layer.fused if id(p) in self._of]
+                    if fused_parameters:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready
-                    fused.update(id(p) for p in here)
+                    fused.update(id(p) for p in fused_parameters)
         for gradient in self.gradients:
             for parameter in gradient.unit.parameters:
                 if id(parameter) not in fused:
@@ -243,13 +253,13 @@ class GradientBuffer:
         if place is None:
             return
         at = place[0]
-        if self.gradients[at].each:
+        if self.gradients[at].per_microbatch:
             missing = self._missing[at]
             missing.discard(id(parameter))
             if not missing:
                 self._reduce_microbatch(at)
-        elif self._armed and not self._known:
-            self._seen[at] += 1
+        elif self._armed and not self._counted:
+            self._contributions[at] += 1
         elif self._armed:
             self._calls[at] -= 1
             if self._calls[at] < 0:
@@ -262,25 +272,25 @@ class GradientBuffer:
         """Start reductions in the same order on all ranks, whatever order the units fill in."""
         while self._launched < len(self.gradients):
             gradient = self.gradients[self._launched]
-            if not gradient.each:
+            if not gradient.per_microbatch:
                 if complete and self._calls[self._launched]:
                     return
                 if gradient.unit.groups.copies > 1:
                     self._works.append((self._launched, gradient.reduce()))
             self._launched += 1
-            while self.on_reduced is not None and len(self._works) > _UNDER_WAY:
+            while self.on_reduced is not None and len(self._works) > MAX_IN_FLIGHT:
                 self._finish(*self._works.pop(0))
 
     def _reduce_microbatch(self, at: int) -> None:
         self._works.append((at, self.gradients[at].reduce()))
         self._missing[at] = self._all(at)
-        while len(self._works) > _UNDER_WAY:
+        while len(self._works) > MAX_IN_FLIGHT:
             self._add(*self._works.pop(0))
 
     def _add(self, at: int, work: Reduction) -> None:
-        kept, summed = self.gradients[at].kept, work.finish()
-        assert kept is not None
-        kept.add_(summed)
+        accumulated, summed = self.gradients[at].accumulated, work.finish()
+        assert accumulated is not None
+        accumulated.add_(summed)
 
     # ------------------------------------------------------------------ the step
 
@@ -290,15 +300,15 @@ class GradientBuffer:
         return [gradient.last for gradient in self.gradients]
 
     def own_bad(self) -> list[nn.Parameter]:
-        """The parameters whose gradient was not finite on this rank before it was reduced with others'. The
-        host waits for it.
+        """Return the parameters whose gradient was not finite on this rank before the reduction. The host
+        waits for it.
         """
         return [parameter for gradient in self.gradients for parameter in gradient.own_bad()]
 
     @property
-    def frees(self) -> bool:
-        """Whether whole gradients are there from a step's first backward to their reduction only."""
-        return any(gradient.frees for gradient in self.gradients)
+    def frees_after_reduce(self) -> bool:
+        """True if whole gradients are allocated only from a step's first backward to their reduction."""
+        return any(gradient.frees_after_reduce for gradient in self.gradients)
 
     def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
         """This rank's flat part of a parameter's reduced gradient and the index of its first element; None
@@ -322,15 +332,15 @@ class GradientBuffer:
         """Before the backward that adds the last contributions of the step."""
         self._armed = True
         for at in range(len(self.gradients)):
-            self._calls[at] = self._seen[at] if self._known else -1
+            self._calls[at] = self._contributions[at] if self._counted else -1
 
     def flush(self) -> None:
-        """After the last backward: start the reductions that are not under way yet."""
+        """After the last backward: start the reductions that have not started yet."""
         for at, gradient in enumerate(self.gradients):
-            if gradient.each and any(p.grad is not None for p in gradient.unit.parameters):
+            if gradient.per_microbatch and any(p.grad is not None for p in gradient.unit.parameters):
                 self._reduce_microbatch(at)
         self._launch(complete=False)
-        self._known = self._known or self._armed
+        self._counted = self._counted or self._armed
         self._armed = False
 
     def wait(self) -> None:
@@ -348,11 +358,11 @@ class GradientBuffer:
     def _finish(self, at: int, work: Reduction) -> None:
         """Wait for a reduction; it is the unit's last one where ranks keep whole gradients."""
         gradient = self.gradients[at]
-        if gradient.each:
+        if gradient.per_microbatch:
             self._add(at, work)
             return
         work.finish()
-        if gradient.kept is None:
+        if gradient.accumulated is None:
             self._report(gradient.unit)
 
     def _report(self, unit: FlatParameter) -> None:

@@ -30,16 +30,16 @@ class LayerGather:
         self, layers: Sequence[nn.Module], units: Sequence[Sequence[FlatParameter]], ahead: bool = True
     ) -> None:
         self._units, self._ahead = [list(layer_units) for layer_units in units], ahead
-        self._ours = dict[int, FlatParameter]()
+        self._stage_parameters = dict[int, FlatParameter]()
         for at, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(at))
             layer.register_forward_hook(self._after(at))
 
     def release(self) -> None:
         """Release what these hooks have gathered."""
-        for unit in self._ours.values():
+        for unit in self._stage_parameters.values():
             unit.release()
-        self._ours.clear()
+        self._stage_parameters.clear()
 
     def _gather_layer(self, at: int, following: int) -> None:
         """Before layer `at` computes: gather its weights and prefetch those of layer `following`."""
@@ -56,14 +56,14 @@ class LayerGather:
         for unit in self._units[at]:
             if not unit.gathered:
                 unit.gather()
-                self._ours[id(unit)] = unit
+                self._stage_parameters[id(unit)] = unit
 
     def _release_layer(self, at: int, following: int) -> None:
         """After layer `at`: release its weights, except those shared with layer `following`."""
         still = self._units[following] if 0 <= following < len(self._units) else []
         for unit in self._units[at]:
-            if id(unit) in self._ours and not any(unit is other for other in still):
-                self._ours.pop(id(unit)).release()
+            if id(unit) in self._stage_parameters and not any(unit is other for other in still):
+                self._stage_parameters.pop(id(unit)).release()
 
     def _before(self, at: int) -> Any:
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -93,8 +93,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from tensors_in(one)
+        for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
-        for one in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from tensors_in(one)
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(item)

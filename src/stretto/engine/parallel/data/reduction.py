@@ -155,12 +155,12 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
 
 def same_place(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors start at the same element of the same storage, allocated or not."""
-    one, other = a.untyped_storage(), b.untyped_storage()
-    return one._cdata == other._cdata and a.storage_offset() == b.storage_offset()
+    first, second = a.untyped_storage(), b.untyped_storage()
+    return first._cdata == second._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _is_last(groups: ShardGroups, level: int, last: int) -> bool:
-    return all(groups.levels[other] is None for other in range(level + 1, min(last, 3)))
+    return all(groups.levels[second] is None for second in range(level + 1, min(last, 3)))
 
 
 def reduce_to_first(x: Tensor, group: ProcessGroup) -> Steps:

@@ -160,8 +160,8 @@ class ShardedStates:
                 members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server"
             )
 
-        most = sys.maxsize if self.sizes.parameters > 1 else self._bucket_bytes
-        units = cut_units(parameters, make, key, most, alone)
+        largest = sys.maxsize if self.sizes.parameters > 1 else self._bucket_bytes
+        units = cut_units(parameters, make, key, largest, alone)
         for number, unit in enumerate(units, len(self._numbered)):
             unit.allocate(self._store, number)
             self._numbered[number] = unit
@@ -225,9 +225,9 @@ class ShardedStates:
 
     # ------------------------------------------------------------------ running
 
-    def take(self, number: int) -> None:
+    def copy_masters(self, number: int) -> None:
         """After the optimiser updated a unit: copy its masters to the weights, rounding."""
-        self.unit(number).take()
+        self.unit(number).copy_masters()
 
     def publish(self, number: int) -> None:
         """After `take`: start sending the weights of a unit to all ranks that hold them."""

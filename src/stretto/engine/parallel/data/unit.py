@@ -20,15 +20,15 @@ class FlatParameter:
     """Parameters laid out one after the other, that are reduced, updated and gathered together.
 
     Attributes:
-        parameters, starts: in order, and the offset of each.
-        size: of the whole, padded to divide evenly.
-        groups: which rank holds which part.
-        flat: all weights, of which the parameters are views; None where the parameters keep their memory,
+        parameters, starts: parameters in order, and the offset of each.
+        size: number of elements, padded to divide evenly.
+        groups: the part of every rank.
+        flat: all weights, of which the parameters are views; None if the parameters keep their own memory,
             since nothing is split and there are no masters.
-        shard: this rank's part of the weights, which stays allocated; a view of `flat` where that is all of
-            them; None where it is in a store.
-        held: what the optimiser updates, and checkpoints hold: for each parameter its elements in this rank's
-            part, a view of `shard` where that has the optimiser's dtype; the parameters themselves where
+        shard: this rank's part of the weights, which stays allocated; a view of `flat` if it is all of them;
+            None if it is in a store.
+        optimised: tensors that the optimiser updates and checkpoints store: each parameter's elements in this
+            rank's part, views of `shard` if that has the optimiser's dtype; the parameters themselves if
             nothing is split.
         frozen: the parameters are not trained: no part of the unit is a gradient, a master or a state.
     """
@@ -43,12 +43,12 @@ class FlatParameter:
     ) -> None:
         """
         Args:
-            parameters: of one dtype on one device, in the order in which the backward makes their gradients;
-                all trained or all frozen. Of frozen ones only the weights are split, and the arguments below
-                are ignored.
-            master: dtype that the optimiser works in; by default that of the parameters.
-            host: the optimiser works in host memory, and masters are there.
-            server: the first of the copies alone has states.
+            parameters: parameters of one dtype on one device, in the order in which the backward computes
+                their gradients; all trained or all frozen. Of frozen ones only the weights are split, and the
+                arguments below are ignored.
+            master: dtype of the optimiser; by default that of the parameters.
+            host: the optimiser and the masters are in host memory.
+            server: only the first of the copies has states.
         """
         self.parameters = list(parameters)
         self.groups = groups or ShardGroups()
@@ -70,7 +70,7 @@ class FlatParameter:
         self._master_dtype, self._host = master or self.dtype, host
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
-        self.held: list[nn.Parameter] = self.parameters
+        self.optimised: list[nn.Parameter] = self.parameters
         self.store: ShardStore | None = None
         self.number = 0
         self._steps: Generator[Pending] = iter(())  # pyright: ignore[reportAttributeAccessIssue]
@@ -81,12 +81,12 @@ class FlatParameter:
 
     @property
     def split(self) -> bool:
-        """Whether a rank keeps only a part of the weights between uses."""
+        """True if a rank keeps only a part of the weights between uses."""
         return self.groups.sizes.parameters > 1
 
     @property
     def plain(self) -> bool:
-        """Whether the optimiser works on the parameters themselves."""
+        """True if the optimiser updates the parameters themselves."""
         return self.groups.sizes.whole and not self._has_master and not self.server
 
     @property
@@ -105,11 +105,11 @@ class FlatParameter:
     # ------------------------------------------------------------------ memory
 
     def allocate(self, store: ShardStore | None = None, number: int = 0) -> None:
-        """Allocate the weights, of which the parameters become views; their values are lost. Masters come
-        with `begin`.
+        """Allocate the weights, of which the parameters become views; their values are lost. `begin` creates
+        the masters.
 
         Args:
-            store: where this rank's part is between uses, under the unit's number; None: here.
+            store: holds this rank's part between uses, under the unit's number; by default the unit does.
         """
         self.number = number
         if self.plain:
@@ -129,12 +129,14 @@ class FlatParameter:
         self.release()
 
     def begin(self) -> None:
-        """Make what the optimiser updates."""
+        """Create the tensors that the optimiser updates."""
         if self.plain:
             return
         start, stop = self.state_span
         if self.store is not None and self.frozen:
-            self._hold(self.store.parts(self.number, [self._local(at) for at in range(len(self.starts))]))
+            self._set_optimised(
+                self.store.parts(self.number, [self._local(at) for at in range(len(self.starts))])
+            )
             return
         if self._has_master:
             device = torch.device("cpu") if self._host else self.device
@@ -144,22 +146,22 @@ class FlatParameter:
             assert self.shard is not None
             low = self.groups.span(self.size, 1)[0]
             part = self.shard[start - low : stop - low]
-        self._hold(self._parts(part, (start, stop)))
+        self._set_optimised(self._parts(part, (start, stop)))
 
-    def _hold(self, parts: Sequence[Tensor]) -> None:
-        self.held = [nn.Parameter(part, not self.frozen) for part in parts]
+    def _set_optimised(self, parts: Sequence[Tensor]) -> None:
+        self.optimised = [nn.Parameter(part, not self.frozen) for part in parts]
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
-        """Of each parameter the elements inside the span, which `flat` covers."""
+        """Return each parameter's elements inside the span that `flat` covers."""
         return [self.part(flat, span, at) for at in range(len(self.starts))]
 
     def part(self, flat: Tensor, span: tuple[int, int], at: int) -> Tensor:
-        """Of one parameter the elements inside the span, which `flat` covers."""
+        """Return one parameter's elements inside the span that `flat` covers."""
         return flat[slice(*self._local(at, span))]
 
     def _local(self, at: int, span: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Where a parameter's elements inside a span of the unit begin and end in it; by default in the span
-        that this rank's optimiser updates.
+        """Return the range of a parameter's elements in a span of the unit; by default in the span that this
+        rank's optimiser updates.
         """
         span = span or self.state_span
         low, high = self.inside(at, span)
@@ -168,20 +170,22 @@ class FlatParameter:
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor]) -> None:
-        """Set initial values: a whole tensor of any dtype for each parameter."""
+        """Set initial values: a full tensor of any dtype for each parameter."""
         if self.plain:
             for parameter, value in zip(self.parameters, values, strict=True):
                 parameter.copy_(value)
             return
-        whole = torch.zeros(self.size, dtype=self._master_dtype, device=self.device)
+        full_values = torch.zeros(self.size, dtype=self._master_dtype, device=self.device)
         for start, value in zip(self.starts, values, strict=True):
-            whole[start : start + value.numel()].copy_(value.reshape(-1))
+            full_values[start : start + value.numel()].copy_(value.reshape(-1))
         low, high = self.groups.span(self.size, 1)
-        self._blank().copy_(whole[low:high])
+        self._blank().copy_(full_values[low:high])
         if self._has_master:
             start, stop = self.state_span
-            for held, part in zip(self.held, self._parts(whole[start:stop], self.state_span), strict=True):
-                held.copy_(part)
+            for optimised, part in zip(
+                self.optimised, self._parts(full_values[start:stop], self.state_span), strict=True
+            ):
+                optimised.copy_(part)
         if self.store is not None:
             self.store.put(self.number)
 
@@ -210,33 +214,33 @@ class FlatParameter:
         if not self._has_master:
             start, stop = self.state_span
             parts = self._parts(self.flat[start:stop], self.state_span)
-            for held, part in zip(self.held, parts, strict=True):
-                held.data = part
+            for optimised, part in zip(self.optimised, parts, strict=True):
+                optimised.data = part
 
     # ------------------------------------------------------------------ after an update
 
     @torch.no_grad()
-    def take(self) -> None:
+    def copy_masters(self) -> None:
         """After the optimiser's update: copy masters to this rank's part of the weights, rounding."""
         if not self._has_master:
             return
         start, stop = self.state_span
         low = self.groups.span(self.size, 1)[0]
         parts = self._parts(self._blank()[start - low : stop - low], self.state_span)
-        for held, part in zip(self.held, parts, strict=True):
-            part.copy_(held, non_blocking=True)
+        for optimised, part in zip(self.optimised, parts, strict=True):
+            part.copy_(optimised, non_blocking=True)
 
     def publish(self) -> None:
-        """After `take`: start sending the updated weights to all ranks that hold them."""
+        """After `copy_masters`: start sending the updated weights to all ranks that hold them."""
         if self.plain:
             return
         shard = self._blank()
-        self._start(self._spread(shard))
+        self._start(self._publish_steps(shard))
         if self.store is not None:
             self.ready()
             self.store.put(self.number)
 
-    def _spread(self, shard: Tensor) -> Generator[Pending]:
+    def _publish_steps(self, shard: Tensor) -> Generator[Pending]:
         low = self.groups.span(self.size, 1)[0]
         if self.server and self.groups.copied is not None:
             yield self.groups.copied.broadcast([shard])
@@ -262,7 +266,7 @@ class FlatParameter:
 
     @property
     def gathered(self) -> bool:
-        """Whether all weights are on this rank, or being gathered."""
+        """True if all weights are on this rank, or being gathered."""
         return self._gathered
 
     def read_ahead(self) -> None:
@@ -275,11 +279,11 @@ class FlatParameter:
         if not self._gathered:
             self.ready()
             self._gathered = True
-            self._start(self._bring())
+            self._start(self._gather_steps())
             if self.store is not None:  # frees the store's few slots for the next unit at once
                 self.ready()
 
-    def _bring(self) -> Generator[Pending]:
+    def _gather_steps(self) -> Generator[Pending]:
         group = self.groups.gathers
         assert self.flat is not None
         assert group is not None
@@ -311,7 +315,7 @@ class FlatParameter:
             fragments.append(
                 ParameterFragment(
                     name=name,
-                    parameter=self.held[at],
+                    parameter=self.optimised[at],
                     placed=placed,
                     gradient=None,
                     holders=self.groups.holders,

@@ -77,15 +77,17 @@ class _Normalised(torch.autograd.Function):
         dy = grads[0].to(mean.dtype)
         others = [dim for dim in range(x.dim()) if dim != 1]
         normal = (x - _channels(mean, x)) * _channels(scale, x)
-        mine = torch.stack([dy.sum(others), (dy * normal).sum(others)])  # the gradients of bias and weight
+        local_sums = torch.stack(
+            [dy.sum(others), (dy * normal).sum(others)]
+        )  # the gradients of bias and weight
         dx = None
         if ctx.needs_input_grad[0]:
-            sums = all_sum(mine.clone(), ctx.group) / total
+            sums = all_sum(local_sums.clone(), ctx.group) / total
             dx = dy - _channels(sums[0], x) - normal * _channels(sums[1], x)
             dx = dx * _channels(scale if weight is None else scale * weight, x)
             dx = dx.to(x.dtype)
-        dweight = mine[1] if ctx.needs_input_grad[1] else None
-        dbias = mine[0] if ctx.needs_input_grad[2] else None
+        dweight = local_sums[1] if ctx.needs_input_grad[1] else None
+        dbias = local_sums[0] if ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None, None
 
 

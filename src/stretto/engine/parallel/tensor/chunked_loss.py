@@ -98,9 +98,9 @@ class _Chunk:
 
     def gradient(self, scale: Tensor) -> Tensor:
         """That of the logits [c, local], in place of the probabilities."""
-        at, here = self.chosen
+        at, on_this_rank = self.chosen
         gradient = self.probabilities
-        gradient.scatter_add_(-1, at, -here.to(gradient.dtype).unsqueeze(-1))
+        gradient.scatter_add_(-1, at, -on_this_rank.to(gradient.dtype).unsqueeze(-1))
         gradient.mul_((self.counted * scale).unsqueeze(-1))
         if self.capped is not None:  # the derivative of tanh
             gradient.mul_(self.capped.square_().neg_().add_(1.0))
@@ -124,12 +124,12 @@ def _chunk(at: slice, logits: Tensor, targets: Tensor, loss: ChunkedCrossEntropy
         scores = capped * loss.softcap
     part = loss.part
     scores.sub_(part.largest(scores).unsqueeze(-1))
-    losses, column, here = part.normalise(scores, targets)
+    losses, column, on_this_rank = part.normalise(scores, targets)
     return _Chunk(
         at=at,
         loss=losses.sum(),
         counted=targets != IGNORED,
-        chosen=(column, here),
+        chosen=(column, on_this_rank),
         probabilities=scores,
         capped=capped,
     )

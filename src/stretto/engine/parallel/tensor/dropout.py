@@ -100,11 +100,11 @@ class KeyedDropout(nn.Module):
         return torch.stack([self._mask(shape, sample, device, cuts) for sample in samples])
 
     def _mask(self, shape: Sequence[int], sample: int, device: torch.device, cuts: Sequence[Cut]) -> Tensor:
-        whole = list(shape[1:])
+        full_shape = list(shape[1:])
         for cut in cuts:
-            whole[cut.of_sample] = cut.size
+            full_shape[cut.of_sample] = cut.size
         stream = self.keys.generator(self.name, sample, device)
-        mask = torch.rand(whole, generator=stream, device=device) >= self.p
+        mask = torch.rand(full_shape, generator=stream, device=device) >= self.p
         for cut in cuts:
             mask = mask.index_select(cut.of_sample, moved(cut.indices.clamp(max=cut.size - 1), device))
         return mask

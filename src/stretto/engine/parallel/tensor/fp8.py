@@ -35,26 +35,26 @@ SCALINGS = ("tensor", "row")
 LAYERS = ("qkv", "proj", "up", "gate_up", "down")  # of the blocks
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # which both sizes of a matrix must be multiples of, for hardware
-_LEAST = 2.0**-126  # the smallest scale: a smaller one has no inverse in float32
+_MIN_SCALE = 2.0**-126  # the smallest scale: a smaller one has no inverse in float32
 
 
-def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
-    """Let the linear layers of attention, MLPs and shared experts in `model`'s blocks multiply in 8 bits; in
-    place. Embedding, head, routers and routed experts stay as they are.
+def enable_fp8(model: nn.Module, scaling: str, mesh: Mesh | None = None) -> None:
+    """Make the linear layers of attention, MLPs and shared experts in `model`'s blocks multiply in 8 bits; in
+    place. Embedding, head, routers and routed experts are unchanged.
 
     Args:
         model: from `stretto.engine.models`, plain or after `parallelize`.
-        how: "tensor", a scale for each tensor; "row", a scale for each row.
-        mesh: of this rank; None: in one process.
+        scaling: "tensor", a scale for each tensor; "row", a scale for each row.
+        mesh: this rank's mesh; None in one process.
 
     Raises:
-        StrettoError: `how` is neither, or the model has no such layers.
+        StrettoError: `scaling` is neither, or the model has no such layers.
     """
-    if how not in SCALINGS:
-        near = nearest(how, SCALINGS)
+    if scaling not in SCALINGS:
+        suggestion = nearest(scaling, SCALINGS)
         raise StrettoError(
-            f"precision.fp8 is {how!r}: it must be one of {', '.join(SCALINGS)}",
-            hint=f"did you mean {near!r}?" if near else None,
+            f"precision.fp8 is {scaling!r}: it must be one of {', '.join(SCALINGS)}",
+            hint=f"did you mean {suggestion!r}?" if suggestion else None,
         )
     all_parts = None if mesh is None else mesh.group("tp-cp")
     enabled = 0
@@ -65,7 +65,7 @@ def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
         if type(layer) is nn.Linear:
             layer.__class__ = AdoptedLinear
         if isinstance(layer, FusedLinear):
-            rows = how == "row"
+            rows = scaling == "row"
             layer.products = Products8(
                 rows, layer.output_group if rows else all_parts, layer.input_group if rows else all_parts
             )
@@ -138,10 +138,10 @@ class Quantised:
         return self.values.to(dtype) * self.scale.to(dtype).unsqueeze(-1)
 
 
-def power_of_two(least: Tensor) -> Tensor:
+def power_of_two(bound: Tensor) -> Tensor:
     """The next power of two above each element; NaN where it is not finite, so that overflow propagates."""
-    least = least.clamp(min=_LEAST)
-    return least / torch.frexp(least).mantissa
+    bound = bound.clamp(min=_MIN_SCALE)
+    return bound / torch.frexp(bound).mantissa
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -347,11 +347,11 @@ class _Gathered(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: GatherLinear = ctx.layer
         t, needs = layer.group.size(), ctx.needs_input_grad
-        rest = None
+        weight_product = None
         if needs[1] or needs[2]:
-            rest = _GatheredProduct(layer, None if x is None else x.detach(), grads[0])
-        if rest is not None and layer.queue is None:
-            rest.start()
+            weight_product = _GatheredProduct(layer, None if x is None else x.detach(), grads[0])
+        if weight_product is not None and layer.queue is None:
+            weight_product.start()
         dy: Tensor = grads[0]
         if not layer.ordered:
             dy = _pieces(dy, t)
@@ -361,12 +361,12 @@ class _Gathered(torch.autograd.Function):
         if needs[0]:
             product = layer.input_gradient(dy, weight)
             dx, work = start_scatter_sum(product if product.dim() > 3 else cut(product, t, 1), layer.group)
-        if rest is not None:
-            rest.dy = dy
+        if weight_product is not None:
+            weight_product.dy = dy
             if layer.queue is None:
-                rest.finish()
+                weight_product.finish()
             else:
-                layer.queue.append(rest)
+                layer.queue.append(weight_product)
         if work is not None:
             work.wait()
         return dx, None, None, None
@@ -464,9 +464,9 @@ class _Scattered(torch.autograd.Function):
             if dx.dim() > 3:
                 dx = join(dx, 1) if layer.ordered else dx.flatten(0, 1)
         if ctx.needs_input_grad[1]:
-            rest = WeightProduct(layer, x.detach(), dy)
+            weight_product = WeightProduct(layer, x.detach(), dy)
             if layer.queue is None:
-                rest.finish()
+                weight_product.finish()
             else:
-                layer.queue.append(rest)
+                layer.queue.append(weight_product)
         return dx, None, None

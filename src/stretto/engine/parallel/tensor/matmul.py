@@ -30,8 +30,8 @@ def _prefers_onednn() -> bool:
 
 
 def _is_intel() -> bool:
-    facts = Path("/proc/cpuinfo")
-    return not facts.is_file() or "GenuineIntel" in facts.read_text(errors="replace")
+    cpu_info = Path("/proc/cpuinfo")
+    return not cpu_info.is_file() or "GenuineIntel" in cpu_info.read_text(errors="replace")
 
 
 ONEDNN = _prefers_onednn()
@@ -118,10 +118,10 @@ def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
     """Which float32 result of 16-bit factors a device supports: tried out, since CUDA versions differ."""
     if device.type == "cpu":
         return None
-    ones, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    factors, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     ways: dict[_Wide, Callable[[], Tensor]] = {
-        "sum": lambda: _wide_sum(grad, ones, ones),
-        "product": lambda: _wide_product(ones, ones),
+        "sum": lambda: _wide_sum(grad, factors, factors),
+        "product": lambda: _wide_product(factors, factors),
     }
     for way, run in ways.items():
         try:

@@ -82,8 +82,8 @@ class _Rows:
     def start(self, k: int) -> tuple[Tensor, Pending]:
         """Start gathering the rows of round k, the same on all ranks."""
         if self.schedule == "turns":
-            mine = k == self.group.rank()
-            rows = self.part if mine else torch.empty_like(self.part)
+            is_local = k == self.group.rank()
+            rows = self.part if is_local else torch.empty_like(self.part)
             return rows.detach(), start_broadcast(rows, k, self.group)
         sent = self.part if self.schedule == "all" else self.part.narrow(0, k * self.share, self.share)
         pieces, work = start_gather(sent, self.group)
@@ -97,11 +97,11 @@ class _Rows:
             self.gradient = torch.empty_like(self.part)
         gradient, term = self.gradient, term.contiguous()
         if self.schedule == "turns":
-            work, mine = start_sum_at(term, k, self.group), k == self.group.rank()
+            work, is_local = start_sum_at(term, k, self.group), k == self.group.rank()
 
             def end() -> None:
                 work.wait()
-                if mine:
+                if is_local:
                     gradient.copy_(term)
 
             return end
@@ -112,13 +112,13 @@ class _Rows:
         """The rounds' outputs in the order of the batch."""
         if self.schedule != "shares":
             return torch.cat(list(outputs))
-        return torch.stack([one.unflatten(0, (self.ranks, -1)) for one in outputs], 1).flatten(0, 2)
+        return torch.stack([output.unflatten(0, (self.ranks, -1)) for output in outputs], 1).flatten(0, 2)
 
-    def cut(self, whole: Tensor) -> list[Tensor]:
+    def cut(self, batch: Tensor) -> list[Tensor]:
         """A tensor in the order of the batch as the rounds have it: the reverse of `ordered`."""
         if self.schedule != "shares":
-            return list(whole.chunk(self.rounds))
-        shares = whole.unflatten(0, (self.ranks, self.rounds, -1))
+            return list(batch.chunk(self.rounds))
+        shares = batch.unflatten(0, (self.ranks, self.rounds, -1))
         return [shares[:, k].flatten(0, 1) for k in range(self.rounds)]
 
 
@@ -149,7 +149,7 @@ class InRounds(nn.Module):
         rows = _Rows(x, self._group, self._schedule)
         if torch.is_grad_enabled():
             return cast(Tensor, _Rounds.apply(self, rows, x, *self.parameters()))
-        return rows.ordered([self._compute(whole, rows, k) for k, whole in _gathered(rows)])
+        return rows.ordered([self._compute(batch, rows, k) for k, batch in _gathered(rows)])
 
     def rounds(self, x: Tensor) -> Iterator[GatherRound]:
         """One round after another, of which each is to be followed by its backward:
@@ -170,8 +170,8 @@ class InRounds(nn.Module):
         """
         rows = _Rows(x, self._group, self._schedule)
         returned = list[Callable[[], object]]()
-        for k, whole in _gathered(rows):
-            leaf = whole.requires_grad_()
+        for k, batch in _gathered(rows):
+            leaf = batch.requires_grad_()
             yield GatherRound(
                 output=self._compute(leaf, rows, k), rows=rows.of_round(k), number=k, rounds=rows.rounds
             )
@@ -187,33 +187,33 @@ class InRounds(nn.Module):
         if x.requires_grad:
             x.backward(rows.gradient)
 
-    def _compute(self, whole: Tensor, rows: _Rows, k: int) -> Tensor:
+    def _compute(self, batch: Tensor, rows: _Rows, k: int) -> Tensor:
         with self._samples_of(rows.of_round(k)):
-            return cast(Tensor, self._finish(super().forward(whole)))
+            return cast(Tensor, self._finish(super().forward(batch)))
 
     @contextmanager
     def _samples_of(self, rows: Tensor) -> Generator[None]:
         """Within this context, dropout has the keys of these samples only."""
         keys = list[DropoutKeys]({m.keys for m in self.modules() if isinstance(m, KeyedDropout) and m.active})
-        before = [one.samples for one in keys]
+        before = [dropout_keys.samples for dropout_keys in keys]
         try:
-            for one in keys:
-                one.samples = [one.samples[row] for row in rows.tolist()]
+            for dropout_keys in keys:
+                dropout_keys.samples = [dropout_keys.samples[row] for row in rows.tolist()]
             yield
         finally:
-            for one, samples in zip(keys, before, strict=True):
-                one.samples = samples
+            for dropout_keys, samples in zip(keys, before, strict=True):
+                dropout_keys.samples = samples
 
 
 def _gathered(rows: _Rows) -> Iterator[tuple[int, Tensor]]:
     """Each round's number and rows, with those of the next on their way."""
     following = rows.start(0)
     for k in range(rows.rounds):
-        whole, work = following
+        batch, work = following
         work.wait()
         if k + 1 < rows.rounds:
             following = rows.start(k + 1)
-        yield k, whole
+        yield k, batch
 
 
 class _Rounds(torch.autograd.Function):
@@ -228,8 +228,8 @@ class _Rounds(torch.autograd.Function):
         ctx.rows, ctx.graphs = rows, []
         ctx.parameters = len(parameters)
         outputs = list[Tensor]()
-        for k, whole in _gathered(rows):
-            leaf = whole.requires_grad_(ctx.needs_input_grad[2])
+        for k, batch in _gathered(rows):
+            leaf = batch.requires_grad_(ctx.needs_input_grad[2])
             with torch.enable_grad():
                 output = module._compute(leaf, rows, k)
             outputs.append(output.detach())

@@ -62,7 +62,7 @@ class SequenceSplit:
         )
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether this rank holds every position, in order, and nothing else."""
         return self.cp == 1 and self.tp == 1
 

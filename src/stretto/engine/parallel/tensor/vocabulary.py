@@ -121,12 +121,12 @@ class VocabParallelCrossEntropy(nn.Module):
         """The largest real logit of each token, [n], of this rank's [n, local] and the others'."""
         work = logits.dtype if logits.dtype == torch.float64 else torch.float32
         real = logits[:, : self.real]
-        here = (
+        on_this_rank = (
             real.amax(-1).to(work)
             if self.real
             else torch.full(logits.shape[:1], -torch.inf, dtype=work, device=logits.device)
         )
-        return all_max(here, self.group)
+        return all_max(on_this_rank, self.group)
 
     def probabilities(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Those of logits [n, local], in new memory, and what `normalise` returns."""
@@ -150,28 +150,28 @@ class VocabParallelCrossEntropy(nn.Module):
         """
         scores[:, self.real :] = -torch.inf
         local = targets - self.start
-        here = (local >= 0) & (local < self.real)
-        at = local.masked_fill(~here, 0).unsqueeze(-1)
-        chosen = scores.gather(-1, at).squeeze(-1).masked_fill(~here, 0.0)
+        on_this_rank = (local >= 0) & (local < self.real)
+        at = local.masked_fill(~on_this_rank, 0).unsqueeze(-1)
+        chosen = scores.gather(-1, at).squeeze(-1).masked_fill(~on_this_rank, 0.0)
         scores.exp_()
         sums = all_sum(torch.stack([scores.sum(-1), chosen]), self.group)
         scores.div_(sums[0].unsqueeze(-1))
-        return (sums[0].log() - sums[1]) * (targets != IGNORED), at, here
+        return (sums[0].log() - sums[1]) * (targets != IGNORED), at, on_this_rank
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabParallelCrossEntropy) -> Tensor:
         targets = targets.flatten()
-        probs, losses, at, here = part.probabilities(logits.flatten(0, -2), targets)
-        ctx.save_for_backward(probs, at, here, targets != IGNORED)
+        probs, losses, at, on_this_rank = part.probabilities(logits.flatten(0, -2), targets)
+        ctx.save_for_backward(probs, at, on_this_rank, targets != IGNORED)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        probs, at, here, counted = ctx.saved_tensors
+        probs, at, on_this_rank, counted = ctx.saved_tensors
         # nothing else refers to the saved probabilities: turn them into the gradient in place
-        probs.scatter_add_(-1, at, -here.to(probs.dtype).unsqueeze(-1))
+        probs.scatter_add_(-1, at, -on_this_rank.to(probs.dtype).unsqueeze(-1))
         probs.mul_((counted * grads[0]).unsqueeze(-1))
         return probs.to(ctx.dtype).view(ctx.shape), None, None
