@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from browser import Browser
 
+from browser import Browser
 from stretto import schedule, simulate
 from stretto.program import ActionKind, lower
 from stretto.program.replay import Costs, Timeline
