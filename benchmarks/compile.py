@@ -79,7 +79,7 @@ def on_rank(args: Namespace, family: Family) -> tuple[str, list[Timing]]:
         global_batch=BATCH,
         micro_batch=BATCH,
         precision=Precision(dtype=dtype),
-        one_memory=True,
+        unified_memory=True,
     )
     return raced(job, args.rounds)
 

@@ -137,7 +137,7 @@ def test_a_tiny_published_model_can_be_imported(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["tiny_llama.py", str(tmp_path / "tiny")])
     assert output("tiny_llama.py").endswith("parameters\n")
     shape = shape_from_huggingface(json.loads((tmp_path / "tiny" / "config.json").read_text()))
-    assert not shape.unbuilt
+    assert not shape.unsupported_parts
     assert shape.rope is not None
     assert shape.rope.type == "llama3"
 

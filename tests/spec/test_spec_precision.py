@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.spec.parameters import kept
+from stretto.spec.parameters import stays_float32
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,10 @@ from stretto.spec.parameters import kept
     ],
 )
 def test_norms_and_routers_by_pattern(name: str, stays: bool) -> None:
-    assert kept(name, ["*norm*", "*router*"]) is stays
-    assert not kept(name, [])
-    assert kept(name, ["*"])
+    assert stays_float32(name, ["*norm*", "*router*"]) is stays
+    assert not stays_float32(name, [])
+    assert stays_float32(name, ["*"])
 
 
 def test_patterns_mind_case_and_the_whole_name() -> None:
-    assert not kept("blocks.0.norm1.weight", ["norm*", "*NORM*"])
+    assert not stays_float32("blocks.0.norm1.weight", ["norm*", "*NORM*"])

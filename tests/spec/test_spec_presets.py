@@ -8,7 +8,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import ALIASES, PRESETS, find_shape, preset, squeezed
+from stretto.spec.presets import ALIASES, PRESETS, find_shape, normalised_name, preset
 
 
 def test_every_preset_is_a_valid_shape():
@@ -144,7 +144,7 @@ def test_other_spellings(said: str, name: str):
 
 
 def test_no_two_names_are_spelt_alike():
-    names = [squeezed(name) for name in (*PRESETS, *ALIASES)]
+    names = [normalised_name(name) for name in (*PRESETS, *ALIASES)]
     assert len(set(names)) == len(names)
     assert set(ALIASES.values()) <= set(PRESETS)
 

@@ -9,7 +9,7 @@ import pytest
 from stretto.program import check, lower
 from stretto.program.action import ActionKind
 from stretto.spec.flops import attention_flops, block_flops
-from stretto.spec.program import ProgramKey, SearchedFor, build_program, stage_times, stages_of
+from stretto.spec.program import ProgramKey, ScheduleSearchKey, build_program, stage_times, stages_of
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=4, hidden=32, heads=4, vocab=64, sequence=128)
@@ -17,11 +17,11 @@ MOVES = {ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def test_what_is_recomputed_makes_the_input_gradients_of_blocks_longer() -> None:
-    plain = stage_times(SearchedFor(shape=SHAPE, sequence=128), 2)
+    plain = stage_times(ScheduleSearchKey(shape=SHAPE, sequence=128), 2)
     attention = attention_flops(SHAPE, 128) / block_flops(SHAPE, 128)
     blocks = round(plain[0][0])  # the embedding costs nothing: all of it is blocks
     for mode, again in (("selective", attention), ("full", 1.0)):
-        f, i, w = stage_times(SearchedFor(shape=SHAPE, sequence=128, recompute=mode), 2)[0]
+        f, i, w = stage_times(ScheduleSearchKey(shape=SHAPE, sequence=128, recompute=mode), 2)[0]
         assert (f, w) == (plain[0][0], plain[0][2])
         assert i == pytest.approx(plain[0][1] + blocks * again)
 
@@ -34,7 +34,7 @@ def test_a_searched_schedule_is_searched_for_the_costs_with_recomputation() -> N
                 ranks=2,
                 microbatches=4,
                 options=(("chunks", 1), ("effort", 0.0)),
-                costs=SearchedFor(shape=SHAPE, sequence=128, recompute=recompute),
+                costs=ScheduleSearchKey(shape=SHAPE, sequence=128, recompute=recompute),
             )
         )
         for recompute in ("none", "none", "full")
@@ -94,5 +94,5 @@ def test_stacks_are_cut_by_their_cost_and_their_lengths() -> None:
     assert of_encoder[0] > of_encoder[2]
     forced = stages_of(STACKS, 128, 4, encoder_stages=1)
     assert forced[0] == range(5)
-    times = stage_times(SearchedFor(shape=STACKS, sequence=128, target=16), 2)
+    times = stage_times(ScheduleSearchKey(shape=STACKS, sequence=128, target=16), 2)
     assert times[0][0] > times[1][0]

@@ -9,7 +9,7 @@ import pytest
 from stretto.program import schedule
 from stretto.program.action import Action, ActionKind
 from stretto.program.lower import lower
-from stretto.spec.reduction import choose, most_open, reduction
+from stretto.spec.reduction import choose, most_open_stages, reduction
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ from stretto.spec.reduction import choose, most_open, reduction
 )
 def test_stages_whose_gradients_are_open_at_once(name: str, options: dict[str, int], opened: int) -> None:
     program = schedule(name, 4, 8, **options)
-    assert [most_open(program, rank) for rank in range(4)] == [opened] * 4
-    assert [most_open(lower(program), rank) for rank in range(4)] == [opened] * 4
+    assert [most_open_stages(program, rank) for rank in range(4)] == [opened] * 4
+    assert [most_open_stages(lower(program), rank) for rank in range(4)] == [opened] * 4
 
 
 def test_w_after_i_keeps_a_stage_open() -> None:
@@ -40,7 +40,7 @@ def test_w_after_i_keeps_a_stage_open() -> None:
     program = schedule("gpipe", 1, 1)
     for order, opened in ((late, 2), (soon, 1)):
         made = replace(program, name="hand-made", placement=(0, 0), orders=(forward + order,))
-        assert most_open(made, 0) == opened
+        assert most_open_stages(made, 0) == opened
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,8 @@ def _model_record(name: str, shape: ModelShape) -> dict[str, Any]:
         "embedding_parameters": count.embedding + count.output,
         "model_flops_per_token": model_flops_per_token(shape, shape.pretraining_sequence),
         "model_flops_per_token_causal": model_flops_per_token(shape, shape.pretraining_sequence, causal=True),
-        "trains_here": not shape.unbuilt,
-        "not_built_yet": list(shape.unbuilt),
+        "trains_here": not shape.unsupported_parts,
+        "not_built_yet": list(shape.unsupported_parts),
         "shape": shape_to_record(shape),
     }
 

@@ -198,7 +198,8 @@ def plan(
     if html is not None:
         from stretto.view.plan_page import plan_page
 
-        commands = _next_commands(context, write, cluster, base) if not task.job.shape.unbuilt else {}
+        built = not task.job.shape.unsupported_parts
+        commands = _next_commands(context, write, cluster, base) if built else {}
         write_text(html, plan_page(result, name, commands))
     if write is not None and result.ranking:
         _write(write, result, base)
@@ -318,8 +319,9 @@ def _task(
         target_sequence=target_sequence or 0,
     )
     if known is not None:
-        kept = ("precision", "optimiser", "attention", "loss_chunk", "vocab_multiple", "bucket", "one_memory")
-        job = replace(job, **{name: getattr(known, name) for name in (*kept, "undrained", "async_save")})
+        names = ["precision", "optimiser", "attention", "loss_chunk", "vocab_multiple", "bucket"]
+        names += ["unified_memory", "steps_between_drains", "async_save"]
+        job = replace(job, **{name: getattr(known, name) for name in names})
     else:
         job = replace(job, precision=Precision(dtype=usual_dtype(sized.device)))
     if precision is not None:
@@ -467,8 +469,8 @@ def show(to: Console, plan: Plan, task: Task, model: str) -> None:
         _beside(to, plan, task.memory_headroom)
     for reason, one in plan.rejected.items():
         labelled(to, "rejected,", f"{reason}: {one.count:,}, such as {one.example}", _INDENT)
-    if task.job.shape.unbuilt:
-        parts = ", ".join(task.job.shape.unbuilt)
+    if task.job.shape.unsupported_parts:
+        parts = ", ".join(task.job.shape.unsupported_parts)
         labelled(to, "training", f"cannot build this model yet: it has {parts}", _INDENT)
 
 

@@ -25,7 +25,7 @@ from stretto.spec.data_parallel import MODES, DataParallel, Dtype, Offload, Prec
 from stretto.spec.experts import ExpertShape
 from stretto.spec.families import FAMILIES, Family
 from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
-from stretto.spec.framework import CORE, OPERATORS, Framework, Operator, ways_of
+from stretto.spec.framework import CORE, OPERATORS, Framework, Operator, framework_behaviour
 from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
 from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import find_shape
@@ -343,7 +343,7 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
             job,
             dp=replace(dp, reduce="step" if whole else "auto"),
             loss_chunk=0,
-            framework=ways_of(name, dp=dp, precision=precision, compiled=compiled, again=again),
+            framework=framework_behaviour(name, dp=dp, precision=precision, compiled=compiled, again=again),
             vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
         )
     forwards = (job.microbatches or 1) * stages

@@ -65,12 +65,12 @@ def blocks_among(shape: ModelShape, layers: Iterable[int]) -> list[int]:
     return [at for at in layers if is_block(shape, at)]
 
 
-def ends_among(shape: ModelShape, layers: Iterable[int]) -> list[int]:
+def non_blocks_among(shape: ModelShape, layers: Iterable[int]) -> list[int]:
     """The layers that are no blocks among some layers."""
     return [at for at in layers if not is_block(shape, at)]
 
 
-def block_total(shape: ModelShape) -> int:
+def block_count(shape: ModelShape) -> int:
     """Blocks of all stacks."""
     return shape.encoder_layers + shape.layers
 

@@ -12,7 +12,7 @@ from stretto.spec.lora import is_adapter
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameters:
     """Which parameters are trained, by their names in the plain model. A frozen parameter has no gradient, no
     optimiser state and no master weight.
     """
@@ -30,7 +30,7 @@ class Trained:
 
     def __call__(self, name: str) -> bool:
         """Whether the optimiser updates this parameter."""
-        if adjusted(name) or (self.adapters and not is_adapter(name)):
+        if is_router_correction(name) or (self.adapters and not is_adapter(name)):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
@@ -45,10 +45,10 @@ class Trained:
         return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in known)]
 
 
-EVERYTHING = Trained()
+ALL_TRAINED = TrainedParameters()
 
 
-def adjusted(name: str) -> bool:
+def is_router_correction(name: str) -> bool:
     """Whether a parameter is set by a rule of its own after each step, without a gradient: the correction of
     expert scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank keeps it whole, in float32 at
     least.

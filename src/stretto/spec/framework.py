@@ -71,7 +71,7 @@ class Framework:
 STRETTO = Framework()
 
 
-def ways_of(
+def framework_behaviour(
     name: str,
     *,
     dp: DataParallel,

@@ -18,13 +18,13 @@ from stretto.program.schedules.traits import is_searched
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
 from stretto.spec.field import Field
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.framework import STRETTO, Framework
 from stretto.spec.initial import Initial
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import (
     ProgramKey,
-    SearchedFor,
+    ScheduleSearchKey,
     build_program,
     complete,
     short_step,
@@ -35,7 +35,9 @@ from stretto.spec.shape import ModelShape
 
 VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
 
-UNDRAINED = 100.0  # steps between two drains of an asynchronous schedule, where no config says them
+STEPS_BETWEEN_DRAINS = (
+    100.0  # steps between two drains of an asynchronous schedule, where no config says them
+)
 MOST_MICROBATCHES = 1 << 16  # of a replica and step: a program has a Python object for each action
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
@@ -167,11 +169,11 @@ class Job(Execution):
         framework: whose ways of keeping and recomputing tensors a prediction follows.
         vocab_multiple: each rank's share of the vocabulary is padded to a multiple of this.
         bucket: bytes of weights at which a unit of reduction is full.
-        one_memory: host and device share one memory, as on a CPU.
+        unified_memory: host and device share one memory, as on a CPU.
         trained: which parameters the optimiser updates; all others are frozen.
         initial: how new weights begin.
-        undrained: steps of an asynchronous schedule from one drain to the next, on average over the run: it
-            drains for an evaluation, for a checkpoint and at the end.
+        steps_between_drains: of an asynchronous schedule, on average over the run: it drains for an
+            evaluation, for a checkpoint and at the end.
         compile: `blocks`: what lies between the matrix products of blocks is compiled.
         graphs: `microbatch`: the device replays forward and backward of a microbatch as one graph.
         async_save: checkpoints are copied to host memory, and written from there while training goes on.
@@ -200,10 +202,10 @@ class Job(Execution):
     fused_loss: bool = False
     framework: Framework = STRETTO
     bucket: int = BUCKET_BYTES
-    one_memory: bool = False
-    trained: Trained = field(default_factory=Trained)
+    unified_memory: bool = False
+    trained: TrainedParameters = field(default_factory=TrainedParameters)
     initial: Initial = field(default_factory=Initial)
-    undrained: float = UNDRAINED
+    steps_between_drains: float = STEPS_BETWEEN_DRAINS
     async_save: bool = False
 
     def __post_init__(self) -> None:
@@ -293,7 +295,7 @@ class Job(Execution):
     def _program_key(self) -> ProgramKey:
         if (problem := batch_problem(self)) is not None:
             raise problem
-        costs = SearchedFor(
+        costs = ScheduleSearchKey(
             shape=self.shape,
             sequence=self.sequence,
             recompute=self.recompute.mode,

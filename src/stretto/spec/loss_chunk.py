@@ -8,7 +8,7 @@ LOGITS_BYTES = 64 * 2**20  # of a microbatch in float32: those of fewer are not 
 LEAST = 256  # tokens of a chunk that keep products efficient and gradients of weights from being read often
 
 
-def loss_tokens(choice: int | None, tokens: int, columns: int, hidden: int) -> int:
+def loss_chunk_tokens(choice: int | None, tokens: int, columns: int, hidden: int) -> int:
     """Tokens of a chunk; 0: the loss is not computed in chunks.
 
     Where it is left open, a chunk is half as many tokens as there are features: its logits in float32 then

@@ -146,7 +146,7 @@ class Optimiser:
         return 2 if self.states == "bfloat16" else None
 
     @property
-    def usual_momentum(self) -> float:
+    def effective_momentum(self) -> float:
         """The momentum, with muon's usual one where the job says none."""
         return self.momentum or (MUON_MOMENTUM if self.name == "muon" else 0.0)
 

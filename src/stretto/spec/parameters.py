@@ -252,6 +252,6 @@ def in_linear_of_block(name: str) -> bool:
     return parts[0] in ("blocks", "encoder") and not {"router", "relative"} & set(parts)
 
 
-def kept(name: str, patterns: Iterable[str]) -> bool:
+def stays_float32(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -81,12 +81,12 @@ def preset(name: str) -> ModelShape:
         UnknownName: no such name.
         StrettoError: a model of another kind.
     """
-    wanted = squeezed(name)
+    wanted = normalised_name(name)
     known = _known()
     if wanted in known:
         return _made(known[wanted])
     for other, what in OUT_OF_SCOPE.items():
-        if wanted == squeezed(other):
+        if wanted == normalised_name(other):
             raise StrettoError(
                 f"model {name!r} has {what}, which have no costs here",
                 hint="transformers of the kinds in `stretto catalogue` can be planned",
@@ -117,7 +117,7 @@ def is_name(name: str | Path) -> bool:
     return not (path.endswith(".json") or (os.path.isdir(path) and os.path.isfile(f"{path}/config.json")))
 
 
-def squeezed(name: str) -> str:
+def normalised_name(name: str) -> str:
     """Letters and digits of a name, without owner and words that say nothing about sizes."""
     base = name.lower().rpartition("/")[2].strip()
     return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", base))
@@ -125,8 +125,10 @@ def squeezed(name: str) -> str:
 
 @cache
 def _known() -> dict[str, str]:
-    """Every name, squeezed, and the preset's."""
-    return {squeezed(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]}
+    """Every name, normalised_name, and the preset's."""
+    return {
+        normalised_name(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]
+    }
 
 
 @cache

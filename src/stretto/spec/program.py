@@ -61,7 +61,7 @@ def stages_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchedFor:
+class ScheduleSearchKey:
     """What the costs of a searched schedule depend on.
 
     Attributes:
@@ -94,7 +94,7 @@ class ProgramKey:
     ranks: int
     microbatches: int
     options: tuple[tuple[str, Any], ...] = ()
-    costs: SearchedFor | None = None
+    costs: ScheduleSearchKey | None = None
     gathered: bool = False
 
 
@@ -148,7 +148,7 @@ def _made(key: ProgramKey) -> Program:
 def _searched(
     key: ProgramKey,
     options: dict[str, Any],
-    of: SearchedFor,
+    of: ScheduleSearchKey,
 ) -> Program:
     """The best program for the model's costs."""
     ranks, known = key.ranks, options_of(key.name)
@@ -171,7 +171,7 @@ def _searched(
     return min(candidates, key=lambda one: one[0])[1]
 
 
-def stage_times(of: SearchedFor, stages: int) -> list[Times]:
+def stage_times(of: ScheduleSearchKey, stages: int) -> list[Times]:
     """(F, I, W) of every stage, in blocks' forwards: the cost of its layers.
 
     A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.

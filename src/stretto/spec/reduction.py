@@ -25,7 +25,7 @@ def choose(program: Program, mode: Mode) -> Reduce:
     if mode not in ("zero2", "zero3") or program.versions:
         return "step"
     ranks = range(program.ranks)
-    alone = all(len(program.stages_of(rank)) > 1 and most_open(program, rank) == 1 for rank in ranks)
+    alone = all(len(program.stages_of(rank)) > 1 and most_open_stages(program, rank) == 1 for rank in ranks)
     return "step" if alone else "microbatch"
 
 
@@ -40,7 +40,7 @@ def reduction(program: Program, mode: Mode, choice: str = "auto") -> Reduce:
     return "step" if choice == "step" else "microbatch"
 
 
-def most_open(program: Program, rank: int) -> int:
+def most_open_stages(program: Program, rank: int) -> int:
     """The most stages of a rank whose gradients are open at once."""
     now = most = 0
     for change in _changes(program.orders[rank]):

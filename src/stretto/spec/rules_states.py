@@ -8,7 +8,7 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
 from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.lora import PROJECTIONS
-from stretto.spec.parameters import block_shapes, kept, parameter_shapes
+from stretto.spec.parameters import block_shapes, parameter_shapes, stays_float32
 from stretto.spec.shape import ModelShape
 
 _SHARDED = ("zero1", "zero2", "zero3")
@@ -130,7 +130,7 @@ def _keep(job: Job) -> Iterator[Problem]:
     added = [pattern for pattern in job.precision.keep if pattern not in KEEP]
     names = parameter_shapes(job.shape) if added else {}
     for pattern in added:
-        if not any(kept(name, (pattern,)) for name in names):
+        if not any(stays_float32(name, (pattern,)) for name in names):
             yield Problem(
                 "precision.keep",
                 pattern,

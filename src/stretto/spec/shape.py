@@ -31,7 +31,7 @@ class ModelShape:
     """A transformer: a decoder, or an encoder and a decoder that attends to the encoder's output.
 
     `family` names a set of default values (`spec/families.py`): fields that are left out or None take them,
-    so every field of a built shape has a value. A model with something in `unbuilt` can be planned, but not
+    so every field of a built shape has a value. A model with `unsupported_parts` can be planned, but not
     built yet. `dataclasses.replace` keeps values that were filled in: with a new `hidden`, set `ffn` and
     `head_dim` too.
 
@@ -312,7 +312,7 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
-    def unbuilt(self) -> tuple[str, ...]:
+    def unsupported_parts(self) -> tuple[str, ...]:
         """What the modules here cannot do yet, in words; empty: the model can be built and trained."""
         return (*_unbuilt(self), *self.beyond)
 
@@ -356,9 +356,9 @@ class ModelShape:
 
 def check_built(shape: ModelShape) -> None:
     """Raises StrettoError for a model that can be planned and not yet built."""
-    if shape.unbuilt:
+    if shape.unsupported_parts:
         raise StrettoError(
-            f"this model has {', '.join(shape.unbuilt)}: it can be planned, not yet built",
+            f"this model has {', '.join(shape.unsupported_parts)}: it can be planned, not yet built",
             hint="`stretto catalogue NAME` says whether a model trains here",
         )
 

@@ -17,7 +17,7 @@ from stretto.layout.layout import ORDER
 from stretto.program import PLAIN
 from stretto.run.config.schema import ScheduleConfig
 from stretto.spec.data_parallel import KEEP
-from stretto.spec.framework import ways_of
+from stretto.spec.framework import framework_behaviour
 from stretto.spec.initial import Initial
 from stretto.spec.job import Job
 from stretto_interop.frameworks.deepspeed_json import parse, render
@@ -491,7 +491,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     `cpu_checkpointing` the inputs of blocks on the host.
     """
     ways = replace(
-        ways_of("deepspeed", dp=job.dp, precision=job.precision),
+        framework_behaviour("deepspeed", dp=job.dp, precision=job.precision),
         # of a search too, which tries all modes: ZeRO 3 has none
         lasting_gradients=job.precision.half and job.precision.gradients == "float32",
         buckets=0 if job.dp.mode == "zero3" else round(_read_bucket(settings)[RUN.train.bucket_mib] * 2**20),

@@ -32,7 +32,7 @@ def _write_optimiser(values: JobValues) -> Settings:
     if name != "sgd":
         params |= {"betas": list(optimiser.betas), "eps": optimiser.eps}
     if name in ("sgd", "muon"):
-        params["momentum"] = optimiser.usual_momentum
+        params["momentum"] = optimiser.effective_momentum
     settings: dict[str, Any] = {"optimizer.type": _OPTIMISERS[name]}
     settings |= {f"{_PARAMS}.{key}": value for key, value in params.items()}
     settings["gradient_clipping"] = optimiser.clip or 0.0

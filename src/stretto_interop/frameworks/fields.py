@@ -23,7 +23,7 @@ from stretto.run.config.section import fields_of
 from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.experts import ExpertShape
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.initial import Initial
 from stretto.spec.job import Job, Recompute
 from stretto.spec.lora import LoraShape
@@ -37,8 +37,8 @@ T = TypeVar("T")
 # fields of a job that are not chosen: properties of the machine, what follows from others, and ways of other
 # frameworks, for predictions
 NOT_CHOSEN = frozenset(
-    {"world", "devices", "one_memory", "framework", "fused_loss", "offset", "adapters"}
-    | {"undrained", "async_save"}
+    {"world", "devices", "unified_memory", "framework", "fused_loss", "offset", "adapters"}
+    | {"steps_between_drains", "async_save"}
 )
 # names that a config has for fields of a job, if they are not those of a section
 _JOB = {
@@ -70,7 +70,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any], str | None]] = {
     ("shape", "attention"): ("model.attention", AttentionShape, None),
     ("shape", "attention", "latent"): ("model.attention.latent", LatentShape, "kv_rank"),
     ("initial",): ("model", Initial, None),
-    ("trained",): ("finetune", Trained, None),
+    ("trained",): ("finetune", TrainedParameters, None),
     ("layout",): ("layout", Layout, None),
     ("recompute",): ("recompute", Recompute, None),
     ("dp",): ("dp", DataParallel, None),

@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 from stretto.run.config.check import find_problems
 from stretto.run.config.data import DataConfig
 from stretto.run.config.load import parse, plain_values
-from stretto.run.config.required import FIELDS, REQUIRED, explain_marks
+from stretto.run.config.required import FIELDS, REQUIRED, comment_required_markers
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
@@ -246,7 +246,7 @@ def _written(sections: Mapping[str, Any], migration: Migration, about: str) -> s
     lines += [f"# differs: {name}: {reason}" for name, reason in migration.differs.items()]
     filled = {name: fields for name, fields in sections.items() if fields}
     text = yaml.dump(filled, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
-    return "\n".join(lines) + "\n" + explain_marks(text)
+    return "\n".join(lines) + "\n" + comment_required_markers(text)
 
 
 def _check(migration: Migration) -> None:

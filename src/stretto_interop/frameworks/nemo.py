@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stretto.spec.framework import ways_of
+from stretto.spec.framework import framework_behaviour
 from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import JOB, RATE, RUN, JobValues, name_of
 from stretto_interop.frameworks.mapping import Rule, Settings, Unset, refused
@@ -276,7 +276,7 @@ _CHECKS: Sequence[tuple[object, Callable[[JobValues], None]]] = (
 
 def _as_run(job: Job, settings: Settings) -> Job:
     result = as_run(job, settings)
-    ways = ways_of("nemo", dp=job.dp, precision=job.precision, again=result.framework)
+    ways = framework_behaviour("nemo", dp=job.dp, precision=job.precision, again=result.framework)
     return replace(result, framework=ways)
 
 

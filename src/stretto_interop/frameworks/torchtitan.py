@@ -13,7 +13,7 @@ from typing import Any
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import ORDER
 from stretto.spec.data_parallel import KEEP, Precision
-from stretto.spec.framework import ways_of
+from stretto.spec.framework import framework_behaviour
 from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
@@ -581,7 +581,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     every second matrix product.
     """
     compiled = bool(settings.get("compile.enable", False))
-    ways = ways_of("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
+    ways = framework_behaviour("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
     ways = replace(ways, wide_shards=True)  # of whatever a search shards; replicas have no shards
     if job.recompute.mode == "selective":
         ways = replace(ways, operators=("alternate_mm",))

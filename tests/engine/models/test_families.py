@@ -20,7 +20,7 @@ from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.shape import ModelShape
 
-BUILT = [name for name in PRESETS if not preset(name).unbuilt and preset(name).rotary]
+BUILT = [name for name in PRESETS if not preset(name).unsupported_parts and preset(name).rotary]
 
 
 @pytest.mark.parametrize("name", CASES)

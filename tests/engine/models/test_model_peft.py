@@ -22,7 +22,7 @@ from stretto.engine.models.huggingface import from_huggingface
 from stretto.engine.models.peft import from_peft, merged, to_peft
 from stretto.engine.models.weights import freeze
 from stretto.errors import StrettoError
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.huggingface import shape_from_huggingface
 from stretto.spec.lora import LoraShape, is_adapter
 from stretto.spec.shape import ModelShape
@@ -60,7 +60,7 @@ def models(config: Any, lora: LoraShape) -> tuple[Any, Any, ModelShape]:
     for name, parameter in ours.named_parameters():
         # theirs are made in float32 before they are read
         parameter.data.copy_(parameter.to(torch.float32) if is_adapter(name) else weights[name])
-    freeze(ours, Trained(adapters=True))
+    freeze(ours, TrainedParameters(adapters=True))
     return theirs, ours, shape
 
 

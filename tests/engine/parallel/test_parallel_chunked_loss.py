@@ -16,7 +16,7 @@ from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
 from stretto.run.train.memory_measured import HeldMemory
-from stretto.spec.loss_chunk import loss_tokens
+from stretto.spec.loss_chunk import loss_chunk_tokens
 
 HIDDEN, SAMPLES, LENGTH = 6, 3, 8
 
@@ -180,4 +180,4 @@ def test_the_targets_are_told_before_each_forward() -> None:
     ],
 )
 def test_tokens_of_a_chunk(choice: int | None, sizes: dict[str, Any], chunk: int) -> None:
-    assert loss_tokens(choice, **sizes) == chunk
+    assert loss_chunk_tokens(choice, **sizes) == chunk

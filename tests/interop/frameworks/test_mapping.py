@@ -10,7 +10,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.spec.framework import ways_of
+from stretto.spec.framework import framework_behaviour
 from stretto.spec.job import Job
 from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import JobValues, values_of
@@ -65,7 +65,9 @@ TINY = Framework(
     parse=parse,
     unpriced={"log.*": "logging"},
     unread={"prune": "pruned models have no costs here"},
-    as_run=lambda job, _: replace(job, framework=ways_of("megatron", dp=job.dp, precision=job.precision)),
+    as_run=lambda job, _: replace(
+        job, framework=framework_behaviour("megatron", dp=job.dp, precision=job.precision)
+    ),
     software=lambda _: "tuned",
     plans=(),
 )

@@ -136,7 +136,7 @@ def test_offloaded_states_and_parameters_leave_the_device() -> None:
     away = StateBytes(weights=4 * 58, gradients=4 * 29, host=states + masters)
     assert kept("zero2", offload="cpu") == away
     # where host and device are one, masters come on top
-    assert kept("zero2", offload="cpu", one_memory=True) == StateBytes(
+    assert kept("zero2", offload="cpu", unified_memory=True) == StateBytes(
         weights=4 * 58, gradients=4 * 29, optimizer=states, masters=masters
     )
     files = kept("zero2", offload="nvme", bucket=1)
@@ -146,7 +146,7 @@ def test_offloaded_states_and_parameters_leave_the_device() -> None:
     moved = kept("zero3", offload_parameters="cpu")
     assert (moved.weights, moved.host) == (0, 4 * 29)
     assert kept("zero3", offload_parameters="nvme").disk == 4 * 29
-    assert kept("zero3", offload_parameters="cpu", one_memory=True).weights == 4 * 29
+    assert kept("zero3", offload_parameters="cpu", unified_memory=True).weights == 4 * 29
 
 
 def _ring(sizes: list[int]) -> int:

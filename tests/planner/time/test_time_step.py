@@ -65,7 +65,7 @@ def seconds(
         (Layout(pp=4), {"schedule": "pipedream"}),
         (
             Layout(pp=4, dp=2),
-            {"schedule": "pipedream-2bw", "dp": DataParallel(mode="zero1"), "undrained": 7.5},
+            {"schedule": "pipedream-2bw", "dp": DataParallel(mode="zero1"), "steps_between_drains": 7.5},
         ),
     ],
 )
@@ -80,25 +80,31 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
     assert 0 < step.forward < step.backward
 
 
-@pytest.mark.parametrize(("batch", "undrained"), [(64, 100.0), (64, 12.0), (4, 30.0), (2, 1.0), (16, 2.0)])
+@pytest.mark.parametrize(
+    ("batch", "steps_between_drains"), [(64, 100.0), (64, 12.0), (4, 30.0), (2, 1.0), (16, 2.0)]
+)
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_an_asynchronous_step_is_the_mean_of_its_window(name: str, batch: int, undrained: float) -> None:
-    at = job(Layout(pp=4), schedule=name, global_batch=batch, undrained=undrained)
+def test_an_asynchronous_step_is_the_mean_of_its_window(
+    name: str, batch: int, steps_between_drains: float
+) -> None:
+    at = job(Layout(pp=4), schedule=name, global_batch=batch, steps_between_drains=steps_between_drains)
     step = step_time(at, CLUSTER, Assumptions(), "bf16")
     # the whole window replayed as one program
     assert at.window is not None
-    whole = replace(at, custom_program=at.window(int(undrained)))
+    whole = replace(at, custom_program=at.window(int(steps_between_drains)))
     line = step_time(whole, CLUSTER, Assumptions(), "bf16")
-    assert step.seconds == pytest.approx(line.seconds / undrained, rel=2e-3)
+    assert step.seconds == pytest.approx(line.seconds / steps_between_drains, rel=2e-3)
     for part, taken in line.parts.items():
-        assert step.parts[part] == pytest.approx(taken / undrained, rel=2e-3, abs=2e-3 * step.seconds)
+        assert step.parts[part] == pytest.approx(
+            taken / steps_between_drains, rel=2e-3, abs=2e-3 * step.seconds
+        )
 
 
 def test_the_bubble_of_an_asynchronous_step_shrinks_with_its_window() -> None:
-    def bubble(undrained: float) -> float:
-        return seconds(Layout(pp=4), schedule="pipedream", global_batch=16, undrained=undrained).parts[
-            "bubble"
-        ]
+    def bubble(steps_between_drains: float) -> float:
+        return seconds(
+            Layout(pp=4), schedule="pipedream", global_batch=16, steps_between_drains=steps_between_drains
+        ).parts["bubble"]
 
     drained = bubble(1.0)
     steady = bubble(1e9)  # messages and uneven stages
@@ -120,7 +126,7 @@ def test_waiting_for_offloaded_states_is_no_bubble() -> None:
 
 def test_waiting_for_a_shared_core_is_no_bubble() -> None:
     cpu = find_cluster("cpu").sized(4)
-    plain = job(Layout(pp=2, dp=2), precision=Precision(), one_memory=True)
+    plain = job(Layout(pp=2, dp=2), precision=Precision(), unified_memory=True)
     alone, shared = (estimate(plain, replace(cpu, computing=n), memory=False) for n in (None, 2))
     assert shared.seconds > 1.5 * alone.seconds
     assert sum(shared.parts.values()) == pytest.approx(shared.seconds)

@@ -14,7 +14,7 @@ from stretto.run.config.load import dump, parse
 from stretto.run.config.schema import ScheduleConfig
 from stretto.spec.flops import layer_costs
 from stretto.spec.initial import Initial
-from stretto.spec.program import SearchedFor, stage_times
+from stretto.spec.program import ScheduleSearchKey, stage_times
 
 MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
 
@@ -247,7 +247,7 @@ def test_options_reach_the_schedule(overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "undrained"),
+    ("overrides", "steps_between_drains"),
     [
         ("train.steps=300", 300),
         ("train.steps=300 eval.every=50", 50),
@@ -258,19 +258,19 @@ def test_options_reach_the_schedule(overrides: str) -> None:
     ],
 )
 def test_asynchronous_schedules_drain_for_evaluations_checkpoints_and_the_end(
-    overrides: str, undrained: float
+    overrides: str, steps_between_drains: float
 ) -> None:
     config = parse(MODEL, overrides=overrides.split(" "))
     steps, every = config.train.steps, (config.eval.every, config.checkpoint.every)
     drains = {steps, *(step for n in every if n for step in range(n, steps + 1, n))}
-    assert job_of(config).undrained == steps / len(drains) == undrained
+    assert job_of(config).steps_between_drains == steps / len(drains) == steps_between_drains
 
 
 def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
     """Four equal blocks and a head that costs two of them: its stage gets fewer blocks."""
     config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
     shape = config.shape()
-    of = SearchedFor(shape=shape, sequence=config.data.sequence)
+    of = ScheduleSearchKey(shape=shape, sequence=config.data.sequence)
     times = stage_times(of, 2)
     per_layer = layer_costs(shape, config.data.sequence)
     assert sum(f for f, _, _ in times) == pytest.approx(sum(per_layer) / per_layer[1])

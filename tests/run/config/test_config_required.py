@@ -11,7 +11,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.load import parse_config
 from stretto.run.config.check import check
 from stretto.run.config.load import dump, parse
-from stretto.run.config.required import check_required, explain_marks
+from stretto.run.config.required import check_required, comment_required_markers
 from stretto.run.data.prepare import check_vocabulary, prepare_data
 from stretto.run.train.job import run_job
 from tiny_job import job
@@ -58,7 +58,7 @@ def test_a_recommenders_fields_are_its_own() -> None:
 
 def test_comments_explain_marked_fields_of_their_section_only() -> None:
     text = "data:\n  source: REQUIRED\ntrain:\n  source: REQUIRED\n"
-    lines = explain_marks(text).splitlines()
+    lines = comment_required_markers(text).splitlines()
     assert lines[1] == "  source: REQUIRED  # text, JSONL or Parquet files, or a token folder"
     assert lines[3] == "  source: REQUIRED"
 

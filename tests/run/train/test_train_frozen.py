@@ -11,7 +11,7 @@ import torch
 from stretto.engine.models.weights import initial_values
 from stretto.run.config.schema import TrainConfig
 from stretto.run.verify.job import verify
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.rules import problems
 from tiny_job import GPT, LLAMA, MOE, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
@@ -59,7 +59,7 @@ def test_frozen_weights_keep_their_bits_and_have_no_states(folder: Path, how: st
     train(config, STOP_AT_3)
     config = run(folder, name, *HOW[how], "checkpoint.resume=auto")
     assert train(config)["step"] == 6
-    trained, shape = Trained(tuple(config.finetune.freeze)), config.shape(300)
+    trained, shape = TrainedParameters(tuple(config.finetune.freeze)), config.shape(300)
     begin = (config.train.seed, shape, config.model.initial())
     held = tensors(config, 6)
     frozen = [key for key in held if key.startswith("model.") and not trained(key.removeprefix("model."))]

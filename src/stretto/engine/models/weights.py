@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.initial import Initial
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
@@ -64,7 +64,7 @@ def initialise(model: LanguageModel, seed: int, initial: Initial | None = None) 
         parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape, initial))
 
 
-def freeze(model: LanguageModel, trained: Trained) -> None:
+def freeze(model: LanguageModel, trained: TrainedParameters) -> None:
     """Let autograd compute no gradients of the parameters that are not trained."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained(name))

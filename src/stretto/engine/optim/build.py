@@ -79,4 +79,4 @@ def _muon(fragments: Sequence[ParameterFragment], config: Optimiser) -> Muon:
             groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
     groups = decay_groups(by_muon, config.weight_decay, config.no_decay)
-    return Muon(groups, by_muon, config.lr, config.usual_momentum, other_optimizer)
+    return Muon(groups, by_muon, config.lr, config.effective_momentum, other_optimizer)

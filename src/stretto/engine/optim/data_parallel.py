@@ -19,7 +19,7 @@ from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import SUMMED
-from stretto.engine.parallel.precision import HALVES, kept, master_dtype
+from stretto.engine.parallel.precision import HALVES, master_dtype, stays_float32
 from stretto.errors import StrettoError, nearest
 from stretto.layout.shards import Mode
 from stretto.spec import data_parallel as spec
@@ -96,7 +96,9 @@ def data_parallel(
             f"the gradient of {summed[0]} is to be summed over the ranks of tp too, which {mode} does not do",
             hint="mode='ddp', and sum_gradients(model, table) after backward",
         )
-    types = {name: p.dtype if dtype is None or kept(name, keep) else dtype for name, p in _trained(module)}
+    types = {
+        name: p.dtype if dtype is None or stays_float32(name, keep) else dtype for name, p in _trained(module)
+    }
     return DataParallel(
         module=module,
         mesh=mesh,

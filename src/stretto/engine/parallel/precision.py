@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from stretto.spec.parameters import kept
+from stretto.spec.parameters import stays_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -24,7 +24,7 @@ def weight_dtype(name: str, dtype: torch.dtype, patterns: Iterable[str]) -> torc
         dtype: dtype of training.
         patterns: patterns of the names that stay in float32 in 16-bit training.
     """
-    return torch.float32 if dtype in HALVES and kept(name, patterns) else dtype
+    return torch.float32 if dtype in HALVES and stays_float32(name, patterns) else dtype
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,4 +41,4 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-__all__ = ["HALVES", "gradient_dtype", "kept", "master_dtype", "weight_dtype"]
+__all__ = ["HALVES", "gradient_dtype", "master_dtype", "stays_float32", "weight_dtype"]

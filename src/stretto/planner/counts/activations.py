@@ -22,7 +22,7 @@ from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.framework import CORE, STRETTO, Framework, Operator
 from stretto.spec.job import Job
-from stretto.spec.loss_chunk import loss_tokens
+from stretto.spec.loss_chunk import loss_chunk_tokens
 from stretto.spec.shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -130,10 +130,10 @@ class ComputeConfig:
         """Rows of the vocabulary on one rank, padding included."""
         return vocabulary_rows(shape, self.tp, self.vocab_multiple)
 
-    def loss_tokens(self, shape: ModelShape) -> int:
+    def loss_chunk_tokens(self, shape: ModelShape) -> int:
         """Tokens of a chunk in which logits and loss are computed; 0: all of a microbatch at once."""
         columns = self.vocabulary_rows(shape)
-        return loss_tokens(self.loss_chunk, self.tokens, columns, shape.hidden)
+        return loss_chunk_tokens(self.loss_chunk, self.tokens, columns, shape.hidden)
 
     @property
     def shard(self) -> int:
@@ -278,7 +278,9 @@ def between_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...
 def head_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the last norm, the output layer and the loss keep."""
     norm = _norm("norm", shape, compute) if shape.last_norm else ()
-    logits = () if compute.loss_tokens(shape) else (*_capped_logits(shape, compute), *_loss(shape, compute))
+    logits = (
+        () if compute.loss_chunk_tokens(shape) else (*_capped_logits(shape, compute), *_loss(shape, compute))
+    )
     return (*norm, _shard("out input", compute.element, compute, shape), *logits)
 
 

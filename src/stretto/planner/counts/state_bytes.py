@@ -18,10 +18,10 @@ from stretto.planner.counts.activations import ELEMENT_BYTES
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.program.program import Program
 from stretto.spec.data_parallel import BUCKET_BYTES, Offload
-from stretto.spec.finetune import Trained, adjusted
+from stretto.spec.finetune import TrainedParameters, is_router_correction
 from stretto.spec.job import Job
 from stretto.spec.optimiser import OptimiserName
-from stretto.spec.parameters import kept
+from stretto.spec.parameters import stays_float32
 from stretto.spec.reduction import reduction
 
 _COUNT = 4  # bytes of the step counter that optimisers keep for each tensor
@@ -48,7 +48,7 @@ class StateConfig:
         copied: gradients of 16 bits stay whole beside those of `gradient` bytes that they are added to.
         bucket: bytes of weights at which a unit is full.
         offload, offload_parameters: where states, and this rank's part of the weights, are.
-        one_memory: host and device share one memory, as on a CPU.
+        unified_memory: host and device share one memory, as on a CPU.
         trained: which parameters have gradients and states.
     """
 
@@ -72,8 +72,8 @@ class StateConfig:
     bucket: int = BUCKET_BYTES
     offload: Offload = "none"
     offload_parameters: Offload = "none"
-    one_memory: bool = False
-    trained: Trained = field(default_factory=Trained)
+    unified_memory: bool = False
+    trained: TrainedParameters = field(default_factory=TrainedParameters)
 
     @classmethod
     def of(cls, job: Job, program: Program) -> StateConfig:
@@ -88,7 +88,7 @@ class StateConfig:
             gradient=2 if precision.gradients == "same" else 4,
             keep=tuple(precision.keep),
             optimiser=job.optimiser.name,
-            momentum=job.optimiser.usual_momentum,
+            momentum=job.optimiser.effective_momentum,
             moment=job.optimiser.moment_bytes,
             each=reduction(program, dp.mode, dp.reduce) == "microbatch",
             lasting=bool(program.versions) or job.graphs != "off",
@@ -98,13 +98,13 @@ class StateConfig:
             bucket=job.bucket,
             offload=dp.offload,
             offload_parameters=dp.offload_parameters,
-            one_memory=job.one_memory,
+            unified_memory=job.unified_memory,
             trained=job.trained,
         )
 
     def weight(self, parameter: Parameter) -> int:
         """Bytes of an element of this parameter."""
-        wide = adjusted(parameter.name) or kept(parameter.name, self.keep)
+        wide = is_router_correction(parameter.name) or stays_float32(parameter.name, self.keep)
         return 4 if self.element == 2 and wide else self.element
 
 
@@ -194,7 +194,7 @@ class StateUnit:
         sizes = sizes.for_copies(self.copies) if self.expert else sizes
         if not self.frozen:
             return sizes
-        split = 1 if adjusted(self.parameters[0].name) else sizes.parameters
+        split = 1 if is_router_correction(self.parameters[0].name) else sizes.parameters
         return ShardSizes(split, split, split)
 
     @cached_property
@@ -250,7 +250,7 @@ class StateUnit:
         state_config, states = self.state_config, self.states + self.masters
         weights = StateBytes(weights=self.weights)
         if self.sizes.parameters > 1 and not (
-            state_config.offload_parameters == "cpu" and state_config.one_memory
+            state_config.offload_parameters == "cpu" and state_config.unified_memory
         ):
             weights = {
                 "none": weights,
@@ -258,7 +258,7 @@ class StateUnit:
                 "nvme": StateBytes(disk=self.weights),
             }[state_config.offload_parameters]
         here = StateBytes(weights=0, gradients=self.gradients, optimizer=self.states, masters=self.masters)
-        if state_config.offload == "cpu" and not state_config.one_memory:
+        if state_config.offload == "cpu" and not state_config.unified_memory:
             here = StateBytes(weights=0, gradients=self.gradients, host=states)
         elif state_config.offload == "nvme":
             here = StateBytes(weights=0, gradients=self.gradients, disk=states)
@@ -321,7 +321,7 @@ class StateUnit:
     @property
     def _exchanged(self) -> int:
         """Bytes that a reduce-scatter needs where it is done as an all-to-all, as on CPUs."""
-        return self.whole if self.state_config.one_memory and self.sizes.states > 1 else 0
+        return self.whole if self.state_config.unified_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:
@@ -411,7 +411,7 @@ def cut_units(
             continue
         layer = using[-1] if by_layer else None
         frozen = not state_config.trained(name)
-        key = frozen, adjusted(name), parameter.expert, state_config.weight(parameter), layer
+        key = frozen, is_router_correction(name), parameter.expert, state_config.weight(parameter), layer
         names = open_units.setdefault(key, [])
         names.append(name)
         size = state_config.weight(parameter) * sum(users[n][0].elements for n in names)
@@ -437,7 +437,9 @@ def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
     # the ring of units in host memory, as large as the largest unit
     ring = _RING * max(unit.states + unit.masters for unit in units)
     ring = min(ring, sum(unit.states + unit.masters for unit in units))
-    return total + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
+    return total + (
+        StateBytes(optimizer=ring) if units[0].state_config.unified_memory else StateBytes(host=ring)
+    )
 
 
 def _factored(parameter: Parameter, here: int, element: int) -> int:

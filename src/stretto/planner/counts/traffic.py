@@ -87,7 +87,7 @@ def output_traffic(shape: ModelShape, compute: ComputeConfig, whole: Iterable[Me
     """Traffic of the output layer, from that of a product with all tokens: in chunks, the backward computes
     all of it, and gathers its input once.
     """
-    chunked = compute.loss_tokens(shape) > 0
+    chunked = compute.loss_chunk_tokens(shape) > 0
     for message in whole:
         if not chunked:
             yield message
@@ -101,7 +101,7 @@ def loss_traffic(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]
     """
     if compute.tp == 1:
         return
-    chunk = compute.loss_tokens(shape)
+    chunk = compute.loss_chunk_tokens(shape)
     phase: Phase = "I" if chunk else "F"
     whole, rest = divmod(compute.tokens, chunk or compute.tokens)
     for tokens, count in ((chunk or compute.tokens, whole), (rest, 1)):

@@ -12,7 +12,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
-from stretto.spec.chain import block_total, blocks_among, layer_of
+from stretto.spec.chain import block_count, blocks_among, layer_of
 from stretto.spec.flops import Recompute, attention_flops, block_flops
 from stretto.spec.job import Job, RecomputeMode
 
@@ -46,7 +46,7 @@ def block_modes(
                 "recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
             )
         return choose_modes(job, memory_gib * GIB)
-    modes: list[Recompute] = ["none"] * block_total(job.shape)
+    modes: list[Recompute] = ["none"] * block_count(job.shape)
     for stage in job.stages:
         blocks_of_stage = _blocks(job, stage)
         for layer in blocks_of_stage if blocks is None or wanted != "full" else blocks_of_stage[:blocks]:
@@ -64,7 +64,7 @@ def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
     Raises:
         StrettoError: nothing fits.
     """
-    modes: list[Recompute] = ["none"] * block_total(job.shape)
+    modes: list[Recompute] = ["none"] * block_count(job.shape)
     job, original = replace(job, apart=True, program=job.lowered), job
     for ranks in _ranks_sharing_stages(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
@@ -91,7 +91,7 @@ def _cheapest(
     """The cheapest choice for these stages that fits all of `ranks`, the holders of these stages."""
     best: tuple[float, str] | None = None
     for choice in _choices(job, stages):
-        modes: list[Recompute] = ["none"] * block_total(job.shape)
+        modes: list[Recompute] = ["none"] * block_count(job.shape)
         for stage, counts in zip(stages, choice, strict=True):
             _set(job, modes, _blocks(job, job.stages[stage]), counts)
         tried = replace(job, modes=tuple(modes))

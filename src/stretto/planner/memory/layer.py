@@ -228,7 +228,7 @@ def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
 def _head(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory:
     size = Sizes(shape, compute, apart)
     saved = head_saved(shape, compute)
-    if compute.loss_tokens(shape):
+    if compute.loss_chunk_tokens(shape):
         return _chunked_head(shape, compute, size)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
@@ -265,12 +265,14 @@ def _head(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory
 def _chunked_head(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> LayerMemory:
     """The head whose backward computes logits, loss and gradients chunk by chunk."""
     saved = head_saved(shape, compute)
-    logits = compute.loss_tokens(shape) * size.columns
+    logits = compute.loss_chunk_tokens(shape) * size.columns
     exact = compute.statistic * logits * (2 if shape.logit_softcap else 1)  # overwritten with the gradient
     chunk = exact + (compute.element * logits if size.halves else 0)
     whole = compute.element * compute.tokens * shape.hidden  # the input's gradient
     weight = size.weight * size.columns * shape.hidden
-    rows = compute.element * compute.loss_tokens(shape) * shape.hidden  # of it, before they are copied there
+    rows = (
+        compute.element * compute.loss_chunk_tokens(shape) * shape.hidden
+    )  # of it, before they are copied there
     products = compute.element * logits + max(size.column + weight, whole + rows)
     back = {
         "norm input": size.norm - size.residual,

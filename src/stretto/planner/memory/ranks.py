@@ -254,7 +254,7 @@ class _Walk:
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
         batch += self.job.compute.framework.buckets
         copied = copied_bytes(self.job, self.rank) if self.job.saves_in_background else 0
-        saving = copied if self.job.state_config.one_memory else 0
+        saving = copied if self.job.state_config.unified_memory else 0
         return RankMemory(
             rank=self.rank,
             weights=states.weights,

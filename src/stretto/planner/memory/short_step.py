@@ -13,7 +13,7 @@ from stretto.program.action import ActionKind
 from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
-from stretto.spec.chain import ends_among, kind_counts
+from stretto.spec.chain import kind_counts, non_blocks_among
 from stretto.spec.job import Job
 
 
@@ -56,7 +56,7 @@ def fullest(memory_job: MemoryJob) -> list[int]:
     alike = dict[object, list[int]]()
     for rank in range(program.ranks):
         stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
-        layers = tuple((*ends_among(shape, stage), kind_counts(shape, stage)) for stage in stages)
+        layers = tuple((*non_blocks_among(shape, stage), kind_counts(shape, stage)) for stage in stages)
         alike.setdefault(layers, []).append(rank)
     kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
     # a microbatch counts until its weight gradient is done, or until its input gradient is

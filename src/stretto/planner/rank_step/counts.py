@@ -71,7 +71,7 @@ def layer_flops(shape: ModelShape, kind: str, compute: ComputeConfig, index: int
         return LayerFlops()
     if kind == "head":
         logits = 2 * compute.tokens * shape.hidden * compute.vocabulary_rows(shape)
-        if compute.loss_tokens(shape):  # all in the backward
+        if compute.loss_chunk_tokens(shape):  # all in the backward
             return LayerFlops((0, 0), (0, 0), (3 * logits, 0))
         return LayerFlops((logits, 0), (0, 0), (2 * logits, 0))
     attention, attention_back = _core(shape, compute, index)
@@ -533,7 +533,9 @@ class _Counting:
     def _head_half(self) -> Literal["I", "W"]:
         """The half of a backward in which the head's weight gets its gradient."""
         shape = self.memory.shape
-        return "I" if self.memory.compute.at(layer_of(shape, shape.chain - 1)).loss_tokens(shape) else "W"
+        return (
+            "I" if self.memory.compute.at(layer_of(shape, shape.chain - 1)).loss_chunk_tokens(shape) else "W"
+        )
 
     def _ties(self) -> None:
         """Gradients that stages of one pipeline share."""

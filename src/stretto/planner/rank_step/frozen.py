@@ -10,7 +10,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.traffic import Message, into_columns, loss_traffic, out_of_rows, output_traffic
 from stretto.spec.chain import layer_of
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.lora import is_adapter
 from stretto.spec.shape import ModelShape
 
@@ -18,7 +18,7 @@ _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input 
 
 
 def frozen_flops(
-    shape: ModelShape, layer: int, compute: ComputeConfig, trained: Trained, upstream: bool
+    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
 ) -> tuple[int, int]:
     """Operations of the linears of a dense block, or of the head, forward and backward, where some are frozen
     or have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
@@ -47,7 +47,7 @@ def frozen_flops(
         flops = 2 * (compute.shard if whole else compute.tokens) * parameter.elements
         forward += flops
         backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
-    if backward and layer == shape.chain - 1 and compute.loss_tokens(shape):
+    if backward and layer == shape.chain - 1 and compute.loss_chunk_tokens(shape):
         return 0, forward + backward
     return forward, backward
 
@@ -56,7 +56,7 @@ def frozen_traffic(
     shape: ModelShape,
     layer: int,
     compute: ComputeConfig,
-    trained: Trained,
+    trained: TrainedParameters,
     *,
     upstream: bool,
     traffic: Sequence[Message],
@@ -85,7 +85,9 @@ def frozen_traffic(
     return (*around, *linears, *(again if here and compute.recompute == "full" else ()))
 
 
-def reached_parts(shape: ModelShape, layer: int, trained: Trained, upstream: bool) -> tuple[bool, bool]:
+def reached_parts(
+    shape: ModelShape, layer: int, trained: TrainedParameters, upstream: bool
+) -> tuple[bool, bool]:
     """Whether the backward reaches a block's attention, and whether it reaches the block at all."""
     names = [p.name for p in layer_parameters(shape, layer, Shares())]
     below = [n for n in names if ".norm1." in n or (".attn." in n and ".attn.proj." not in n)]
@@ -98,7 +100,7 @@ def is_column(name: str) -> bool:
 
 
 def _linears(
-    shape: ModelShape, layer: int, compute: ComputeConfig, trained: Trained, upstream: bool
+    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
 ) -> Iterator[Message]:
     """Messages of the linears and their adapters, in order."""
     reached, inside = upstream, False

@@ -19,7 +19,7 @@ from stretto.planner.search.task import Candidate, Parallelism, Saving, Schedule
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
 from stretto.program.schedules.traits import updates_within
-from stretto.spec.chain import block_total, blocks_among, layer_of
+from stretto.spec.chain import block_count, blocks_among, layer_of
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
@@ -144,7 +144,7 @@ class CandidateEvaluator:
         elif job.recompute.blocks is None:
             modes = None
         else:  # of each stage, only the first blocks
-            partial: list[Mode] = ["none"] * block_total(task.shape)
+            partial: list[Mode] = ["none"] * block_count(task.shape)
             program = small_program(candidate.schedule, job.layout.pp)
             assert program is not None
             for stage in task.stages(program.depth):

@@ -30,9 +30,9 @@ from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
-from stretto.spec.chain import block_kinds, ends_among, is_block, kind_counts, layer_of
+from stretto.spec.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
 from stretto.spec.data_parallel import DataParallel
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -200,7 +200,7 @@ class MemoryBounds:
         self.task = task
         # the first layer of each kind of block
         self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in block_kinds(task.shape))
-        self.ends = ends_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
+        self.ends = non_blocks_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _Layer]()
@@ -388,11 +388,13 @@ def _elements(job: Job, stages: Sequence[range]) -> Elements:
 
 
 @lru_cache(maxsize=16384)
-def _elements_of(shape: ModelShape, stages: tuple[range, ...], shares: Shares, trained: Trained) -> Elements:
+def _elements_of(
+    shape: ModelShape, stages: tuple[range, ...], shares: Shares, trained: TrainedParameters
+) -> Elements:
     if trained.freeze:  # blocks of one kind may differ in what is frozen
         layers = tuple(sorted({layer for stage in stages for layer in stage}))
         return stage_elements(shape, layers, shares, trained)
-    ends = {layer for stage in stages for layer in ends_among(shape, stage)}
+    ends = {layer for stage in stages for layer in non_blocks_among(shape, stage)}
     total = stage_elements(shape, tuple(sorted(ends)), shares, trained)
     for stage in stages:
         for (kind, _), count in zip(block_kinds(shape), kind_counts(shape, stage), strict=True):
@@ -412,7 +414,7 @@ def _states(job: Job, stages: Sequence[range]) -> int:
     """
     elements = _elements(job, stages)
     weight = ELEMENT_BYTES[job.precision.dtype]
-    half, away = weight == 2, job.dp.offload != "none" and not job.one_memory
+    half, away = weight == 2, job.dp.offload != "none" and not job.unified_memory
     gradient = 2 if half and job.precision.gradients == "same" else max(4, weight)
     means = (
         2 * (job.optimiser.moment_bytes or max(4, weight)) if job.optimiser.name in ("adamw", "lamb") else 0

@@ -27,7 +27,7 @@ from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
-from stretto.spec.chain import block_kinds, ends_among, is_block, kind_counts, layer_of
+from stretto.spec.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.flops import model_flops_per_step
@@ -80,7 +80,7 @@ def rank_layers(
     program = small_program(choice, pp)
     assert program is not None
     counts = [kind_counts(shape, stage) for stage in stages]
-    apart = ends_among(shape, range(shape.chain))
+    apart = non_blocks_among(shape, range(shape.chain))
     distinct = dict[RankLayers, None]()
     fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
@@ -172,7 +172,7 @@ class TimeBounds:
             )
             for kind, _ in block_kinds(task.shape)
         )
-        self._ends = ends_among(task.shape, range(task.shape.chain))
+        self._ends = non_blocks_among(task.shape, range(task.shape.chain))
         self._all = tuple(count for _, count in block_kinds(task.shape))
         self._sized = dict[int, Cluster]()
         self._layers = dict[object, Layers]()

@@ -18,7 +18,7 @@ from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.muon import muon_seconds
 from stretto.planner.time.operators import pass_seconds
 from stretto.spec.chain import block_kinds
-from stretto.spec.finetune import EVERYTHING, Trained
+from stretto.spec.finetune import ALL_TRAINED, TrainedParameters
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -65,7 +65,7 @@ class DataTime:
 
 @lru_cache(maxsize=4096)
 def stage_elements(
-    shape: ModelShape, layers: tuple[int, ...], shares: Shares, trained: Trained = EVERYTHING
+    shape: ModelShape, layers: tuple[int, ...], shares: Shares, trained: TrainedParameters = ALL_TRAINED
 ) -> Elements:
     """The parameters of these layers; a tied one is counted once."""
     parameters = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
@@ -134,7 +134,7 @@ def _data_time(
     shape: ModelShape,
     layers: tuple[int, ...],
     shares: Shares,
-    trained: Trained,
+    trained: TrainedParameters,
     layout: Layout,
     sharding: _Sharding,
     cluster: Cluster,

@@ -390,7 +390,7 @@ def _head(
 ) -> KernelTimes:
     exact = unscaled(precision)
     n, k = compute.vocabulary_rows(shape), shape.hidden
-    chunk = compute.loss_tokens(shape)
+    chunk = compute.loss_chunk_tokens(shape)
     times = compute.tokens / (chunk or compute.tokens)
     forward, back, weight = (
         times * seconds for seconds in _products(device, [(n, k)], chunk or compute.tokens, exact)

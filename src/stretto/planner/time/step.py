@@ -75,7 +75,7 @@ def step_time(
     """The step of a job, replayed.
 
     An asynchronous schedule does not drain between steps: its step is the mean over a window of
-    `job.undrained` steps, of which the first fills the pipeline and the last drains it.
+    `job.steps_between_drains` steps, of which the first fills the pipeline and the last drains it.
 
     Args:
         modes: recomputation of each block; None: as the job says, with `auto` taken as none.
@@ -102,7 +102,7 @@ _FILLED = 4  # microbatches for each rank, after which every rank is in its stea
 
 
 def _mean_of_window(job: Job, one: StepTime, times: Callable[[int], StepTime]) -> StepTime:
-    """The mean step of `job.undrained` steps without a drain.
+    """The mean step of `job.steps_between_drains` steps without a drain.
 
     Once the pipeline is full, every further step takes equally long: from a short window and one of twice its
     steps follow those of any length.
@@ -111,7 +111,7 @@ def _mean_of_window(job: Job, one: StepTime, times: Callable[[int], StepTime]) -
         one: a window of one step.
         times: the replay of so many steps.
     """
-    ranks, length = one.timeline.program.ranks, max(1.0, job.undrained)
+    ranks, length = one.timeline.program.ranks, max(1.0, job.steps_between_drains)
     steps = min(floor(length), ceil(_FILLED * ranks / one.timeline.program.microbatches))
     short, long = one if steps == 1 else times(steps), times(2 * steps)
     more = (length - steps) / steps  # windows of steady state

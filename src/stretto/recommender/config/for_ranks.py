@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.run.config.for_ranks import no_such_ranks
+from stretto.run.config.for_ranks import no_layout_error
 
 
 def rank_choices(config: RecommenderConfig) -> list[int]:
@@ -22,5 +22,5 @@ def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
         StrettoError: it is not for so many.
     """
     if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
-        raise no_such_ranks(ranks, choices, "elastic.ranks")
+        raise no_layout_error(ranks, choices, "elastic.ranks")
     return replace(config, layout=replace(config.layout, ranks=ranks))

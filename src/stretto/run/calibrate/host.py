@@ -97,7 +97,7 @@ def _job(blocks: int, microbatches: int) -> Job:
         global_batch=world * microbatches,
         optimiser=Optimiser(),
         vocab_multiple=VOCAB_MULTIPLE,
-        one_memory=True,
+        unified_memory=True,
     )
 
 

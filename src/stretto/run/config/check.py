@@ -11,7 +11,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.program import PLAIN
 from stretto.run.config.compiler import compiler
 from stretto.run.config.disk_space import scratch
-from stretto.run.config.for_ranks import alternatives, number_twice
+from stretto.run.config.for_ranks import alternatives, duplicate_rank_counts
 from stretto.run.config.graphs import graphs
 from stretto.run.config.guard import guard_problems
 from stretto.run.config.job import job_of, program_file
@@ -70,7 +70,7 @@ def _elastic(config: TrainConfig) -> Iterator[Problem]:
     if config.elastic.layouts == "auto" and job_of(config).program().versions:
         rule = "in asynchronous schedules what a step computes depends on the layout"
         yield Problem("elastic.layouts", "auto", rule, "list the layouts, or take a synchronous schedule")
-    yield from number_twice(config)
+    yield from duplicate_rank_counts(config)
     for field, other in alternatives(config):
         for problem in find_problems(other):
             yield Problem(field, None, problem.message, problem.fix)
@@ -95,8 +95,8 @@ def _built(config: TrainConfig) -> Iterator[Problem]:
         shape = config.shape()
     except StrettoError:
         return  # which says so itself
-    if shape.unbuilt:
-        rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
+    if shape.unsupported_parts:
+        rule = f"the model has {', '.join(shape.unsupported_parts)}, which can be planned and not yet built"
         yield Problem(
             "model.preset", config.model.preset, rule, "model.preset=llama3-8b, or another Llama or GPT"
         )

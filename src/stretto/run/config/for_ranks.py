@@ -38,7 +38,7 @@ def for_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
         return base
     entry = next((one for one in base.elastic.listed if one.ranks == ranks), None)
     if entry is None:
-        raise no_such_ranks(ranks, rank_choices(config), "elastic.layouts")
+        raise no_layout_error(ranks, rank_choices(config), "elastic.layouts")
     return config.replacing(_sections(base, entry) | {"elastic": ElasticConfig(layouts=_others(base, entry))})
 
 
@@ -76,7 +76,7 @@ def _others(base: TrainConfig, entry: ElasticLayout) -> list[ElasticLayout]:
     return others
 
 
-def no_such_ranks(ranks: int, choices: list[int], field: str) -> StrettoError:
+def no_layout_error(ranks: int, choices: list[int], field: str) -> StrettoError:
     """The error of a number of ranks that a config has no layout for."""
     known = ", ".join(map(str, choices))
     return StrettoError(
@@ -96,7 +96,7 @@ def alternatives(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
             yield f"elastic.layouts.{number}", replace(base, **_sections(base, entry), **none)
 
 
-def number_twice(config: TrainConfig) -> Iterator[Problem]:
+def duplicate_rank_counts(config: TrainConfig) -> Iterator[Problem]:
     """Two layouts of one number of ranks, of which none could be chosen."""
     base = config.configured
     seen = {_world(base): "layout"}

@@ -63,10 +63,10 @@ def job_of(
         precision=Precision(dtype=train.dtype, **vars(config.precision)),
         optimiser=config.optim,
         bucket=int(train.bucket_mib * 2**20),
-        one_memory=train.device == "cpu",
+        unified_memory=train.device == "cpu",
         trained=config.finetune,
         initial=config.model.initial(),
-        undrained=steps / drains,
+        steps_between_drains=steps / drains,
         async_save=config.checkpoint.async_save and config.checkpoint.every is not None,
     )
 

@@ -12,7 +12,7 @@ import yaml
 
 from stretto.errors import StrettoError, joined, nearest_file
 from stretto.run.config.model import ModelConfig, model_section
-from stretto.run.config.required import lay_marks, take_marks
+from stretto.run.config.required import pop_required_markers, set_required_markers
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
@@ -84,7 +84,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
-    marked = take_marks(values, schema)
+    marked = pop_required_markers(values, schema)
     config = replace(read_section(schema, values, read), required=marked)
     if isinstance(config, TrainConfig) and config.model.preset and not is_name(config.model.preset):
         # the sizes of a config.json, so that the file is not needed again
@@ -139,7 +139,7 @@ def plain_values(config: JobConfig, *, defaults: bool = True) -> dict[str, Any]:
     """The fields of the resolved config, section by section, as JSON and YAML hold them; `defaults` as of
     `dump`.
     """
-    return lay_marks(plain_section(config, defaults=defaults), config.required)
+    return set_required_markers(plain_section(config, defaults=defaults), config.required)
 
 
 def read_config(path: Path) -> str:

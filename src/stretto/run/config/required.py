@@ -20,7 +20,7 @@ FIELDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def take_marks(values: dict[str, Any], schema: type) -> tuple[str, ...]:
+def pop_required_markers(values: dict[str, Any], schema: type) -> tuple[str, ...]:
     """Remove every marked field from the values of a config, so that it takes its default; return their
     names.
     """
@@ -34,7 +34,7 @@ def take_marks(values: dict[str, Any], schema: type) -> tuple[str, ...]:
     return tuple(marked)
 
 
-def lay_marks(values: dict[str, Any], marked: tuple[str, ...]) -> dict[str, Any]:
+def set_required_markers(values: dict[str, Any], marked: tuple[str, ...]) -> dict[str, Any]:
     """The values of a config, changed in place, with these fields marked."""
     for name in marked:
         section, field = name.split(".")
@@ -42,7 +42,7 @@ def lay_marks(values: dict[str, Any], marked: tuple[str, ...]) -> dict[str, Any]
     return values
 
 
-def explain_marks(text: str) -> str:
+def comment_required_markers(text: str) -> str:
     """The YAML of a config with the meaning of each marked field as a comment behind it."""
     lines, section = list[str](), ""
     for line in text.splitlines():

@@ -23,7 +23,7 @@ from stretto.run.config.results import MetricsConfig, ReportConfig, RunConfig, S
 from stretto.spec.data_parallel import ComputeType, DataParallel, PrecisionSettings
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
 from stretto.spec.field import Field, declared
-from stretto.spec.finetune import Trained
+from stretto.spec.finetune import TrainedParameters
 from stretto.spec.job import (
     VOCAB_MULTIPLE,
     ContextParallel,
@@ -295,7 +295,7 @@ class TrainConfig:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     dp: DataParallel = field(default_factory=DataParallel)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
-    finetune: Trained = field(default_factory=Trained)
+    finetune: TrainedParameters = field(default_factory=TrainedParameters)
     lora: LoraConfig = field(default_factory=LoraConfig)
     recompute: Recompute = field(default_factory=Recompute)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -12,7 +12,7 @@ from stretto.layout.layout import ORDER
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
 from stretto.run.config.model import model_section
-from stretto.run.config.required import FIELDS, explain_marks, lay_marks
+from stretto.run.config.required import FIELDS, comment_required_markers, set_required_markers
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import CoreDumper
@@ -55,9 +55,9 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     if wrong:
         raise wrong[0]
     head = "".join(f"# {line}\n" for line in about.splitlines())
-    lay_marks(values, required_fields(base))
+    set_required_markers(values, required_fields(base))
     text = yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
-    return head + explain_marks(text)
+    return head + comment_required_markers(text)
 
 
 def laid_over(job: Job, base: TrainConfig) -> TrainConfig:

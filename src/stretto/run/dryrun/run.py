@@ -102,7 +102,7 @@ def dry_run(job: Job, rank: int, *, quick: bool = False, progress: Progress | No
     """
     _check_optimiser(job)
     started = time.perf_counter()
-    with fake_rank(job.layout, rank, native=not job.one_memory) as mesh, without_values():
+    with fake_rank(job.layout, rank, native=not job.unified_memory) as mesh, without_values():
         return _run(job, mesh, quick, progress or _no_progress, started)
 
 

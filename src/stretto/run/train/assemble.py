@@ -182,7 +182,7 @@ def _chunk_loss(job: Job, model: LanguageModel) -> None:
     """Let the head compute the loss from some tokens' logits at a time, where that pays off."""
     head, loss = model.head, model.get_submodule("loss")
     how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
-    if tokens := how.loss_tokens(job.shape):
+    if tokens := how.loss_chunk_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)
         assert isinstance(loss, VocabParallelCrossEntropy)
         chunked = ChunkedCrossEntropy(head.out, loss, tokens, head.softcap or 0.0)

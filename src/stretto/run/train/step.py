@@ -34,7 +34,7 @@ from stretto.run.train.optimizer import BadGradient, bad_gradient, scales, updat
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import ExpertReport, expert_facts
 from stretto.run.watch.slow import BUSY
-from stretto.spec.finetune import adjusted
+from stretto.spec.finetune import is_router_correction
 
 T = TypeVar("T")
 _LOADING, _UPDATING = label("loading data"), label("optimizer step")
@@ -406,7 +406,7 @@ class TrainingStep:
         if self.mesh.layout.world > 1:
             dist.all_reduce(loads)
         for name, parameter in replica.parameters.items():
-            if adjusted(name):
+            if is_router_correction(name):
                 correct(parameter, loads[int(name.split(".")[1])], moe.correction_rate)
 
     def _tell(self, text: str) -> None:

@@ -126,7 +126,7 @@ def configured_job(config: TrainConfig) -> Job:
             layout=replace(job.layout, order=_order(config.layout)),
             precision=replace(job.precision, dtype="float64"),
             optimiser=replace(job.optimiser, states="float32", eps=max(job.optimiser.eps, LEAST_EPS)),
-            one_memory=True,
+            unified_memory=True,
             graphs="off",  # which CPUs have not
         )
     )

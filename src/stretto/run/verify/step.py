@@ -17,7 +17,7 @@ from stretto.run.data.dataset import Batch
 from stretto.run.train.replica import Replica
 from stretto.run.train.step import StepResult, TrainingStep
 from stretto.run.verify.reference import Snapshot, Trial
-from stretto.spec.finetune import adjusted
+from stretto.spec.finetune import is_router_correction
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 
@@ -138,7 +138,9 @@ def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str,
     for fragment in replica.states.frozen:
         frozen.add(fragment, fragment.parameter)
     trained = {name: weight for name, weight in reference.items() if replica.job.trained(name)}
-    sharded = {n: weight for n, weight in reference.items() if n not in trained and not adjusted(n)}
+    sharded = {
+        n: weight for n, weight in reference.items() if n not in trained and not is_router_correction(n)
+    }
 
     def copies(over: str) -> int:
         return copies_of(replica, over)[0]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stretto.spec.framework import CORE, OPERATORS, Operator, ways_of
+from stretto.spec.framework import CORE, OPERATORS, Operator, framework_behaviour
 from stretto.spec.framework import Framework as Ways
 from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import PRICED
@@ -55,7 +55,9 @@ def as_run(job: Job, settings: Settings) -> Job:
     if "moe-layer-recompute" in settings:
         modules = ["moe"] if settings.get("recompute-granularity") != "selective" else [*modules, "moe"]
     operators: tuple[Operator, ...] = tuple(name for name in OPERATORS if name in modules) or CORE
-    ways = ways_of("megatron", dp=job.dp, precision=job.precision, again=Ways(operators=operators))
+    ways = framework_behaviour(
+        "megatron", dp=job.dp, precision=job.precision, again=Ways(operators=operators)
+    )
     fused = "cross-entropy-loss-fusion" in settings
     return replace(job, framework=ways, fused_loss=fused, loss_chunk=0)
 

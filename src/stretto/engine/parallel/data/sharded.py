@@ -23,7 +23,7 @@ from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.spec.data_parallel import DataParallel
-from stretto.spec.finetune import adjusted
+from stretto.spec.finetune import is_router_correction
 
 
 class ShardedStates:
@@ -150,11 +150,11 @@ class ShardedStates:
 
         def key(parameter: nn.Parameter) -> object:
             layer = layer_of.get(id(parameter)) if by_layer else None
-            return over(parameter), parameter.dtype, layer, adjusted(self._names[id(parameter)])
+            return over(parameter), parameter.dtype, layer, is_router_correction(self._names[id(parameter)])
 
         def make(members: list[nn.Parameter]) -> FlatParameter:
             groups = self.groups[over(members[0])]
-            if adjusted(self._names[id(members[0])]):
+            if is_router_correction(self._names[id(members[0])]):
                 return FlatParameter(members)
             return FlatParameter(
                 members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server"
