@@ -76,7 +76,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     Raises:
         StrettoError: the config is for other numbers.
     """
-    from stretto.recommender.config import for_ranks as recommender
+    from stretto.recommender.config import schema as recommender
     from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.rendezvous import Meeting
     from stretto.run.train.job import under_torchrun

@@ -29,14 +29,7 @@ class RopeScaling:
             null="the preset's, else none",
         ),
     ]
-    factor: Annotated[
-        float,
-        Field(
-            "Factor of the longer context.",
-            ge=1,
-            fix="8 is Llama 3.1's",
-        ),
-    ] = 1.0
+    factor: Annotated[float, Field("Factor of the longer context.", ge=1, fix="8 is Llama 3.1's")] = 1.0
     original_positions: Annotated[
         int | None,
         Field(
@@ -114,12 +107,7 @@ class LatentShape:
 
     kv_rank: Annotated[
         int,
-        Field(
-            "Width of the vector that keys and values come from, 0: no latent attention.",
-            gt=0,
-            off=0,
-            null="the preset's, else the family's",
-        ),
+        Field("Width of the vector that keys and values come from, 0: no latent attention.", gt=0, off=0),
     ]
     rope_dim: Annotated[
         int,
@@ -127,19 +115,15 @@ class LatentShape:
             "Features of a head that are turned by position, part of `model.head_dim`; their key is one for "
             "all heads.",
             gt=0,
-            null="the preset's, else the family's",
         ),
     ]
-    value_dim: Annotated[
-        int, Field("Features of a head's values.", gt=0, null="the preset's, else the family's")
-    ]
+    value_dim: Annotated[int, Field("Features of a head's values.", gt=0)]
     q_rank: Annotated[
         int | None,
         Field(
             "Width of the vector that queries come from, 0: none, they come from the residual stream.",
             gt=0,
             off=0,
-            null="the preset's, else the family's",
         ),
     ] = None
 
@@ -166,8 +150,7 @@ class AttentionShape:
         Field("Bias of the projection into the residual stream.", null="the preset's, else `model.bias`"),
     ] = None
     sinks: Annotated[
-        bool,
-        Field("A number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925)."),
+        bool, Field("A number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925).")
     ] = False
     window: Annotated[
         int | None,
@@ -179,8 +162,7 @@ class AttentionShape:
         ),
     ] = None
     full_every: Annotated[
-        int,
-        Field("Every n-th block has no window, 0: all have it.", ge=0, fix="0: no block sees all"),
+        int, Field("Every n-th block has no window, 0: all have it.", ge=0, fix="0: no block sees all")
     ] = 0
     latent: Annotated[
         LatentShape | None,
@@ -237,8 +219,7 @@ class AttentionShape:
         ),
     ] = 32
     max_distance: Annotated[
-        int,
-        Field("Relative positions: the distance from which on all share one bias.", gt=0),
+        int, Field("Relative positions: the distance from which on all share one bias.", gt=0)
     ] = 128
 
     def __post_init__(self) -> None:

@@ -26,20 +26,14 @@ class ExpertShape:
     experts: Annotated[
         int,
         Field(
-            "Routed experts of a block.",
-            gt=0,
-            largest=MOST_EXPERTS,
-            null="the preset's, else a plain MLP",
+            "Routed experts of a block.", gt=0, largest=MOST_EXPERTS, null="the preset's, else a plain MLP"
         ),
     ]
     top_k: Annotated[int, Field("Routed experts that a token goes to.", gt=0, largest=MOST_EXPERTS)] = 2
     ffn: Annotated[
         int | None,
         Field(
-            "Inner width of each routed expert.",
-            gt=0,
-            largest=1 << 24,
-            null="the preset's, else `model.ffn`",
+            "Inner width of each routed expert.", gt=0, largest=1 << 24, null="the preset's, else `model.ffn`"
         ),
     ] = None
     shared_ffn: Annotated[int, Field("Inner width of the shared expert, 0: none.", ge=0, largest=1 << 24)] = 0
@@ -56,9 +50,7 @@ class ExpertShape:
     balance: Annotated[
         float,
         Field(
-            "Coefficient of the loss that keeps experts equally busy, 0: none.",
-            ge=0,
-            fix="0 switches it off",
+            "Coefficient of the loss that keeps experts equally busy, 0: none.", ge=0, fix="0 switches it off"
         ),
     ] = 0.01
     """The loss of a sequence, times its tokens, is experts * sum over e of (share of the sequence's choices
@@ -130,16 +122,14 @@ class ExpertShape:
         ),
     ] = 1
     top_groups: Annotated[
-        int,
-        Field("Groups, the best ones, that a token's experts come from.", gt=0, largest=MOST_EXPERTS),
+        int, Field("Groups, the best ones, that a token's experts come from.", gt=0, largest=MOST_EXPERTS)
     ] = 1
     group_score: Annotated[
         GroupScore,
         Field("A group's score: that of its best expert (`max`), or the sum of the two best (`top2`)."),
     ] = "max"
     scale: Annotated[
-        float,
-        Field("Factor of the weights of routed experts.", gt=0, fix="1.0 leaves weights as they are"),
+        float, Field("Factor of the weights of routed experts.", gt=0, fix="1.0 leaves weights as they are")
     ] = 1.0
 
     def __post_init__(self) -> None:

@@ -44,18 +44,12 @@ class ModelShape:
         Field(
             "The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
             "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The "
-            "others are in docs/models.md.",
-            null="the preset's",
+            "others are in docs/models.md."
         ),
     ]
     layers: Annotated[
         int,
-        Field(
-            "Transformer blocks; with an encoder, those of the decoder.",
-            gt=0,
-            largest=LARGEST_LAYERS,
-            null="the preset's",
-        ),
+        Field("Transformer blocks; with an encoder, those of the decoder.", gt=0, largest=LARGEST_LAYERS),
     ]
     encoder_layers: Annotated[
         int,
@@ -67,10 +61,8 @@ class ModelShape:
             null="the preset's, else as many as `layers` in families with an encoder (`t5`, `bart`)",
         ),
     ] = derived("family")
-    hidden: Annotated[
-        int, Field("Features of the residual stream.", gt=0, largest=1 << 22, null="the preset's")
-    ]
-    heads: Annotated[int, Field("Query heads of a block.", gt=0, largest=1 << 14, null="the preset's")]
+    hidden: Annotated[int, Field("Features of the residual stream.", gt=0, largest=1 << 22)]
+    heads: Annotated[int, Field("Query heads of a block.", gt=0, largest=1 << 14)]
     kv_heads: Annotated[
         int,
         Field(
@@ -146,8 +138,7 @@ class ModelShape:
         ),
     ] = derived("family")
     norm: Annotated[
-        Norm,
-        Field("`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma)."),
+        Norm, Field("`layer`: LayerNorm; `rms`: RMSNorm; `rms1p`: RMSNorm times 1 + weight (Gemma).")
     ] = derived("family")
     block_norms: Annotated[
         BlockNorms,

@@ -14,8 +14,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
 from stretto.run.config.data import MixturePhase
-from stretto.run.config.elastic import ElasticLayout
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import ElasticLayout, TrainConfig
 from stretto.run.config.section import find
 from stretto.spec.attention import AttentionShape, RopeScaling
 from stretto.spec.data_parallel import DataParallel, Precision

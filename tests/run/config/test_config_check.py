@@ -208,7 +208,7 @@ def test_tensorboards_folder_is_the_runs_or_another() -> None:
 def test_a_warmup_that_is_cut_is_said(overrides: str, says: str | None) -> None:
     config = parse(MODEL, overrides=overrides.split())
     check(config)
-    notes = room.rate_notes(config)
+    notes = room.rate_notes(config.optim.rate, config.train.steps)
     assert bool(notes) == (says is not None)
     assert says is None or says in notes[0]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import stretto.run.config.compiler as compiler_module
+import stretto.run.config.device_checks as compiler_module
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.compiler import compiler_problems
+from stretto.run.config.device_checks import compiler_problems
 from stretto.run.verify.job import verify
 from tiny_job import LLAMA, changes, job, varied
 

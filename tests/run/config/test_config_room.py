@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stretto.run.config import disk_space as room
+from stretto.run.config import check as room
 from stretto.run.config.check import find_problems
 from stretto.run.config.load import parse
 

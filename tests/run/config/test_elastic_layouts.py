@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.recommender.config import for_ranks as recommender
+from stretto.recommender.config import schema as recommender
 from stretto.recommender.config.check import check as check_recommender
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig

@@ -12,7 +12,7 @@ import pytest
 from planted_numbers import plant
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.guard import GuardConfig
+from stretto.run.config.schema import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.local import RankFailed
 from stretto.run.train.guard import Guard, deviations, with_range

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from recommender_job import config_of
 from stretto.cli import jobs
 from stretto.errors import StrettoError
-from stretto.recommender.config import for_ranks as recommender
+from stretto.recommender.config import schema as recommender
 from stretto.recommender.config.check import check as check_recommender
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check

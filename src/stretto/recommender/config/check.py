@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
-from stretto.recommender.config.elastic import ElasticRanks
-from stretto.recommender.config.for_ranks import for_ranks
+from stretto.recommender.config.model import TableConfig
 from stretto.recommender.config.placement import configured_placements
-from stretto.recommender.config.schema import SYNTHETIC, RecommenderConfig
-from stretto.recommender.placement import Placements, TableSpec
-from stretto.run.config.guard import guard_problems
-from stretto.run.config.run_checks import (
-    missing_sources,
-    raise_first,
-    resume,
-    retention,
-    run_folder,
-    tensorboard,
-    writable,
+from stretto.recommender.config.schema import (
+    SYNTHETIC,
+    ClickDataConfig,
+    ElasticRanks,
+    RecommenderConfig,
+    RecommenderLayout,
+    TableOptimConfig,
+    for_ranks,
 )
+from stretto.recommender.placement import Placements, TableSpec
+from stretto.run.config.run_checks import guard_problems, missing_sources, raise_first, run_problems, writable
+from stretto.run.config.schema import GuardConfig
 from stretto.run.config.sources import is_click_folder
-from stretto.spec.optimiser import optimiser_problems
+from stretto.spec.optimiser import Optimiser, optimiser_problems
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
@@ -43,25 +42,37 @@ def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All problems of the job, those of this machine included; arguments as for `check`."""
-    problems = list(_ranks(config, world, devices))
-    problems += [problem for part in CHECKS for problem in part(config)]
-    return problems or list(_elastic(config))
+    broken = list(_ranks(config.layout, config.batch.global_size, world, devices))
+    broken += _tables(config)
+    broken += _optimisers(config.dense_optimiser(), config.optim.tables, config.train.dtype)
+    if config.train.dtype == "float64" and config.tables.wire != "float32":
+        rule = "float64 training is for exactness"
+        broken.append(Problem("tables.wire", config.tables.wire, rule, "tables.wire=float32"))
+    broken += _held_out(config.data, evaluates=config.eval.every is not None)
+    broken += _sources(config.data)
+    if (folder := config.tables.folder) is not None:
+        broken += writable("tables.folder", folder, Path(folder).expanduser())
+    broken += _guard(config.guard, config.checkpoint.every, config.model.tables or [])
+    broken += run_problems(config)
+    return broken or list(_elastic(config))
 
 
 def _elastic(config: RecommenderConfig) -> Iterator[Problem]:
     """What is wrong with the job on its other numbers of ranks."""
     listed = [] if config.elastic.ranks == "auto" else config.elastic.ranks
-    for number, ranks in enumerate(listed):
+    for index, ranks in enumerate(listed):
         if ranks < 1:
-            yield Problem(f"elastic.ranks.{number}", ranks, "a job has 1 rank or more", "leave it out")
+            yield Problem(f"elastic.ranks.{index}", ranks, "a job has 1 rank or more", "leave it out")
             continue
         other = replace(for_ranks(config, ranks), elastic=ElasticRanks())
         for problem in find_problems(other):
-            yield Problem(f"elastic.ranks.{number}", None, problem.message, problem.fix)
+            yield Problem(f"elastic.ranks.{index}", None, problem.message, problem.fix)
 
 
-def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) -> Iterator[Problem]:
-    ranks, node = config.layout.ranks, config.layout.ranks_per_node
+def _ranks(
+    layout: RecommenderLayout, batch: int, world: int | None, devices: int | None
+) -> Iterator[Problem]:
+    ranks, node = layout.ranks, layout.ranks_per_node
     if world is not None and ranks != world:
         yield Problem(
             "layout.ranks", ranks, f"torchrun has started {world} processes", f"layout.ranks={world}"
@@ -80,10 +91,10 @@ def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) ->
             f"it must divide layout.ranks={ranks}",
             "null: one node has them all",
         )
-    if config.batch.global_size < ranks:
+    if batch < ranks:
         yield Problem(
             "batch.global_size",
-            config.batch.global_size,
+            batch,
             f"every one of layout.ranks={ranks} needs a sample",
             f"batch.global_size={ranks}",
         )
@@ -131,45 +142,31 @@ def _hashed(
             )
 
 
-def _guard(config: RecommenderConfig) -> Iterator[Problem]:
-    yield from guard_problems(config.guard, config.checkpoint.every, asynchronous=False)
-    tables = config.model.tables or []
-    if config.guard.rolls_back and any(table.ids == "hash" for table in tables):
+def _guard(guard: GuardConfig, save_every: int | None, tables: Sequence[TableConfig]) -> Iterator[Problem]:
+    yield from guard_problems(guard, save_every, asynchronous=False)
+    if guard.rolls_back and any(table.ids == "hash" for table in tables):
         rule = "the new ids of a table with ids: hash cannot be taken back"
-        yield Problem("guard.on_nonfinite", config.guard.on_nonfinite, rule, "skip, or ids: modulo")
+        yield Problem("guard.on_nonfinite", guard.on_nonfinite, rule, "skip, or ids: modulo")
 
 
-def _optimisers(config: RecommenderConfig) -> Iterator[Problem]:
-    tables = config.optim.tables
-    yield from optimiser_problems(config.dense_optimiser(), "optim.dense")
+def _optimisers(dense: Optimiser, tables: TableOptimConfig, dtype: str) -> Iterator[Problem]:
+    yield from optimiser_problems(dense, "optim.dense")
     if not all(0 <= beta < 1 for beta in tables.betas):
         yield Problem(
             "optim.tables.betas", list(tables.betas), "each must be in [0, 1)", "[0.9, 0.999] is usual"
         )
-    if tables.name == "split_sgd" and config.train.dtype != "float32":
+    if tables.name == "split_sgd" and dtype != "float32":
         yield Problem(
             "optim.tables.name",
             tables.name,
-            f"it keeps float32 in two halves, and train.dtype is {config.train.dtype}",
+            f"it keeps float32 in two halves, and train.dtype is {dtype}",
             "optim.tables.name=sgd, or train.dtype=float32",
         )
 
 
-def _wire(config: RecommenderConfig) -> Iterator[Problem]:
-    wire, dtype = config.tables.wire, config.train.dtype
-    if dtype == "float64" and wire != "float32":
-        yield Problem(
-            "tables.wire",
-            wire,
-            "float64 training is for exactness",
-            "tables.wire=float32",
-        )
-
-
-def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
-    data = config.data
+def _held_out(data: ClickDataConfig, *, evaluates: bool) -> Iterator[Problem]:
     by_share = data.split == "share" or (data.is_synthetic and data.split == "named")
-    if config.eval.every is not None and data.valid == 0 and by_share:
+    if evaluates and data.valid == 0 and by_share:
         yield Problem(
             "data.valid", data.valid, "it must not be 0 with eval.every", "data.valid=0.1, or eval.every=null"
         )
@@ -183,8 +180,7 @@ def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
 _OF_FILES = ("format", "threshold", "hash_rows", "raw", "missing_flags", "columns", "on_error")
 
 
-def _sources(config: RecommenderConfig) -> Iterator[Problem]:
-    data = config.data
+def _sources(data: ClickDataConfig) -> Iterator[Problem]:
     yield from missing_sources(data.sources, (SYNTHETIC,))
     ready = len(data.sources) == 1 and is_click_folder(Path(data.sources[0]).expanduser())
     if not (ready or data.is_synthetic):
@@ -195,24 +191,3 @@ def _sources(config: RecommenderConfig) -> Iterator[Problem]:
             kind = "is a click folder, which was made with settings of its own" if ready else "has no files"
             rule = f"it is for files of a log, and data.source={data.sources[0]} {kind}"
             yield Problem(f"data.{name}", value, rule, "leave it out, or name the files of the log")
-
-
-def _table_folder(config: RecommenderConfig) -> Iterator[Problem]:
-    folder = config.tables.folder
-    if folder is not None:
-        yield from writable("tables.folder", folder, Path(folder).expanduser())
-
-
-CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
-    _tables,
-    _optimisers,
-    _wire,
-    _held_out,
-    _sources,
-    _table_folder,
-    _guard,
-    resume,
-    retention,
-    run_folder,
-    tensorboard,
-)

@@ -6,18 +6,22 @@ The reference in `docs/config.md` is made from this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from stretto.errors import StrettoError
-from stretto.recommender.config.elastic import ElasticRanks
 from stretto.recommender.config.model import Feature, RecommenderModel, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
-from stretto.run.config.checkpoint import CheckpointConfig
-from stretto.run.config.guard import GuardConfig
-from stretto.run.config.results import ReportConfig, RunConfig
-from stretto.run.config.schema import EvalConfig, LoopConfig
+from stretto.run.config.for_ranks import no_layout_error
+from stretto.run.config.schema import (
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    LoopConfig,
+    ReportConfig,
+    RunConfig,
+)
 from stretto.spec.field import Field
 from stretto.spec.optimiser import Optimiser, RateCurve, RateSchedule
 
@@ -306,6 +310,20 @@ class RecommenderRunTime(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticRanks:
+    """Fewer or more ranks: a run goes on from its checkpoint with its tables placed on as many ranks as there
+    are, with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses
+    the number, or `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes
+    the next smaller one.
+    """
+
+    ranks: Annotated[
+        list[int] | Literal["auto"],
+        Field("Numbers of ranks beside `layout.ranks`; or `auto`: any number.", examples=("[3, 2, 1]",)),
+    ] = field(default_factory=list[int])
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecommenderConfig:
     """A recommender's training job. Relative paths start at the working directory.
 
@@ -356,3 +374,21 @@ class RecommenderConfig:
     def dense_optimiser(self) -> Optimiser:
         """The dense networks' optimiser, without clipping: dense and table gradients are clipped together."""
         return Optimiser(**vars(self.optim.dense), clip=None, rate=RateSchedule(**vars(self.optim.rate)))
+
+
+def rank_choices(config: RecommenderConfig) -> list[int]:
+    """The numbers of ranks that the job can have, the largest first; of any number those up to its own."""
+    if config.elastic.ranks == "auto":
+        return list(range(config.layout.ranks, 0, -1))
+    return sorted({config.layout.ranks, *config.elastic.ranks}, reverse=True)
+
+
+def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
+    """The job on so many ranks.
+
+    Raises:
+        StrettoError: it is not for so many.
+    """
+    if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
+        raise no_layout_error(ranks, choices, "elastic.ranks")
+    return replace(config, layout=replace(config.layout, ranks=ranks))

@@ -24,10 +24,7 @@ from stretto.recommender.train.clicks import ClickData, open_clicks, prepare_cli
 from stretto.recommender.train.job import PRELOAD
 from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_fits
-from stretto.run.config.checkpoint import CheckpointConfig
-from stretto.run.config.guard import GuardConfig
-from stretto.run.config.results import ReportConfig, RunConfig
-from stretto.run.config.schema import EvalConfig
+from stretto.run.config.schema import CheckpointConfig, EvalConfig, GuardConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_click_folder
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import Stopped, StopRequest

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.recommender.config.check import check, check_tables
-from stretto.recommender.config.for_ranks import for_ranks, rank_choices
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import RecommenderConfig, for_ranks, rank_choices
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
 from stretto.recommender.train.placement import place

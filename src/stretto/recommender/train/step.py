@@ -21,7 +21,7 @@ from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import SUMMED, Recommender, StepResult
-from stretto.run.config.guard import GuardConfig
+from stretto.run.config.schema import GuardConfig
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, Guard
 from stretto.run.train.loop import StepAgreement, StepReport, agree

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import lasting_bytes
 from stretto.program import PLAIN
-from stretto.run.config.compiler import compiler
-from stretto.run.config.disk_space import scratch
+from stretto.run.config.data import DataConfig
+from stretto.run.config.device_checks import compiler_problems, graph_problems
 from stretto.run.config.for_ranks import alternatives, duplicate_rank_counts
-from stretto.run.config.graphs import graphs
-from stretto.run.config.guard import guard_problems
 from stretto.run.config.job import job_of, program_file
 from stretto.run.config.run_checks import (
-    beside,
+    guard_problems,
     missing_sources,
     raise_first,
-    resume,
-    retention,
-    run_folder,
-    tensorboard,
+    run_problems,
+    similar_paths,
+    writable,
 )
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.sources import (
     PYTHON_STDLIB,
     SAMPLE,
@@ -35,16 +35,20 @@ from stretto.run.config.sources import (
     tokenizer_at,
     vocabulary_is_known,
 )
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Job
 from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
 
 
 def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
-    """Raise for the first thing that is wrong with the job, with all others after it.
+    """Raise the first problem of a job, with all others after it.
 
-    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
-    machines where the job runs on GPUs.
+    Args:
+        world: number of processes, if a launcher such as torchrun has started them.
+        devices: number of GPUs on all machines, if the job runs on GPUs.
 
     Raises:
         StrettoError: names the field, its value, the rule and the nearest fix.
@@ -55,18 +59,48 @@ def check(config: TrainConfig, *, world: int | None = None, devices: int | None 
 def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
-    """All that is wrong with the job: the rules of `stretto.spec.rules`, and what this machine lacks."""
-    broken = list(_whole(config))
+    """Return all problems of a job: broken rules of `stretto.spec.rules`, and what this machine lacks."""
+    broken, job = list[Problem](), None
+    builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
+    if (file := config.schedule.file) is not None:
+        builds["schedule"] = lambda: program_file(file)
+    for field, build in builds.items():
+        try:
+            build()
+        except StrettoError as error:
+            broken.append(error.within(field))
+    shape = None if any(one.field.startswith("model") for one in broken) else config.shape()
+    if shape is not None and shape.unsupported_parts:
+        rule = f"the model has {', '.join(shape.unsupported_parts)}, which can be planned and not yet built"
+        fix = "model.preset=llama3-8b, or another Llama or GPT"
+        broken.append(Problem("model.preset", config.model.preset, rule, fix))
     if broken:  # there is no job to check, but for its optimiser
         broken += optimiser_problems(config.optim)
     else:
-        broken += problems(job_of(config, world=world, devices=devices))
-    broken += [problem for part in CHECKS for problem in part(config)]
-    return broken or [*_budget(config), *scratch(config)] or list(_elastic(config))
+        job = job_of(config, world=world, devices=devices)
+        broken += problems(job)
+    broken += _program_file(config.schedule)
+    broken += _vocab(config.data, config.model.vocab)
+    if shape is not None:
+        broken += _no_decay(config.optim.no_decay, shape)
+    broken += _split(config.data.split, evaluates=config.eval.every is not None)
+    broken += _mixture(config.data)
+    broken += _objective(config, shape)
+    broken += _source(config.data.sources)
+    broken += _tokenizer(config.data.tokenizer_files)
+    if config.train.compile != "off":
+        broken += compiler_problems(config.train.compile, config.train.device)
+    if config.train.graphs != "off":
+        broken += graph_problems(config.train, config.layout.tp, config.data.packing, config.metrics.trace)
+    broken += _guard(config, job)
+    broken += run_problems(config)
+    if not broken and job is not None:
+        broken += [*_memory_budget(job), *_disk_space(config.dp, job)]
+    return broken or list(_elastic(config))
 
 
 def _elastic(config: TrainConfig) -> Iterator[Problem]:
-    """What is wrong with the layouts for other numbers of ranks."""
+    """Check the layouts for other numbers of ranks."""
     if config.elastic.layouts == "auto" and job_of(config).program().versions:
         rule = "in asynchronous schedules what a step computes depends on the layout"
         yield Problem("elastic.layouts", "auto", rule, "list the layouts, or take a synchronous schedule")
@@ -76,56 +110,28 @@ def _elastic(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(field, None, problem.message, problem.fix)
 
 
-def _whole(config: TrainConfig) -> Iterator[Problem]:
-    """Sizes that make no model, an order that makes no layout, a file that holds no program."""
-    builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
-    if (file := config.schedule.file) is not None:
-        builds["schedule"] = lambda: program_file(file)
-    for field, build in builds.items():
+def _memory_budget(job: Job) -> Iterator[Problem]:
+    """Check that some choice of recomputation fits `recompute.memory_gib`."""
+    if job.recompute.mode == "auto":
         try:
-            build()
-        except StrettoError as error:
-            yield error.within(field)
-    yield from _built(config)
+            memory_of(job)
+        except Problem as problem:
+            yield problem
 
 
-def _built(config: TrainConfig) -> Iterator[Problem]:
-    """A model that can be planned and not yet built."""
-    try:
-        shape = config.shape()
-    except StrettoError:
-        return  # which says so itself
-    if shape.unsupported_parts:
-        rule = f"the model has {', '.join(shape.unsupported_parts)}, which can be planned and not yet built"
-        yield Problem(
-            "model.preset", config.model.preset, rule, "model.preset=llama3-8b, or another Llama or GPT"
-        )
-
-
-def _budget(config: TrainConfig) -> Iterator[Problem]:
-    """A budget of memory that no choice of recomputation fits; of a job that is legal in all else."""
-    if config.recompute.mode != "auto":
-        return
-    try:
-        memory_of(job_of(config))
-    except Problem as problem:
-        yield problem
-
-
-def _guard(config: TrainConfig) -> Iterator[Problem]:
-    """Rules for bad steps that the schedule or the checkpoints do not allow."""
+def _guard(config: TrainConfig, job: Job | None) -> Iterator[Problem]:
+    """Check the rules for bad steps against the schedule and the checkpoints."""
     guard, asynchronous = config.guard, False
     if guard.keeps_on or guard.rolls_back:
         try:
-            asynchronous = bool(job_of(config).program().versions)
+            asynchronous = bool((job or job_of(config)).program().versions)
         except StrettoError:
             return  # which others report
     yield from guard_problems(guard, config.checkpoint.every, asynchronous)
 
 
-def _program_file(config: TrainConfig) -> Iterator[Problem]:
-    """Nothing beside a program from a file chooses the schedule."""
-    schedule = config.schedule
+def _program_file(schedule: ScheduleConfig) -> Iterator[Problem]:
+    """`schedule.file` excludes every other schedule option."""
     if schedule.file is None:
         return
     if schedule.name != PLAIN:
@@ -136,37 +142,29 @@ def _program_file(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"schedule.{name}", value, rule, f"schedule.{name}=null")
 
 
-def _vocab(config: TrainConfig) -> Iterator[Problem]:
-    data, model = config.data, config.model
+def _vocab(data: DataConfig, vocab: int | None) -> Iterator[Problem]:
     if vocabulary_is_known(data):
-        return  # their tokenizer is not trained here, and judged once they have been opened
-    if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
-        yield Problem(
-            "model.vocab",
-            model.vocab,
-            f"the tokenizer may have data.vocab={data.vocab} entries",
-            f"model.vocab={data.vocab}, or null to take what the tokenizer has",
-        )
+        return  # their tokenizer is not trained here, and checked once they have been opened
+    if data.tokenizer is None and vocab is not None and vocab < data.vocab:
+        rule = f"the tokenizer may have data.vocab={data.vocab} entries"
+        fix = f"model.vocab={data.vocab}, or null for the tokenizer's"
+        yield Problem("model.vocab", vocab, rule, fix)
 
 
-def _no_decay(config: TrainConfig) -> Iterator[Problem]:
-    try:
-        names = parameter_shapes(config.shape())
-    except StrettoError:  # told by `_whole`
-        return
-    for pattern in config.optim.no_decay:
+def _no_decay(patterns: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
+    names = parameter_shapes(shape) if patterns else {}
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = nearest(pattern, names)
             fix = f"did you mean {near}?" if near else "patterns are like blocks.*.attn.*"
             yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
 
 
-def _split(config: TrainConfig) -> Iterator[Problem]:
-    split = config.data.split
+def _split(split: str, *, evaluates: bool) -> Iterator[Problem]:
     shares = [float(part) for part in split.split(",")]
     if not shares[0]:
         yield Problem("data.split", split, "the first number, for training, must not be 0", "949,50,1")
-    if config.eval.every is not None and not shares[1]:
+    if evaluates and not shares[1]:
         yield Problem(
             "data.split",
             split,
@@ -175,9 +173,9 @@ def _split(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _mixture(config: TrainConfig) -> Iterator[Problem]:
-    """Weights of no mixture, and phases that do not follow one another."""
-    weights, phases = config.data.weights, config.data.phases
+def _mixture(data: DataConfig) -> Iterator[Problem]:
+    """Check the weights of a mixture, and the order of its phases."""
+    weights, phases = data.weights, data.phases
     if weights is None:
         if phases:
             fix = "data.source={A: 0.7, B: 0.3} is a mixture"
@@ -185,8 +183,8 @@ def _mixture(config: TrainConfig) -> Iterator[Problem]:
         return
     yield from _weights("data.source", weights)
     before = 0
-    for number, phase in enumerate(phases):
-        field = f"data.phases.{number}"
+    for index, phase in enumerate(phases):
+        field = f"data.phases.{index}"
         if phase.from_step <= before:
             rule = f"the phase before it begins at step {before}"
             yield Problem(f"{field}.from_step", phase.from_step, rule, f"from_step: {before + 1} or more")
@@ -209,13 +207,12 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         yield Problem(field, str(dict(weights)), "one weight must be above 0", "such as {A: 0.7, B: 0.3}")
 
 
-def _objective(config: TrainConfig) -> Iterator[Problem]:
-    """An objective that is not for the model, or samples that cannot be made."""
-    data = config.data
-    try:
-        encoder, corruption = config.shape().encoder_layers > 0, config.corruption
-    except StrettoError:  # told by `_whole`
+def _objective(config: TrainConfig, shape: ModelShape | None) -> Iterator[Problem]:
+    """Check that the objective suits the model, and that its samples can be made."""
+    if shape is None:
         return
+    data, corruption = config.data, config.corruption
+    encoder = shape.encoder_layers > 0
     if encoder != (corruption is not None):
         rule = "the model has an encoder" if encoder else "the model has no encoder"
         fix = "span-corruption or infilling" if encoder else "causal, or a model such as t5-small"
@@ -241,9 +238,9 @@ def _objective(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("data.target_sequence", config.target_sequence, rule, fix)
 
 
-def _source(config: TrainConfig) -> Iterator[Problem]:
-    yield from missing_sources(config.data.sources, (PYTHON_STDLIB, SAMPLE))
-    for name in config.data.sources:
+def _source(sources: Sequence[str]) -> Iterator[Problem]:
+    yield from missing_sources(sources, (PYTHON_STDLIB, SAMPLE))
+    for name in sources:
         if is_url(name):
             continue
         if is_click_folder(Path(name).expanduser()):
@@ -259,8 +256,8 @@ def _may_be_tokenizer(path: Path) -> bool:
     return bool(tokenizer_at(path)) if path.is_dir() else path.suffix in (".json", ".model", ".tiktoken")
 
 
-def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
-    for name in config.data.tokenizer_files:
+def _tokenizer(files: Sequence[str]) -> Iterator[Problem]:
+    for name in files:
         path = Path(name).expanduser()
         if tokenizer_at(path):
             continue
@@ -269,24 +266,30 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("data.tokenizer", name, rule, "name the file itself, such as its tokenizer.json")
             continue
         kind = "give a tokenizer.json, or a folder that has one; names of models are not downloaded"
-        fix = beside(path, _may_be_tokenizer)
+        fix = similar_paths(path, _may_be_tokenizer)
         yield Problem("data.tokenizer", name, "there is no such file", fix or kind)
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
-    _program_file,
-    _vocab,
-    _no_decay,
-    _split,
-    _mixture,
-    _objective,
-    _source,
-    _tokenizer,
-    compiler,
-    graphs,
-    _guard,
-    resume,
-    retention,
-    run_folder,
-    tensorboard,
-)
+def _disk_space(dp: DataParallel, job: Job) -> Iterator[Problem]:
+    """Check the folder `dp.path`, if states or parameters are kept in files, and its free space."""
+    if dp.path is None or "nvme" not in (dp.offload, dp.offload_parameters):
+        return
+    folder = Path(dp.path).expanduser()
+    broken = list(writable("dp.path", dp.path, folder))
+    yield from broken
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not broken and (free := shutil.disk_usage(existing).free) < (needed := _bytes_in_files(job)):
+        required, left = f"{needed / 2**30:.3g} GiB", f"{free / 2**30:.3g} GiB"
+        yield Problem(
+            "dp.path",
+            dp.path,
+            f"the ranks of this machine keep {required} there, and {left} are free",
+            "a folder on another disk, or dp.offload=cpu",
+        )
+
+
+def _bytes_in_files(job: Job) -> int:
+    """Return the bytes that this machine's ranks keep in files: those that torchrun started, else all."""
+    memory = memory_of(job)
+    each = [lasting_bytes(memory, rank).disk for rank in range(memory.program.ranks)]
+    return sum(each) * int(os.environ.get("LOCAL_WORLD_SIZE") or job.layout.world) // len(each)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
-from stretto.run.config.elastic import ElasticConfig, ElasticLayout
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import ElasticConfig, ElasticLayout, TrainConfig
 
 _OF_LAYOUT = ("tp", "cp", "ep", "dp", "pp", "expert_tp", "stages", "encoder_pp")
 

@@ -11,7 +11,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.program.lower import unlower
 from stretto.program.program import Program
 from stretto.program.text import read_program
-from stretto.run.config.run_checks import beside
+from stretto.run.config.run_checks import similar_paths
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import Precision
 from stretto.spec.field import declared
@@ -81,7 +81,7 @@ def program_file(name: str) -> Program:
     try:
         program = _read(path, path.stat().st_mtime_ns)
     except OSError as error:
-        raise Problem("file", name, f"it cannot be read: {error.strerror}", beside(path)) from None
+        raise Problem("file", name, f"it cannot be read: {error.strerror}", similar_paths(path)) from None
     except StrettoError as error:
         raise Problem("file", name, error.message.removeprefix(f"{path}: "), error.hint) from None
     return unlower(program) if program.lowered else program

@@ -41,6 +41,8 @@ def part_of(item: Declared) -> type | None:
 @cache
 def _family_fields(shape: type) -> frozenset[str]:
     """Fields of a shape, or of a part of one, whose defaults differ between families."""
+    if shape is LatentShape:
+        return frozenset(declared(shape))
     if shape is ExpertShape:
         return frozenset(name for one in FAMILY_DEFAULTS.values() for name in one.experts)
     if shape is AttentionShape:

@@ -1,4 +1,4 @@
-"""What can be known to go wrong with any run, whatever it trains: its rate, its folders, what it writes."""
+"""Checks of the sections that all kinds of jobs have: rate, checkpoints, guard, folders, sources."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.errors import Problem, joined, nearest, nearest_file
-from stretto.run.config.schema import JobConfig
+from stretto.run.config.schema import CheckpointConfig, GuardConfig, JobConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
+from stretto.spec.optimiser import RateCurve
 
 
 def raise_first(problems: Sequence[Problem]) -> None:
@@ -20,9 +21,12 @@ def raise_first(problems: Sequence[Problem]) -> None:
         raise joined(problems)
 
 
-def rate_notes(config: JobConfig) -> list[str]:
-    """What a reader of the config would not expect of the learning rate, in sentences."""
-    rate, steps = config.optim.rate, config.train.steps
+def rate_notes(rate: RateCurve, steps: int) -> list[str]:
+    """Return sentences about the learning rate that a reader of the config would not expect.
+
+    Args:
+        steps: of the whole run.
+    """
     warmup = rate.warmup_steps(steps)
     if isinstance(rate.warmup, int) and warmup < rate.warmup:
         whole = "train.steps" if rate.decay_steps is None else "optim.rate.decay_steps"
@@ -41,9 +45,18 @@ _OTHER_WORDS = {
 }
 
 
-def resume(config: JobConfig) -> Iterator[Problem]:
-    """A folder to go on from that is not there."""
-    wanted = config.checkpoint.resume
+def run_problems(config: JobConfig) -> list[Problem]:
+    """Return the problems of the sections that all kinds of jobs have."""
+    metrics, folder = config.metrics, config.run.folder
+    return [
+        *_resume(config.checkpoint.resume),
+        *_retention(config.checkpoint, config.eval.every),
+        *_run_folder(config.run),
+        *(_tensorboard(metrics) if metrics.board(folder) is not None else ()),
+    ]
+
+
+def _resume(wanted: str) -> Iterator[Problem]:
     if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
         meant = (value for value, words in _OTHER_WORDS.items() if wanted.lower() in words)
         near = next(meant, None) or nearest(wanted, _OTHER_WORDS)
@@ -51,32 +64,30 @@ def resume(config: JobConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
 
-def retention(config: JobConfig) -> Iterator[Problem]:
-    """Checkpoints to keep that are kept anyway, or that are never evaluated."""
-    kept = config.checkpoint
-    for name, value in (("keep_every", kept.keep_every), ("keep_best", kept.keep_best)):
-        if value is not None and kept.keep is None:
+def _retention(checkpoint: CheckpointConfig, eval_every: int | None) -> Iterator[Problem]:
+    """Check for checkpoints to keep that are kept anyway, or that are never evaluated."""
+    for name, value in (("keep_every", checkpoint.keep_every), ("keep_best", checkpoint.keep_best)):
+        if value is not None and checkpoint.keep is None:
             yield Problem(
                 f"checkpoint.{name}",
                 str(value),
                 "checkpoint.keep is null, which keeps all",
                 "checkpoint.keep=2 keeps the newest two beside them",
             )
-    if kept.keep_best is not None and config.eval.every is None:
+    if checkpoint.keep_best is not None and eval_every is None:
         yield Problem(
             "checkpoint.keep_best",
-            str(kept.keep_best),
+            str(checkpoint.keep_best),
             "eval.every is null, so that no checkpoint has a held-out loss",
-            f"eval.every={kept.every}" if kept.every else "eval.every and checkpoint.every",
+            f"eval.every={checkpoint.every}" if checkpoint.every else "eval.every and checkpoint.every",
         )
 
 
-def run_folder(config: JobConfig) -> Iterator[Problem]:
-    """A run folder that cannot be."""
-    folder = config.run.folder.expanduser()
-    yield from writable("run.dir", config.run.dir, folder)
+def _run_folder(run: RunConfig) -> Iterator[Problem]:
+    folder = run.folder.expanduser()
+    yield from writable("run.dir", run.dir, folder)
     around = next((p for p in folder.absolute().parents if p.exists()), None)
-    if config.run.private and around is not None:
+    if run.private and around is not None:
         mode = around.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             rule = f"everyone may write to {around}, and so put another folder in this one's place"
@@ -84,7 +95,7 @@ def run_folder(config: JobConfig) -> Iterator[Problem]:
 
 
 def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:
-    """A folder that cannot be created or written to."""
+    """Check that a folder can be created and written to."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
         yield Problem(field, value, f"{existing} is a file", "name another folder")
@@ -93,7 +104,7 @@ def writable(field: str, value: str, folder: Path) -> Iterator[Problem]:
 
 
 def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[Problem]:
-    """Sources of `data.source` that do not exist; `builtin` are those that every machine has."""
+    """Check that the sources of `data.source` exist; `builtin` are those that every machine has."""
     if not sources:
         yield Problem("data.source", "[]", "it must name something", f"{builtin[0]} is on every machine")
     for name in sources:
@@ -106,18 +117,14 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
             continue
         if not glob.has_magic(name):
             near = nearest(name, builtin)
-            fix = f"did you mean {near}?" if near else beside(path)
+            fix = f"did you mean {near}?" if near else similar_paths(path)
             fix = fix or f"nothing in {path.parent} has such a name; {builtin[0]} is on every machine"
             yield Problem("data.source", name, "there is no such file or folder", fix)
         elif not any(True for _ in glob.iglob(str(path), recursive=True)):
             yield Problem("data.source", name, "the pattern matches no file", "check the folder before it")
 
 
-def tensorboard(config: JobConfig) -> Iterator[Problem]:
-    """TensorBoard asked for and not installed."""
-    metrics = config.metrics
-    if metrics.board(config.run.folder) is None:
-        return
+def _tensorboard(metrics: ReportConfig) -> Iterator[Problem]:
     name, value, none = (
         ("tensorboard", "true", "false")
         if metrics.tensorboard_dir is None
@@ -130,8 +137,10 @@ def tensorboard(config: JobConfig) -> Iterator[Problem]:
         yield from writable("metrics.tensorboard_dir", value, Path(value).expanduser())
 
 
-def beside(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:
-    """A hint to the `usable` entry most like a missing path beside it; hidden entries do not count."""
+def similar_paths(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:
+    """Return a hint to the `usable` entry of the same folder most like a missing path; hidden entries do not
+    count.
+    """
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     if not os.access(path.parent, os.R_OK):
@@ -139,3 +148,38 @@ def beside(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str |
     entries = [e for e in path.parent.iterdir() if path.name.startswith(".") or not e.name.startswith(".")]
     near = nearest_file(path.name, (entry.name for entry in entries if usable(entry)))
     return f"did you mean {path.parent / near}?" if near else None
+
+
+def guard_problems(guard: GuardConfig, save_every: int | None, asynchronous: bool) -> Iterator[Problem]:
+    """Check that the rest of the job allows the rules for bad steps.
+
+    Args:
+        save_every: `checkpoint.every`.
+        asynchronous: the schedule updates weights within the step.
+    """
+    for name in ("on_nonfinite", "on_spike", "on_mismatch"):
+        action = getattr(guard, name)
+        if action == "rollback" and save_every is None:
+            yield Problem(
+                f"guard.{name}",
+                action,
+                "there are no checkpoints to go back to, for checkpoint.every is null",
+                "checkpoint.every=100",
+            )
+        if not asynchronous or name == "on_mismatch":
+            continue
+        if action == "rollback" or (name == "on_spike" and action == "skip"):
+            fix = f"guard.{name}={'stop' if name == 'on_spike' else 'skip'}, or schedule.name=1f1b"
+            yield Problem(
+                f"guard.{name}",
+                action,
+                "this schedule updates the weights before all ranks know of the step, and has begun others",
+                fix,
+            )
+    if asynchronous and guard.check_memory is not None:
+        rule = "this schedule updates the weights within the step"
+        fix = "guard.check_memory=null, or schedule.name=1f1b"
+        yield Problem("guard.check_memory", guard.check_memory, rule, fix)
+    if guard.on_mismatch == "rollback" and guard.check_replicas is None and guard.check_memory is None:
+        rule = "nothing is compared without check_replicas or check_memory"
+        yield Problem("guard.on_mismatch", "rollback", rule, "guard.check_replicas=100")

@@ -13,13 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from stretto.errors import Problem
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
-from stretto.run.config.checkpoint import CheckpointConfig, WeightsConfig
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising, denoising
-from stretto.run.config.elastic import ElasticConfig
-from stretto.run.config.guard import GuardConfig
 from stretto.run.config.model import LoraConfig, ModelConfig
-from stretto.run.config.results import MetricsConfig, ReportConfig, RunConfig, SampleConfig
 from stretto.spec.data_parallel import ComputeType, DataParallel, PrecisionSettings
 from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
 from stretto.spec.field import Field, declared
@@ -241,6 +237,260 @@ class EvalConfig:
 
     every: Annotated[int | None, Field("Steps from one evaluation to the next; null: none.", gt=0)] = None
     batches: Annotated[int, Field("Global batches of an evaluation.", gt=0)] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints on disk, to resume from."""
+
+    every: Annotated[
+        int | None, Field("Steps from one checkpoint to the next; null: at the end only.", gt=0)
+    ] = None
+    async_save: Annotated[
+        bool,
+        Field(
+            "Copy what is saved to host memory, and write it while training goes on. What lies in files "
+            "already is written at once; the last checkpoint of a run is waited for."
+        ),
+    ] = False
+    if_busy: Annotated[
+        Literal["wait", "skip"],
+        Field(
+            "What a checkpoint does while the one before it is still being written: wait for it, or leave "
+            "itself out."
+        ),
+    ] = "wait"
+    keep: Annotated[int | None, Field("Number of newest checkpoints to keep; null: all.", gt=0)] = 2
+    keep_every: Annotated[
+        int | None, Field("Keep the checkpoints of steps that are multiples of this as well.", gt=0)
+    ] = None
+    keep_best: Annotated[
+        int | None,
+        Field(
+            "Number of checkpoints to keep as well that have the least held-out loss (`eval.every`) at their "
+            "step; of recommenders, the least logloss.",
+            gt=0,
+        ),
+    ] = None
+    resume: Annotated[
+        str,
+        Field(
+            "`never`, `auto` (from the run's newest complete checkpoint, if any), or a folder.", filled=True
+        ),
+    ] = "never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig(CheckpointConfig):
+    """Checkpoints on disk, to resume from."""
+
+    may_differ: Annotated[
+        list[str],
+        Field(
+            "Fields of `model` that may differ from the checkpoint's, as where the context is extended; "
+            "without, training refuses weights of a model that computes something else.",
+            examples=("[rope_theta, rope]",),
+        ),
+    ] = field(default_factory=list[str])
+
+
+Action = Literal["stop", "skip", "rollback"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What becomes of a step whose numbers cannot be right, and of copies that differ."""
+
+    on_nonfinite: Annotated[
+        Action,
+        Field(
+            "Where a loss or a gradient is NaN or infinite, no rank applies the update. Then `stop` ends the "
+            "run, `skip` goes on with the next step, and `rollback` goes back to the newest whole checkpoint "
+            "and goes on behind the samples of the step."
+        ),
+    ] = "stop"
+    on_spike: Annotated[
+        Literal["off", "stop", "skip", "rollback"],
+        Field("The same where the loss or the gradient norm jumps up."),
+    ] = "off"
+    spike_sigma: Annotated[
+        float,
+        Field(
+            "What a jump is: so many standard deviations above the median of the window, both estimated so "
+            "that single outliers do not move them.",
+            gt=0,
+        ),
+    ] = 6.0
+    spike_window: Annotated[
+        int, Field("Steps of the window; none is judged before it is half full.", gt=3)
+    ] = 128
+    max_skips: Annotated[
+        int, Field("Bad steps in a row that are skipped or rolled back; the next one stops.", gt=0)
+    ] = 10
+    check_replicas: Annotated[
+        int | None,
+        Field(
+            "Steps from one comparison of all copies of weights and optimiser states on different ranks, by "
+            "checksum, to the next, and before every checkpoint; null: none.",
+            gt=0,
+        ),
+    ] = None
+    check_memory: Annotated[
+        int | None,
+        Field(
+            "Steps from one check that weights and optimiser states in memory keep their bits from an update "
+            "to the next, by checksum, to the next check: with 1 none is left out. It also finds what only "
+            "one rank holds, as shards of ZeRO; null: none.",
+            gt=0,
+        ),
+    ] = None
+    on_mismatch: Annotated[
+        Literal["stop", "rollback"],
+        Field(
+            "Where copies differ, or memory has changed by itself: `rollback` goes back to the newest whole "
+            "checkpoint from before, and trains on the same samples again."
+        ),
+    ] = "stop"
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any rule goes back to a checkpoint."""
+        return "rollback" in (self.on_nonfinite, self.on_spike, self.on_mismatch)
+
+    @property
+    def keeps_on(self) -> bool:
+        """Whether a bad step is ever passed over, or memory checked, so that every rank must know of it
+        before it updates.
+        """
+        return self.on_nonfinite != "stop" or self.on_spike != "off" or self.check_memory is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What is reported during the run. `metrics.jsonl` has every step."""
+
+    every: Annotated[int, Field("Steps from one line in the terminal to the next.", gt=0)] = 10
+    tensorboard: Annotated[bool, Field("Write TensorBoard files too; needs `stretto[tensorboard]`.")] = False
+    tensorboard_dir: Annotated[
+        str | None,
+        Field(
+            "Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in the "
+            "run's folder.",
+            filled=True,
+        ),
+    ] = None
+
+    def board(self, run: Path) -> Path | None:
+        """The folder of TensorBoard's files of a run in the folder `run`; None: none are written."""
+        if self.tensorboard_dir is not None:
+            return Path(self.tensorboard_dir).expanduser()
+        return run / "tensorboard" if self.tensorboard else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig(ReportConfig):
+    """What is reported during the run. `metrics.jsonl` has every step."""
+
+    peak_tflops: Annotated[
+        float | None,
+        Field(
+            "Peak of one device in TFLOP/s, for MFU; null: looked up for known accelerators, none on CPUs.",
+            gt=0,
+        ),
+    ] = None
+    trace: Annotated[
+        int,
+        Field(
+            "Step, counted from the start or the resume, in which every rank records a timeline; `trace/` "
+            "and `report.html` in the run's folder compare it with the prediction. 0: none.",
+            ge=0,
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The text that the trained model generates at the end."""
+
+    prompt: Annotated[str, Field("The beginning of the text.")] = "def "
+    tokens: Annotated[int, Field("Tokens to generate; 0: no sample.", ge=0)] = 64
+    temperature: Annotated[float, Field("Divides the logits; 0: always the most likely token.", ge=0)] = 0.8
+    top_k: Annotated[int | None, Field("Sample from this many most likely tokens; null: from all.", gt=0)] = (
+        50
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the results go: `DIR/NAME/`."""
+
+    name: Annotated[
+        str,
+        Field(
+            "Name of the run and of its folder; by default the config file's name.",
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]*$",
+            examples=("gpt-small.2",),
+        ),
+    ] = "train"
+    dir: Annotated[str, Field("Folder of all runs.", filled=True)] = "runs"
+    private: Annotated[bool, Field("Only the user who trains may enter the run's folder (mode 0700).")] = (
+        False
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.dir) / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticLayout:
+    """A layout of another number of ranks than `layout`'s. Sizes that are left out are 1; what is not said
+    here is as in `layout`, `batch` and `schedule` of the config, whichever layout the job had before.
+    """
+
+    tp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    cp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    ep: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    dp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    pp: Annotated[int, Field("As in `layout`.", gt=0)] = 1
+    expert_tp: Annotated[int | None, Field("As in `layout`.", gt=0)] = None
+    stages: Annotated[list[int] | None, Field("As in `layout`.")] = None
+    encoder_pp: Annotated[int | None, Field("As in `layout`.", gt=0)] = None
+    micro_size: Annotated[int | None, Field("Samples per microbatch; null: `batch.micro_size`.", gt=0)] = None
+    schedule: Annotated[
+        str | None,
+        Field("Name of the schedule, with its usual options; null: that of `schedule`.", filled=True),
+    ] = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the layout; experts share those of other axes."""
+        return self.tp * self.cp * self.dp * self.pp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Fewer or more ranks: a run goes on from its checkpoint with the layout for the number that there is,
+    with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses it, or
+    `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes the next
+    smaller one.
+    """
+
+    layouts: Annotated[
+        list[ElasticLayout] | Literal["auto"],
+        Field(
+            "One layout for each further number of ranks; or `auto`: any number takes the fastest layout "
+            "that fits it, as `stretto plan --cluster here` finds it, with its microbatches, schedule, "
+            "sharding and recomputation.",
+            examples=("[{dp: 3}, {pp: 2, micro_size: 2}]",),
+        ),
+    ] = field(default_factory=list[ElasticLayout])
+
+    @property
+    def listed(self) -> list[ElasticLayout]:
+        """The layouts that are listed; none where they are planned."""
+        return [] if self.layouts == "auto" else self.layouts
 
 
 class HasRate(Protocol):

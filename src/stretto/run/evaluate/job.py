@@ -10,10 +10,14 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.checkpoint import CheckpointConfig
-from stretto.run.config.guard import GuardConfig
-from stretto.run.config.results import MetricsConfig, RunConfig
-from stretto.run.config.schema import EvalConfig, TrainConfig
+from stretto.run.config.schema import (
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    MetricsConfig,
+    RunConfig,
+    TrainConfig,
+)
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.mixture import HeldOut, held_out
 from stretto.run.data.prepare import prepare_data

@@ -14,7 +14,7 @@ from math import isfinite, log
 from statistics import median
 from typing import Any, Literal
 
-from stretto.run.config.guard import GuardConfig
+from stretto.run.config.schema import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 
 _TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation

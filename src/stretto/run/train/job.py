@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.device_checks import no_graphs
 from stretto.run.config.for_ranks import rank_choices
-from stretto.run.config.graphs import no_graphs
 from stretto.run.config.job import job_of
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig, TrainConfig

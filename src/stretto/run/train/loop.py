@@ -587,6 +587,6 @@ def start_run(
             f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
         ) from None
     cleanup.enter_context(metrics)
-    for note in [*rate_notes(config), *notes]:
+    for note in [*rate_notes(config.optim.rate, config.train.steps), *notes]:
         metrics.note(note)
     return metrics

@@ -23,7 +23,7 @@ from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.pipeline import Recorder
 from stretto.engine.progress import PROGRESS, label
-from stretto.run.config.guard import GuardConfig
+from stretto.run.config.schema import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.run.config.compiler import compiler_problems
+from stretto.run.config.device_checks import compiler_problems
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
