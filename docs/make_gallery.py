@@ -13,7 +13,7 @@ from typing import Any
 from stretto import schedule, simulate
 from stretto.program import names
 from stretto.program.replay import Timeline
-from stretto.view.panel import held, peak
+from stretto.view.panel import activation_curves, peak
 from stretto.view.panel_svg import timeline_svg
 
 RANKS, MICROBATCHES = 4, 8
@@ -86,7 +86,7 @@ def _table(shown: list[Timeline]) -> str:
             f"{timeline.bound:g}",
             f"{timeline.bubble.rate:.1%}",
             f"{timeline.bubble.span:g}",
-            f"{max(map(peak, held(timeline))):g}",
+            f"{max(map(peak, activation_curves(timeline))):g}",
             f"{timeline.program.copies * max(timeline.weight_versions)}",
             f"{timeline.transfers}",
         )
@@ -102,7 +102,7 @@ def _steps(timeline: Timeline) -> str:
 
 def _figures(timeline: Timeline) -> str:
     """The figures as a sentence."""
-    by_rank = [f"{peak(curve):g}" for curve in held(timeline)]
+    by_rank = [f"{peak(curve):g}" for curve in activation_curves(timeline)]
     holds = f"every rank holds at most {by_rank[0]}"
     if len(set(by_rank)) > 1:
         holds = f"ranks hold at most {', '.join(by_rank)}"

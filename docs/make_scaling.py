@@ -15,7 +15,7 @@ from stretto.planner.run_scores import predict_rows, read_table
 from stretto.planner.runs import read_run
 from stretto.view.colours import hexed, mix
 from stretto.view.plan_charts import PARTS
-from stretto.view.svg import element, page, words
+from stretto.view.svg import element, page, text_line
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent / "benchmarks" / "published" / "tables"
@@ -205,8 +205,8 @@ def picture(drawn: Sequence[tuple[Published, list[Point], list[Point]]]) -> str:
     """All jobs, one below another; weak scaling left, strong scaling right."""
     title = "Weak and strong scaling of five published jobs"
     parts = [
-        words(title, 16, 28, 16, font_weight="bold"),
-        words(
+        text_line(title, 16, 28, 16, font_weight="bold"),
+        text_line(
             "Predicted shares of the step, stacked; line and dots: predicted model FLOPs utilisation; rings: "
             "published.",
             *(16, 48, 12),
@@ -240,7 +240,7 @@ def _legend(y: float) -> list[str]:
     x = 16.0
     for name in GROUPS:
         parts.append(element("rect", x=x, y=y, width=12, height=12, **_fill(name)))
-        parts.append(words(NAMES[name], x + 17, y + 10, 11))
+        parts.append(text_line(NAMES[name], x + 17, y + 10, 11))
         x += 32 + 5.6 * len(NAMES[name])
     return parts
 
@@ -255,7 +255,7 @@ def _panel(job: Published, some: Sequence[Point], left: float, top: float, weak:
     kind = (
         "weak: batch grows with devices" if weak else f"strong: batch of {some[0].estimate.job.global_batch}"
     )
-    parts = [words(f"{job.name}; {kind}", left, top - 8, 12)]
+    parts = [text_line(f"{job.name}; {kind}", left, top - 8, 12)]
     below = [0.0] * len(some)
     for name in GROUPS:
         above = [low + shares(point.estimate)[name] for low, point in zip(below, some, strict=True)]
@@ -265,9 +265,9 @@ def _panel(job: Published, some: Sequence[Point], left: float, top: float, weak:
         below = above
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(element("path", d=f"M{left} {y(share)}h{PANEL}", class_="line", stroke_opacity=0.4))
-        parts.append(words(f"{100 * share:.0f}%", left - 6, y(share) + 4, 10, text_anchor="end"))
+        parts.append(text_line(f"{100 * share:.0f}%", left - 6, y(share) + 4, 10, text_anchor="end"))
     for power in range(3, 15):
-        parts.append(words(f"{2**power:,}", x(2**power), top + TALL + 15, 9, text_anchor="middle"))
+        parts.append(text_line(f"{2**power:,}", x(2**power), top + TALL + 15, 9, text_anchor="middle"))
     line = " ".join(f"{x(p.devices):.1f},{y(p.estimate.mfu):.1f}" for p in some)
     parts.append(element("polyline", points=line, fill="none", stroke="#000000", stroke_width=1.5))
     for point in some:

@@ -14,7 +14,7 @@ from published.figures import Comparison, Point
 from stretto.view import colours
 from stretto.view.html import plain_html, table_html
 from stretto.view.panel import ticks
-from stretto.view.svg import element, page, words
+from stretto.view.svg import element, page, text_line
 
 _WIDTH = 980.0
 _MARGIN = 16.0
@@ -67,8 +67,8 @@ def figure_svg(comparison: Comparison) -> str:
     height = _TALL if columns == 1 else _LOW
     whole = height + _ABOVE + _BELOW
     parts = [
-        words(figure.title, _MARGIN, 28, 16, font_weight="bold"),
-        words(summary_line(comparison), _MARGIN, 48, 12, class_="quiet"),
+        text_line(figure.title, _MARGIN, 28, 16, font_weight="bold"),
+        text_line(summary_line(comparison), _MARGIN, 48, 12, class_="quiet"),
         *legend,
     ]
     for place, name in enumerate(panels):
@@ -136,23 +136,23 @@ def _panel(
     right, low = plot.left + plot.width, plot.top + plot.height
     mape = sum(abs(point.error) for point in points) / len(points)
     parts = [
-        words(
+        text_line(
             f"{name}: MAPE {100 * mape:.1f}%" if name else "",
             plot.left - 34,
             plot.top - 26,
             13,
             font_weight="bold",
         ),
-        words(figure.measure, plot.left - 34, plot.top - 9, 11, class_="quiet"),
-        words(figure.across, (plot.left + right) / 2, low + 34, 11, class_="quiet", text_anchor="middle"),
+        text_line(figure.measure, plot.left - 34, plot.top - 9, 11, class_="quiet"),
+        text_line(figure.across, (plot.left + right) / 2, low + 34, 11, class_="quiet", text_anchor="middle"),
     ]
     for value in ticks(plot.high, int(plot.height / 45 * plot.high / (plot.high - plot.low))):
         if value >= plot.low:
             y = plot.y(value)
             parts.append(element("path", d=f"M{plot.left} {y:.1f}H{right}", class_="grid"))
-            parts.append(words(f"{value:g}", plot.left - 6, y + 4, 11, class_="quiet", text_anchor="end"))
+            parts.append(text_line(f"{value:g}", plot.left - 6, y + 4, 11, class_="quiet", text_anchor="end"))
     for at in plot.places:
-        parts.append(words(at, plot.x(at), low + 16, 11, text_anchor="middle"))
+        parts.append(text_line(at, plot.x(at), low + 16, 11, text_anchor="middle"))
     parts.append(element("path", d=f"M{plot.left} {low}H{right}", class_="axis"))
     shown = [one for one in series if any(point.series == one for point in points)]
     for number, one in enumerate(shown):
@@ -188,7 +188,7 @@ def _series(plot: _Plot, points: Sequence[Point], *, shift: float, look: int, ma
         ]
         if labelled:
             label = f"{100 * point.error:+.1f}%"
-            marks.append(words(label, x, high - 5, 10.5, text_anchor="middle"))
+            marks.append(text_line(label, x, high - 5, 10.5, text_anchor="middle"))
         parts.append(element("g", "".join(marks)))
     return parts
 
@@ -222,10 +222,10 @@ def _legend(series: Sequence[str], top: float) -> tuple[list[str], float]:
         )
         parts.append(_shape(look, x + 2, top, 6.5, class_="hollow", stroke=colour, stroke_width=1.8))
         parts.append(_shape(look, x + 18, top, 3.2, fill=colour))
-        parts.append(words(name, x + 32, top + 4, 12))
+        parts.append(text_line(name, x + 32, top + 4, 12))
         x += 52 + 6.4 * len(name)
     note = "large and hollow: published; small and filled: predicted, the bar holds nine measurements of ten"
-    parts.append(words(note, _MARGIN, top + 26, 11, class_="quiet"))
+    parts.append(text_line(note, _MARGIN, top + 26, 11, class_="quiet"))
     return parts, top + 34
 
 

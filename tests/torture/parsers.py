@@ -228,11 +228,11 @@ def tokenizer(_: Path) -> Parser:
 def chat_template(folder: Path) -> Parser:
     from chats import SPECIAL, TEMPLATES, chat
     from stretto.errors import StrettoError
-    from stretto.run.data import template_process
+    from stretto.run.data import chat_template
     from stretto.run.data.chat_template import ChatTemplate
     from stretto.run.data.conversation import Conversation, mark, parse_row
 
-    template_process.SECONDS = 1
+    chat_template.SECONDS = 1
     row = {"messages": chat(2), "tools": [{"type": "function"}], "chat_template_kwargs": {"a": 1}}
     named = [
         {"name": "default", "template": TEMPLATES["llama3"]},

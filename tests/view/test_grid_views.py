@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from stretto import Layout
-from stretto.view import colours, kind_colours
+from stretto.view import colours
 from stretto.view.exchanges import exchanges
-from stretto.view.grid import cell, grid, grid_svg, nodes, some
+from stretto.view.grid import cell, grid, grid_svg, nodes, shown_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [
@@ -31,7 +31,7 @@ def test_every_rank_stands_in_its_node(layout: Layout, width: int) -> None:
     words = " ".join(" ".join(lines).split())
     for rank in range(layout.offset, layout.offset + layout.world):
         shown = cell(layout, rank)
-        assert f"{rank} {shown.place}".strip() in words
+        assert f"{rank} {shown.coordinates}".strip() in words
     assert [line.split()[1] for line in lines if line.startswith("node")] == [
         str(node) for node in range(len(nodes(layout, 8)))
     ]
@@ -39,7 +39,7 @@ def test_every_rank_stands_in_its_node(layout: Layout, width: int) -> None:
 
 def test_a_cell_shows_its_coordinates() -> None:
     layout = Layout(tp=2, dp=2, pp=4, order="tp-pp-dp")
-    assert cell(layout, 13).place == "p2 t1 d1"
+    assert cell(layout, 13).coordinates == "p2 t1 d1"
     assert cell(layout, 13).stage == 2
 
 
@@ -155,7 +155,7 @@ def test_a_large_svg_is_summed_up() -> None:
 def test_some_keeps_the_last_row() -> None:
     rows = nodes(Layout(dp=50), 8)
     assert [row[-1] for row in nodes(Layout(dp=50), 8)][-1] == 49
-    shown, left_out = some(rows, 3)
+    shown, left_out = shown_rows(rows, 3)
     assert [number for number, _ in shown] == [0, 1, 6]
     assert left_out == 4
 
@@ -167,7 +167,7 @@ def test_ramp_of_stages_rises_in_lightness_and_text_is_legible() -> None:
         assert light == sorted(light)
         assert len(set(ramp)) == stages
     everything = [colours.of_stage(stage, 32) for stage in range(32)]
-    everything += [kind_colours.of_kind(kind, chunk, 4) for kind in kind_colours.KINDS for chunk in range(4)]
+    everything += [colours.of_kind(kind, chunk, 4) for kind in colours.KINDS for chunk in range(4)]
     for colour in everything:
         ink = 0.0 if colours.text_on(colour) == "#000000" else 1.0
         lighter, darker = sorted((colours.luminance(colour), ink), reverse=True)

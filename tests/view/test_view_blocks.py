@@ -11,15 +11,15 @@ from stretto.program import Action, ActionKind, names
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs
 from stretto.program.transforms.activations import offload, recompute
-from stretto.view.panel import Block, Phase, blocks, held, panel, peak, stacked, window
+from stretto.view.panel import Phase, TimelineBlock, activation_curves, blocks, panel, peak, stacked, window
 from stretto.view.panel_svg import timeline_svg
 from stretto.view.terminal import timeline_text
 
 NAMES = [name for name in names() if name != "auto"]
 
 
-def block(row: int, start: float, end: float) -> Block:
-    return Block(row=row, start=start, end=end, action=Action(0, ActionKind.F, 0))
+def block(row: int, start: float, end: float) -> TimelineBlock:
+    return TimelineBlock(row=row, start=start, end=end, action=Action(0, ActionKind.F, 0))
 
 
 @given(
@@ -30,7 +30,7 @@ def block(row: int, start: float, end: float) -> Block:
         max_size=30,
     )
 )
-def test_no_two_blocks_cover_one_another(given_blocks: list[Block]) -> None:
+def test_no_two_blocks_cover_one_another(given_blocks: list[TimelineBlock]) -> None:
     laid_out = stacked(given_blocks)
     assert sorted((b.row, b.start, b.end) for b in laid_out) == sorted(
         (b.row, b.start, b.end) for b in given_blocks
@@ -72,7 +72,7 @@ def test_curves_peak_at_the_most_that_is_held(name: str) -> None:
     program = timeline.program
     each = [program.placement.count(rank) / program.copies for rank in range(4)]
     expected = [most / count for most, count in zip(peak_held(program), each, strict=True)]
-    curves = held(timeline)
+    curves = activation_curves(timeline)
     assert [peak(curve) for curve in curves] == pytest.approx(expected)
     for curve in curves:
         times = [time for time, _ in curve]
@@ -82,15 +82,15 @@ def test_curves_peak_at_the_most_that_is_held(name: str) -> None:
 
 
 def test_curve_of_one_rank_by_hand() -> None:
-    curve = held(simulate(schedule("gpipe", 1, 2)))[0]
+    curve = activation_curves(simulate(schedule("gpipe", 1, 2)))[0]
     assert curve == ((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0))
 
 
 def test_recomputed_and_offloaded_activations_are_not_held_in_between() -> None:
     program = schedule("gpipe", 1, 3)
-    assert [peak(curve) for curve in held(simulate(recompute(program)))] == [1]
+    assert [peak(curve) for curve in activation_curves(simulate(recompute(program)))] == [1]
     moved = offload(program)
-    assert [peak(curve) for curve in held(simulate(moved))] == peak_held(moved)
+    assert [peak(curve) for curve in activation_curves(simulate(moved))] == peak_held(moved)
 
 
 def test_a_window_has_fill_steady_state_and_drain() -> None:

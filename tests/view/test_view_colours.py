@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from stretto.program import ActionKind
-from stretto.view import colours, kind_colours
+from stretto.view import colours
 from stretto.view.colours import Rgb
 
 Matrix = tuple[tuple[float, float, float], ...]
@@ -32,7 +32,7 @@ SEEN: dict[str, Matrix] = {
         (0.004733, 0.691367, 0.303900),
     ),
 }
-DRAWN = [kind for kind in kind_colours.KINDS if kind is not ActionKind.UPDATE]
+DRAWN = [kind for kind in colours.KINDS if kind is not ActionKind.UPDATE]
 
 
 def lab(colour: Rgb, seen: str = "normal") -> tuple[float, float, float]:
@@ -54,7 +54,7 @@ def distance(one: Rgb, other: Rgb, seen: str) -> float:
 
 
 def shades(kind: ActionKind, chunks: int = 5) -> list[Rgb]:
-    return [kind_colours.of_kind(kind, chunk, chunks) for chunk in range(chunks)]
+    return [colours.of_kind(kind, chunk, chunks) for chunk in range(chunks)]
 
 
 def test_the_colour_distance_of_the_test_is_sound() -> None:
@@ -67,7 +67,7 @@ def test_the_colour_distance_of_the_test_is_sound() -> None:
 
 
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize(("one", "other"), list(combinations(kind_colours.KINDS, 2)))
+@pytest.mark.parametrize(("one", "other"), list(combinations(colours.KINDS, 2)))
 def test_kinds_part_for_every_eye(one: ActionKind, other: ActionKind, seen: str) -> None:
     assert min(distance(a, b, seen) for a in shades(one) for b in shades(other)) >= 9
 
@@ -88,14 +88,13 @@ def test_kinds_of_one_schedule_part_widely(one: ActionKind, other: ActionKind) -
 
 def test_kinds_have_bands_of_lightness_of_their_own() -> None:
     """In grey no shade of one kind is as light as any of another."""
-    bands = sorted((lab(first)[0], lab(last)[0]) for first, last in kind_colours.KINDS.values())
+    bands = sorted((lab(first)[0], lab(last)[0]) for first, last in colours.KINDS.values())
     assert all(dark <= light for dark, light in bands)
     for (_, below), (above, _) in pairwise(bands):
         assert above - below >= 2
     # those that stand side by side most are furthest apart
     f, b, i, w = (
-        lab(kind_colours.of_kind(kind))[0]
-        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+        lab(colours.of_kind(kind))[0] for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
     )
     assert b - f > 40
     assert w - i > 20
@@ -106,10 +105,10 @@ def test_chunks_go_from_dark_to_light_and_can_be_told_apart(kind: ActionKind) ->
     lights = [lab(colour)[0] for colour in shades(kind)]
     assert lights == sorted(lights)
     for seen in SEEN:
-        assert distance(*kind_colours.KINDS[kind], seen) >= 4
+        assert distance(*colours.KINDS[kind], seen) >= 4
 
 
-@pytest.mark.parametrize("kind", kind_colours.KINDS)
+@pytest.mark.parametrize("kind", colours.KINDS)
 def test_numbers_read_on_every_shade(kind: ActionKind) -> None:
     """Contrast of at least 4.5 (WCAG 2, level AA)."""
     for shade in shades(kind):

@@ -12,7 +12,7 @@ from browser import Browser
 from stretto import schedule, simulate
 from stretto.program import ActionKind, lower
 from stretto.program.replay import Costs, Timeline
-from stretto.view import kind_colours
+from stretto.view import colours
 from stretto.view.html import compare_html, timeline_html
 from stretto.view.measured import measured_html
 from stretto.view.trace import trace_of
@@ -76,10 +76,10 @@ def test_every_block_is_painted_in_its_colour_at_its_place(browser: Browser) -> 
     kinds = [ActionKind.F, ActionKind.I, ActionKind.W]  # those of the schedule, in the legend's order
     assert len(page["seen"]) == 4 * 2 * 8 * 3
     for seen, kind, shade in zip(page["seen"], page["kinds"], page["shades"], strict=True):
-        assert tuple(seen[:3]) == kind_colours.of_kind(kinds[kind], shade, 2)
+        assert tuple(seen[:3]) == colours.of_kind(kinds[kind], shade, 2)
     assert page["ready"] == "1"
     assert page["all"]["drawn"] == str(4 * 2 * 8 * 3)
-    assert tuple(page["idle"][:3]) not in {kind_colours.of_kind(k, s, 2) for k in kinds for s in (0, 1)}
+    assert tuple(page["idle"][:3]) not in {colours.of_kind(k, s, 2) for k in kinds for s in (0, 1)}
     assert page["held"][0] == pytest.approx([0xB9, 0xC0, 0xC9, 255], abs=3)  # the memory curve
     assert page["held"][1][3] == 0  # which does not fill its strip
     assert "zb-v" in page["label"]

@@ -23,8 +23,8 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.presets import preset
 from stretto.view import colours
 from stretto.view.plan_charts import MEMORY, PARTS, Look, front
-from stretto.view.plan_facts import differences
 from stretto.view.plan_page import plan_page
+from stretto.view.plan_texts import differences
 
 GIB = 2**30
 LAYOUTS = [

@@ -11,7 +11,7 @@ import pytest
 
 from stretto import schedule, simulate
 from stretto.errors import StrettoError
-from stretto.view import kind_colours
+from stretto.view import colours
 from stretto.view.panel_svg import timeline_svg
 from stretto.view.svg import png_of
 
@@ -50,7 +50,7 @@ def test_the_picture_is_drawn_with_its_words() -> None:
     scale = 920 / timeline.makespan
     for event in timeline.events:
         x, y = round(72 + event.start * scale) + 3, 62 + 54 * event.rank + 5
-        assert tuple(rows[y][4 * x : 4 * x + 3]) == kind_colours.of_kind(event.action.kind)
+        assert tuple(rows[y][4 * x : 4 * x + 3]) == colours.of_kind(event.action.kind)
     idle = round(72 + timeline.makespan * scale) - 30
     assert min(rows[62 + 54 + 5][4 * idle : 4 * idle + 3]) > 200
     # letters are there: the title's line goes from ground to ink and back many times

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stretto.view.colours import Rgb, hexed, text_on
-from stretto.view.svg import element, page, words
+from stretto.view.svg import element, page, text_line
 
 if TYPE_CHECKING:
     from stretto.autosplit.plan import Conversion, PlannedOperator, SplitPlan
@@ -165,7 +165,7 @@ def split_svg(plan: SplitPlan) -> str:
                 f", {change.sent / MIB:.1f} MiB, {1e3 * change.seconds:.3f} ms" if change.exchanges else ""
             )
             y_text = tops[i] - 8 - _CONVERSION * above
-            texts.append(words(f"{text}: {_kinds(change)}{price}", left + 34, y_text, 11))
+            texts.append(text_line(f"{text}: {_kinds(change)}{price}", left + 34, y_text, 11))
         texts += _block(line, tops[i], left, slowest)
     about = f"{len(plan.styles)} layers over {plan.machine.ranks} ranks, coloured by how each is split"
     title = f"Splits over {plan.machine.ranks} x {plan.machine.cluster.device.name}"
@@ -200,8 +200,8 @@ def _block(line: PlannedOperator, top: float, left: float, slowest: float) -> li
     ink = {"style": f"fill: {text_on(colour)}"}
     parts = [
         element("rect", x=left, y=top, width=_WIDTH, height=_HEIGHT, rx=4, fill=hexed(colour)),
-        words(name, left + 10, baseline, 11, **ink),
-        words(shape, right - 8, baseline, 11, text_anchor="end", **ink),
+        text_line(name, left + 10, baseline, 11, **ink),
+        text_line(shape, right - 8, baseline, 11, text_anchor="end", **ink),
     ]
     if line.seconds >= 5e-7:
         long = max(1.0, _BAR * line.seconds / slowest)
@@ -209,7 +209,7 @@ def _block(line: PlannedOperator, top: float, left: float, slowest: float) -> li
     notes = [_style(line), *[f"{1e3 * line.seconds:.3f} ms"] * (line.seconds >= 5e-7)]
     notes += [f"sends {_mib(line.sent)} MiB"] * bool(line.sent)
     notes += [f"holds {_mib(line.share.memory)} MiB"] * bool(line.share.memory)
-    return [*parts, words(", ".join(notes), right + 20 + _BAR, baseline, 11, class_="quiet")]
+    return [*parts, text_line(", ".join(notes), right + 20 + _BAR, baseline, 11, class_="quiet")]
 
 
 def _head(plan: SplitPlan, title: str) -> tuple[list[str], float]:
@@ -226,13 +226,13 @@ def _head(plan: SplitPlan, title: str) -> tuple[list[str], float]:
         f"{step}; each rank sends {_mib(plan.sent) or 0} MiB and holds {memory}",
         f"instead: {', '.join(rules)}",
     )
-    drawn = [words(title, _LEFT, 30, 16, font_weight="bold")]
-    drawn += [words(text, _LEFT, 52 + 18 * i, 11, class_="quiet") for i, text in enumerate(texts)]
+    drawn = [text_line(title, _LEFT, 30, 16, font_weight="bold")]
+    drawn += [text_line(text, _LEFT, 52 + 18 * i, 11, class_="quiet") for i, text in enumerate(texts)]
     x = _LEFT
     shown = {colour_name(line) for line in plan.lines}
     for name, colour in SPLITS.items():
         if name in shown:
             drawn.append(element("rect", x=x, y=86, width=14, height=14, rx=3, fill=hexed(colour)))
-            drawn.append(words(_ABOUT[name], x + 20, 97, 11))
+            drawn.append(text_line(_ABOUT[name], x + 20, 97, 11))
             x += 44 + 5.6 * len(_ABOUT[name])
     return drawn, max(x, *(_LEFT * 2 + 5.6 * len(text) for text in texts))

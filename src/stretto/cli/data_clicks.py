@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import report, stage_progress
+from stretto.cli.output import stage_progress
+from stretto.cli.report import CommandReport, number, text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.recommender.clicks.build import Progress, Settings
     from stretto.recommender.clicks.folder import ClickFolder
-    from stretto.recommender.clicks.synthetic.files import Report, Written
+    from stretto.recommender.clicks.synthetic.files import Report
 
 CLICKS_EXAMPLE = "Example: stretto data clicks day_0.gz day_1.gz --out clicks --threshold 10"
 
@@ -89,94 +88,91 @@ def clicks(
     from stretto.recommender.clicks.tabular import Named
 
     settings = _settings(threshold, rows, raw=raw, flags=flags, on_error=on_error, split=split)
-    named = Named(label, _split(numbers), _split(features))
+
+    def names(text: str | None) -> tuple[str, ...] | None:
+        return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+    def described(at: Progress) -> tuple[str, int]:
+        malformed = f", {at.malformed} malformed" if at.malformed else ""
+        return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
+
+    named = Named(label, names(numbers), names(features))
     try:
-        with stage_progress(as_json, _described) as progress:
+        with stage_progress(as_json, described) as progress:
             folder = build(sources, out, settings, form=form, named=named, replace=force, progress=progress)
     except KeyboardInterrupt:
         print("stopped: the same command continues where it was", file=sys.stderr)
         raise
-    show(folder, as_json)
+    clicks_report(folder).print(as_json)
 
 
-def show(folder: ClickFolder, as_json: bool, **more: Any) -> None:
-    """Print what a click folder holds."""
-    index = folder.index
-    facts: dict[str, Any] = {
+def clicks_report(folder: ClickFolder, **more: Any) -> CommandReport:
+    """Report the contents of a click folder."""
+    index, popularity = folder.index, folder.popularity()
+    malformed: list[tuple[str, int, str]] = index.extra.get("malformed", [])
+    values: dict[str, Any] = {
         "samples": folder.samples,
         "base_rate": folder.base_rate,
         "path": str(folder.path),
         "numbers": len(folder.numbers),
-        "features": [
-            {
-                "name": feature.name,
-                "rows": feature.rows,
-                "hot": folder.popularity()[feature.name].hot,
-                "ids": folder.popularity()[feature.name].ids,
-                "most_popular": max(
-                    (share / n for n, share in folder.popularity()[feature.name].buckets), default=0
-                ),
-            }
-            for feature in folder.features
-        ],
-        "parts": [[name, samples] for name, samples in index.parts],
-        "held_out": [name for name, _ in index.parts[len(index.parts) - index.held_parts :]],
-        "bytes": sum(sums.bytes for sums in index.files.values()),
-        "lines": index.lines,
-        "malformed": index.extra.get("malformed", []),
-        "source": index.source,
-        "notes": folder.notes(),
-        **{name: value for name, value in index.extra.items() if name not in ("malformed", "unread")},
+    }
+    features: list[dict[str, Any]] = [
+        {
+            "name": feature.name,
+            "rows": feature.rows,
+            "hot": popularity[feature.name].hot,
+            "ids": popularity[feature.name].ids,
+            "most_popular": max((share / n for n, share in popularity[feature.name].buckets), default=0),
+        }
+        for feature in folder.features
+    ]
+    parts = [[name, samples] for name, samples in index.parts]
+    held_out = [name for name, _ in index.parts[len(index.parts) - index.held_parts :]]
+    sizes = {"bytes": sum(sums.bytes for sums in index.files.values()), "lines": index.lines}
+    extra = {name: value for name, value in index.extra.items() if name not in ("malformed", "unread")}
+    record = {**values, "features": features, "parts": parts, "held_out": held_out, **sizes}
+    record |= {"malformed": malformed, "source": index.source, "notes": folder.notes(), **extra, **more}
+    report = CommandReport(record)
+    by_name = f"{', '.join(held_out[-8:])} (by name)"
+    shown = {
+        **values,
+        "parts": ", ".join(f"{name} {samples:,}" for name, samples in parts[-4:]),
+        "held out": by_name
+        if held_out
+        else "no file by its name: training holds out the last share of the log (data.valid)",
+        **sizes,
+        "source": " ".join(index.source[:8]),
+        **extra,
         **more,
     }
-    report(facts, as_json, lambda console: _table(facts, console))
-
-
-def _table(facts: dict[str, Any], console: Console) -> None:
-    from rich.table import Table
-
-    rows = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        if name == "parts":
-            rows.add_row(name, ", ".join(f"{part} {samples:,}" for part, samples in value[-4:]))
-        elif name == "held_out":
-            no = "no file by its name: training holds out the last share of the log (data.valid)"
-            rows.add_row("held out", f"{', '.join(value[-8:])} (by name)" if value else no)
-        elif isinstance(value, dict):
-            for words, text in _facts_of(name, cast(dict[str, Any], value)):
-                rows.add_row(words, text)
-        elif name == "source":
-            rows.add_row(name, " ".join(value[:8]))
-        elif name not in ("features", "malformed", "notes"):
-            rows.add_row(name, _number_text(value))
-    console.print(rows)
-    for note in facts["notes"]:
-        console.print(note, markup=False, soft_wrap=True)
-    for name, line, why in facts["malformed"]:
-        console.print(f"malformed: {name}, line {line}: {why}", markup=False)
-    tables = Table("feature", "rows", "ids a sample", "ids seen", "most popular", box=None)
-    for each in facts["features"]:
-        rows_of = "any" if each["rows"] is None else f"{each['rows']:,}"
-        tables.add_row(
-            each["name"], rows_of, f"{each['hot']:.4g}", f"{each['ids']:,}", f"{each['most_popular']:.1%}"
-        )
-    console.print(tables)
-
-
-def _facts_of(name: str, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of a table: one for plain values, and one for each nested group."""
-    plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
-    lines = (
-        [(name, ", ".join(f"{key} {_number_text(value)}" for key, value in plain.items()))] if plain else []
+    rows = [row for name, value in shown.items() for row in _rows(name, value)]
+    for name, value in rows:
+        report.value(name, value, indent=max(len(name) for name, _ in rows) + 2)
+    report.lines(folder.notes())
+    report.lines(f"malformed: {name}, line {line}: {reason}" for name, line, reason in malformed)
+    report.table(
+        [
+            text("feature"),
+            number("rows", ","),
+            number("ids a sample", ".4g"),
+            number("ids seen", ","),
+            number("most popular", ".1%"),
+        ],
+        [[f["name"], f["rows"] or "any", f["hot"], f["ids"], f["most_popular"]] for f in features],
     )
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            lines += _facts_of(f"{name} {key}", cast(dict[str, Any], value))
-    return lines
+    return report
 
 
-def _number_text(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else f"{value:.5g}" if type(value) is float else str(value)
+def _rows(name: str, value: Any) -> list[tuple[str, str]]:
+    """Return the labelled texts of a value: one for plain values, and one for each nested group."""
+    if not isinstance(value, dict):
+        is_real = type(value) is float
+        return [(name, f"{value:,}" if type(value) is int else f"{value:.5g}" if is_real else str(value))]
+    group = cast(dict[str, Any], value)
+    plain = [(key, _rows("", item)[0][1]) for key, item in group.items() if not isinstance(item, dict)]
+    rows = [(name, ", ".join(f"{key} {item}" for key, item in plain))] if plain else []
+    nested = [(f"{name} {key}", item) for key, item in group.items() if isinstance(item, dict)]
+    return rows + [row for label, item in nested for row in _rows(label, item)]
 
 
 def _settings(
@@ -193,10 +189,10 @@ def _settings(
     splits: dict[str, Split] = {"named": "named", "share": "share"}
     for option, value, allowed in (("--on-error", on_error, policies), ("--split", split, splits)):
         if value not in allowed:
-            near = nearest(value, allowed)
+            close = nearest(value, allowed)
             raise StrettoError(
                 f"{option} {value}: allowed are {' and '.join(allowed)}",
-                hint=f"did you mean {near}?" if near else None,
+                hint=f"did you mean {close}?" if close else None,
             )
     kind = "raw" if raw else "hash" if rows is not None else "vocabulary"
     return Settings(
@@ -207,15 +203,6 @@ def _settings(
         on_error=policies[on_error],
         split=splits[split],
     )
-
-
-def _split(names: str | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
-
-
-def _described(at: Progress) -> tuple[str, int]:
-    malformed = f", {at.malformed} malformed" if at.malformed else ""
-    return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
 
 
 # ------------------------------------------------------------------ synthetic logs
@@ -267,10 +254,17 @@ def synth_clicks(
     from stretto.recommender.clicks.synthetic.files import write
     from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, spread
 
-    low, high = _range(rows)
+    low, _, high = rows.partition(":")
     spec = SyntheticSpec(
-        features=spread(features, low, high, hot=hot, skew=skew, varying=varying),
-        samples=_whole(samples, "--samples"),
+        features=spread(
+            features,
+            integer(low, "--rows"),
+            integer(high or low, "--rows"),
+            hot=hot,
+            skew=skew,
+            varying=varying,
+        ),
+        samples=integer(samples, "--samples"),
         valid=valid,
         dense=dense,
         base_rate=base_rate,
@@ -279,48 +273,40 @@ def synth_clicks(
     )
     with _sample_progress(as_json) as progress:
         written = write(spec, out, form, progress)
-    _show_synthetic(written, as_json)
-
-
-def _show_synthetic(written: Written, as_json: bool) -> None:
     parts = written.best
-    facts: dict[str, Any] = {
-        "path": str(written.path),
-        "format": written.form,
-        "samples": written.samples,
-        "bytes": written.bytes,
-        "base_rate": sum(part["base_rate"] * part["samples"] for part in parts.values()) / written.samples,
-        "best": parts,
-        "kept": written.kept,
-    }
-
-    def text(console: Console) -> None:
-        from rich.table import Table
-
-        console.print(
-            f"{written.path}: {written.samples:,} samples, {facts['base_rate']:.2%} clicked, "
-            f"{written.bytes / 1e6:,.1f} MB{', there already' if written.kept else ''}",
-            markup=False,
-        )
-        table = Table("best possible", "samples", "entropy", "log-loss", "AUC", box=None)
-        for name, part in parts.items():
-            numbers = [
-                "-" if part[key] is None else f"{part[key]:.4f}" for key in ("entropy", "logloss", "auc")
-            ]
-            table.add_row(name, f"{part['samples']:,}", *numbers)
-        console.print(table)
-
-    report(facts, as_json, text)
-
-
-def _range(text: str) -> tuple[int, int]:
-    """LOW:HIGH, or one number for both."""
-    low, _, high = text.partition(":")
-    return _whole(low, "--rows"), _whole(high or low, "--rows")
+    base_rate = sum(part["base_rate"] * part["samples"] for part in parts.values()) / written.samples
+    report = CommandReport(
+        {
+            "path": str(written.path),
+            "format": written.form,
+            "samples": written.samples,
+            "bytes": written.bytes,
+            "base_rate": base_rate,
+            "best": parts,
+            "kept": written.kept,
+        }
+    )
+    report.line(
+        f"{written.path}: {written.samples:,} samples, {base_rate:.2%} clicked, {written.bytes / 1e6:,.1f} MB"
+        f"{', there already' if written.kept else ''}"
+    )
+    metrics = ("entropy", "logloss", "auc")
+    report.table(
+        [
+            text("best possible"),
+            number("samples", ","),
+            *(number(title, ".4f") for title in ("entropy", "log-loss", "AUC")),
+        ],
+        [
+            [name, part["samples"], *("-" if part[key] is None else part[key] for key in metrics)]
+            for name, part in parts.items()
+        ],
+    )
+    report.print(as_json)
 
 
-def _whole(text: str, option: str) -> int:
-    """A whole number, which may be written as 1e6.
+def integer(text: str, option: str) -> int:
+    """Return a whole number, which may be written as 1e6.
 
     Raises:
         StrettoError: anything else.
@@ -337,7 +323,7 @@ def _whole(text: str, option: str) -> int:
 
 @contextmanager
 def _sample_progress(as_json: bool) -> Generator[Report | None]:
-    """A progress bar where stdout is a terminal, otherwise nothing."""
+    """Show a progress bar if stdout is a terminal."""
     if as_json or not sys.stdout.isatty():
         yield None
         return

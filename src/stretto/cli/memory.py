@@ -82,7 +82,7 @@ def memory(
         predicted, measured = _measure(job, config.train)
         _rank_report(predicted, measured).print(as_json)
     else:
-        _rank_report(memory_of(job, apart=False), None).print(as_json)
+        _rank_report(memory_of(job, separate_gradients=False), None).print(as_json)
 
 
 def _measure(job: Job, train: LoopConfig) -> tuple[MemoryJob, list[RankHeld]]:
@@ -97,7 +97,7 @@ def _measure(job: Job, train: LoopConfig) -> tuple[MemoryJob, list[RankHeld]]:
     measured = run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
     # the steps drain; oneDNN forms weight gradients in a buffer of their own
     separate_gradients = ONEDNN and job.precision.dtype == "float32"
-    return memory_of(job, job.program(), apart=separate_gradients), measured
+    return memory_of(job, job.program(), separate_gradients=separate_gradients), measured
 
 
 def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> CommandReport:

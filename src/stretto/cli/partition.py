@@ -60,7 +60,7 @@ def facts(result: Partition) -> dict[str, Any]:
         ],
         "memory_bytes": list(result.memory),
         "busy_s": list(work),
-        "beside": {name: None if s == inf else s for name, s in result.beside.items()},
+        "beside": {name: None if s == inf else s for name, s in result.start_seconds.items()},
     }
 
 
@@ -111,11 +111,11 @@ def show(to: Console, result: Partition, limit: str, written: Path | None = None
         f"busiest rank, {100 * timeline.idle:.1f}% on average; {proof}",
         soft_wrap=True,
     )
-    beside = side_table("other cuts", "step ms", "this one is")
-    for name, seconds in result.beside.items():
+    start_seconds = side_table("other cuts", "step ms", "this one is")
+    for name, seconds in result.start_seconds.items():
         more = "does not fit" if seconds == inf else f"{100 * (1 - result.seconds / seconds):.1f}% shorter"
-        beside.add_row(_CUTS.get(name, name), "" if seconds == inf else f"{1e3 * seconds:.3f}", more)
-    to.print(beside, soft_wrap=True)
+        start_seconds.add_row(_CUTS.get(name, name), "" if seconds == inf else f"{1e3 * seconds:.3f}", more)
+    to.print(start_seconds, soft_wrap=True)
     if written is not None:
         to.print(f"wrote {written}: {train_command(written, required_fields(None))}", soft_wrap=True)
 

@@ -448,7 +448,7 @@ def _entry(one: Ranked) -> dict[str, Any]:
 
 def show(to: Console, plan: Plan, task: Task, model: str) -> None:
     """Print what is planned, the ranking as a table, and the reasons."""
-    from stretto.view.plan_facts import counts, setting
+    from stretto.view.plan_texts import counts, setting
 
     for name, text in setting(task.job, task.cluster, task.assumptions, model).items():
         labelled(to, name, text, _INDENT)

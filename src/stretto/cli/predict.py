@@ -305,7 +305,7 @@ def _interval(held: Bytes) -> dict[str, float]:
 
 def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     """Print time, rates, memory, and a breakdown of the time."""
-    from stretto.view.plan_facts import doubts_text
+    from stretto.view.plan_texts import doubts_text
 
     job = estimate.job
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"

@@ -64,23 +64,23 @@ def interval(
     for source, names in SOURCES.items():
         share = sum(parts.get(name, 0.0) for name in names) / busy if busy else 0.0
         widths[source] = factor * share * _uncertainty(source, job, cluster, precision)
-    whole = sqrt(sum(width**2 for width in widths.values()))
+    half_width = sqrt(sum(width**2 for width in widths.values()))
     # a factor up is as likely as its inverse down
-    return Interval(exp(-whole), exp(whole), {name: widths[name] for name in (*SOURCES, "noise")})
+    return Interval(exp(-half_width), exp(half_width), {name: widths[name] for name in (*SOURCES, "noise")})
 
 
 def _uncertainty(source: str, job: Job, cluster: Cluster, precision: Precision) -> float:
     """Relative uncertainty of a source's time."""
     constants = _constants()[source]
     if source == "kernels":
-        known = "fitted" if is_fitted(cluster.device) else "other"
+        measurement = "fitted" if is_fitted(cluster.device) else "other"
         if cluster.computing is not None:  # the catalogue has one CPU for all
-            known = "cpu"
+            measurement = "cpu"
         if cluster.device.kernels:
-            known = "calibrated"
+            measurement = "calibrated"
         more = [constants["low_precision"]] if precision in ("fp8", "fp4") else []
         more += [constants["experts"]] if job.shape.moe is not None else []
-        return sqrt(sum(x**2 for x in (constants[known], *more)))
+        return sqrt(sum(x**2 for x in (constants[measurement], *more)))
     if source == "network":
         if cluster.tables:
             return constants["calibrated"]

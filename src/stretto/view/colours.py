@@ -1,9 +1,13 @@
 """Colours that survive print and colour blindness, and the text colour that reads on them.
 
-Stages take a ramp from dark blue to yellow, which is monotone in lightness.
+Stages take a ramp from dark blue to yellow, which is monotone in lightness. Every kind of action has its own
+band of lightness, so that kinds differ in grey too, and a hue that remains distinct under protanopia and
+deuteranopia. The chunks of a rank go through their kind's band, the first darkest.
 """
 
 from __future__ import annotations
+
+from stretto.program.action import ActionKind
 
 Rgb = tuple[int, int, int]
 
@@ -12,7 +16,7 @@ OTHER: Rgb = (118, 118, 118)
 # lines and marks on a light or a dark ground: at least 3 to 1 on both (WCAG 2, graphical objects)
 SERIES: tuple[Rgb, ...] = ((38, 120, 190), (196, 98, 16), (28, 138, 116), (158, 90, 190))
 
-# eight outlines beside one another, each at least 3 to 1 on a light and on a dark ground
+# eight outlines next to one another, each at least 3 to 1 on a light and on a dark ground
 GROUPS: tuple[Rgb, ...] = (
     *SERIES,
     (206, 72, 112),
@@ -23,36 +27,49 @@ GROUPS: tuple[Rgb, ...] = (
 
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
 
+# the colour of a rank's first chunk and of its last
+KINDS: dict[ActionKind, tuple[Rgb, Rgb]] = {
+    ActionKind.F: ((0, 52, 112), (30, 90, 152)),
+    ActionKind.RECOMPUTE: ((132, 92, 182), (146, 106, 197)),
+    ActionKind.I: ((214, 96, 62), (232, 120, 86)),
+    ActionKind.B: ((235, 163, 44), (250, 185, 88)),
+    ActionKind.W: ((140, 222, 200), (186, 238, 222)),
+    ActionKind.UPDATE: ((38, 38, 46), (38, 38, 46)),
+}
+
 
 def of_stage(stage: int, stages: int) -> Rgb:
     """The colour of a stage along the ramp."""
-    place = stage / max(1, stages - 1) * (len(_RAMP) - 1)
-    low = min(int(place), len(_RAMP) - 2)
-    return mix(_RAMP[low], _RAMP[low + 1], place - low)
+    position = stage / max(1, stages - 1) * (len(_RAMP) - 1)
+    low = min(int(position), len(_RAMP) - 2)
+    return mix(_RAMP[low], _RAMP[low + 1], position - low)
 
 
-def mix(first: Rgb, second: Rgb, share: float) -> Rgb:
-    """`share` of the second colour, the rest of the first."""
-    r, g, b = (round(a + (c - a) * share) for a, c in zip(first, second, strict=True))
+def of_kind(kind: ActionKind, chunk: int = 0, chunks: int = 1) -> Rgb:
+    """Return the colour of a block: its kind's, lighter for later chunks of the rank."""
+    dark, light = KINDS.get(kind, (OTHER, OTHER))
+    return mix(dark, light, chunk / max(1, chunks - 1))
+
+
+def mix(colour: Rgb, other: Rgb, share: float) -> Rgb:
+    """Return `share` of the other colour and the rest of the first."""
+    r, g, b = (round(a + (c - a) * share) for a, c in zip(colour, other, strict=True))
     return r, g, b
 
 
 def hexed(colour: Rgb) -> str:
-    """As `#rrggbb`."""
+    """Return the colour as `#rrggbb`."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
 def text_on(colour: Rgb) -> str:
-    """Black or white, whichever has the higher contrast on `colour` (WCAG 2 relative luminance)."""
+    """Return black or white, whichever has the higher contrast on `colour` (WCAG 2 relative luminance)."""
     light = luminance(colour)
     return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#ffffff"
 
 
 def luminance(colour: Rgb) -> float:
-    """Relative luminance in 0..1, as WCAG 2 defines it."""
-    r, g, b = (_linear(part / 255) for part in colour)
+    """Return the relative luminance in 0..1, as WCAG 2 defines it."""
+    shares = (part / 255 for part in colour)
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def _linear(part: float) -> float:
-    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from stretto.view.html import plain_html, table_html
-from stretto.view.svg import element, words
+from stretto.view.svg import element, text_line
 
 _WIDTH = 900.0
 _LEFT, _RIGHT = 8.0, 892.0  # of the bars
@@ -95,8 +95,8 @@ def _figure(figure: Figure) -> str:
 def _bar(bar: Bar, top: float, scale: float) -> list[str]:
     middle = top + _ROW / 2
     parts = [
-        words(bar.name, _LEFT, top - 5, 12, font_weight="bold"),
-        words(bar.text, _RIGHT, top - 5, 12, class_="quiet", text_anchor="end"),
+        text_line(bar.name, _LEFT, top - 5, 12, font_weight="bold"),
+        text_line(bar.text, _RIGHT, top - 5, 12, class_="quiet", text_anchor="end"),
         element("rect", x=_LEFT, y=top, width=_RIGHT - _LEFT, height=_ROW, class_="idle"),
     ]
     if bar.value is not None:

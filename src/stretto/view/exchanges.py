@@ -1,4 +1,4 @@
-"""What the ranks of each group of a layout send to one another in a training step, and over which links."""
+"""The messages within each group of ranks of a layout in a training step, and their links."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Send:
     """One kind of message of every rank of a group.
 
     Attributes:
+        what: the content of the message.
         how: the collective or message, and when.
         to: every other rank of the group, the one before it in the ring, or a neighbour along the group.
-        stages: the pipeline ranks that send it, the first and one after the last; None: all.
+        stages: the pipeline ranks that send it, the first and one after the last, or None for all.
     """
 
     what: str
@@ -43,9 +44,9 @@ class Exchange:
         axes: as `Layout.groups` takes them: "tp", "cp-dp", "expert_dp".
         size: ranks of a group.
         count: number of groups.
-        inside: how many groups have all their ranks on one node.
-        note: in place of messages, for groups that send none.
-        brief: the messages in a line, where they depend on the stage; "": as they are.
+        inside: number of groups that have all their ranks on one node.
+        note: text in place of messages, for groups that send none.
+        brief: the messages in a line, if they depend on the stage.
     """
 
     axes: str
@@ -106,11 +107,11 @@ _SENDS["cp-dp"] = _SENDS["dp"]  # the ranks with the same parameters, which see 
 def exchanges(
     layout: Layout, ranks_per_node: int, more: tuple[str, ...] = (), *, encoder_pp: int = 0
 ) -> list[Exchange]:
-    """The groups of more than one rank, and what they send as far as the layout alone says it.
+    """Return the groups of more than one rank, and their messages as far as the layout alone says them.
 
     Args:
-        more: further axes, as in "tp-pp", also where each rank is alone.
-        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
+        more: further axes, as in "tp-pp", even if each rank is alone.
+        encoder_pp: number of the first pipeline ranks that hold an encoder.
 
     Raises:
         StrettoError: `more` names an unknown axis.
@@ -124,8 +125,8 @@ def exchanges(
     if encoder_pp:
         sends = _between_stacks(encoder_pp, layout.pp)
         brief = "activations, in the decoder the memory too, to the next stage; their gradients back"
-        shown = [replace(each, sends=sends, brief=brief) if each.axes == "pp" else each for each in shown]
-    others = [axes for axes in dict.fromkeys(more) if axes not in {each.axes for each in shown}]
+        shown = [replace(group, sends=sends, brief=brief) if group.axes == "pp" else group for group in shown]
+    others = [axes for axes in dict.fromkeys(more) if axes not in {group.axes for group in shown}]
     return shown + [_exchange(layout, axes, ranks_per_node) for axes in others]
 
 
@@ -142,8 +143,8 @@ def _exchange(layout: Layout, axes: str, ranks_per_node: int) -> Exchange:
 
 
 def _between_stacks(encoder_pp: int, pp: int) -> tuple[Send, ...]:
-    """What goes along a pipeline whose first ranks hold an encoder. Each rank of the decoder but the last
-    passes on the memory, the encoder's output, and gets its gradient back.
+    """Return the messages along a pipeline whose first ranks hold an encoder. Each rank of the decoder but
+    the last passes on the memory, the encoder's output, and receives its gradient.
     """
     forward, backward = (f"{way} of each microbatch, point to point" for way in ("forward", "backward"))
     return (
@@ -160,5 +161,5 @@ def _between_stacks(encoder_pp: int, pp: int) -> tuple[Send, ...]:
 
 
 def link_text(link: Link) -> str:
-    """Kind and bandwidth of one device's share, as in "NVLink 4, 450 GB/s"."""
+    """Return kind and bandwidth of one device's share, as in "NVLink 4, 450 GB/s"."""
     return f"{link.kind or 'link'}, {link.bandwidth / 1e9:.4g} GB/s"

@@ -13,68 +13,67 @@ from stretto.layout.ranges import rank_ranges
 from stretto.view import colours
 from stretto.view.exchanges import Exchange
 from stretto.view.outlines import outlines
-from stretto.view.svg import element, page, words
+from stretto.view.svg import element, page, text_line
 
 LETTERS = {"pp": "p", "tp": "t", "cp": "c", "ep": "e", "dp": "d"}
-WORDS = {"pp": "stage", "tp": "shard", "cp": "context part", "ep": "expert part", "dp": "replica"}
+AXIS_NAMES = {"pp": "stage", "tp": "shard", "cp": "context part", "ep": "expert part", "dp": "replica"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank: its number, its pipeline stage, and its place in letters, as in "p3 t1 d0"."""
+    """One rank, its pipeline stage, and its coordinates in letters, as in "p3 t1 d0"."""
 
     rank: int
     stage: int
-    place: str
+    coordinates: str
 
 
 def shown_axes(layout: Layout) -> list[str]:
-    """The axes along which ranks differ, the pipeline first."""
+    """Return the axes along which ranks differ, the pipeline first."""
     return [axis for axis in LETTERS if layout.sizes[axis] > 1]
 
 
 def cell(layout: Layout, rank: int) -> Cell:
-    """The cell of `rank`."""
-    at = layout.coordinates(rank)
+    """Return the cell of `rank`."""
+    position = layout.coordinates(rank)
     if layout.ep > 1:
-        at["ep"] = layout.expert_grid.coordinates(rank)["ep"]
-    place = " ".join(f"{LETTERS[axis]}{at[axis]}" for axis in shown_axes(layout))
-    return Cell(rank, at["pp"], place)
+        position["ep"] = layout.expert_grid.coordinates(rank)["ep"]
+    letters = " ".join(f"{LETTERS[axis]}{position[axis]}" for axis in shown_axes(layout))
+    return Cell(rank, position["pp"], letters)
 
 
 def stacks(layout: Layout, encoder_pp: int) -> list[tuple[str, range]]:
-    """The pipeline ranks of encoder and decoder; nothing where there is no encoder."""
+    """Return the pipeline ranks of encoder and decoder; nothing without an encoder."""
     if not encoder_pp:
         return []
     return [("encoder", range(encoder_pp)), ("decoder", range(encoder_pp, layout.pp))]
 
 
 def stages_text(stages: range) -> str:
-    """Such as "stages 0 to 3", or "stage 0"."""
+    """Return text such as "stages 0 to 3", or "stage 0"."""
     return f"stages {stages[0]} to {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
 
 
 def legend(layout: Layout, encoder_pp: int = 0) -> str:
-    """The meaning of the letters: "p stage, t shard, d replica", and which stages hold the encoder."""
-    letters = [f"{LETTERS[axis]} {WORDS[axis]}" for axis in shown_axes(layout)]
-    held = [f"{stack}: {stages_text(stages)}" for stack, stages in stacks(layout, encoder_pp)]
-    return "; ".join(filter(None, (", ".join(letters), ", ".join(held))))
+    """Return the meaning of the letters, "p stage, t shard, d replica", and the stages of the encoder."""
+    letters = [f"{LETTERS[axis]} {AXIS_NAMES[axis]}" for axis in shown_axes(layout)]
+    stages = [f"{stack}: {stages_text(ranks)}" for stack, ranks in stacks(layout, encoder_pp)]
+    return "; ".join(filter(None, (", ".join(letters), ", ".join(stages))))
 
 
 def nodes(layout: Layout, ranks_per_node: int) -> list[range]:
-    """The ranks of each node."""
+    """Return the ranks of each node."""
     end = layout.offset + layout.world
-    return [
-        range(first, min(first + ranks_per_node, end)) for first in range(layout.offset, end, ranks_per_node)
-    ]
+    starts = range(layout.offset, end, ranks_per_node)
+    return [range(start, min(start + ranks_per_node, end)) for start in starts]
 
 
-def some(rows: list[range], most: int) -> tuple[list[tuple[int, range]], int]:
-    """At most `most` numbered rows, the last one among them, and how many were left out before it."""
+def shown_rows(rows: list[range], limit: int) -> tuple[list[tuple[int, range]], int]:
+    """Return at most `limit` numbered rows, with the last one, and how many were left out before it."""
     numbered = list(enumerate(rows))
-    if len(rows) <= most:
+    if len(rows) <= limit:
         return numbered, 0
-    return [*numbered[: most - 1], numbered[-1]], len(rows) - most
+    return [*numbered[: limit - 1], numbered[-1]], len(rows) - limit
 
 
 _GAP = 4
@@ -91,30 +90,33 @@ def grid_svg(
     groups: Sequence[Exchange] = (),
     encoder_pp: int = 0,
 ) -> str:
-    """The grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn.
+    """Draw the grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn.
 
     Args:
-        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
+        encoder_pp: number of the first pipeline ranks that hold an encoder.
     """
-    rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
-    wide, high = _cell_size(layout), 38
-    most = max(len(row) for _, row in rows)
-    across = _per_line(most, 16)
+    rows, left_out = shown_rows(nodes(layout, ranks_per_node), most_nodes)
+    last = cell(layout, layout.offset + layout.world - 1)
+    wide = max(46.0, 6.2 * max(len(last.coordinates), 2 + len(str(last.rank))) + 12)
+    high, longest = 38, max(len(row) for _, row in rows)
+    across = _per_line(longest, 16)
     box = (
         2 * _PAD + across * (wide + _GAP) - _GAP,
-        2 * _PAD + -(-most // across) * (high + _GAP) - _GAP,
+        2 * _PAD + -(-longest // across) * (high + _GAP) - _GAP,
     )
     columns = max(1, min(len(rows), int(940 // (box[0] + 70))))
-    text = _about(layout, encoder_pp)
+    text = f"{layout.world} ranks, order {layout.order} (fastest first)"
+    if names := legend(layout, encoder_pp):
+        text += f"; in each cell the rank, then {names}"
     parts = [
-        words(str(layout), _MARGIN, 26, 16, font_weight="bold"),
-        words(text, _MARGIN, 46, 12, class_="quiet"),
+        text_line(str(layout), _MARGIN, 26, 16, font_weight="bold"),
+        text_line(text, _MARGIN, 46, 12, class_="quiet"),
     ]
-    for place, (node, row) in enumerate(rows):
-        left = _MARGIN + place % columns * (box[0] + 70)
-        top = _TOP + place // columns * (box[1] + 10)
+    for i, (node, row) in enumerate(rows):
+        left = _MARGIN + i % columns * (box[0] + 70)
+        top = _TOP + i // columns * (box[1] + 10)
         note = f"node {node}" if not left_out or node < rows[-1][0] else f"... node {node}"
-        parts.append(words(note, left, top + box[1] / 2 + 4, 11, class_="quiet"))
+        parts.append(text_line(note, left, top + box[1] / 2 + 4, 11, class_="quiet"))
         parts += _node(layout, row, left=left + 58, top=top, cell_size=(wide, high), box=box)
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
@@ -126,18 +128,8 @@ def grid_svg(
     width = _MARGIN + max(_MARGIN + inner, right)
     about = f"{layout.world} ranks in nodes of {ranks_per_node}, coloured by pipeline stage"
     if groups:
-        about += f"; then the groups over {', '.join(each.axes for each in groups)}, each outlined"
+        about += f"; then the groups over {', '.join(group.axes for group in groups)}, each outlined"
     return page(width, bottom + 8, f"Layout {layout}", about, parts + key + drawn)
-
-
-def _cell_size(layout: Layout) -> float:
-    last = cell(layout, layout.offset + layout.world - 1)
-    return max(46.0, 6.2 * max(len(last.place), 2 + len(str(last.rank))) + 12)
-
-
-def _about(layout: Layout, encoder_pp: int) -> str:
-    text = f"{layout.world} ranks, order {layout.order} (fastest first)"
-    return text + (f"; in each cell the rank, then {names}" if (names := legend(layout, encoder_pp)) else "")
 
 
 def _node(
@@ -152,55 +144,56 @@ def _node(
     parts = [element("rect", x=left, y=top, width=box[0], height=box[1], rx=5, class_="box")]
     wide, high = cell_size
     across = round((box[0] - 2 * _PAD + _GAP) / (wide + _GAP))
-    for place, rank in enumerate(row):
-        line, column = divmod(place, across)
+    for i, rank in enumerate(row):
+        line, column = divmod(i, across)
         shown = cell(layout, rank)
         colour = colours.of_stage(shown.stage, layout.pp)
         ink = {"style": f"fill:{colours.text_on(colour)}", "text_anchor": "middle"}
         x, y = left + _PAD + column * (wide + _GAP), top + _PAD + line * (high + _GAP)
         parts.append(element("rect", x=x, y=y, width=wide, height=high, rx=3, fill=colours.hexed(colour)))
-        parts.append(words(str(rank), x + wide / 2, y + 16, 13, font_weight="bold", **ink))
-        if shown.place:
-            parts.append(words(shown.place, x + wide / 2, y + 31, 10.5, **ink))
+        parts.append(text_line(str(rank), x + wide / 2, y + 16, 13, font_weight="bold", **ink))
+        if shown.coordinates:
+            parts.append(text_line(shown.coordinates, x + wide / 2, y + 31, 10.5, **ink))
     return parts
 
 
 def _stages(layout: Layout, top: float, encoder_pp: int) -> tuple[list[str], float]:
-    """A legend of the stages' colours (of many, the first and last), and its lower edge. A bracket under them
-    parts the stages of an encoder from those of the decoder.
+    """Draw a legend of the stages' colours (of many, the first and last); return it and its lower edge. A
+    bracket under them parts the stages of an encoder from those of the decoder.
     """
     if layout.pp == 1:
         return [], top
     stages = list(range(layout.pp)) if layout.pp <= 12 else [*range(6), *range(layout.pp - 5, layout.pp)]
-    parts = [words("stage", _MARGIN, top + 16, 11, class_="quiet")]
-    for place, stage in enumerate(stages):
-        x = _MARGIN + 44 + place * 44
+    parts = [text_line("stage", _MARGIN, top + 16, 11, class_="quiet")]
+    for i, stage in enumerate(stages):
+        x = _MARGIN + 44 + i * 44
         colour = colours.hexed(colours.of_stage(stage, layout.pp))
         parts.append(element("rect", x=x, y=top + 6, width=14, height=12, rx=2, fill=colour))
-        parts.append(words(str(stage), x + 18, top + 16, 11))
+        parts.append(text_line(str(stage), x + 18, top + 16, 11))
     if not encoder_pp:
         return parts, top + 26
-    for stack, held in stacks(layout, encoder_pp):
-        places = [place for place, stage in enumerate(stages) if stage in held]
-        left, right = _MARGIN + 44 + places[0] * 44, _MARGIN + 44 + places[-1] * 44 + 32
+    for stack, ranks in stacks(layout, encoder_pp):
+        positions = [i for i, stage in enumerate(stages) if stage in ranks]
+        left, right = _MARGIN + 44 + positions[0] * 44, _MARGIN + 44 + positions[-1] * 44 + 32
         parts.append(element("path", d=f"M{left:g} {top + 22:g}v4H{right:g}v-4", fill="none", class_="line"))
-        parts.append(words(stack, left, top + 38, 11, class_="quiet"))
+        parts.append(text_line(stack, left, top + 38, 11, class_="quiet"))
     return parts, top + 48
 
 
 def grid(
     layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16, encoder_pp: int = 0
 ) -> Text:
-    """The grid as text within `width` columns.
+    """Draw the grid as text within `width` columns.
 
-    A node takes several lines where its ranks do not fit on one. Of more nodes than `most_nodes` the first
+    A node takes several lines if its ranks do not fit on one. Of more nodes than `most_nodes` the first
     few and the last are shown, followed by the ranks of every stage.
     """
     rows = nodes(layout, ranks_per_node)
-    numbered, left_out = some(rows, most_nodes if len(rows) <= most_nodes else 4)
+    numbered, left_out = shown_rows(rows, most_nodes if len(rows) <= most_nodes else 4)
     shown = {rank: cell(layout, rank) for _, row in numbered for rank in row}
-    number = max(len(str(rank)) for rank in shown)
-    wide = max(len(_label(each, number)) for each in shown.values()) + 1
+    digits = max(len(str(rank)) for rank in shown)
+    labels = {rank: f"{rank:>{digits}} {cell.coordinates}".rstrip() for rank, cell in shown.items()}
+    wide = max(map(len, labels.values())) + 1
     margin = len(f"node {numbered[-1][0]}") + 2
     per_line = _per_line(ranks_per_node, (width - margin) // wide)
     lines = list[Text]()
@@ -210,7 +203,7 @@ def grid(
         for start in range(0, len(row), per_line):
             line = Text((f"node {node}" if start == 0 else "").ljust(margin))
             for rank in row[start : start + per_line]:
-                line.append(_label(shown[rank], number).ljust(wide - 1), _style(layout, shown[rank].stage))
+                line.append(labels[rank].ljust(wide - 1), _style(layout, shown[rank].stage))
                 line.append(" ")
             line.rstrip()
             lines.append(line)
@@ -223,10 +216,6 @@ def grid(
     return Text("\n").join(lines)
 
 
-def _label(shown: Cell, number: int) -> str:
-    return f"{shown.rank:>{number}} {shown.place}".rstrip()
-
-
 def _style(layout: Layout, stage: int) -> str:
     if layout.pp == 1:
         return ""
@@ -235,31 +224,27 @@ def _style(layout: Layout, stage: int) -> str:
 
 
 def _per_line(ranks: int, fitting: int) -> int:
-    """The largest half, quarter, ... of a node's ranks that fits on a line."""
+    """Return the largest half, quarter, ... of a node's ranks that fits on a line."""
     while ranks > max(1, fitting):
         ranks = (ranks + 1) // 2
     return ranks
 
 
-def _stage_labels(layout: Layout, width: int, most: int = 32) -> list[Text]:
-    """One line per stage: the runs of ranks that hold it."""
+def _stage_labels(layout: Layout, width: int, limit: int = 32) -> list[Text]:
+    """Return a line per stage: the runs of ranks that hold it."""
     others = "-".join(axis for axis in layout.grid.sizes if axis != "pp")
     lines = list[Text]()
-    for stage, ranks in enumerate(layout.groups(others)[:most]):
+    for stage, ranks in enumerate(layout.groups(others)[:limit]):
+        text = ""  # such as "0-7, 64-71", as much as fits
+        for part in rank_ranges(sorted(ranks)):
+            if text and len(text) + len(part) + 7 > width - 20:
+                text += ", ..."
+                break
+            text += f", {part}" if text else part
         line = Text()
         line.append(f" stage {stage:<3} ", _style(layout, stage))
-        line.append(f" ranks {_ranges(sorted(ranks), width - 20)}")
+        line.append(f" ranks {text}")
         lines.append(line)
-    if layout.pp > most:
-        lines.append(Text(f"... {layout.pp - most} more stages ...", style="dim"))
+    if layout.pp > limit:
+        lines.append(Text(f"... {layout.pp - limit} more stages ...", style="dim"))
     return lines
-
-
-def _ranges(ranks: list[int], room: int) -> str:
-    """Ranks such as "0-7, 64-71"; as many as fit."""
-    text = ""
-    for part in rank_ranges(ranks):
-        if text and len(text) + len(part) + 7 > room:
-            return text + ", ..."
-        text += f", {part}" if text else part
-    return text

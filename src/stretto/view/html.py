@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.program.action import ActionKind
 from stretto.view import colours
-from stretto.view.kind_colours import of_kind
-from stretto.view.panel import NAMES, Panel, all_kinds, figures_table, most_held, shades, with_path
+from stretto.view.panel import NAMES, Panel, all_kinds, figures_table, highest_peak, shades, with_path
 from stretto.view.panel_svg import left_of
 
 if TYPE_CHECKING:
@@ -25,14 +24,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """A page of one timeline."""
+    """Return a page of one timeline."""
     return panels_html([with_path(timeline)], f"Schedule {timeline.program.name}", figures_table([timeline]))
 
 
 def compare_html(timelines: Sequence[Timeline]) -> str:
-    """A page of timelines stacked on one time axis, with a table of their figures."""
+    """Return a page of timelines stacked on one time axis, with a table of their figures."""
     title = "Schedules " + ", ".join(timeline.program.name for timeline in timelines)
-    return panels_html([with_path(each) for each in timelines], title, figures_table(timelines))
+    return panels_html([with_path(timeline) for timeline in timelines], title, figures_table(timelines))
 
 
 def panels_html(
@@ -42,37 +41,47 @@ def panels_html(
     above: str = "",
     more: str = "",
 ) -> str:
-    """A page of any panels; the table's first row is its header.
+    """Return a page of panels; the table's first row is its header.
 
     Args:
         above: HTML to put before the panels.
         more: name of the files with further style and script, such as "page_plan".
     """
-    facts = json.dumps(_data(panels), separators=(",", ":")).replace("<", "\\u003c")
+    kinds, chunks = all_kinds(panels), max(panel.chunks for panel in panels)
+    drawn = {
+        "end": max(panel.end for panel in panels) or 1.0,
+        "left": left_of(panels),
+        "held": highest_peak(panels),
+        "kinds": [
+            {"kind": kind, "name": NAMES[kind], "shades": [_shade(kind, i, chunks) for i in range(chunks)]}
+            for kind in kinds
+        ],
+        "panels": [_panel(panel, kinds) for panel in panels],
+    }
     parts = {
         "title": escape(title),
         "above": above,
         "legend": _legend(panels),
         "table": table_html(table),
-        "data": facts,
+        "data": script_json(drawn),
     }
     scripts = ["page.js", "page_input.js", "page_table.js", *([f"{more}.js"] if more else [])]
     return _page(title, _filled("page_timeline.html", parts), more, "".join(map(_file, scripts)))
 
 
 def plain_html(title: str, body: str, more: str = "") -> str:
-    """A page of a title and HTML, whose tables sort by a click on a column's name.
+    """Return a page of a title and HTML, whose tables sort by a click on a column's name.
 
     Args:
         more: name of the files with further style, such as "page_compare", and script, if there is one.
     """
-    whole = f'<main>\n<h1 class="unseen">{escape(title)}</h1>\n{body}\n</main>\n'
+    main = f'<main>\n<h1 class="unseen">{escape(title)}</h1>\n{body}\n</main>\n'
     script = _file(f"{more}.js") if more and (files("stretto.view") / f"{more}.js").is_file() else ""
-    return _page(title, whole, more, f'"use strict";\n{_file("page_table.js")}{script}')
+    return _page(title, main, more, f'"use strict";\n{_file("page_table.js")}{script}')
 
 
 def _page(title: str, body: str, more: str, script: str) -> str:
-    """A self-contained page with this body."""
+    """Return a self-contained page with this body."""
     parts = {
         "title": escape(title),
         "policy": _POLICY,
@@ -84,7 +93,7 @@ def _page(title: str, body: str, more: str, script: str) -> str:
 
 
 def _filled(name: str, parts: Mapping[str, str]) -> str:
-    """A template with its parts, in one pass, so that inserted text is never substituted again."""
+    """Fill a template with its parts, in one pass, so that inserted text is never substituted again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file(name))
 
 
@@ -93,28 +102,19 @@ def _file(name: str) -> str:
     return (files("stretto.view") / name).read_text(encoding="utf-8")
 
 
-def _data(panels: Sequence[Panel]) -> dict[str, Any]:
-    """The data that the page's script draws, as columns, so that large timelines stay small."""
-    kinds, chunks = all_kinds(panels), max(panel.chunks for panel in panels)
-    return {
-        "end": max(panel.end for panel in panels) or 1.0,
-        "left": left_of(panels),
-        "held": most_held(panels),
-        "kinds": [
-            {"kind": kind, "name": NAMES[kind], "shades": [_shade(kind, at, chunks) for at in range(chunks)]}
-            for kind in kinds
-        ],
-        "panels": [_panel(panel, kinds) for panel in panels],
-    }
+def script_json(data: Any) -> str:
+    """Return data as JSON that can stand in a script element."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _shade(kind: ActionKind, chunk: int, chunks: int) -> dict[str, str]:
-    colour = of_kind(kind, chunk, chunks)
+    colour = colours.of_kind(kind, chunk, chunks)
     return {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
 
 
 def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:
-    drawn = panel.blocks
+    """Return the data of a panel, as columns, so that large timelines stay small."""
+    blocks = panel.blocks
     data: dict[str, Any] = {
         "title": panel.title,
         "line": panel.line,
@@ -124,26 +124,26 @@ def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:
         "chunks": panel.chunks,
         "tracks": panel.tracks,
         "held": [row.curve for row in panel.rows],
-        "row": [block.row for block in drawn],
-        "start": [_short(block.start) for block in drawn],
-        "end": [_short(block.end) for block in drawn],
-        "kind": [kinds.index(block.kind) for block in drawn],
-        "stage": [block.stage for block in drawn],
-        "microbatch": [block.action.microbatch for block in drawn],
-        "shade": [block.chunk for block in drawn],
+        "row": [block.row for block in blocks],
+        "start": [_rounded(block.start) for block in blocks],
+        "end": [_rounded(block.end) for block in blocks],
+        "kind": [kinds.index(block.kind) for block in blocks],
+        "stage": [block.stage for block in blocks],
+        "microbatch": [block.action.microbatch for block in blocks],
+        "shade": [block.chunk for block in blocks],
     }
     if panel.window is not None:
         data["window"] = asdict(panel.window)
     if panel.path:
-        data["path"] = [panel.path.get(block.action, "") for block in drawn]
-    if any(block.lanes > 1 for block in drawn):
-        data["lane"] = [block.lane for block in drawn]
-        data["lanes"] = [block.lanes for block in drawn]
+        data["path"] = [panel.path.get(block.action, "") for block in blocks]
+    if any(block.lanes > 1 for block in blocks):
+        data["lane"] = [block.lane for block in blocks]
+        data["lanes"] = [block.lanes for block in blocks]
     return data
 
 
-def _short(time: float) -> float:
-    """The time without digits that are only rounding error."""
+def _rounded(time: float) -> float:
+    """Return the time without digits that are only rounding error."""
     return float(f"{time:.10g}")
 
 
@@ -153,13 +153,13 @@ def _legend(panels: Sequence[Panel]) -> str:
     for kind in all_kinds(panels):
         shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
         swatches = "".join(
-            f'<i style="background:{colours.hexed(of_kind(kind, at, chunks))}"></i>' for at in shown
+            f'<i style="background:{colours.hexed(colours.of_kind(kind, i, chunks))}"></i>' for i in shown
         )
         items.append(f"<li>{swatches} {kind} {NAMES[kind]}</li>")
     if note := shades(panels):
         items.append(f'<li class="quiet">({note})</li>')
     items.append('<li><i class="bubble"></i> bubble</li>')
-    if most_held(panels):
+    if highest_peak(panels):
         items.append('<li><i class="held"></i> activations held</li>')
     if any(panel.window for panel in panels):
         items.append('<li><i class="step"></i> end of a step</li>')
@@ -173,24 +173,22 @@ def _legend(panels: Sequence[Panel]) -> str:
 
 
 def table_html(rows: Sequence[Sequence[str]], caption: str = "Figures") -> str:
-    """A table whose first row is its header; in a page of this module it can be sorted by any column."""
+    """Return a table whose first row is its header; in a page of this module any column sorts it."""
     if not rows:
         return ""
-    kinds = [_alignment([row[at] for row in rows[1:]]) for at in range(len(rows[0]))]
+    kinds = list[str]()  # columns are of text, unless every cell begins with a number
+    for column in range(len(rows[0])):
+        numbers = all(re.match(r"[-+]?\d|$", row[column]) for row in rows[1:])
+        kinds.append("" if numbers else ' class="text"')
     head = "".join(
         f'<th scope="col"{kind}>{escape(cell)}</th>' for kind, cell in zip(kinds, rows[0], strict=True)
     )
     lines = list[str]()
-    for first, *rest in rows[1:]:
-        cells = (f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], rest, strict=True))
-        lines.append(f'<tr><th scope="row">{escape(first)}</th>{"".join(cells)}</tr>')
+    for name, *values in rows[1:]:
+        cells = (f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], values, strict=True))
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     body = "\n".join(lines)
     return (
         f'<div class="wide"><table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
-
-
-def _alignment(cells: Sequence[str]) -> str:
-    """The class of a column: text, unless every cell begins with a number."""
-    return "" if all(re.match(r"[-+]?\d|$", cell) for cell in cells) else ' class="text"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stretto.layout import Layout, RankGrid
 from stretto.view import colours
 from stretto.view.exchanges import Exchange, link_text
-from stretto.view.grid import LETTERS, WORDS, shown_axes, stacks, stages_text
-from stretto.view.html import plain_html
+from stretto.view.grid import AXIS_NAMES, LETTERS, shown_axes, stacks, stages_text
+from stretto.view.html import plain_html, script_json
 
 if TYPE_CHECKING:
     from stretto.planner.machines.cluster import Cluster
@@ -62,76 +61,60 @@ def layout_page(
     cluster: Cluster | None = None,
     encoder_pp: int = 0,
 ) -> str:
-    """The page; it loads nothing, and its size does not grow with the number of ranks.
+    """Return the page; it loads nothing, and its size does not grow with the number of ranks.
 
     Args:
-        groups: those that can be chosen by a button.
-        cluster: names the links.
-        encoder_pp: the first pipeline ranks, which hold an encoder; 0: there is none.
+        groups: groups that can be chosen by a button.
+        cluster: the cluster whose links are named.
+        encoder_pp: number of the first pipeline ranks that hold an encoder.
     """
-    facts = _data(layout, groups, ranks_per_node, cluster)
-    facts["encoder"] = encoder_pp
-    about = _about(layout, ranks_per_node, cluster)
+    experts = layout.ep > 1 or layout.expert_tp is not None
+    grids = {"dense layers": layout.grid} | ({"expert layers": layout.expert_grid} if experts else {})
+    inside, between = (link_text(cluster.inner), link_text(cluster.outer)) if cluster else ("", "")
+    colour_of = [colours.hexed(colours.of_stage(stage, layout.pp)) for stage in range(layout.pp)]
+    data = {
+        "world": layout.world,
+        "offset": layout.offset,
+        "node": ranks_per_node,
+        "stages": colour_of,
+        "outlines": [colours.hexed(colour) for colour in colours.GROUPS],
+        "letters": [[axis, LETTERS[axis], AXIS_NAMES[axis]] for axis in shown_axes(layout)],
+        "grids": [{"name": name, "axes": list(grid.sizes.items())} for name, grid in grids.items()],
+        "groups": [_group(layout, group, list(grids.values())) for group in groups],
+        "links": {"inside": inside, "between": between},
+        "encoder": encoder_pp,
+    }
+    nodes = -(-layout.world // ranks_per_node)
+    ranks = "1 rank" if layout.world == 1 else f"{layout.world:,} ranks"
+    machine = f" ({cluster.name})" if cluster is not None else ""
+    about = (
+        f"{ranks} on {f'{nodes:,} nodes of {ranks_per_node}' if nodes > 1 else '1 node'}{machine}, "
+        f"order {layout.order} (fastest first)"
+    )
+    if encoder_pp:
+        stages = "</li><li>".join(
+            f'<i style="background:{colour_of[stack_ranks[0]]}"></i> {stack}: {stages_text(stack_ranks)}'
+            for stack, stack_ranks in stacks(layout, encoder_pp)
+        )
+    else:
+        ends = dict.fromkeys((colour_of[0], colour_of[-1]))
+        swatches = "".join(f'<i style="background:{colour}"></i>' for colour in ends)
+        stages = f"{swatches} stages 0 to {layout.pp - 1}" if layout.pp > 1 else f"{swatches} one stage"
     parts = {
         "first": str(layout.offset),
         "last": str(layout.offset + layout.world - 1),
         "about": escape(f"{about}."),
-        "stages": _stages(layout, encoder_pp),
-        "inside": escape(_beside(facts["links"]["inside"])),
-        "between": escape(_beside(facts["links"]["between"])),
-        "data": json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c"),
+        "stages": stages,
+        "inside": escape(f": {inside}" if inside else ""),
+        "between": escape(f": {between}" if between else ""),
+        "data": script_json(data),
     }
     head = f'<p class="name" aria-hidden="true">Layout {escape(str(layout))}</p>\n<p>{escape(about)}</p>\n'
     return plain_html(f"Layout {layout}", head + _BODY.format(**parts), "page_layout")
 
 
-def _about(layout: Layout, ranks_per_node: int, cluster: Cluster | None) -> str:
-    nodes = -(-layout.world // ranks_per_node)
-    ranks = "1 rank" if layout.world == 1 else f"{layout.world:,} ranks"
-    on = f"{nodes:,} nodes of {ranks_per_node}" if nodes > 1 else "1 node"
-    machine = f" ({cluster.name})" if cluster is not None else ""
-    return f"{ranks} on {on}{machine}, order {layout.order} (fastest first)"
-
-
-def _beside(text: str) -> str:
-    return f": {text}" if text else ""
-
-
-def _stages(layout: Layout, encoder_pp: int) -> str:
-    """The legend of the stages' colours."""
-    if encoder_pp:
-        return "</li><li>".join(
-            f'<i style="background:{colours.hexed(colours.of_stage(ranks[0], layout.pp))}"></i> {stack}: '
-            f"{stages_text(ranks)}"
-            for stack, ranks in stacks(layout, encoder_pp)
-        )
-    ends = [colours.hexed(colours.of_stage(stage, layout.pp)) for stage in (0, layout.pp - 1)]
-    swatches = "".join(f'<i style="background:{colour}"></i>' for colour in dict.fromkeys(ends))
-    return f"{swatches} stages 0 to {layout.pp - 1}" if layout.pp > 1 else f"{swatches} one stage"
-
-
-def _data(
-    layout: Layout, groups: Sequence[Exchange], ranks_per_node: int, cluster: Cluster | None
-) -> dict[str, Any]:
-    """What the page's script draws and counts with."""
-    experts = layout.ep > 1 or layout.expert_tp is not None
-    grids = {"dense layers": layout.grid} | ({"expert layers": layout.expert_grid} if experts else {})
-    links = cluster and {"inside": link_text(cluster.inner), "between": link_text(cluster.outer)}
-    return {
-        "world": layout.world,
-        "offset": layout.offset,
-        "node": ranks_per_node,
-        "stages": [colours.hexed(colours.of_stage(stage, layout.pp)) for stage in range(layout.pp)],
-        "outlines": [colours.hexed(colour) for colour in colours.GROUPS],
-        "letters": [[axis, LETTERS[axis], WORDS[axis]] for axis in shown_axes(layout)],
-        "grids": [{"name": name, "axes": list(grid.sizes.items())} for name, grid in grids.items()],
-        "groups": [_group(layout, each, list(grids.values())) for each in groups],
-        "links": links or {"inside": "", "between": ""},
-    }
-
-
 def _group(layout: Layout, exchange: Exchange, grids: Sequence[RankGrid]) -> Mapping[str, Any]:
-    """The groups over some axes, with the grid and the mask that give their ranks."""
+    """Return the groups over some axes, with the grid and the mask that give their ranks."""
     grid, names = layout.grid_of(exchange.axes)
     mask = names.split("-") if names else []
     return {**asdict(exchange), "links": exchange.links, "grid": grids.index(grid), "mask": mask}

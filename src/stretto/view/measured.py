@@ -10,7 +10,7 @@ from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 from stretto.program.text import parse_action
 from stretto.view.html import panels_html, table_html
-from stretto.view.panel import NAMES, Block, Panel, Row, aligned, stacked
+from stretto.view.panel import NAMES, Panel, PanelRow, TimelineBlock, aligned, stacked
 
 if TYPE_CHECKING:
     from stretto.view.trace import TraceEvent
@@ -165,7 +165,7 @@ def measured_panel(
     scale, unit = _unit(longest)
     ranks = max(event.rank for event in predicted) + 1
     stages: list[list[int]] = [[] for _ in range(ranks)]
-    drawn: list[Block] = []
+    drawn: list[TimelineBlock] = []
     for track, events in enumerate((predicted, measured)):
         shown = [(e, a) for e, a in _actions(events) if a.kind in NAMES]
         zero = min((event.start for event, _ in shown), default=0.0)
@@ -173,10 +173,13 @@ def measured_panel(
             if action.stage not in stages[event.rank]:
                 stages[event.rank].append(action.stage)
             start, end = (event.start - zero) * scale, (event.end - zero) * scale
-            drawn.append(Block(row=2 * event.rank + track, start=start, end=end, action=action))
+            drawn.append(TimelineBlock(row=2 * event.rank + track, start=start, end=end, action=action))
     chunk = {s: at for held in stages for at, s in enumerate(sorted(held))}
-    drawn = [Block(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage]) for b in drawn]
-    labels = [Row(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
+    drawn = [
+        TimelineBlock(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage])
+        for b in drawn
+    ]
+    labels = [PanelRow(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
     line = (
         f"first to last action: predicted {seconds(comparison.predicted_step)}, measured "
         f"{seconds(comparison.measured_step)}"

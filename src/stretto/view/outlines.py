@@ -8,7 +8,7 @@ from itertools import pairwise
 from stretto.layout import Layout
 from stretto.view import colours
 from stretto.view.exchanges import RECEIVERS, Exchange
-from stretto.view.svg import element, words
+from stretto.view.svg import element, text_line
 
 _WIDE, _HIGH = 34.0, 30.0  # a rank's cell
 _GAP, _PAD = 6.0, 6.0
@@ -16,13 +16,13 @@ _LABEL, _HEAD = 62.0, 40.0
 _BETWEEN = 34.0  # from one panel to the next
 _MOST_NODES, _MOST_CELLS = 8, 16  # of a panel, and of a line in it
 
-Place = tuple[float, float]
+Corner = tuple[float, float]  # the upper left one of a rank's cell
 
 
 def outlines(
     layout: Layout, shown: Sequence[Exchange], *, ranks_per_node: int, left: float, top: float, width: float
 ) -> tuple[list[str], float, float]:
-    """A panel for each of `shown`, beside one another within `width` where they fit.
+    """Draw a panel for each of `shown`, as many on a line as fit into `width`.
 
     Returns:
         The parts, their lower edge, and their right edge.
@@ -34,14 +34,14 @@ def outlines(
     columns = max(1, int((width + _BETWEEN) // (wide + _BETWEEN)))
     note = "a line joins the ranks of the first group: solid inside a node, dashed between nodes"
     parts = [
-        words("Groups", left, top + 22, 14, font_weight="bold"),
-        words(f"one colour each, numbered; {note}", left + 64, top + 22, 11, class_="quiet"),
+        text_line("Groups", left, top + 22, 14, font_weight="bold"),
+        text_line(f"one colour each, numbered; {note}", left + 64, top + 22, 11, class_="quiet"),
     ]
     y = top + 32
     for start in range(0, len(panels), columns):
         line = panels[start : start + columns]
         for column, panel in enumerate(line):
-            parts += panel.drawn(left + column * (wide + _BETWEEN), y)
+            parts += panel.draw(left + column * (wide + _BETWEEN), y)
         y += max(panel.height for panel in line) + 8
     right = left + max(min(columns, len(panels)) * (wide + _BETWEEN) - _BETWEEN, 64 + 5.6 * (len(note) + 25))
     return parts, y, right
@@ -74,14 +74,14 @@ class _Panel:
 
     @property
     def title(self) -> str:
-        one = self.exchange
-        groups = "1 group" if one.count == 1 else f"{one.count:,} groups"
-        return f"{one.axes}: {groups} of {one.size:,}, {one.links}"
+        exchange = self.exchange
+        groups = "1 group" if exchange.count == 1 else f"{exchange.count:,} groups"
+        return f"{exchange.axes}: {groups} of {exchange.size:,}, {exchange.links}"
 
     @property
     def about(self) -> str:
-        sends, said = self.exchange.sends, self.exchange.note or self.exchange.brief
-        return said or ", ".join(f"{send.what} {RECEIVERS[send.to]}" for send in sends)
+        sends = (f"{send.what} {RECEIVERS[send.to]}" for send in self.exchange.sends)
+        return self.exchange.note or self.exchange.brief or ", ".join(sends)
 
     @property
     def _box(self) -> float:
@@ -93,41 +93,41 @@ class _Panel:
         first = self.offset + node * self.each
         return range(first, min(first + self.each, self.end))
 
-    def drawn(self, left: float, top: float) -> list[str]:
+    def draw(self, left: float, top: float) -> list[str]:
         parts = [
-            words(self.title, left, top + 14, 12.5, font_weight="bold"),
-            words(self.about, left, top + 30, 11, class_="quiet"),
+            text_line(self.title, left, top + 14, 12.5, font_weight="bold"),
+            text_line(self.about, left, top + 30, 11, class_="quiet"),
         ]
-        places = dict[int, Place]()  # the upper left corner of each rank's cell
+        corners = dict[int, Corner]()
         for row, node in enumerate(self.nodes):
             y = top + _HEAD + row * (self._box + 6)
-            parts.append(words(f"node {node}", left, y + self._box / 2 + 4, 11, class_="quiet"))
+            parts.append(text_line(f"node {node}", left, y + self._box / 2 + 4, 11, class_="quiet"))
             wide = 2 * _PAD + self.across * (self.cell + _GAP) - _GAP
             box = {"x": left + _LABEL - 4, "y": y, "width": wide, "height": self._box, "rx": 5}
             parts.append(element("rect", class_="box", **box))
-            for place, rank in enumerate(self._ranks(node)):
-                line, column = divmod(place, self.across)
+            for i, rank in enumerate(self._ranks(node)):
+                line, column = divmod(i, self.across)
                 x = left + _LABEL - 4 + _PAD + column * (self.cell + _GAP)
-                places[rank] = (x, y + _PAD + line * (_HIGH + _GAP))
-        parts += [*self._outlines(places), *self._links(places)]
-        for rank, (x, y) in places.items():
+                corners[rank] = (x, y + _PAD + line * (_HIGH + _GAP))
+        parts += [*self._outlines(corners), *self._links(corners)]
+        for rank, (x, y) in corners.items():
             middle = {"text_anchor": "middle"}
-            parts.append(words(str(rank), x + self.cell / 2, y + 14, 12, **middle))
-            group = words(f"g{self.number[rank]}", x + self.cell / 2, y + 25, 9, class_="quiet", **middle)
+            parts.append(text_line(str(rank), x + self.cell / 2, y + 14, 12, **middle))
+            group = text_line(f"g{self.number[rank]}", x + self.cell / 2, y + 25, 9, class_="quiet", **middle)
             parts.append(group)
         if self.left_out:
             y = top + self.height - 4
             text = f"{self.left_out:,} more nodes are not drawn"
-            parts.append(words(text, left + _LABEL, y, 11, class_="quiet"))
+            parts.append(text_line(text, left + _LABEL, y, 11, class_="quiet"))
         return parts
 
-    def _outlines(self, places: dict[int, Place]) -> list[str]:
-        """A box round each run of neighbours of one group."""
+    def _outlines(self, corners: dict[int, Corner]) -> list[str]:
+        """Draw a box round each run of neighbours of one group."""
         runs = list[list[int]]()
-        for rank, (_, y) in places.items():
+        for rank, (_, y) in corners.items():
             last = runs[-1][-1] if runs else None
-            same = last is not None and last == rank - 1 and self.number[last] == self.number[rank]
-            if same and last is not None and places[last][1] == y:
+            adjacent = last is not None and last == rank - 1 and self.number[last] == self.number[rank]
+            if adjacent and last is not None and corners[last][1] == y:
                 runs[-1].append(rank)
             else:
                 runs.append([rank])
@@ -135,24 +135,24 @@ class _Panel:
         for run in runs:
             number = self.number[run[0]]
             colour = colours.hexed(colours.GROUPS[number % len(colours.GROUPS)])
-            (x, y), wide = places[run[0]], len(run) * (self.cell + _GAP) - _GAP
+            (x, y), wide = corners[run[0]], len(run) * (self.cell + _GAP) - _GAP
             box = {"x": x - 1, "y": y - 1, "width": wide + 2, "height": _HIGH + 2, "rx": 5}
             look = {"fill": colour, "fill_opacity": 0.16, "stroke": colour, "stroke_width": 2}
             parts.append(element("rect", class_="group", **box, **look))
         return parts
 
-    def _links(self, places: dict[int, Place]) -> list[str]:
-        """Lines along the first group, as far as it is drawn."""
+    def _links(self, corners: dict[int, Corner]) -> list[str]:
+        """Draw lines along the first group, as far as it is drawn."""
         parts = list[str]()
         colour = colours.hexed(colours.GROUPS[0])
         step = _HIGH + _GAP + 2 * _PAD + 7  # farther apart, a line would cross a cell
-        for one, other in pairwise(rank for rank in self.first if rank in places):
-            inside = (one - self.offset) // self.each == (other - self.offset) // self.each
-            (x0, y0), (x1, y1) = places[one], places[other]
+        for rank, other in pairwise(rank for rank in self.first if rank in corners):
+            inside = (rank - self.offset) // self.each == (other - self.offset) // self.each
+            (x0, y0), (x1, y1) = corners[rank], corners[other]
             look = {"stroke": colour, "stroke_width": 2.5, "fill": "none", "class_": "link"}
             if not inside:
                 look["stroke_dasharray"] = "5 4"
-            if y0 == y1 and other == one + 1:
+            if y0 == y1 and other == rank + 1:
                 continue  # in one box
             low, high = y0 + _HIGH + 1, y1 - 1
             gap = x1 - _GAP / 2

@@ -5,7 +5,7 @@ A panel is one timeline: rows of blocks over a time axis. SVG, HTML and terminal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import floor, log10
@@ -27,11 +27,13 @@ NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """One drawn action: `label` is the microbatch, `chunk` counts the stages of its rank.
+class TimelineBlock:
+    """One drawn action. An update that takes no time is a block without width: a mark.
 
-    Where several run at once, as in an overlapped pair, a block takes lane `lane` of `lanes` in its row. An
-    update that takes no time is a block without width: a mark.
+    Attributes:
+        chunk: number of stages before its own on its rank.
+        paired: it is one of an overlapped pair.
+        lane, lanes: its part of the row, if several blocks run at once.
     """
 
     row: int
@@ -39,7 +41,7 @@ class Block:
     end: float
     action: Action
     chunk: int = 0
-    paired: bool = False  # one of an overlapped pair
+    paired: bool = False
     lane: int = 0
     lanes: int = 1
 
@@ -53,6 +55,7 @@ class Block:
 
     @property
     def label(self) -> str:
+        """The microbatch."""
         return "" if self.action.microbatch is None else str(self.action.microbatch)
 
     @property
@@ -60,32 +63,32 @@ class Block:
         return self.end <= self.start
 
 
-def blocks(timeline: Timeline) -> list[Block]:
-    """The actions that take time on their rank, and updates; no communications."""
+def blocks(timeline: Timeline) -> list[TimelineBlock]:
+    """Return the actions that take time on their rank, and updates; no communications."""
     program = timeline.program
     chunk = chunk_of(program)
     paired = {action for pair in program.pairs for action in pair}
     drawn = [
-        Block(
-            row=e.rank,
-            start=e.start,
-            end=e.end,
-            action=e.action,
-            chunk=chunk[e.action.stage],
-            paired=e.action in paired,
+        TimelineBlock(
+            row=event.rank,
+            start=event.start,
+            end=event.end,
+            action=event.action,
+            chunk=chunk[event.action.stage],
+            paired=event.action in paired,
         )
-        for e in (*timeline.events, *timeline.tail)
-        if e.action.kind in NAMES and (e.end > e.start or e.action.kind is ActionKind.UPDATE)
+        for event in (*timeline.events, *timeline.tail)
+        if event.action.kind in NAMES and (event.end > event.start or event.action.kind is ActionKind.UPDATE)
     ]
     return stacked(drawn)
 
 
-def stacked(drawn: Sequence[Block]) -> list[Block]:
+def stacked(drawn: Sequence[TimelineBlock]) -> list[TimelineBlock]:
     """The blocks sorted by row and start, with lanes for those that overlap in time."""
-    done: list[Block] = []
-    group: list[Block] = []
+    done: list[TimelineBlock] = []
+    group: list[TimelineBlock] = []
     until = 0.0
-    for block in sorted(drawn, key=lambda b: (b.row, b.start, b.end)):
+    for block in sorted(drawn, key=lambda block: (block.row, block.start, block.end)):
         slack = 1e-9 * (abs(until) + 1e-9)  # rounding: blocks that touch do not overlap
         if group and block.row == group[0].row and block.start < until - slack:
             group.append(block)
@@ -96,68 +99,69 @@ def stacked(drawn: Sequence[Block]) -> list[Block]:
     return done + _lanes(group)
 
 
-def _lanes(group: list[Block]) -> list[Block]:
+def _lanes(group: list[TimelineBlock]) -> list[TimelineBlock]:
     """Give each of a group of overlapping blocks the first lane that is free."""
     if len(group) < 2 or all(block.is_mark for block in group):
         return group
     free: list[float] = []
-    placed: list[tuple[Block, int]] = []
+    placed: list[tuple[TimelineBlock, int]] = []
     for block in group:
-        lane = next((at for at, end in enumerate(free) if end <= block.start), len(free))
+        lane = next((lane for lane, end in enumerate(free) if end <= block.start), len(free))
         free[lane : lane + 1] = [block.end]
         placed.append((block, lane))
     return [replace(block, lane=lane, lanes=len(free)) for block, lane in placed]
 
 
 def chunk_of(program: Program) -> list[int]:
-    """For each stage, how many stages come before it on its rank."""
-    seen = [0] * program.ranks
+    """Return for each stage how many stages come before it on its rank."""
+    counts = [0] * program.ranks
     chunks_before: list[int] = []
     for rank in program.placement:
-        chunks_before.append(seen[rank])
-        seen[rank] += 1
+        chunks_before.append(counts[rank])
+        counts[rank] += 1
     return chunks_before
 
 
 def chunks(program: Program) -> int:
-    """The most stages that a rank holds."""
+    """Return the largest number of stages that a rank holds."""
     return max(len(program.stages_of(rank)) for rank in range(program.ranks))
 
 
 def headline(timeline: Timeline) -> str:
-    """One line of figures under a picture's title; it says so where the times are those of no model."""
+    """Return a line of figures under a picture's title, with a note if the times are those of no model."""
     program = timeline.program
     each = chunks(program) // program.copies
-    held = f", {each} chunks" if each > 1 else ""
+    per_rank = f", {each} chunks" if each > 1 else ""
     copies = f", {program.copies} copies of the weights" if program.copies > 1 else ""
     unit = " at F = I = W = 1" if timeline.costs == Costs() else ""
     steps = f" in {program.steps} steps" if program.steps > 1 else ""
     work = count(program.microbatches, "microbatch", "es") + steps
     return (
-        f"{count(program.ranks, 'rank')}{held}{copies}, {work}: "
+        f"{count(program.ranks, 'rank')}{per_rank}{copies}, {work}: "
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble.rate:.1%}{unit}"
     )
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:
-    """ "1 rank", "2 ranks"."""
+    """Return the number with its noun: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def ticks(end: float, most: int) -> list[float]:
-    """Round times from 0 to `end`, at most `most` + 1 of them: steps of 1, 2 or 5 times a power of ten."""
-    if end <= 0 or most < 1:
+def ticks(end: float, limit: int) -> list[float]:
+    """Return round times from 0 to `end`, in at most `limit` steps of 1, 2 or 5 times a power of ten."""
+    if end <= 0 or limit < 1:
         return [0.0]
-    base = 10.0 ** floor(log10(end / most))
-    step = next(base * factor for factor in (1, 2, 5, 10, 20) if end / (base * factor) <= most)
-    return [step * at for at in range(floor(end / step + 1e-9) + 1)]
+    base = 10.0 ** floor(log10(end / limit))
+    step = next(base * factor for factor in (1, 2, 5, 10, 20) if end / (base * factor) <= limit)
+    return [step * i for i in range(floor(end / step + 1e-9) + 1)]
 
 
-Curve = tuple[tuple[float, float], ...]  # (time, held from then on), in ascending times
+Curve = tuple[tuple[float, float], ...]  # (time, activations held from then on), in ascending times
 
 
-def held(timeline: Timeline) -> list[Curve]:
-    """Per rank, the activations held over time in rank units: a microbatch through all its stages is 1.
+def activation_curves(timeline: Timeline) -> list[Curve]:
+    """Return for each rank the activations held over time in rank units: a microbatch through all its stages
+    is 1.
 
     They are held from the start of their F to the end of their B or W; those of a forward that is recomputed,
     from RECOMPUTE on; offloaded ones are away from the end of OFFLOAD to the start of RELOAD. In a program
@@ -167,7 +171,13 @@ def held(timeline: Timeline) -> list[Curve]:
     # a microbatch goes through one copy of the weights only
     share = [program.copies / max(1, program.placement.count(rank)) for rank in range(program.ranks)]
     curves = live_bytes(program, Costs(), timeline.starts, timeline.ends)
-    return [_whole(curve, unit, timeline.makespan) for curve, unit in zip(curves, share, strict=True)]
+    completed = list[Curve]()  # from 0 to the end, with one value per time: the last of several
+    for curve, unit in zip(curves, share, strict=True):
+        points = {0.0: 0.0} | {time: value * unit for time, value in curve}
+        if (last := max(points)) < timeline.makespan:
+            points[timeline.makespan] = points[last]
+        completed.append(tuple(points.items()))
+    return completed
 
 
 def peak(curve: Curve) -> float:
@@ -175,14 +185,8 @@ def peak(curve: Curve) -> float:
     return max((value for _, value in curve), default=0.0)
 
 
-def _whole(curve: Iterable[tuple[float, float]], unit: float, end: float) -> Curve:
-    """The curve from 0 to `end`, with one value per time: the last of several."""
-    points = {0.0: 0.0} | {time: value * unit for time, value in curve}
-    return (*points.items(), *(((end, points[last]),) if (last := max(points)) < end else ()))
-
-
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """A row's label, and the activations its rank holds over time; an empty curve is not drawn."""
 
     label: str
@@ -205,8 +209,8 @@ class Window:
     Attributes:
         ends: for each step but the last, when each rank is done with it.
         steps: the steps, as the last rank goes through them.
-        phases: fill, steady state and drain, as the first rank goes through them: from the first backward to
-            the last forward it has one for the other.
+        phases: fill, steady state and drain, as the first rank goes through them; in the steady state, from
+            the first backward to the last forward, every forward has a backward.
     """
 
     ends: tuple[tuple[float, ...], ...]
@@ -215,7 +219,7 @@ class Window:
 
 
 def window(timeline: Timeline) -> Window | None:
-    """Where the steps of a window end; None for a program of one step."""
+    """Return where the steps of a window end, or None for a program of one step."""
     program = timeline.program
     if program.steps == 1:
         return None
@@ -224,12 +228,12 @@ def window(timeline: Timeline) -> Window | None:
         if action.microbatch is not None and action.kind in NAMES and action.kind is not ActionKind.F:
             step = action.microbatch // program.step_microbatches
             ends[step][rank] = max(ends[step][rank], end)
-    last, whole = program.ranks - 1, timeline.makespan
+    last, makespan = program.ranks - 1, timeline.makespan
     begins = [timeline.spans[last][0], *(step[last] for step in ends)]
     first = [event for event in timeline.events if event.rank == 0]
     back = min(event.start for event in first if event.action.kind in (ActionKind.B, ActionKind.I))
     filled = max(event.end for event in first if event.action.kind is ActionKind.F)
-    phases = [Phase("fill", 0.0, min(back, filled)), Phase("drain", filled, whole)]
+    phases = [Phase("fill", 0.0, min(back, filled)), Phase("drain", filled, makespan)]
     if back < filled:
         phases.insert(1, Phase("steady state", back, filled))
     return Window(
@@ -241,20 +245,25 @@ def window(timeline: Timeline) -> Window | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One timeline: its title and line of figures, its rows, and its blocks by row and start."""
+    """One timeline: its title and line of figures, its rows, and its blocks by row and start.
+
+    Attributes:
+        chunks: shades per kind.
+        unit: unit of time; "" for that of the costs.
+        tracks: rows per rank, each with all of the rank's actions.
+        path: what each action of the critical path waited for.
+    """
 
     title: str
     line: str
-    rows: tuple[Row, ...]
-    blocks: tuple[Block, ...]
+    rows: tuple[PanelRow, ...]
+    blocks: tuple[TimelineBlock, ...]
     end: float
-    chunks: int  # shades per kind
+    chunks: int
     copies: int = 1
-    unit: str = ""  # of time; "" for the unit of the costs
-    tracks: int = 1  # rows per rank, each with all of the rank's actions
-    path: Mapping[Action, str] = field(
-        default_factory=dict[Action, str]
-    )  # critical path: what each action waited for
+    unit: str = ""
+    tracks: int = 1
+    path: Mapping[Action, str] = field(default_factory=dict[Action, str])
     window: Window | None = None
 
     @property
@@ -267,7 +276,7 @@ class Panel:
 def panel(timeline: Timeline) -> Panel:
     """A replayed program's panel: one row per rank."""
     program = timeline.program
-    rows = [Row(f"rank {rank}", curve) for rank, curve in enumerate(held(timeline))]
+    rows = [PanelRow(f"rank {rank}", curve) for rank, curve in enumerate(activation_curves(timeline))]
     drawn = blocks(timeline)
     return Panel(
         title=program.name,
@@ -287,19 +296,19 @@ def with_path(timeline: Timeline) -> Panel:
     return replace(panel(timeline), path=path)
 
 
-def most_held(panels: Sequence[Panel]) -> float:
+def highest_peak(panels: Sequence[Panel]) -> float:
     """The top of the memory curves' common scale."""
     return max((peak(row.curve) for panel in panels for row in panel.rows), default=0.0)
 
 
 def all_kinds(panels: Sequence[Panel]) -> list[ActionKind]:
-    """The kinds that occur in any of them."""
+    """Return the kinds that occur in any panel, in the order of a legend."""
     present = {kind for panel in panels for kind in panel.kinds}
     return [kind for kind in NAMES if kind in present]
 
 
 def shades(panels: Sequence[Panel]) -> str:
-    """The meaning of a kind's shades; "" where there is only one."""
+    """Return the meaning of a kind's shades, or "" if there is only one."""
     if all(panel.chunks == 1 for panel in panels):
         return ""
     copied = any(panel.copies > 1 for panel in panels)
@@ -311,14 +320,14 @@ HEAD = ("schedule", "makespan", "bubble", "peak activations", "transfers")
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Makespan in the unit of the costs, the bubble as a part of it, the most activations that a rank holds
-    in rank units, and messages between ranks.
+    """Return the makespan in the unit of the costs, the bubble as a part of it, the peak of activations over
+    all ranks in rank units, and the number of messages between ranks.
     """
     return {
         "name": timeline.program.name,
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble.rate,
-        "peak_activations": max(map(peak, held(timeline)), default=0.0),
+        "peak_activations": max(map(peak, activation_curves(timeline)), default=0.0),
         "transfers": timeline.transfers,
     }
 
@@ -326,24 +335,24 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
     """A header and one row per timeline, as text."""
     rows: list[tuple[str, ...]] = [HEAD]
-    for one in map(figures, timelines):
+    for timeline in map(figures, timelines):
         rows.append(
             (
-                one["name"],
-                f"{one['makespan']:g}",
-                f"{one['bubble_rate']:.1%}",
-                f"{one['peak_activations']:.4g}",
-                f"{one['transfers']}",
+                timeline["name"],
+                f"{timeline['makespan']:g}",
+                f"{timeline['bubble_rate']:.1%}",
+                f"{timeline['peak_activations']:.4g}",
+                f"{timeline['transfers']}",
             )
         )
     return rows
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns, the first column to the left, numbers to the right."""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Return rows of text in columns, the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
-    for first, *rest in rows:
-        cells = [first.ljust(wide[0]), *(c.rjust(w) for c, w in zip(rest, wide[1:], strict=True))]
+    for name, *values in rows:
+        cells = [name.ljust(widths[0]), *map(str.rjust, values, widths[1:])]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING
 
 from stretto.program.action import ActionKind
 from stretto.view import colours
-from stretto.view.kind_colours import of_kind
 from stretto.view.panel import (
     NAMES,
-    Block,
     Curve,
     Panel,
+    TimelineBlock,
     Window,
     all_kinds,
     figures_table,
     headline,
-    most_held,
+    highest_peak,
     peak,
     shades,
     ticks,
 )
 from stretto.view.panel import panel as panel_of
-from stretto.view.svg import element, page, words
+from stretto.view.svg import element, page, text_line
 
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline
@@ -48,20 +47,20 @@ _HATCH = (
 
 
 def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str]] = ()) -> str:
-    """One picture of all panels.
+    """Draw all panels in one picture.
 
     Args:
         panels: at least one.
         about: describes the picture for screen readers.
-        table: rows of text to show below, the first of them the header.
+        table: rows of text below the panels; the first is the header.
     """
     end = max(panel.end for panel in panels)
     scale = _scale([block for panel in panels for block in panel.blocks], end)
-    top_held, left = most_held(panels), left_of(panels)
+    peak_held, left = highest_peak(panels), left_of(panels)
     parts: list[str] = []
     y = 0.0
     for panel in panels:
-        parts += _panel(panel, left, y, scale, top_held)
+        parts += _panel(panel, left, y, scale, peak_held)
         low = y + _HEAD + len(panel.rows) * _pitch(panel)
         if panel.window is not None:
             parts += _window(panel.window, left, y + _HEAD, _pitch(panel), scale)
@@ -97,42 +96,41 @@ def _pitch(panel: Panel) -> int:
     return ROW + _GAP + (_CURVE + 4 if any(row.curve for row in panel.rows) else 0)
 
 
-def _scale(drawn: Sequence[Block], end: float) -> float:
-    """Pixels per unit of time: the usual width, or more where numbers would not fit into blocks."""
+def _scale(drawn: Sequence[TimelineBlock], end: float) -> float:
+    """Return pixels per unit of time: the usual width, or more if numbers would not fit into blocks."""
     lengths = [block.end - block.start for block in drawn if not block.is_mark]
     if not lengths or end <= 0:
         return 1.0
     return min(max(_WIDTH / end, _NARROWEST_BLOCK / min(lengths)), max(_WIDEST, _WIDTH) / end)
 
 
-def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> list[str]:
+def _panel(panel: Panel, left: int, y: float, scale: float, peak_held: float) -> list[str]:
     parts = [
-        words(panel.title, left, y + 28, 17, font_weight="bold"),
-        words(panel.line, left, y + 48, 12.5, class_="quiet"),
+        text_line(panel.title, left, y + 28, 17, font_weight="bold"),
+        text_line(panel.line, left, y + 48, 12.5, class_="quiet"),
     ]
     by_row = {row: list(drawn) for row, drawn in groupby(panel.blocks, key=lambda block: block.row)}
     pitch = _pitch(panel)
-    for at, row in enumerate(panel.rows):
-        body = [words(row.label, -10, ROW / 2 + 4, 12, text_anchor="end")]
+    for i, row in enumerate(panel.rows):
+        body = [text_line(row.label, -10, ROW / 2 + 4, 12, text_anchor="end")]
         body.append(element("rect", width=panel.end * scale, height=ROW, fill="url(#hatch)"))
-        body += _blocks(by_row.get(at, []), scale, panel.chunks)
+        body += _blocks(by_row.get(i, []), scale, panel.chunks)
         if row.curve:
-            body += _held(row.curve, scale, top_held)
-        place = f"translate({left} {y + _HEAD + at * pitch:g})"
-        parts.append(element("g", "".join(body), class_="row", transform=place))
+            body += _memory_curve(row.curve, scale, peak_held)
+        position = f"translate({left} {y + _HEAD + i * pitch:g})"
+        parts.append(element("g", "".join(body), class_="row", transform=position))
     return parts
 
 
 def _window(window: Window, left: int, top: float, pitch: float, scale: float) -> list[str]:
-    """A dashed line down the rows where each rank is done with a step; below them steps and phases."""
+    """Draw a dashed line down the rows where each rank finishes a step, and below them steps and phases."""
     parts: list[str] = []
     low = top + len(window.ends[0]) * pitch + 4
     for ends in window.ends:
-        path, way = "", "M"
+        path = ""
         for row, end in enumerate(ends):
             x, y = left + end * scale, top + row * pitch - 3
-            path += f"{way}{x:.2f} {y:g}" if way == "M" else f"V{y:g}H{x:.2f}"
-            way = "V"
+            path += f"V{y:g}H{x:.2f}" if path else f"M{x:.2f} {y:g}"
         parts.append(element("path", d=f"{path}V{low:g}", **_STEP))
     for line, phases in enumerate((window.steps, window.phases)):
         for phase in phases:
@@ -146,22 +144,22 @@ _STEP = {"fill": "none", "stroke": "#e5534b", "stroke_width": 1.6, "stroke_dasha
 
 
 def _bracket(name: str, x: float, right: float, y: float) -> list[str]:
-    """A line between two ends with its name in the middle, where there is room for it."""
+    """Draw a line between two ends with its name in the middle, if there is room for it."""
     half = 3.1 * len(name) + 4
     middle = (x + right) / 2
     shown = right - x > 2 * half + 8
     across = f"H{middle - half:.2f}M{middle + half:.2f} {y + 5:g}" if shown else ""
     path = f"M{x:.2f} {y:g}v10m0 -5{across}H{right:.2f}m0 -5v10"
     parts = [element("path", d=path, class_="line", fill="none")]
-    return [*parts, words(name, middle, y + 9, 11, text_anchor="middle")] if shown else parts
+    return [*parts, text_line(name, middle, y + 9, 11, text_anchor="middle")] if shown else parts
 
 
-def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
-    """A row's blocks, and their numbers in a group that sets the text style once."""
+def _blocks(drawn: Iterable[TimelineBlock], scale: float, chunks: int) -> list[str]:
+    """Draw a row's blocks, and their numbers in a group that sets the text style once."""
     shapes: list[str] = []
     labels: list[str] = []
     for block in drawn:
-        colour = of_kind(block.kind, block.chunk, chunks)
+        colour = colours.of_kind(block.kind, block.chunk, chunks)
         x, width = block.start * scale, (block.end - block.start) * scale
         if block.is_mark:
             shapes.append(element("path", d=f"M{x:.2f} -3v{ROW + 6}", class_="mark"))
@@ -170,12 +168,12 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
         inner = max(width - 1, width * 0.8)
         height = ROW / block.lanes - (1 if block.lanes > 1 else 0)
         y = block.lane * ROW / block.lanes
-        place = {"y": y} if y else {}
+        offset = {"y": y} if y else {}
         shape = {"width": inner, "height": height, "rx": min(2.5, inner / 4)}
-        shapes.append(element("rect", x=x, **place, **shape, fill=colours.hexed(colour)))
+        shapes.append(element("rect", x=x, **offset, **shape, fill=colours.hexed(colour)))
         if block.paired and block.lanes == 1:  # one line under both, open between pairs
-            first, last = (x + 2, x + width) if block.kind is ActionKind.F else (x - 1, x + width - 3)
-            shapes.append(element("path", d=f"M{first:.2f} {ROW + 2}H{last:.2f}", class_="pair"))
+            start, end = (x + 2, x + width) if block.kind is ActionKind.F else (x - 1, x + width - 3)
+            shapes.append(element("path", d=f"M{start:.2f} {ROW + 2}H{end:.2f}", class_="pair"))
         size = min(13.0, 0.9 * height, inner / (0.62 * max(1, len(block.label))))
         if block.label and size >= 6:
             small = {"font_size": size} if size < 13 else {}
@@ -185,15 +183,15 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
     return [*shapes, element("g", "".join(labels), class_="numbers")] if labels else shapes
 
 
-def _held(curve: Curve, scale: float, top: float) -> list[str]:
-    """A memory curve under its row, with its maximum beside it."""
+def _memory_curve(curve: Curve, scale: float, top: float) -> list[str]:
+    """Draw a memory curve under its row, and its maximum at the left."""
     base = ROW + 4 + _CURVE
     unit = _CURVE / top if top else 0.0
     path = f"M{curve[0][0] * scale:.4g} {base}"
     for time, value in curve:
         path += f"H{time * scale:.5g}V{base - value * unit:.4g}"
     path += f"V{base}Z"
-    label = words(f"holds {peak(curve):.3g}", -10, base - 2, 10, text_anchor="end", class_="quiet")
+    label = text_line(f"holds {peak(curve):.3g}", -10, base - 2, 10, text_anchor="end", class_="quiet")
     ground = element("path", d=f"M0 {base}H{curve[-1][0] * scale:.5g}", class_="base")
     return [element("path", d=path, class_="held"), ground, label]
 
@@ -203,65 +201,65 @@ def _axis(end: float, scale: float, left: int, top: float, unit: str) -> list[st
     for time in ticks(end, max(2, int(end * scale // 70))):
         x = left + time * scale
         parts.append(element("path", d=f"M{x:.2f} {top + 2:g}v5", class_="line"))
-        parts.append(words(f"{time:g}", x, top + 20, 11, text_anchor="middle", class_="quiet"))
+        parts.append(text_line(f"{time:g}", x, top + 20, 11, text_anchor="middle", class_="quiet"))
     name = f"time, {unit}" if unit else "time"
-    parts.append(words(name, left - 10, top + 20, 11, text_anchor="end", class_="quiet"))
+    parts.append(text_line(name, left - 10, top + 20, 11, text_anchor="end", class_="quiet"))
     return parts
 
 
 def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], float]:
-    """Swatches of the kinds that occur, of idle time and of memory; and their right edge."""
+    """Draw swatches of the kinds that occur, of idle time and of memory; return them and their right edge."""
     x, parts = float(left), list[str]()
     chunks = max(panel.chunks for panel in panels)
     for kind in all_kinds(panels):
         for chunk in range(chunks) if chunks <= 4 else (0, chunks - 1):
-            fill = colours.hexed(of_kind(kind, chunk, chunks))
+            fill = colours.hexed(colours.of_kind(kind, chunk, chunks))
             parts.append(element("rect", x=x, y=y - 10, width=14, height=12, rx=2, fill=fill))
             x += 16
         name = f"{kind} {NAMES[kind]}"
-        parts.append(words(name, x + 4, y, 12))
+        parts.append(text_line(name, x + 4, y, 12))
         x += 24 + 6.3 * len(name)
     if note := shades(panels):
-        parts.append(words(f"({note})", x - 8, y, 12, class_="quiet"))
+        parts.append(text_line(f"({note})", x - 8, y, 12, class_="quiet"))
         x += 12 + 5.8 * len(note)
     for fill, name in (("url(#hatch)", "bubble"), ("", "activations held")):
         look = {"fill": fill} if fill else {"class_": "held"}
         parts.append(element("rect", x=x, y=y - 10, width=14, height=12, rx=2, **look))
-        parts.append(words(name, x + 20, y, 12))
+        parts.append(text_line(name, x + 20, y, 12))
         x += 40 + 6.3 * len(name)
         if not any(row.curve for panel in panels for row in panel.rows):
             break
     if any(panel.window for panel in panels):
         parts.append(element("path", d=f"M{x + 7:g} {y - 12:g}v16", **_STEP))
-        parts.append(words("end of a step", x + 14, y, 12))
+        parts.append(text_line("end of a step", x + 14, y, 12))
         x += 14 + 6.3 * len("end of a step") + 20
     return parts, x - 20
 
 
 def _table(rows: Sequence[Sequence[str]], left: int, y: float) -> tuple[list[str], float, float]:
-    """Rows of text in columns, the first left-aligned; and their lower and right edges."""
+    """Draw rows of text in columns, the first left-aligned; return them, their lower and right edges."""
     parts: list[str] = []
-    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for at, row in enumerate(rows):
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for i, row in enumerate(rows):
         x = float(left)
-        for column, (cell, wide) in enumerate(zip(row, columns, strict=True)):
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
             edge = {} if column == 0 else {"text_anchor": "end"}
-            look = {"class_": "quiet"} if at == 0 else {}
-            x += 0 if column == 0 else 6.8 * wide + 26
-            parts.append(words(cell, x, y, 12, **edge, **look))
-            x += 6.8 * wide if column == 0 else 0
+            look = {"class_": "quiet"} if i == 0 else {}
+            x += 0 if column == 0 else 6.8 * width + 26
+            parts.append(text_line(cell, x, y, 12, **edge, **look))
+            x += 6.8 * width if column == 0 else 0
         y += 20
-    return parts, y, left + sum(6.8 * wide + 26 for wide in columns)
+    return parts, y, left + sum(6.8 * width + 26 for width in widths)
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """The timeline with rank labels, what each rank holds, time axis, legend and its figures."""
+    """Draw the timeline with rank labels, each rank's activations, time axis, legend and figures."""
     about = f"Pipeline timeline of schedule {timeline.program.name}: {headline(timeline)}."
     return panels_svg([panel_of(timeline)], about)
 
 
 def compare_svg(timelines: Sequence[Timeline]) -> str:
-    """The timelines stacked on one time axis, and a table of their figures."""
+    """Draw the timelines stacked on one time axis, and a table of their figures."""
     about = "Pipeline timelines on one time axis. " + " ".join(
         f"{timeline.program.name}: {headline(timeline)}." for timeline in timelines
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.view import colours
 from stretto.view.colours import Rgb
-from stretto.view.svg import element, words
+from stretto.view.svg import element, text_line
 
 if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
@@ -116,7 +116,7 @@ def _step_row(at: int, estimate: Estimate, layout: str, scale: float) -> list[st
     ends = (_LEFT + value * scale for value in (estimate.low, estimate.high, estimate.seconds))
     row.append(_whisker(top, *ends))
     rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
-    row.append(words(rate, WIDTH - _RIGHT + 8, top + 14, 12))
+    row.append(text_line(rate, WIDTH - _RIGHT + 8, top + 14, 12))
     return row
 
 
@@ -211,11 +211,11 @@ def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str
         if bar.interval is not None:
             rows.append(_whisker(top, *(_LEFT + size * scale for size in (*bar.interval, bar.whole))))
         ends = f"{bar.whole / GIB:.3g}{of_limit} GiB {bar.verdict}".strip()
-        rows.append(words(ends, WIDTH - _RIGHT + 8, top + (10 if low else 14), 12))
+        rows.append(text_line(ends, WIDTH - _RIGHT + 8, top + (10 if low else 14), 12))
     if limit and limit <= 1.02 * longest:
         x = _LEFT + limit * scale
         rows.append(element("path", d=f"M{x:.1f} 4V{len(bars) * pitch + 12}", class_="limit"))
-        label = words(
+        label = text_line(
             f"the device's {limit / GIB:.3g} GiB", x - 4, 11, 11, class_="limit-text", text_anchor="end"
         )
         rows.append(label)
@@ -242,9 +242,9 @@ def _row(
         parts: by name: length, value in words, share in words.
     """
     middle = top + 0.7 * height
-    shapes = [words(number, _LEFT - 8, middle, 12, text_anchor="end", font_weight="bold")]
+    shapes = [text_line(number, _LEFT - 8, middle, 12, text_anchor="end", font_weight="bold")]
     if height >= _ROW:
-        shapes.append(words(label, _LEFT, top - 4, 12, class_="quiet"))
+        shapes.append(text_line(label, _LEFT, top - 4, 12, class_="quiet"))
     x = _LEFT
     for name, (value, text_of, share) in parts.items():
         attributes = {"data-name": name, "data-of": label, "data-value": text_of, "data-share": share}
@@ -273,9 +273,9 @@ def _fills(look: Look) -> tuple[str, str]:
 def _part_label(name: str, x: float, y: float, look: Look) -> str:
     """The part's name on it, with an edge of the part's colour so that its pattern does not disturb."""
     if look is None:
-        return words(name, x, y, 12, text_anchor="middle", class_="on-idle")
+        return text_line(name, x, y, 12, text_anchor="middle", class_="on-idle")
     colour = colours.hexed(look[0])
-    return words(
+    return text_line(
         name,
         x,
         y,
@@ -413,7 +413,7 @@ def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
     used = list[tuple[float, float]]()
     for number, (x, y) in enumerate(places, 1):
         if all(abs(x - u) > 18 or abs(y - v) > 13 for u, v in used):
-            parts.append(words(f"{number}", x + 10, y + 4, 12, font_weight="bold"))
+            parts.append(text_line(f"{number}", x + 10, y + 4, 12, font_weight="bold"))
             used.append((x, y))
     return parts
 
@@ -446,7 +446,7 @@ def _axes(tried: Sequence[Evaluated], capacity: float) -> Axes:
 def _grid(axes: Axes, capacity: float) -> list[str]:
     low, right = HEIGHT - _PLOT_BOTTOM, WIDTH - _PLOT_RIGHT
     parts = [
-        words(
+        text_line(
             "memory of the fullest device, GiB",
             (_PLOT_LEFT + right) / 2,
             HEIGHT - 8,
@@ -455,16 +455,16 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
             text_anchor="middle",
         )
     ]
-    parts.append(words("seconds of a step", _PLOT_LEFT, 12, 12, class_="quiet", text_anchor="middle"))
+    parts.append(text_line("seconds of a step", _PLOT_LEFT, 12, 12, class_="quiet", text_anchor="middle"))
     step = _step(axes.most - axes.least)
     for at in range(ceil(axes.least / step), floor(axes.most / step) + 1):
         x = axes.x(at * step)
         parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="grid"))
-        parts.append(words(f"{at * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
+        parts.append(text_line(f"{at * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
     for seconds in _ticks(axes.fast, axes.slow):
         y = axes.y(seconds)
         parts.append(element("path", d=f"M{_PLOT_LEFT} {y:.1f}H{right}", class_="grid"))
-        parts.append(words(f"{seconds:g}", _PLOT_LEFT - 8, y + 4, 11, class_="quiet", text_anchor="end"))
+        parts.append(text_line(f"{seconds:g}", _PLOT_LEFT - 8, y + 4, 11, class_="quiet", text_anchor="end"))
     if capacity / GIB <= axes.most:
         x = axes.x(capacity / GIB)
         parts.insert(
@@ -472,7 +472,7 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
         )
         parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="limit"))
         text = f"the device's {capacity / GIB:.4g} GiB"
-        parts.append(words(text, x - 5, _PLOT_TOP + 10, 11, class_="limit-text", text_anchor="end"))
+        parts.append(text_line(text, x - 5, _PLOT_TOP + 10, 11, class_="limit-text", text_anchor="end"))
     return parts
 
 

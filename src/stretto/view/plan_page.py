@@ -13,7 +13,7 @@ from stretto.planner.estimate import NOISE, Estimate, timeline_of
 from stretto.view.html import panels_html, table_html
 from stretto.view.panel import Panel, panel
 from stretto.view.plan_charts import PATTERNS, device_memory_bars, memory_bars, points_key, scatter, step_bars
-from stretto.view.plan_facts import GIB, counts, differences, doubts_text, setting
+from stretto.view.plan_texts import GIB, counts, differences, doubts_text, setting
 
 if TYPE_CHECKING:
     from stretto.planner.assumptions import Assumptions

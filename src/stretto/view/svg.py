@@ -48,7 +48,7 @@ def element(name: str, body: str = "", /, **attributes: str | float) -> str:
     return f"<{name}{pairs}>{body}</{name}>" if body else f"<{name}{pairs}/>"
 
 
-def words(text: str, x: float, y: float, size: float = 12, **attributes: str | float) -> str:
+def text_line(text: str, x: float, y: float, size: float = 12, **attributes: str | float) -> str:
     """A line of text with its baseline at y."""
     return element("text", escape(text), x=x, y=y, font_size=size, **attributes)
 

@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 from stretto.program.messages import receive_of
 from stretto.program.text import parse_action
-from stretto.view.panel import Curve, held
+from stretto.view.panel import Curve, activation_curves
 
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline
@@ -131,7 +131,7 @@ def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
     )
     curves = {
         rank: tuple((time * second, value) for time, value in curve)
-        for rank, curve in enumerate(held(timeline))
+        for rank, curve in enumerate(activation_curves(timeline))
     }
     return Trace(events, timeline.program.name, "replay", curves)
 

@@ -24,7 +24,7 @@ from stretto.run.config.job import job_of
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.spec.job import Job
 from stretto.spec.presets import find_shape
-from stretto.view.plan_facts import counts
+from stretto.view.plan_texts import counts
 from stretto_interop.frameworks.fields import PATHS, values_of
 from stretto_interop.frameworks.mapping import Framework, Reading, emit, read
 from stretto_interop.frameworks.prices import better, overlapped, price, task_for

@@ -198,8 +198,8 @@ def test_what_is_freed_is_there_again_in_the_backward(operator: Operator) -> Non
             ]
             for many in (1, 8)
         }
-        peaks = {many: [work.kept + work.backward for work in works] for many, works in layers.items()}
-        freed = layers[1][0].kept - layers[1][1].kept
+        peaks = {many: [work.saved + work.backward for work in works] for many, works in layers.items()}
+        freed = layers[1][0].saved - layers[1][1].saved
         assert peaks[1][1] >= peaks[1][0] - freed * (operator not in ("mlp", "moe"))
         assert peaks[8][1] <= peaks[8][0] - 7 * freed + 2 * max(peaks[1])
 
@@ -229,8 +229,8 @@ def test_inputs_of_recomputed_blocks_in_host_memory() -> None:
         for c in (full, replace(full, framework=Framework(inputs_on_host=True)))
     )
     residual = 4 * BATCH * ROWS * HIDDEN
-    assert (there.kept, gone.kept) == (3 * residual, 0)
-    assert there.backward + there.kept - residual <= gone.backward + 3 * residual
+    assert (there.saved, gone.saved) == (3 * residual, 0)
+    assert there.backward + there.saved - residual <= gone.backward + 3 * residual
 
 
 def test_inputs_of_8_bit_products() -> None:

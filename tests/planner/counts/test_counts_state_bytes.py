@@ -128,7 +128,7 @@ def test_only_a_server_s_first_rank_has_states() -> None:
     assert kept("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
     assert kept("server", **HALF, copy=1) == StateBytes(weights=2 * 54 + 16, gradients=4 * 58, optimizer=16)
     (unit,) = cut_units(LAYERS, StateConfig(mode="server", copies=3))
-    assert unit.arriving == 3 * unit.whole
+    assert unit.arriving == 3 * unit.full_gradient
 
 
 def test_offloaded_states_and_parameters_leave_the_device() -> None:

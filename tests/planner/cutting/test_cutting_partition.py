@@ -148,7 +148,7 @@ def test_the_cut_equals_brute_force(
     assert best.proved
     assert best.memory == pytest.approx(held(profile, program, cut))
     assert best.timeline.makespan == pytest.approx(best.seconds)
-    assert min(best.beside.values()) >= best.seconds * (1 - 1e-9)
+    assert min(best.start_seconds.values()) >= best.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), CASES, ids=[c[0] for c in CASES])
@@ -171,7 +171,7 @@ def test_no_cut_is_faster_than_a_chain_of_another(
     row = table.chain(counts)
     assert row.of(cut) == pytest.approx(seconds)
     least = min(row.of(cut) for cut in cuts)
-    assert row.rest[0][0] == pytest.approx(least)
+    assert row.suffix[0][0] == pytest.approx(least)
     there = table.replay(other)[0] * (1 + 1e-9)
     assert all(each.of(other) <= there for each in (row, *table.work()))
     kept = table.memory(other)
@@ -193,7 +193,7 @@ def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:
 def test_wide_layers_at_the_end_move_the_others_to_the_first_stage() -> None:
     best = partition(uneven(10, (8, 9)), schedule("1f1b", 2, 8))
     assert best.stages == (range(9), range(9, 10))
-    assert best.beside["layers"] > 1.3 * best.seconds
+    assert best.start_seconds["layers"] > 1.3 * best.seconds
     assert best.bound == best.seconds
 
 
@@ -221,7 +221,7 @@ def test_memory_moves_layers_off_the_first_rank() -> None:
     tight = partition(ModelProfile(layers), program, memory=60.0)
     assert len(tight.stages[0]) == 1  # 4 microbatches of 10 bytes, not 8
     assert max(tight.memory) <= 60
-    assert tight.beside["layers"] == inf
+    assert tight.start_seconds["layers"] == inf
     assert tight.proved
 
 
@@ -259,7 +259,7 @@ def test_a_large_model_is_cut_within_the_budget_with_a_bound() -> None:
     best = partition(ModelProfile(layers), schedule("interleaved", 8, 16, chunks=4), budget=2000)
     assert not best.proved
     assert 0.8 * best.seconds < best.bound < best.seconds
-    assert best.seconds < min(best.beside.values())
+    assert best.seconds < min(best.start_seconds.values())
 
 
 def test_more_stages_than_layers_is_an_error() -> None:

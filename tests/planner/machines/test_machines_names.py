@@ -152,7 +152,7 @@ def test_no_two_names_are_spelt_alike() -> None:
 def test_a_name_is_parsed_into_its_parts() -> None:
     spoken = parse_name("16x NVIDIA A100-SXM4-80GB (DGX)")
     assert (spoken.count, spoken.gb, spoken.aside) == (16, 80, "dgx")
-    assert spoken.words == ("a100", "sxm4")
+    assert spoken.tokens == ("a100", "sxm4")
 
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason=f"no measured tables at {TABLES}")

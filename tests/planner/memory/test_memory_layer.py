@@ -76,7 +76,7 @@ def held(loss_name: str) -> int:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_head_s_memory_equals_a_real_program_s(loss: str) -> None:
     work = stage_memory([layer_memory(SHAPE, LOSSES[loss], SHAPE.layers + 1)], 0)
-    predicted = max(work.forward, work.kept + work.ends + work.backward)
+    predicted = max(work.forward, work.saved + work.ends + work.backward)
     assert predicted == pytest.approx(held(loss), rel=0.1)
 
 

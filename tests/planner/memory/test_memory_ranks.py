@@ -85,7 +85,7 @@ def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_keeps_its_saved_tensors(shape: ModelShape, recompute: Any) -> None:
     compute = replace(COMPUTE, recompute=recompute)
-    assert layer_memory(shape, compute, 1).kept == total(block_saved(shape, compute))
+    assert layer_memory(shape, compute, 1).saved == total(block_saved(shape, compute))
 
 
 def test_weights_gradients_and_states_of_one_rank() -> None:
@@ -143,9 +143,9 @@ def test_the_memory_of_a_stage_adds_up() -> None:
     blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
     work = stage_memory_of(made, 1)
     each = total(block_saved(GPT, COMPUTE))
-    assert work.kept == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
+    assert work.saved == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
     assert work.boundary == 4 * 2 * 64 * 64
-    assert work.forward > work.kept
+    assert work.forward > work.saved
     assert work.backward > 0
 
 

@@ -22,7 +22,9 @@ COMPUTE = ComputeConfig(batch=2, sequence=128, element=4)
 
 
 def job(name: str = "1f1b", ranks: int = 2, **fields: Any) -> MemoryJob:
-    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), compute=COMPUTE, apart=True, **fields)
+    return MemoryJob(
+        shape=SHAPE, program=schedule(name, ranks, 8), compute=COMPUTE, separate_gradients=True, **fields
+    )
 
 
 def extra_flops(made: MemoryJob) -> list[float]:
@@ -94,7 +96,10 @@ def test_ranks_that_share_stages_choose_alike() -> None:
 
 def test_the_choice_does_not_depend_on_the_machine() -> None:
     budget = max(totals(job())) * 0.8
-    assert choose_modes(replace(job(), apart=False), budget).modes == choose_modes(job(), budget).modes
+    assert (
+        choose_modes(replace(job(), separate_gradients=False), budget).modes
+        == choose_modes(job(), budget).modes
+    )
 
 
 def test_an_impossible_budget_names_the_smallest_possible_one() -> None:

@@ -367,7 +367,7 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
     assert fast.F.get("context", 0.0) < 1e-2 * core
     assert slow.F["context"] > 0
     ring = [m for m in block_traffic(SHAPE, compute) if m.axis == "cp" and m.phase == "F"]
-    assert all(m.beside for m in ring)
+    assert all(m.overlaps for m in ring)
     link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
     whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
     slower = SoftwareProfile().slowdown - 1

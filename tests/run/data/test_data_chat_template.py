@@ -11,7 +11,7 @@ import pytest
 
 from chats import chat, tokenizer_folder
 from stretto.errors import StrettoError
-from stretto.run.data import template_process
+from stretto.run.data import chat_template
 from stretto.run.data.chat_template import ChatTemplate, template_request
 
 
@@ -61,7 +61,7 @@ BOMBS = {
 
 
 def test_bombs_end_in_one_error_within_seconds_and_little_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(template_process, "SECONDS", 0)  # up to one: the kernel counts whole seconds
+    monkeypatch.setattr(chat_template, "SECONDS", 0)  # up to one: the kernel counts whole seconds
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def outcome(source: str) -> str | None:
@@ -95,7 +95,7 @@ def test_bombs_end_in_one_error_within_seconds_and_little_memory(monkeypatch: py
     ],
 )
 def test_runaway_and_prying_templates_are_stopped(source: str, error: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(template_process, "SECONDS", 0)
+    monkeypatch.setattr(chat_template, "SECONDS", 0)
     with pytest.raises(StrettoError, match=error):
         render(source)
 
@@ -117,7 +117,7 @@ def test_limits_hold_in_the_process(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_conversation_that_kills_its_process_costs_no_other(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(template_process, "SECONDS", 0)
+    monkeypatch.setattr(chat_template, "SECONDS", 0)
     template = ChatTemplate(source="{{ 'a' * (messages[0].content | int) }}")
     counts = [3, 5, 1 << 40, 7, 1 << 40, 2]
     answers = list(template.answers([template_request([{"content": str(n)}]) for n in counts]))
@@ -129,7 +129,7 @@ def test_a_process_that_stops_or_dies_is_replaced(monkeypatch: pytest.MonkeyPatc
     message = [{"role": "user", "content": "hi"}]
     template.render(message)
     (process,) = template._idle
-    monkeypatch.setattr(template_process, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(chat_template, "PATIENCE_S", 0.3)
     process._socket.settimeout(0.3)
     process._process.send_signal(signal.SIGSTOP)
     with pytest.raises(StrettoError, match=r"does not end within 0 s"):
@@ -244,5 +244,5 @@ def test_special_tokens_that_are_not_there_are_asked_for():
 
 
 def test_templates_that_ask_for_the_date_are_fingerprinted_by_day():
-    assert ChatTemplate(source="{{ strftime_now('%Y') }}").facts != ChatTemplate(source="x").facts
+    assert ChatTemplate(source="{{ strftime_now('%Y') }}").key != ChatTemplate(source="x").key
     assert len(render("{{ strftime_now('%Y') }}")) == 4

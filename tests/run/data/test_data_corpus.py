@@ -87,7 +87,7 @@ def test_links_of_a_directory_are_followed(tmp_path: Path):
     (tmp_path / "elsewhere" / "c" / "back").symlink_to(tmp_path / "a")
     assert sorted(names(find_corpus(tmp_path / "a"))) == ["a.txt", "linked/b.txt", "linked/c/c.txt"]
     (tmp_path / "a" / "lost.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(StrettoError, match=r"lost\.txt: a link to .*nowhere, which is not there"):
+    with pytest.raises(StrettoError, match=r"lost\.txt: a link to .*nowhere, which does not exist"):
         find_corpus(tmp_path / "a")
 
 

@@ -13,10 +13,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from published_files import published
 from stretto.run.data import readers
-from stretto.run.data.cuts import _BYTE_LEVEL_WORDS, ExactCuts
+from stretto.run.data.cuts import _BYTE_LEVEL_WORDS, ExactCuts, UnsupportedRuleError, WordPattern
 from stretto.run.data.readers import TextPiece, cut_pieces
 from stretto.run.data.tokenizer_files import read_tokenizer
-from stretto.run.data.word_pattern import UnsupportedRuleError, WordPattern
 
 PUBLISHED = [
     "lenml-gemma3/tokenizer.json",  # a BPE of whole texts

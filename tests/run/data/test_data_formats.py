@@ -21,8 +21,7 @@ from stretto.run.config.data import ReadOptions
 from stretto.run.data import unpacking
 from stretto.run.data.build import build, build_megatron
 from stretto.run.data.corpus import find_corpus
-from stretto.run.data.json_array import array_elements
-from stretto.run.data.readers import read_documents, read_rows
+from stretto.run.data.readers import array_elements, read_documents, read_rows
 from stretto.run.data.row_errors import RowErrors
 
 TEXTS = ["one\ntwo", "drei ü", 'with "marks", commas\tand tabs', "語"]

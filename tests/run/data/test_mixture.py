@@ -21,8 +21,15 @@ from stretto.run.config.check import check
 from stretto.run.config.section import plain_section
 from stretto.run.config.validation import read_section
 from stretto.run.data.dataset import samples_of
-from stretto.run.data.mixture import MixedSamples, Mixture, epochs, training_samples
-from stretto.run.data.mixture_order import BLOCK, MixtureOrder, WeightPhase
+from stretto.run.data.mixture import (
+    BLOCK,
+    MixedSamples,
+    Mixture,
+    MixtureOrder,
+    WeightPhase,
+    epochs,
+    training_samples,
+)
 from stretto.run.data.prepare import describe_samples, prepare_data
 from stretto.run.train.metrics import read_lines
 from tiny_job import LLAMA, job

@@ -26,13 +26,12 @@ from stretto.run.data import corpus, remote
 from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.build import build
 from stretto.run.data.dataset import WindowSamples, samples_of
-from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
 from stretto.run.data.mixture import training_samples
 from stretto.run.data.open import open_source, open_tokens
 from stretto.run.data.remote import RemoteArray, RemoteFile, RemotePath
 from stretto.run.data.token_folder import TokenFolder
-from stretto.run.data.token_source import RemoteElements
+from stretto.run.data.token_source import JoinedSource, RemoteElements
 from stretto.run.data.tokenizer import Tokenizer
 
 MEMORY: Any = fsspec.filesystem("memory")

@@ -190,8 +190,8 @@ def _in_8_bits(tensor: Saved, compute: ComputeConfig) -> Saved:
     name = tensor.name
     if not name.endswith(" input") or "norm" in name or name.startswith(("mlp input", "mlp.router")):
         return tensor
-    beside = tensor.bytes if name == "attn.proj input" else 0
-    return replace(tensor, bytes=tensor.bytes // compute.element + beside)
+    rescale = tensor.bytes if name == "attn.proj input" else 0
+    return replace(tensor, bytes=tensor.bytes // compute.element + rescale)
 
 
 # What the forward need not keep where an operator runs again in the backward: tensors by the beginnings of
@@ -238,7 +238,7 @@ def _not_repeated(saved: Iterable[Saved], shape: ModelShape, compute: ComputeCon
             yield replace(tensor, bytes=tensor.bytes // 2)
         elif not (freed and tensor.name.startswith(freed)):
             yield tensor
-    whole = compute.element * compute.tokens * shape.hidden
+    size = compute.element * compute.tokens * shape.hidden
     if (
         "moe" in compute.framework.operators
         and not of_dense
@@ -246,7 +246,7 @@ def _not_repeated(saved: Iterable[Saved], shape: ModelShape, compute: ComputeCon
     ):
         yield _shard("mlp input", compute.element, compute, shape)
     if alternate:
-        yield Saved("mlp.down output", whole, _formula(compute.element, "sbh", _over(compute, False)))
+        yield Saved("mlp.down output", size, _formula(compute.element, "sbh", _over(compute, False)))
 
 
 def embedding_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
@@ -323,19 +323,19 @@ def _norm_of(
     sizes: tuple[int, int],
     symbols: tuple[str, str],
     over: str,
-    held: int | None = None,
+    viewed: int | None = None,
 ) -> Iterator[Saved]:
     """What a norm of the model's kind keeps.
 
     Args:
         sizes: rows and their width; `symbols` and `over` for formulas.
-        held: elements of the tensor of which the input is a view; None: of the input itself.
+        viewed: elements of the tensor of which the input is a view; None: of the input itself.
     """
     (rows, width), (of_rows, of_width) = sizes, symbols
     itself, exact = keeps_input(shape, compute), compute.statistic
     size = compute.element if itself else exact
-    kept = held if itself and held is not None else rows * width
-    yield Saved(f"{name} input", size * kept, _formula(size, of_rows + of_width, over))
+    elements = viewed if itself and viewed is not None else rows * width
+    yield Saved(f"{name} input", size * elements, _formula(size, of_rows + of_width, over))
     if composed_norms(shape, compute):
         yield Saved(f"{name} normalised", exact * rows * width, _formula(exact, of_rows + of_width, over))
         yield Saved(f"{name} gain", exact * width, _formula(exact, of_width, ""))
@@ -375,8 +375,8 @@ def _before_heads(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     d, split = shape.head_dim, _over(compute, True)
     q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * d
     # queries and keys are views of one product with the values, which a norm that keeps its input keeps whole
-    held = compute.tokens * (q + 2 * kv), 0
-    for name, width, whole, symbols in (("q", q, held[0], "sba"), ("k", kv, held[1], "sbk")):
+    viewed = compute.tokens * (q + 2 * kv), 0
+    for name, width, viewed_elements, symbols in (("q", q, viewed[0], "sba"), ("k", kv, viewed[1], "sbk")):
         rows = compute.tokens * width // d
         norm = _norm_of(
             name=f"attn.{name}_norm",
@@ -385,7 +385,7 @@ def _before_heads(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
             sizes=(rows, d),
             symbols=(symbols, "d"),
             over=split,
-            held=whole,
+            viewed=viewed_elements,
         )
         yield from (saved for saved in norm if saved.bytes)
 
@@ -396,9 +396,9 @@ def _latent_vectors(shape: ModelShape, latent: LatentShape, compute: ComputeConf
     vectors = [("kv", latent.kv_rank, latent.rope_dim)]
     if latent.q_rank is not None:
         vectors.append(("q", latent.q_rank, 0))
-    for name, rank, beside in vectors:
-        made = _formula(e, "sb(r+d)" if beside else "sbr", over)
-        yield Saved(f"attn.{name}_down_norm input", e * compute.shard * (rank + beside), made)
+    for name, rank, extra in vectors:
+        formula = _formula(e, "sb(r+d)" if extra else "sbr", over)
+        yield Saved(f"attn.{name}_down_norm input", e * compute.shard * (rank + extra), formula)
         yield Saved(f"attn.{name}_down_norm statistics", size * compute.shard, _formula(size, "sb", over))
         yield Saved(f"attn.{name}_up input", e * compute.shard * rank, _formula(e, "sbr", over))
 

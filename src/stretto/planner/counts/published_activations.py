@@ -24,13 +24,13 @@ def published_formula(shape: ModelShape, compute: ComputeConfig) -> Published | 
     It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
     parallelism.
     """
-    usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
-    usual = usual and shape.attention_width == shape.hidden and shape.moe is None
+    standard = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
+    standard = standard and shape.attention_width == shape.hidden and shape.moe is None
     if (
         not shape.learned
         or shape.encoder_layers
         or not shape.dropout
-        or not usual
+        or not standard
         or compute.framework.operators != CORE
     ):
         return None

@@ -80,18 +80,22 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
     Args:
         layer: its place in the chain of `spec.flops.layer_names`.
     """
-    here = layer_of(shape, layer)
+    chain_layer = layer_of(shape, layer)
     table = _parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares)
-    if here.kind == "block":
-        block, stack = block_shapes(here.shape).items(), here.name.partition(".")[0]
+    if chain_layer.kind == "block":
+        block, stack = block_shapes(chain_layer.shape).items(), chain_layer.name.partition(".")[0]
         shared = shared_shapes(shape).items()
         return [
-            *(_parameter(f"{here.name}.", n, sizes, shape, shares) for n, sizes in block),
+            *(_parameter(f"{chain_layer.name}.", n, sizes, shape, shares) for n, sizes in block),
             *(_parameter(f"{stack}.0.", n, sizes, shape, shares) for n, sizes in shared),
         ]
-    of = {"embed": embedding_shapes, "between": decoder_embedding_shapes, "head": head_shapes}[here.kind]
-    parameters = [_parameter(f"{here.name}.", n, sizes, shape, shares) for n, sizes in of(shape).items()]
-    tied = here.kind == "between" or (here.kind == "head" and shape.tied)
+    of = {"embed": embedding_shapes, "between": decoder_embedding_shapes, "head": head_shapes}[
+        chain_layer.kind
+    ]
+    parameters = [
+        _parameter(f"{chain_layer.name}.", n, sizes, shape, shares) for n, sizes in of(shape).items()
+    ]
+    tied = chain_layer.kind == "between" or (chain_layer.kind == "head" and shape.tied)
     return [*parameters, table] if tied else parameters
 
 
@@ -115,23 +119,23 @@ def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape,
 
 
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:
-    whole, tp = prod(sizes), shares.tp
+    elements, tp = prod(sizes), shares.tp
     if is_adapter(name):
         return _factor(name, sizes, shape, tp)
     if name in ("tok.weight", "out.weight"):
         return vocabulary_rows(shape, tp, shares.vocab_multiple) * shape.hidden
     if name.startswith("attn.qkv"):
         rows = shape.attention_width // tp + 2 * max(shape.kv_heads // tp, 1) * shape.head_dim
-        return rows * (whole // sizes[0])
+        return rows * (elements // sizes[0])
     if name.startswith("cross.kv"):
-        return 2 * max(shape.kv_heads // tp, 1) * shape.head_dim * (whole // sizes[0])
+        return 2 * max(shape.kv_heads // tp, 1) * shape.head_dim * (elements // sizes[0])
     if name in _BY_HEAD or name.startswith("cross.q"):
-        return whole // tp
+        return elements // tp
     if name.startswith(_INTO_RESIDUAL):
-        return whole if name.endswith("bias") else whole // tp
+        return elements if name.endswith("bias") else elements // tp
     if name.startswith("mlp.") and "router" not in name and "shared_gate" not in name:
-        return whole // tp
-    return whole
+        return elements // tp
+    return elements
 
 
 def _factor(name: str, sizes: tuple[int, ...], shape: ModelShape, tp: int) -> int:
@@ -151,5 +155,5 @@ def _expert(name: str, sizes: tuple[int, ...], shares: Shares) -> int:
     """Elements of stacked experts [experts, ...] on one rank. The bias of the second linear is added after
     the sum over expert_tp, so that it is whole on each of these ranks.
     """
-    here = prod(sizes) // shares.ep
-    return here if name.endswith("down_bias") else here // shares.expert_tp
+    elements = prod(sizes) // shares.ep
+    return elements if name.endswith("down_bias") else elements // shares.expert_tp

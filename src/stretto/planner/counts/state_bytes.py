@@ -205,7 +205,7 @@ class StateUnit:
     # ------------------------------------------------------------------ held all the time
 
     @property
-    def apart(self) -> bool:
+    def has_masters(self) -> bool:
         """Whether the optimiser updates masters instead of the weights themselves."""
         narrow = self.element == 2 and not self._wide
         return not self.frozen and (narrow or self.state_config.offload != "none")
@@ -225,14 +225,14 @@ class StateUnit:
         """Bytes of gradients that are held all the time."""
         if self.frozen:
             return 0
-        kept = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
-        return kept + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
+        size = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
+        return size + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
 
     @property
     def masters(self) -> int:
         """Bytes of this rank's masters."""
         start, stop = self._span
-        return (2 if self._remainders else self._master) * (stop - start) if self.apart else 0
+        return (2 if self._remainders else self._master) * (stop - start) if self.has_masters else 0
 
     @property
     def _remainders(self) -> bool:
@@ -242,7 +242,7 @@ class StateUnit:
     @property
     def states(self) -> int:
         """Bytes of this rank's optimiser states."""
-        return 0 if self.frozen else sum(self._state(p, here) for p, here in self._fragments())
+        return 0 if self.frozen else sum(self._state(p, elements) for p, elements in self._fragments())
 
     @cached_property
     def lasting(self) -> StateBytes:
@@ -257,12 +257,14 @@ class StateUnit:
                 "cpu": StateBytes(host=self.weights),
                 "nvme": StateBytes(disk=self.weights),
             }[state_config.offload_parameters]
-        here = StateBytes(weights=0, gradients=self.gradients, optimizer=self.states, masters=self.masters)
+        states_and_gradients = StateBytes(
+            weights=0, gradients=self.gradients, optimizer=self.states, masters=self.masters
+        )
         if state_config.offload == "cpu" and not state_config.unified_memory:
-            here = StateBytes(weights=0, gradients=self.gradients, host=states)
+            states_and_gradients = StateBytes(weights=0, gradients=self.gradients, host=states)
         elif state_config.offload == "nvme":
-            here = StateBytes(weights=0, gradients=self.gradients, disk=states)
-        return weights + here
+            states_and_gradients = StateBytes(weights=0, gradients=self.gradients, disk=states)
+        return weights + states_and_gradients
 
     @property
     def saved(self) -> int:
@@ -271,12 +273,12 @@ class StateUnit:
         """
         elements = sum(p.elements for p in self.parameters)
         if self.frozen:
-            whole = self.element * elements
+            size = self.element * elements
         elif self.state_config.offload == "nvme":
-            whole = 0
+            size = 0
         else:
-            whole = self._master * elements + sum(self._state(p, p.elements) for p in self.parameters)
-        return -(-whole // self.copies)
+            size = self._master * elements + sum(self._state(p, p.elements) for p in self.parameters)
+        return -(-size // self.copies)
 
     # ------------------------------------------------------------------ held for a while
 
@@ -290,8 +292,8 @@ class StateUnit:
         """Bytes of the whole gradient from the first backward of a step to its reduction, unless it lasts or
         is reduced with each microbatch.
         """
-        kept = self.frozen or self.each or self.state_config.lasting or self.sizes.gradients == 1
-        return 0 if kept else self.whole
+        reduced_early = self.frozen or self.each or self.state_config.lasting or self.sizes.gradients == 1
+        return 0 if reduced_early else self.full_gradient
 
     @property
     def each(self) -> bool:
@@ -304,10 +306,10 @@ class StateUnit:
         shard that the first exchange leaves.
         """
         first = self.sizes.parameters if self.sizes.parameters > 1 else self.sizes.gradients
-        return self.whole + self._exchanged + self.whole // first
+        return self.full_gradient + self._exchanged + self.full_gradient // first
 
     @cached_property
-    def whole(self) -> int:
+    def full_gradient(self) -> int:
         """Bytes of the whole gradient."""
         return 0 if self.frozen else self._gradient * self.size
 
@@ -315,13 +317,13 @@ class StateUnit:
     def arriving(self) -> int:
         """Bytes of gradients received from other ranks, from a step's reduction to its end."""
         if self.state_config.mode == "server":
-            return self.copies * self.whole if self._span[1] and self.copies > 1 else 0
+            return self.copies * self.full_gradient if self._span[1] and self.copies > 1 else 0
         return 0 if self.each else self._exchanged
 
     @property
     def _exchanged(self) -> int:
         """Bytes that a reduce-scatter needs where it is done as an all-to-all, as on CPUs."""
-        return self.whole if self.state_config.unified_memory and self.sizes.states > 1 else 0
+        return self.full_gradient if self.state_config.unified_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:
@@ -364,9 +366,9 @@ class StateUnit:
             yield parameter, max(0, min(stop, at + parameter.elements) - max(start, at))
             at += parameter.elements
 
-    def _state(self, parameter: Parameter, here: int) -> int:
+    def _state(self, parameter: Parameter, elements: int) -> int:
         """Bytes of the optimiser states for so many elements of a parameter."""
-        state_config, full = self.state_config, self._master * here
+        state_config, full = self.state_config, self._master * elements
         count = _COUNT
         match state_config.optimiser:
             case "sgd":
@@ -374,11 +376,11 @@ class StateUnit:
             case "lamb":
                 return 2 * full + count
             case "adafactor":
-                return _factored(parameter, here, self._master) + count
+                return _factored(parameter, elements, self._master) + count
             case "muon" if parameter.by_muon:
                 return full
             case _:
-                return 2 * (state_config.moment or self._master) * here + count
+                return 2 * (state_config.moment or self._master) * elements + count
 
 
 def cut_units(
@@ -442,11 +444,11 @@ def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
     )
 
 
-def _factored(parameter: Parameter, here: int, element: int) -> int:
+def _factored(parameter: Parameter, elements: int, element: int) -> int:
     """Bytes of Adafactor's means: of rows and columns of each matrix, the same on every rank; of each element
     of a vector.
     """
     if len(parameter.matrices) < 2:
-        return element * here
+        return element * elements
     *many, rows, columns = parameter.matrices
     return element * prod(many) * (rows + columns)

@@ -24,7 +24,7 @@ class Message:
         size: bytes, as `collective_seconds` takes them.
         phase: the action that it belongs to.
         count: how many there are.
-        beside: it overlaps with the layer's computation, as the keys and values of a ring do.
+        overlaps: it overlaps with the layer's computation, as the keys and values of a ring do.
     """
 
     axis: str
@@ -32,7 +32,7 @@ class Message:
     size: int
     phase: Phase
     count: int = 1
-    beside: bool = False
+    overlaps: bool = False
 
 
 def block_traffic(
@@ -47,14 +47,14 @@ def block_traffic(
     core = tuple(_core(shape, compute, cp_index))
     mlp = tuple(_mlp(shape, compute))
     cross = tuple(_cross(compute, shape.hidden)) if shape.encoder_layers else ()
-    rest = (*_attention_linears(shape, compute), *cross, *mlp)
-    again = (*core, *rest) if compute.recompute == "full" else ()
+    others = (*_attention_linears(shape, compute), *cross, *mlp)
+    again = (*core, *others) if compute.recompute == "full" else ()
     if compute.repeats("core_attn"):
         again = core
     if compute.repeats("mlp" if shape.moe is None else "moe"):
         again += mlp
     repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
-    return (*_kept_input(shape, compute), *core, *rest, *repeated)
+    return (*_kept_input(shape, compute), *core, *others, *repeated)
 
 
 def embedding_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:
@@ -83,12 +83,14 @@ def head_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ..
     )
 
 
-def output_traffic(shape: ModelShape, compute: ComputeConfig, whole: Iterable[Message]) -> Iterator[Message]:
+def output_traffic(
+    shape: ModelShape, compute: ComputeConfig, messages: Iterable[Message]
+) -> Iterator[Message]:
     """Traffic of the output layer, from that of a product with all tokens: in chunks, the backward computes
     all of it, and gathers its input once.
     """
     chunked = compute.loss_chunk_tokens(shape) > 0
-    for message in whole:
+    for message in messages:
         if not chunked:
             yield message
         elif message.phase != "W":
@@ -103,8 +105,8 @@ def loss_traffic(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]
         return
     chunk = compute.loss_chunk_tokens(shape)
     phase: Phase = "I" if chunk else "F"
-    whole, rest = divmod(compute.tokens, chunk or compute.tokens)
-    for tokens, count in ((chunk or compute.tokens, whole), (rest, 1)):
+    chunks, remainder = divmod(compute.tokens, chunk or compute.tokens)
+    for tokens, count in ((chunk or compute.tokens, chunks), (remainder, 1)):
         for numbers in (1, 2):
             size = numbers * compute.statistic * tokens
             if size:
@@ -201,11 +203,11 @@ def _core(shape: ModelShape, compute: ComputeConfig, cp_index: int | None) -> It
         return
     heads = shape.heads // compute.tp
     copied = lcm(keys, compute.cp)  # heads are repeated until every rank gets whole ones
-    there = compute.element * compute.tokens * (heads * shape.head_dim + copied * both)
-    back = compute.element * compute.tokens * heads * shape.value_dim
+    sent = compute.element * compute.tokens * (heads * shape.head_dim + copied * both)
+    returned = compute.element * compute.tokens * heads * shape.value_dim
     for phase in ("F", "I"):
-        yield Message(axis="cp", kind="all-to-all", size=there, phase=phase)
-        yield Message(axis="cp", kind="all-to-all", size=back, phase=phase)
+        yield Message(axis="cp", kind="all-to-all", size=sent, phase=phase)
+        yield Message(axis="cp", kind="all-to-all", size=returned, phase=phase)
 
 
 def _ring(compute: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
@@ -231,7 +233,7 @@ def _ring(compute: ComputeConfig, width: int, cp_index: int | None) -> Iterator[
 def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:
     for size, count in zip((2 * half, half), counts, strict=True):
         if count:
-            yield Message(axis="cp", kind="send", size=size, phase=phase, count=count, beside=True)
+            yield Message(axis="cp", kind="send", size=size, phase=phase, count=count, overlaps=True)
 
 
 # ------------------------------------------------------------------ experts
@@ -276,9 +278,9 @@ def _dispatched_tokens(shape: ModelShape, compute: ComputeConfig) -> Iterator[Me
     slices = compute.expert_shards
     tokens = compute.batch * -(-compute.tokens // compute.batch // compute.tp)
     if compute.tp > 1 and not compute.sequence_parallel:
-        whole = compute.element * compute.tp * tokens * hidden
-        yield Message(axis="tp", kind="all-gather", size=whole, phase="F")
-        yield Message(axis="tp", kind="all-gather", size=whole, phase="I")
+        size = compute.element * compute.tp * tokens * hidden
+        yield Message(axis="tp", kind="all-gather", size=size, phase="F")
+        yield Message(axis="tp", kind="all-gather", size=size, phase="I")
     if compute.ep * slices > 1:
         counts = _COUNT * moe.experts * compute.ep * slices
         yield Message(axis="expert_tp-ep", kind="all-gather", size=counts, phase="F")

@@ -43,7 +43,7 @@ def predicted_profile(
     layers: list[LayerProfile] = []
     weights = states = tied = 0
     for at, name in enumerate(layer_names(shape)):
-        time = stage_time(job, cluster, assumptions, precision_of(job), range(at, at + 1), whole=not split)
+        time = stage_time(job, cluster, assumptions, precision_of(job), range(at, at + 1), unsplit=not split)
         forward, back, weight = time.times
         units = stage_units(shape, (at,), shares, keep, None).units
         state = state_bytes(units)
@@ -51,17 +51,17 @@ def predicted_profile(
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
         output = 0 if at == shape.chain - 1 else message_bytes(shape, compute, at + 1)
-        kept = total(_saved(job, at))
+        saved_bytes = total(_saved(job, at))
         layers.append(
             LayerProfile(
                 name=name,
                 forward=forward,
                 backward=back + weight,
                 parameters=state.weights,
-                activations=kept,
+                activations=saved_bytes,
                 output=output,
                 weight=weight,
-                input=min(kept, output),
+                input=min(saved_bytes, output),
             )
         )
     shared_layers = (SharedWeights((0, len(layers) - 1), tied),) if tied else ()
@@ -71,9 +71,9 @@ def predicted_profile(
 
 def _saved(job: Job, layer: int) -> tuple[Saved, ...]:
     """What a layer keeps for a microbatch."""
-    here, mode = layer_of(job.shape, layer), job.recompute.mode
-    compute = ComputeConfig.of(job).at(here)
-    if here.kind == "block":
-        return block_saved(here.shape, replace(compute, recompute="none" if mode == "auto" else mode))
-    of = {"embed": embedding_saved, "between": between_saved, "head": head_saved}[here.kind]
-    return of(here.shape, compute)
+    chain_layer, mode = layer_of(job.shape, layer), job.recompute.mode
+    compute = ComputeConfig.of(job).at(chain_layer)
+    if chain_layer.kind == "block":
+        return block_saved(chain_layer.shape, replace(compute, recompute="none" if mode == "auto" else mode))
+    of = {"embed": embedding_saved, "between": between_saved, "head": head_saved}[chain_layer.kind]
+    return of(chain_layer.shape, compute)

@@ -37,7 +37,7 @@ class Partition:
         memory: peak bytes of each rank: states and activations in flight.
         bound: no cut within the memory takes less; equal to `seconds` where the search has proved it.
         starts: simple cuts, by name: equal numbers of layers, of parameters, and equal work.
-        beside: seconds of the simple cuts; inf where memory is not enough.
+        start_seconds: seconds of the simple cuts; inf where memory is not enough.
     """
 
     profile: ModelProfile
@@ -47,7 +47,7 @@ class Partition:
     memory: tuple[float, ...]
     bound: float
     starts: Mapping[str, tuple[range, ...]]
-    beside: Mapping[str, float]
+    start_seconds: Mapping[str, float]
     hop: float = 0.0
     bandwidth: float = inf
 
@@ -131,7 +131,7 @@ def partition(
         memory=tuple(sums.memory(search.cut)),
         bound=search.bound,
         starts={name: _stages(cut) for name, cut in starts.items()},
-        beside={name: value(cut)[0] for name, cut in starts.items()},
+        start_seconds={name: value(cut)[0] for name, cut in starts.items()},
         hop=hop,
         bandwidth=bandwidth,
     )
@@ -174,7 +174,7 @@ def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
     if not sums.program.versions:
         return True
     stage_of = [s for s, (i, j) in enumerate(pairwise(cut)) for _ in range(i, j)]
-    return all(len({stage_of[at] for at in one.layers}) == 1 for one in sums.shared)
+    return all(len({stage_of[at] for at in weights.layers}) == 1 for weights in sums.shared)
 
 
 def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget: int) -> Cut:

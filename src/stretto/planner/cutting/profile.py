@@ -78,7 +78,7 @@ def profile_json(profile: ModelProfile) -> dict[str, Any]:
             {key: getattr(layer, field) for key, field in _KEYS.items() if getattr(layer, field) is not None}
             for layer in profile.layers
         ],
-        "shared": [{"layers": list(one.layers), "bytes": one.bytes} for one in profile.shared],
+        "shared": [{"layers": list(weights.layers), "bytes": weights.bytes} for weights in profile.shared],
     }
 
 
@@ -95,65 +95,65 @@ def read_profile(text: str, source: str) -> ModelProfile:
         parsed: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StrettoError(f"{source} is not JSON: {error}", hint=_EXAMPLE) from None
-    whole = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"layers": parsed}
-    rows = whole.get("layers")
+    document = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"layers": parsed}
+    rows = document.get("layers")
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)
     layers = [_layer(row, at, source) for at, row in enumerate(cast("list[Any]", rows))]
-    together = whole.get("shared") or []
+    together = document.get("shared") or []
     if not isinstance(together, list):
         raise _not_shared(together, len(layers), source)
-    shared = [_shared(one, len(layers), source) for one in cast("list[Any]", together)]
-    return ModelProfile(tuple(layers), tuple(shared), str(whole.get("about", "")))
+    shared = [_shared(entry, len(layers), source) for entry in cast("list[Any]", together)]
+    return ModelProfile(tuple(layers), tuple(shared), str(document.get("about", "")))
 
 
 _EXAMPLE = 'write {"layers": [{"name": "block 0", "forward_s": 0.01, "backward_s": 0.02}, ...]}'
 
 
 def _layer(row: Any, at: int, source: str) -> LayerProfile:
-    where = f"{source}: layers[{at}]"
+    location = f"{source}: layers[{at}]"
     if not isinstance(row, Mapping):
-        raise StrettoError(f"{where} is {row!r}, must be an object", hint=_EXAMPLE)
+        raise StrettoError(f"{location} is {row!r}, must be an object", hint=_EXAMPLE)
     values = cast("Mapping[str, Any]", row)
     for key in values:
         if key not in _KEYS:
-            near = nearest(key, _KEYS)
+            nearest_key = nearest(key, _KEYS)
             raise StrettoError(
-                f"{where} has {key!r}",
-                hint=f"did you mean {near!r}?" if near else f"keys are {', '.join(_KEYS)}",
+                f"{location} has {key!r}",
+                hint=f"did you mean {nearest_key!r}?" if nearest_key else f"keys are {', '.join(_KEYS)}",
             )
     for key in _NEEDED:
         if key not in values:
-            raise StrettoError(f"{where} has no {key}", hint=f"needed are {' and '.join(_NEEDED)}")
-    arguments: dict[str, Any] = {_KEYS[key]: _value(key, value, where) for key, value in values.items()}
+            raise StrettoError(f"{location} has no {key}", hint=f"needed are {' and '.join(_NEEDED)}")
+    arguments: dict[str, Any] = {_KEYS[key]: _value(key, value, location) for key, value in values.items()}
     arguments.setdefault("name", f"layer {at}")
     layer = LayerProfile(**arguments)
-    for part, whole in (("weight_gradient_s", "backward_s"), ("input_bytes", "activation_bytes")):
-        if (values.get(part) or 0) > (values.get(whole) or 0):
+    for part, total in (("weight_gradient_s", "backward_s"), ("input_bytes", "activation_bytes")):
+        if (values.get(part) or 0) > (values.get(total) or 0):
             raise StrettoError(
-                f"{where}: {part} is {values[part]}, more than {whole}", hint=f"it is a part of {whole}"
+                f"{location}: {part} is {values[part]}, more than {total}", hint=f"it is a part of {total}"
             )
     return layer
 
 
-def _value(key: str, value: Any, where: str) -> Any:
+def _value(key: str, value: Any, location: str) -> Any:
     if key == "name":
         return str(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < _LARGEST:
-        raise StrettoError(f"{where}: {key} is {value!r}", hint="a number from 0 to 1e18")
+        raise StrettoError(f"{location}: {key} is {value!r}", hint="a number from 0 to 1e18")
     return int(value) if key.endswith("_bytes") else float(value)
 
 
 def _shared(row: Any, layers: int, source: str) -> SharedWeights:
     try:
-        one = SharedWeights(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
+        weights = SharedWeights(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
     except (TypeError, KeyError, ValueError, OverflowError):
-        one = SharedWeights((), 0)
-    within = all(0 <= at < layers for at in one.layers)
-    if len(set(one.layers)) < 2 or not 0 <= one.bytes < _LARGEST or not within:
+        weights = SharedWeights((), 0)
+    within = all(0 <= at < layers for at in weights.layers)
+    if len(set(weights.layers)) < 2 or not 0 <= weights.bytes < _LARGEST or not within:
         raise _not_shared(row, layers, source)
-    return one
+    return weights
 
 
 def _not_shared(value: object, layers: int, source: str) -> StrettoError:

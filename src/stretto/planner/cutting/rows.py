@@ -31,12 +31,12 @@ class Row:
     """A sum over stages: stage s with layers i to j - 1 adds slope[s][j] - slope[s][i] + entry[s][i].
 
     Attributes:
-        rest: rest[s][i] is the least that stages from s on can add if they begin at layer i.
+        suffix: rest[s][i] is the least that stages from s on can add if they begin at layer i.
     """
 
     slope: Sequence[Sequence[float]]
     entry: Sequence[Sequence[float]]
-    rest: Sequence[Sequence[float]]
+    suffix: Sequence[Sequence[float]]
 
     def stage(self, s: int, i: int, j: int) -> float:
         """What one stage adds."""
@@ -48,18 +48,18 @@ class Row:
 
 
 def _row(slope: Sequence[Sequence[float]], entry: Sequence[Sequence[float]]) -> Row:
-    """The row with its `rest`, computed from the last stage to the first."""
+    """The row with its `suffix`, computed from the last stage to the first."""
     depth, layers = len(slope), len(slope[0]) - 1
     after = [inf] * layers + [0.0]
-    rest = [after]
+    suffix = [after]
     for s in reversed(range(depth)):
-        here, least = [inf] * (layers + 1), inf
+        best, smallest = [inf] * (layers + 1), inf
         for i in reversed(range(layers)):
-            least = min(least, slope[s][i + 1] + after[i + 1])
-            here[i] = least - slope[s][i] + entry[s][i]
-        rest.append(here)
-        after = here
-    return Row(slope, entry, rest[::-1])
+            smallest = min(smallest, slope[s][i + 1] + after[i + 1])
+            best[i] = smallest - slope[s][i] + entry[s][i]
+        suffix.append(best)
+        after = best
+    return Row(slope, entry, suffix[::-1])
 
 
 class StageSums:
@@ -83,16 +83,16 @@ class StageSums:
         self.forward = [0.0, *accumulate(layer.forward for layer in profile.layers)]
         self.back = [0.0, *accumulate(layer.halves[0] for layer in profile.layers)]
         self.weight = [0.0, *accumulate(layer.halves[1] for layer in profile.layers)]
-        self.kept = [0, *accumulate(layer.activations for layer in profile.layers)]
+        self.cumulative_activations = [0, *accumulate(layer.activations for layer in profile.layers)]
         self.bytes = [0, *accumulate(layer.parameters for layer in profile.layers)]
         outputs = [layer.output for layer in profile.layers]
         # of a stage that begins with a layer: its message, and bytes of its input beyond the kept part
         self.entering = [0, *outputs[:-1], 0]
         self.delay = [0.0, *(hop + size / bandwidth for size in self.entering[1:])]
-        held = [layer.input for layer in profile.layers]
+        inputs = [layer.input for layer in profile.layers]
         self.extra = [
             0,
-            *(max(0, size - received) for size, received in zip(outputs, held[1:], strict=False)),
+            *(max(0, size - received) for size, received in zip(outputs, inputs[1:], strict=False)),
             0,
         ]
         versions = weight_versions(program)
@@ -180,11 +180,11 @@ class StageSums:
         from its last backward; and means over several ranks, which can exceed the bounds of single ones.
         """
         counts = [self._order(rank) for rank in range(self.program.ranks)]
-        rows = [self.chain(one) for one in counts]
+        rows = [self.chain(chain_counts) for chain_counts in counts]
         for first in range(self.program.ranks - 1):
             mean = defaultdict[tuple[int, ActionKind], float](float)
-            for one in counts[first:]:
-                for key, count in one.items():
+            for chain_counts in counts[first:]:
+                for key, count in chain_counts.items():
                     mean[key] += count / (len(counts) - first)
             rows.append(self.chain(mean))
         return rows
@@ -213,7 +213,7 @@ class StageSums:
     def memory(self, cut: Cut) -> list[float]:
         """Peak bytes of each rank: states, activations in flight and inputs of stages."""
         return [
-            self.states(cut, rank) + max(self._held(cut, n) for n in self.needs[rank])
+            self.states(cut, rank) + max(self._activations(cut, n) for n in self.needs[rank])
             for rank in range(self.program.ranks)
         ]
 
@@ -224,18 +224,20 @@ class StageSums:
             i, j = cut[s % self.depth], cut[s % self.depth + 1]
             total += self.copies[s] * (self.bytes[j] - self.bytes[i])
             copies |= dict.fromkeys(range(i, j), self.copies[s])
-        for one in self.shared:
-            here = [at for at in one.layers if at in copies]
-            total -= sum(copies[at] * one.bytes for at in here[1:])
+        for weights in self.shared:
+            on_rank = [at for at in weights.layers if at in copies]
+            total -= sum(copies[at] * weights.bytes for at in on_rank[1:])
         return total
 
-    def _held(self, cut: Cut, counts: Counts) -> float:
+    def _activations(self, cut: Cut, counts: Counts) -> float:
         return sum(count * self._of(cut, s, kind) for (s, kind), count in counts.items())
 
     def _of(self, cut: Cut, s: int, kind: ActionKind) -> float:
         i, j = cut[s], cut[s + 1]
         return (
-            self.entering[i] if kind is ActionKind.RECOMPUTE else self.kept[j] - self.kept[i] + self.extra[i]
+            self.entering[i]
+            if kind is ActionKind.RECOMPUTE
+            else self.cumulative_activations[j] - self.cumulative_activations[i] + self.extra[i]
         )
 
     def memory_rows(self, rank: int) -> list[Row]:
@@ -249,7 +251,9 @@ class StageSums:
                 slope[stage] = [a + self.copies[s] * b for a, b in zip(slope[stage], single, strict=True)]
             for (s, kind), count in counts.items():
                 if kind is not ActionKind.RECOMPUTE:
-                    slope[s] = [a + count * b for a, b in zip(slope[s], self.kept, strict=True)]
+                    slope[s] = [
+                        a + count * b for a, b in zip(slope[s], self.cumulative_activations, strict=True)
+                    ]
                 more = self.entering if kind is ActionKind.RECOMPUTE else self.extra
                 entry[s] = [a + count * b for a, b in zip(entry[s], more, strict=True)]
             rows.append(_row(slope, entry))
@@ -258,9 +262,9 @@ class StageSums:
     def _single(self) -> list[float]:
         """Bytes of weights up to each layer; shared ones count at the first of their layers only."""
         each = [float(layer.parameters) for layer in self.profile.layers]
-        for one in self.shared:
-            for at in one.layers[1:]:
-                each[at] -= one.bytes
+        for weights in self.shared:
+            for at in weights.layers[1:]:
+                each[at] -= weights.bytes
         return [0.0, *accumulate(each)]
 
 
@@ -270,21 +274,28 @@ def _held_microbatches(program: Program, rank: int) -> list[Counts]:
     """
     order, depth = program.orders[rank], program.depth
     repeated = {(a.stage, a.microbatch) for a in order if a.kind is ActionKind.RECOMPUTE}
-    held, seen = Counter[tuple[int, ActionKind]](), set[frozenset[tuple[tuple[int, ActionKind], int]]]()
+    in_flight, points = (
+        Counter[tuple[int, ActionKind]](),
+        set[frozenset[tuple[tuple[int, ActionKind], int]]](),
+    )
     for stage, kind, i in order:
         stage_of_copy, light = stage % depth, (stage, i) in repeated
         if kind is ActionKind.F:
-            held[stage_of_copy, ActionKind.RECOMPUTE if light else ActionKind.F] += 1
+            in_flight[stage_of_copy, ActionKind.RECOMPUTE if light else ActionKind.F] += 1
         elif kind is ActionKind.RECOMPUTE:
-            held[stage_of_copy, ActionKind.RECOMPUTE] -= 1
-            held[stage_of_copy, ActionKind.F] += 1
+            in_flight[stage_of_copy, ActionKind.RECOMPUTE] -= 1
+            in_flight[stage_of_copy, ActionKind.F] += 1
         elif kind in (ActionKind.B, ActionKind.W):
-            held[stage_of_copy, ActionKind.F] -= 1
-        seen.add(frozenset((key, count) for key, count in held.items() if count > 0))
+            in_flight[stage_of_copy, ActionKind.F] -= 1
+        points.add(frozenset((key, count) for key, count in in_flight.items() if count > 0))
         if not program.trains:
-            held.clear()
-    counts = [dict(one) for one in seen]
-    return [one for one in counts if not any(_dominates(other, one) for other in counts if other is not one)]
+            in_flight.clear()
+    counts = [dict(point) for point in points]
+    return [
+        point
+        for point in counts
+        if not any(_dominates(other, point) for other in counts if other is not point)
+    ]
 
 
 def _dominates(larger: Counts, smaller: Counts) -> bool:

@@ -37,13 +37,13 @@ class CutSearch:
     cut: Cut | None = None
     open: float = inf
     _spent: int = 0
-    _seen: set[Cut] = field(default_factory=set[Cut])
+    _offered: set[Cut] = field(default_factory=set[Cut])
 
     def offer(self, cut: Cut) -> bool:
         """Evaluate a whole cut; returns whether it is better than all before."""
-        if cut in self._seen or not self._may_be_better(cut):
+        if cut in self._offered or not self._may_be_better(cut):
             return False
-        self._seen.add(cut)
+        self._offered.add(cut)
         value, row = self.value(cut)
         if row is not None and len(self.rows) < _MOST_ROWS:
             self.rows.append(row())
@@ -74,12 +74,12 @@ class CutSearch:
         """A lower bound for all allowed cuts; after `prove`."""
         return min(self.best, self.open)
 
-    def _extend(self, marks: Cut, sums: Sequence[float], held: Sequence[float]) -> None:
+    def _extend(self, marks: Cut, sums: Sequence[float], limit_values: Sequence[float]) -> None:
         """Go through all cuts that begin with `marks`.
 
         Args:
             sums: the value of `marks` by row, for the rows known when it was computed.
-            held: the value of `marks` by limit.
+            limit_values: the value of `marks` by limit.
         """
         s, i = len(marks) - 1, marks[-1]
         if s == self.depth:
@@ -87,9 +87,9 @@ class CutSearch:
             return
         rows, limits = list(self.rows), self.limits
         sums = [*sums, *(_prefix_sum(row, marks) for row in rows[len(sums) :])]
-        held = held or [_prefix_sum(row, marks) for row, _ in limits]
+        limit_values = limit_values or [_prefix_sum(row, marks) for row, _ in limits]
         if (
-            max((a + row.rest[s][i] for a, row in zip(sums, rows, strict=True)), default=0.0)
+            max((a + row.suffix[s][i] for a, row in zip(sums, rows, strict=True)), default=0.0)
             >= self.best * _CLOSE
         ):
             return
@@ -99,12 +99,12 @@ class CutSearch:
         ):
             self._spent += 1
             if any(
-                a + row.stage(s, i, j) + row.rest[s + 1][j] > limit
-                for a, (row, limit) in zip(held, limits, strict=True)
+                a + row.stage(s, i, j) + row.suffix[s + 1][j] > limit
+                for a, (row, limit) in zip(limit_values, limits, strict=True)
             ):
                 continue
             bound = max(
-                (a + row.stage(s, i, j) + row.rest[s + 1][j] for a, row in zip(sums, rows, strict=True)),
+                (a + row.stage(s, i, j) + row.suffix[s + 1][j] for a, row in zip(sums, rows, strict=True)),
                 default=0.0,
             )
             children.append((bound, j))
@@ -117,7 +117,7 @@ class CutSearch:
             self._extend(
                 (*marks, j),
                 [a + row.stage(s, i, j) for a, row in zip(sums, rows, strict=True)],
-                [a + row.stage(s, i, j) for a, (row, _) in zip(held, limits, strict=True)],
+                [a + row.stage(s, i, j) for a, (row, _) in zip(limit_values, limits, strict=True)],
             )
 
 

@@ -78,8 +78,8 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
         return _with(read_cluster(Path(text)), size)
     cluster = _cluster(text)
     if cluster is None:
-        known = (*_device_names(), *(cluster.name for cluster in clusters()))
-        raise _unknown("cluster", text, known, " or a YAML file that describes yours")
+        names = (*_device_names(), *(cluster.name for cluster in clusters()))
+        raise _unknown("cluster", text, names, " or a YAML file that describes yours")
     return _with(cluster, size)
 
 
@@ -161,11 +161,11 @@ def _cluster(name: str) -> Cluster | None:
     parsed, device = parse_name(name), _device(name)
     if device is None:
         return None
-    usual = next(cluster for cluster in clusters() if cluster.device is device)
+    cluster = next(cluster for cluster in clusters() if cluster.device is device)
     if parsed.aside and (system := _cluster_named(parsed.aside)):
-        same = {e.chip for e in entries() if e.device in (device, system.device)}
-        usual = _on(system, device, parsed) if len(same) == 1 else usual
-    return usual if parsed.count is None else usual.sized(parsed.count)
+        chips = {e.chip for e in entries() if e.device in (device, system.device)}
+        cluster = _on(system, device, parsed) if len(chips) == 1 else cluster
+    return cluster if parsed.count is None else cluster.sized(parsed.count)
 
 
 def _on(system: Cluster, device: Device, parsed: ParsedName) -> Cluster:
@@ -205,12 +205,16 @@ def _device_names() -> tuple[str, ...]:
     return tuple(entry.device.name for entry in entries())
 
 
-def _unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> StrettoError:
+def _unknown(kind: str, name: str, names: Iterable[str], more: str = "") -> StrettoError:
     """An error that names the nearest name by spelling, or devices of the same chip."""
-    parsed, known = parse_name(name), tuple(known)
+    parsed, names = parse_name(name), tuple(names)
     chips = [entry.device.name for entry in entries() if parsed.mentions(entry.chip)]
-    near = ", ".join(chips) if chips else nearest(name.lower(), known)
-    hint = f"did you mean {near}{more}?" if near else "`stretto catalogue` lists those that are known"
+    suggestion = ", ".join(chips) if chips else nearest(name.lower(), names)
+    hint = (
+        f"did you mean {suggestion}{more}?"
+        if suggestion
+        else "`stretto catalogue` lists those that are known"
+    )
     return StrettoError(f"{kind} {name!r} is not known", hint=hint)
 
 
@@ -225,8 +229,8 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 def machine_name() -> str:
     """This machine's name, as a file may be called."""
-    kept = [c if c.isalnum() or c in "-_." else "-" for c in platform.node()]
-    return "".join(kept).strip(".-") or "here"
+    characters = [c if c.isalnum() or c in "-_." else "-" for c in platform.node()]
+    return "".join(characters).strip(".-") or "here"
 
 
 def profile_path() -> Path:
@@ -265,8 +269,8 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
                 f"nothing is known of this machine's device of kind {device}",
                 hint="`stretto calibrate` measures it, or name a cluster of `stretto catalogue`",
             )
-        known = known_by_driver(driver) if driver else None
-        cluster = find_cluster("cpu" if driver is None else known.name if known else driver)
+        identified = known_by_driver(driver) if driver else None
+        cluster = find_cluster("cpu" if driver is None else identified.name if identified else driver)
     return cluster if devices is None else cluster.sized(devices)
 
 
@@ -286,8 +290,8 @@ def driver_name() -> str | None:
     Read from the driver's files, so that no library has to be loaded.
     """
     try:
-        for facts in sorted(_DRIVER.glob("*/information")):
-            for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
+        for information in sorted(_DRIVER.glob("*/information")):
+            for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
                 key, _, value = line.partition(":")
                 if key == "Model":
                     return value.strip()

@@ -64,20 +64,20 @@ def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
     return device
 
 
-def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) -> Cluster:
+def cluster_of(fields: Fields, name: str, find: FindDevice, find_cluster: FindCluster) -> Cluster:
     """A cluster from its description; `like` names a cluster of the catalogue whose values are the defaults.
 
     Raises:
         StrettoError: an unknown field, or a value that breaks a rule; with the line.
     """
-    like = known(fields.text("like")) if "like" in fields else None
+    like = find_cluster(fields.text("like")) if "like" in fields else None
     fields.texts("aliases")
     device = like.device if like and "device" not in fields else _device(fields, find)
-    nodes = fields.whole("nodes") if "nodes" in fields else like.nodes if like else None
+    nodes = fields.integer("nodes") if "nodes" in fields else like.nodes if like else None
     cluster = Cluster(
         name=fields.text("name", name),
         device=device,
-        node=fields.whole("node", like.node if like else None),
+        node=fields.integer("node", like.node if like else None),
         inner=_link(fields, "inner", like.inner if like else None),
         outer=Link(1e9, 1e-4, "none"),
         nodes=nodes,
@@ -95,13 +95,13 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) 
 
 def _outer(fields: Fields, like: Cluster | None, cluster: Cluster) -> Link:
     """The link between nodes: described, or in words as "8x200 Gb/s RoCE", of a node's cards."""
-    usual = like.outer if like else None
+    default = like.outer if like else None
     if "outer" not in fields or fields.is_mapping("outer"):
-        return _link(fields, "outer", usual, cluster.nodes == 1)
+        return _link(fields, "outer", default, cluster.nodes == 1)
     network = parse_network(fields.text("outer"))
-    if network is None or (network.rate is None and usual is None):
+    if network is None or (network.rate is None and default is None):
         raise fields.wrong("outer", "gives no speed", "as in 8x200 Gb/s RoCE")
-    return network.link(cluster if usual is None else replace(cluster, outer=usual))
+    return network.link(cluster if default is None else replace(cluster, outer=default))
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
@@ -166,7 +166,7 @@ def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> L
     inner = fields.inside(key)
     link = Link(
         bandwidth=inner.number("bandwidth_gbs", like.bandwidth / 1e9 if like else None) * 1e9,
-        latency=inner.number("latency_us", like.latency * 1e6 if like else None, least=0.0) / 1e6,
+        latency=inner.number("latency_us", like.latency * 1e6 if like else None, minimum=0.0) / 1e6,
         kind=inner.text("kind", like.kind if like else "unknown"),
         sharp=inner.flag("sharp"),
     )
@@ -177,8 +177,8 @@ def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> L
 def _host(fields: Fields, like: Host) -> Host:
     if "host" not in fields:
         return like
-    inner, usual = fields.inside("host"), _host_values(like)
-    values = {name: inner.number(name, usual[name]) * unit for name, unit in _HOST_UNITS.items()}
+    inner, default = fields.inside("host"), _host_values(like)
+    values = {name: inner.number(name, default[name]) * unit for name, unit in _HOST_UNITS.items()}
     host = Host(
         memory=values["memory_gib"],
         bandwidth=values["bandwidth_gbs"],
@@ -207,7 +207,7 @@ def _link_values(link: Link) -> dict[str, Any]:
 def _computing(fields: Fields) -> int:
     if fields.plain("computing") == "cores":
         return os.cpu_count() or 1
-    return fields.whole("computing")
+    return fields.integer("computing")
 
 
 def _kernels(fields: Fields, key: str) -> dict[str, object]:

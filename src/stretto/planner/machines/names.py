@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 
 # words that do not distinguish devices: vendors, generations, what a card sits in, who rents it
-_WORDS = (
+_NOISE_TEXT = (
     "nvidia amd tesla geforce instinct google huawei aws azure gcp volta ampere hopper blackwell ada cdna3 "
     "gpu gpus node nodes card module chip chips device devices accelerator accelerators server servers "
     "cluster machine cloud datacenter superchip grace dgx hgx nvlink nvswitch hbm hbm2 hbm2e hbm3 hbm3e "
     "gddr6 gddr6x memory ram tensor core graphics class series type variant single one each per a of"
 )
-_NOISE = frozenset(_WORDS.split())
+_NOISE = frozenset(_NOISE_TEXT.split())
 _COUNT = re.compile(
     r"^\s*(\d+)\s*(?:[x*×]\s*|\s(?=nvidia |amd |[a-z]{1,2}\d{2,}))(?=[a-z])"
     r"|\s[x*×]\s*(\d+)\s*$|(?<=\d)x(\d+)\s*$"
@@ -29,21 +29,21 @@ class ParsedName:
     """The parts of a name.
 
     Attributes:
-        words: letters and digits, without vendors and the like.
+        tokens: letters and digits, without vendors and the like.
         gb: memory as the vendor states it; None: the name has none.
         count: number of devices; None: the name has none.
         aside: what stood in brackets, such as the system in "V100-32GB(DGX-2)".
     """
 
-    words: tuple[str, ...]
+    tokens: tuple[str, ...]
     gb: int | None
     count: int | None
     aside: str | None
 
     def fits(self, chip: str, gbs: tuple[int, ...], forms: tuple[str, ...]) -> bool:
         """Whether all parts fit a device of that chip, memory and form."""
-        rest = self._without(chip)
-        return rest is not None and rest <= set(forms) and (self.gb is None or self.gb in gbs)
+        others = self._without(chip)
+        return others is not None and others <= set(forms) and (self.gb is None or self.gb in gbs)
 
     def mentions(self, chip: str) -> bool:
         """Whether the chip is among the words."""
@@ -53,10 +53,10 @@ class ParsedName:
         """The words other than the chip's; None where it is not among them. The chip "rtx4090" also matches
         the words "rtx", "4090".
         """
-        for first in range(len(self.words)):
-            for last in range(first + 1, len(self.words) + 1):
-                if "".join(self.words[first:last]) in (chip, chip.removeprefix("tpu")):
-                    return {*self.words[:first], *self.words[last:]}
+        for first in range(len(self.tokens)):
+            for last in range(first + 1, len(self.tokens) + 1):
+                if "".join(self.tokens[first:last]) in (chip, chip.removeprefix("tpu")):
+                    return {*self.tokens[:first], *self.tokens[last:]}
         return None
 
 
@@ -73,10 +73,10 @@ def parse_name(name: str) -> ParsedName:
     text = _COUNT.sub(" ", text)
     gb = _GB.search(text) or (_GB.search(aside[1]) if aside else None)
     text = _GB.sub(" ", text)
-    words = tuple(word for word in re.findall(r"[a-z0-9]+", text) if word not in _NOISE)
+    tokens = tuple(word for word in re.findall(r"[a-z0-9]+", text) if word not in _NOISE)
     number = next((part for part in count.groups() if part), None) if count else None
     return ParsedName(
-        words, int(gb[1]) if gb else None, int(number) if number else None, aside[1] if aside else None
+        tokens, int(gb[1]) if gb else None, int(number) if number else None, aside[1] if aside else None
     )
 
 

@@ -35,7 +35,7 @@ _KINDS = (  # a word of a kind, and the kind
     (r"ethernet|\beth\b|\btcp\b|gb?e\b", "Ethernet"),
 )
 _INSIDE = re.compile(r"nv-?link|nv-?switch|pcie|xgmi|infinity fabric|hccs|\bici\b", re.IGNORECASE)
-_BESIDE = re.compile(r",(?!\d{3})|[;+|]|\band\b|\bwith\b")
+_SEPARATORS = re.compile(r",(?!\d{3})|[;+|]|\band\b|\bwith\b")
 _SPLIT = re.compile(r"\b(?:hdr|ndr|xdr)(\d{2,3})\b", re.IGNORECASE)  # cards of half the rate: HDR100, NDR200
 _NONE = re.compile(r"^(?:none|no|single[- ]node|1 node|intra[- ]node(?: only)?|n/?a)\b", re.IGNORECASE)
 _SPEED = re.compile(
@@ -70,8 +70,8 @@ class Network:
         share = self._share(cluster, kind)
         if share is None:
             share = cluster.outer.bandwidth
-        same = kind == cluster.outer.kind
-        return replace(cluster.outer, bandwidth=share) if same else Link(share, LATENCIES[kind], kind)
+        same_kind = kind == cluster.outer.kind
+        return replace(cluster.outer, bandwidth=share) if same_kind else Link(share, LATENCIES[kind], kind)
 
     def _share(self, cluster: Cluster, kind: str) -> float | None:
         """Bytes/s of one device. A rate stated neither per device nor per node is taken per device if it
@@ -85,8 +85,8 @@ class Network:
             return cluster.outer.bandwidth * new / old if old and new else None
         if self.cards is not None:
             return self.cards * self.rate / cluster.node
-        usual = abs(self.rate / cluster.outer.bandwidth - 1) < 0.05
-        shared = self.per == "device" or (self.per is None and usual and self.kind != "Ethernet")
+        is_default_share = abs(self.rate / cluster.outer.bandwidth - 1) < 0.05
+        shared = self.per == "device" or (self.per is None and is_default_share and self.kind != "Ethernet")
         return self.rate if shared else self.rate / cluster.node
 
     def _kind(self, cluster: Cluster) -> str:
@@ -99,8 +99,8 @@ class Network:
             for generation, gbits in _GENERATIONS.items():
                 if abs(self.rate / (gbits * GBIT) - 1) < 0.05:
                     return f"InfiniBand {generation}"
-        usual = cluster.outer.kind
-        return usual if usual.startswith("InfiniBand") else "InfiniBand HDR"
+        kind = cluster.outer.kind
+        return kind if kind.startswith("InfiniBand") else "InfiniBand HDR"
 
 
 def parse_network(text: str) -> Network | None:
@@ -112,13 +112,15 @@ def parse_network(text: str) -> Network | None:
     """
     if _NONE.search(text.strip()):
         return None
-    parts = [part for part in _BESIDE.split(text) if not _INSIDE.search(part)]
-    words = " ".join(parts)
-    kind = next((name for pattern, name in _KINDS if re.search(pattern, words, re.IGNORECASE)), None)
-    generation = next((g for g in _GENERATIONS if re.search(rf"\b{g}(?:\d*)\b", words, re.IGNORECASE)), None)
+    parts = [part for part in _SEPARATORS.split(text) if not _INSIDE.search(part)]
+    network_text = " ".join(parts)
+    kind = next((name for pattern, name in _KINDS if re.search(pattern, network_text, re.IGNORECASE)), None)
+    generation = next(
+        (g for g in _GENERATIONS if re.search(rf"\b{g}(?:\d*)\b", network_text, re.IGNORECASE)), None
+    )
     if kind == "InfiniBand" and generation is not None:
         kind = f"InfiniBand {generation}"
-    speed = _SPEED.search(words)
+    speed = _SPEED.search(network_text)
     if kind is None and speed is None:
         if not parts:
             return None
@@ -126,17 +128,17 @@ def parse_network(text: str) -> Network | None:
             f"network {text!r} names no kind and no speed",
             hint=f"as in '8x200 Gb/s RoCE', '800 Gbit a node', or one of {', '.join(LATENCIES)}",
         )
-    counted = re.search(r"(\d+)\s*[x×*]\s*[a-z]", words, re.IGNORECASE)  # 8x NDR, 8x CX-6 200 Gb/s
+    counted = re.search(r"(\d+)\s*[x×*]\s*[a-z]", network_text, re.IGNORECASE)  # 8x NDR, 8x CX-6 200 Gb/s
     if counted is None:
-        counted = re.search(r"[a-z]\s*[x×*]\s*(\d+)\b", words, re.IGNORECASE)  # 200 Gb/s x 8
+        counted = re.search(r"[a-z]\s*[x×*]\s*(\d+)\b", network_text, re.IGNORECASE)  # 200 Gb/s x 8
     cards = int(counted[1]) if counted else None
     each = _GENERATIONS[generation] * GBIT if generation is not None else None
     if speed is None:
-        short = _SPLIT.search(words)
+        short = _SPLIT.search(network_text)
         rate = float(short[1]) * GBIT if short else each if cards else None
         return Network(kind, cards, rate, "device" if short else None)
     rate = float(speed["number"].replace(",", "")) * _unit(speed["unit"])
-    per = "node" if _PER_NODE.search(words) else "device" if _PER_DEVICE.search(words) else None
+    per = "node" if _PER_NODE.search(network_text) else "device" if _PER_DEVICE.search(network_text) else None
     if speed["count"]:
         cards = int(speed["count"])
     elif cards and each and rate > 1.5 * each:  # 4x HDR (800 Gb/s)

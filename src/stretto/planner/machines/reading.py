@@ -42,9 +42,9 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._nodes
 
-    def text(self, key: str, usual: str | None = None) -> str:
-        """A text; required without `usual`."""
-        value = self._plain(key, usual)
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text; required without `default`."""
+        value = self._plain(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)  # as in `device: 4090`
         if not isinstance(value, str):
@@ -65,17 +65,17 @@ class Fields:
             raise self.wrong(key, f"is {value!r}, must be true or false")
         return value
 
-    def number(self, key: str, usual: float | None = None, *, least: float | None = None) -> float:
-        """A number of at least `least`, or above 0 where that is None; required without `usual`."""
-        value = _number(self._plain(key, usual))
-        if value is None or value < (least or 0.0) or (least is None and value == 0.0):
-            said = "above 0" if least is None else f"of at least {least:g}"
-            raise self.wrong(key, f"is {self._plain(key, usual)!r}, must be a number {said}")
+    def number(self, key: str, default: float | None = None, *, minimum: float | None = None) -> float:
+        """A number of at least `minimum`, or above 0 where that is None; required without `default`."""
+        value = _number(self._plain(key, default))
+        if value is None or value < (minimum or 0.0) or (minimum is None and value == 0.0):
+            condition = "above 0" if minimum is None else f"of at least {minimum:g}"
+            raise self.wrong(key, f"is {self._plain(key, default)!r}, must be a number {condition}")
         return value
 
-    def whole(self, key: str, usual: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
-        value = self.number(key, None if usual is None else float(usual), least=1.0)
+        value = self.number(key, None if default is None else float(default), minimum=1.0)
         if not value.is_integer():
             raise self.wrong(key, f"is {value}, must be a whole number")
         return int(value)
@@ -110,12 +110,12 @@ class Fields:
         """Raise StrettoError for a key that was not read."""
         for key, node in self._nodes.items():
             if key not in self._read:
-                known = sorted({*self._read, *allowed})
-                near = nearest(key, known)
-                hint = f"did you mean {near!r}?" if near else f"fields: {', '.join(known)}"
+                names = sorted({*self._read, *allowed})
+                suggestion = nearest(key, names)
+                hint = f"did you mean {suggestion!r}?" if suggestion else f"fields: {', '.join(names)}"
                 line = node.start_mark.line + 1
-                where = f" in {self.path}" if self.path else ""
-                raise StrettoError(f"{self.file}:{line}: there is no field {key!r}{where}", hint=hint)
+                location = f" in {self.path}" if self.path else ""
+                raise StrettoError(f"{self.file}:{line}: there is no field {key!r}{location}", hint=hint)
 
     def wrong(self, key: str, rule: str, hint: str | None = None) -> StrettoError:
         """The error of a field that breaks a rule."""
@@ -131,14 +131,14 @@ class Fields:
     def _node(self, key: str) -> Node:
         self._read.add(key)
         if key not in self._nodes:
-            near = nearest(key, self._nodes.keys() - self._read)
-            raise self.wrong(key, "is missing", f"there is a field {near!r}" if near else None)
+            suggestion = nearest(key, self._nodes.keys() - self._read)
+            raise self.wrong(key, "is missing", f"there is a field {suggestion!r}" if suggestion else None)
         return self._nodes[key]
 
-    def _plain(self, key: str, usual: Any) -> Any:
+    def _plain(self, key: str, default: Any) -> Any:
         self._read.add(key)
-        if usual is not None and key not in self._nodes:
-            return usual
+        if default is not None and key not in self._nodes:
+            return default
         try:
             return _plain(self._node(key), iter(range(_MOST_VALUES)))
         except RecursionError:

@@ -38,7 +38,7 @@ def advice(job: MemoryJob) -> list[Advice]:
         Advice(setting, now - max(rank.total for rank in rank_memory(other)))
         for setting, other in _others(job)
     ]
-    return sorted(advices, key=lambda one: -one.saved)
+    return sorted(advices, key=lambda suggestion: -suggestion.saved)
 
 
 def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
@@ -97,17 +97,17 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
     for mode in modes:
         job = job_of(mode)
         fullest: RankMemory = max(rank_memory(job), key=lambda rank: rank.total)
-        kept = lasting_bytes(job, fullest.rank)
+        states = lasting_bytes(job, fullest.rank)
         rows.append(
             ModeBytes(
                 mode=mode,
-                weights=kept.weights,
-                gradients=kept.gradients,
-                masters=kept.masters,
-                optimizer=kept.optimizer,
+                weights=states.weights,
+                gradients=states.gradients,
+                masters=states.masters,
+                optimizer=states.optimizer,
                 peak=fullest.total,
-                host=kept.host,
-                disk=kept.disk,
+                host=states.host,
+                disk=states.disk,
                 published=published(mode, parameters_of(job, fullest.rank), job.state_config.copies),
             )
         )

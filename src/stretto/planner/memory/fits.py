@@ -78,16 +78,20 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     Args:
         reserve: bytes beside tensors; None: the usual ones, `RESERVE` or, on a CPU, `PROCESS`.
     """
-    most = float(max(rank.total for rank in ranks))
+    fullest = float(max(rank.total for rank in ranks))
     if device.memory == inf:
-        exact = Bytes(most, most, most)
+        exact = Bytes(fullest, fullest, fullest)
         return Fit(allocated=exact, reserved=exact, device=exact, capacity=inf, ranks=tuple(ranks))
-    usual = PROCESS if device.name.startswith("cpu") else RESERVE
-    low, mid, high = usual if reserve is None else (reserve,) * 3
-    allocated = Bytes(0.97 * most, most, 1.03 * most)
-    likely = min(FREE[1] * most, max(FULL * most, device.memory - mid))
-    reserved = Bytes(FREE[0] * allocated.low, likely, FREE[2] * most)
-    whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
+    overheads = PROCESS if device.name.startswith("cpu") else RESERVE
+    low, mid, high = overheads if reserve is None else (reserve,) * 3
+    allocated = Bytes(0.97 * fullest, fullest, 1.03 * fullest)
+    likely = min(FREE[1] * fullest, max(FULL * fullest, device.memory - mid))
+    reserved = Bytes(FREE[0] * allocated.low, likely, FREE[2] * fullest)
+    device_bytes = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
     return Fit(
-        allocated=allocated, reserved=reserved, device=whole, capacity=device.memory, ranks=tuple(ranks)
+        allocated=allocated,
+        reserved=reserved,
+        device=device_bytes,
+        capacity=device.memory,
+        ranks=tuple(ranks),
     )

@@ -19,7 +19,7 @@ from stretto.spec.job import Job, RecomputeMode
 Counts = tuple[int, int]  # blocks of a stage that are recomputed fully, and selectively
 
 GIB = 2**30
-_MOST = 4000  # combinations over stages that are enumerated; of more, stages are treated alike
+_MOST_COMBINATIONS = 4000  # combinations over stages that are enumerated; of more, stages are treated alike
 
 
 def block_modes(
@@ -65,7 +65,7 @@ def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
         StrettoError: nothing fits.
     """
     modes: list[Recompute] = ["none"] * block_count(job.shape)
-    job, original = replace(job, apart=True, program=job.lowered), job
+    job, original = replace(job, separate_gradients=True, program=job.lowered), job
     for ranks in _ranks_sharing_stages(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)
@@ -121,22 +121,22 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     size = 1
     for option in options:
         size *= len(option)
-    choices = product(*options) if size <= _MOST else _equal_shares(blocks)
+    choices = product(*options) if size <= _MOST_COMBINATIONS else _equal_shares(blocks)
     yield from sorted(choices, key=lambda choice: sum(f * full + s * selective for f, s in choice))
 
 
 def _counts(blocks: int) -> list[Counts]:
-    return [(full, some) for full in range(blocks + 1) for some in range(blocks - full + 1)]
+    return [(full, selective) for full in range(blocks + 1) for selective in range(blocks - full + 1)]
 
 
 def _equal_shares(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
-    for full, some in _counts(max(blocks)):
-        yield tuple((min(full, n), min(some, n - min(full, n))) for n in blocks)
+    for full, selective in _counts(max(blocks)):
+        yield tuple((min(full, n), min(selective, n - min(full, n))) for n in blocks)
 
 
 def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
-    full, some = counts
-    for at, layer in enumerate(blocks[: full + some]):
+    full, selective = counts
+    for at, layer in enumerate(blocks[: full + selective]):
         modes[_number(job, layer)] = "full" if at < full else "selective"
 
 
@@ -161,13 +161,13 @@ def _rounded_up(gib: float) -> float:
 def memory_of(
     job: Job,
     program: Program | None = None,
-    apart: bool = False,
+    separate_gradients: bool = False,
 ) -> MemoryJob:
     """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
 
     Args:
         program: in which memory is counted; None: `Job.peak_program`.
-        apart: weight gradients are formed apart, as the matrix library of the machine may do.
+        separate_gradients: weight gradients are formed apart, as the matrix library of the machine may do.
 
     Raises:
         StrettoError: with recompute mode `auto`, if no choice fits the budget.
@@ -181,7 +181,7 @@ def memory_of(
         state_config=StateConfig.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
         saves_in_background=job.async_save,
-        apart=apart,
+        separate_gradients=separate_gradients,
         cut=job.stages(program.depth),
     )
     return block_modes(memory_job, recompute.mode, recompute.blocks, recompute.memory_gib)

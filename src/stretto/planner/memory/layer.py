@@ -9,8 +9,8 @@ PyTorch runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from stretto.planner.counts.activations import (
@@ -31,48 +31,55 @@ from stretto.spec.framework import CORE
 from stretto.spec.shape import ModelShape
 
 
-class _ExpertRows:
-    """Rows that a rank's experts work on under even routing.
-
-    Attributes:
-        copies: copies of the tokens that this rank routes, one for each expert that a token goes to.
-        rows: rows that the experts on this rank work on; each expert has a slice of the inner width.
-        width: the width of that slice.
-    """
-
-    def __init__(self, shape: ModelShape, compute: ComputeConfig) -> None:
-        moe = shape.moe
-        assert moe is not None
-        tokens = compute.tokens if compute.replicated_routing else -(-compute.tokens // compute.tp)
-        self.copies = tokens * moe.top_k
-        self.rows = self.copies if compute.replicated_routing else self.copies * compute.expert_shards
-        self.width = shape.expert_ffn // compute.expert_shards
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One tensor that a layer's backward needs.
 
     Attributes:
-        kept: from the forward on; else it is recomputed in the backward, together with its recomputed
+        saved: True from the forward on; else it is recomputed in the backward, together with its recomputed
             neighbours.
-        forward, backward: peak bytes beside it while it is made, and while it is consumed.
-        product: bytes of its weight gradient where that is formed apart and then accumulated.
-        waits: bytes of the output gradient that a split backward keeps with it from I to W; None: none, I
-            consumes it.
-        fetched: bytes of the input that are gathered again for the weight gradient.
-        passes: whether that output gradient is the residual stream's, which is there in any case.
+        forward, backward: peak of other bytes while it is made, and while it is consumed.
+        product: bytes of its weight gradient if that is formed separately and then accumulated.
+        held_until_w: bytes of the output gradient that a split backward keeps with it from I to W, or None if
+            I consumes it.
+        regathered: bytes of the input that are gathered again for the weight gradient.
+        is_residual: that output gradient is the residual stream's, which exists in any case.
     """
 
     name: str
     bytes: int
-    kept: bool = True
+    saved: bool = True
     forward: int = 0
     backward: int = 0
     product: int = 0
-    waits: int | None = None
-    fetched: int = 0
-    passes: bool = False
+    held_until_w: int | None = None
+    regathered: int = 0
+    is_residual: bool = False
+
+
+@dataclass(kw_only=True)
+class _Extras:
+    """Other bytes than the saved tensors of a layer, by the tensor with which they coexist; see `Part`."""
+
+    forward: dict[str, int] = field(default_factory=dict[str, int])
+    backward: dict[str, int] = field(default_factory=dict[str, int])
+    product: dict[str, int] = field(default_factory=dict[str, int])
+    held_until_w: dict[str, int] = field(default_factory=dict[str, int])
+    regathered: dict[str, int] = field(default_factory=dict[str, int])
+
+    def parts(self, saved: Sequence[Saved]) -> list[Part]:
+        return [
+            Part(
+                name=tensor.name,
+                bytes=tensor.bytes,
+                forward=self.forward.get(tensor.name, 0),
+                backward=self.backward.get(tensor.name, 0),
+                product=self.product.get(tensor.name, 0),
+                held_until_w=self.held_until_w.get(tensor.name),
+                regathered=self.regathered.get(tensor.name, 0),
+            )
+            for tensor in saved
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,54 +100,57 @@ class LayerMemory:
     forward: int = 0
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes between forward and backward, the input included."""
-        return sum(part.bytes for part in self.parts if part.kept)
+        return sum(part.bytes for part in self.parts if part.saved)
 
     @property
     def last_product(self) -> Part | None:
         """The input of the layer's last linear."""
-        return next((part for part in reversed(self.parts) if part.waits is not None), None)
+        return next((part for part in reversed(self.parts) if part.held_until_w is not None), None)
 
     @property
     def between(self) -> int:
         """Bytes between I and W."""
-        return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
+        return sum(part.bytes + part.held_until_w for part in self.parts if part.held_until_w is not None)
 
 
-def layer_memory(shape: ModelShape, compute: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
+def layer_memory(
+    shape: ModelShape, compute: ComputeConfig, layer: int, separate_gradients: bool = False
+) -> LayerMemory:
     """The memory of layer number `layer` of the chain (`spec.chain`).
 
     Args:
-        compute: with the `recompute` of this block; of an encoder's layers where there is one.
-        apart: weight gradients are formed apart and then accumulated, as oneDNN's are; those of 16 bits
-            always are.
+        compute: the computation with the `recompute` of this block; in an encoder-decoder model, of the
+            encoder's layers.
+        separate_gradients: weight gradients are formed separately and then accumulated, as oneDNN's are;
+            those of 16 bits always are.
     """
-    here = layer_of(shape, layer)
-    compute = compute.at(here)
-    match here.kind:
+    chain_layer = layer_of(shape, layer)
+    compute = compute.at(chain_layer)
+    match chain_layer.kind:
         case "embed":
             return _embedding(shape, compute)
         case "between":
             return _between(shape, compute)
         case "head":
-            return _head(shape, compute, apart)
+            return _head(shape, compute, separate_gradients)
         case _:
-            return _block(here.shape, compute, apart)
+            return _block(chain_layer.shape, compute, separate_gradients)
 
 
 @lru_cache(maxsize=1024)
 def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     size = Sizes(shape, compute, False)
-    kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, compute)]
-    whole = compute.element * compute.tokens * shape.hidden
-    forward = 2 * whole + (size.residual if size.gathered else 0) if compute.tp > 1 else size.residual
+    saved = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, compute)]
+    gathered = compute.element * compute.tokens * shape.hidden
+    forward = 2 * gathered + (size.residual if size.gathered else 0) if compute.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.learned else 0)
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type in which it is accumulated
         backward += compute.statistic * compute.tokens * shape.hidden
     return LayerMemory(
-        parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
+        parts=(Part(name="embed", bytes=0, forward=forward, backward=backward), *saved),
         input_bytes=0,
         ends=True,
     )
@@ -150,151 +160,128 @@ def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
 def _between(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     """The encoder's last norm, then the embedding of the decoder's tokens."""
     embedding, memory = _embedding(shape, compute), Sizes(shape, compute.of_memory, False)
-    saved = between_saved(shape, compute)
-    kept = [Part(name=s.name, bytes=s.bytes) for s in saved]
-    first = kept[0]
+    parts = [Part(name=s.name, bytes=s.bytes) for s in between_saved(shape, compute)]
+    input_bytes = parts[0].bytes
     # keys and values are made of it in every block of the decoder, and their weights' gradients too
-    kept = [replace(part, waits=0) if part.name == "memory" else part for part in kept]
+    parts = [replace(part, held_until_w=0) if part.name == "memory" else part for part in parts]
     if shape.last_norm:
-        kept[0] = replace(first, backward=memory.norm)
+        parts[0] = replace(parts[0], backward=memory.norm)
     lookup = embedding.parts[0]
     return LayerMemory(
-        parts=(*kept, replace(lookup, backward=lookup.backward + memory.residual)),
-        input_bytes=first.bytes,
+        parts=(*parts, replace(lookup, backward=lookup.backward + memory.residual)),
+        input_bytes=input_bytes,
         ends=True,
     )
 
 
 @lru_cache(maxsize=1024)
-def _block(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory:
-    size = Sizes(shape, compute, apart)
-    whole = block_saved(shape, replace(compute, recompute="none"))
-    here = {saved.name for saved in block_saved(shape, compute)}
-    forward, backward = _block_extras(shape, compute, size)
-    product, waits = _weights(shape, compute, size), _waits(shape, compute, size)
-    columns = ["attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input"]
-    columns += ["cross.q input"] if shape.encoder_layers else []
-    fetched: dict[str, int] = dict.fromkeys(columns, size.gathered)
-    fetched["cross.kv input"] = size.memory_gathered
+def _block(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -> LayerMemory:
+    size = Sizes(shape, compute, separate_gradients)
+    extras = _block_extras(shape, compute, size)
     if shape.latent is not None:
-        vectors = _latent_vectors(shape, shape.latent, compute, size)
-        for extras, of_vectors in zip((forward, backward, product, waits, fetched), vectors, strict=True):
-            extras |= of_vectors
-    parts = _parts(
-        saved=whole, forward=forward, backward=backward, product=product, waits=waits, fetched=fetched
-    )
+        _add_latent_vectors(extras, shape, shape.latent, compute, size)
+    parts = extras.parts(block_saved(shape, replace(compute, recompute="none")))
     if shape.moe is not None:
         parts = [_expert_part(part, shape, compute, size) for part in parts]
-    if not shape.dropout and not size.gathered:
-        through = ("attn.proj input", "cross.proj input", "mlp.down input")
-        parts = [replace(p, passes=p.name in through and shape.block_norms != "post") for p in parts]
+    if not shape.dropout and not size.gathered and shape.block_norms != "post":
+        residual = ("attn.proj input", "cross.proj input", "mlp.down input")
+        parts = [replace(part, is_residual=part.name in residual) for part in parts]
+    saved = block_saved(shape, compute)
     if compute.recompute != "full":
-        first = parts[0]
+        input_bytes = parts[0].bytes if keeps_input(shape, compute) else 0
         if compute.framework.operators == CORE:
-            parts = [replace(part, kept=part.name in here) for part in parts]
+            names = {tensor.name for tensor in saved}
+            parts = [replace(part, saved=part.name in names) for part in parts]
         else:
-            parts = list(_kept_parts(parts, block_saved(shape, compute)))
-        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes if keeps_input(shape, compute) else 0)
-    (kept,) = block_saved(shape, compute)
-    again = [replace(part, kept=False) for part in parts[keeps_input(shape, compute) :]]
-    if kept.bytes < size.residual:  # a shard of the input, gathered again
-        again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
+            parts = list(_partly_saved(parts, saved))
+        return LayerMemory(parts=tuple(parts), input_bytes=input_bytes)
+    (block_input,) = saved
+    recomputed = [replace(part, saved=False) for part in parts[keeps_input(shape, compute) :]]
+    if block_input.bytes < size.residual:  # a shard of the input, gathered again
+        recomputed.insert(0, Part(name="gathered input", bytes=size.residual, saved=False))
     return LayerMemory(
-        parts=(Part(name=kept.name, bytes=kept.bytes), *again),
-        input_bytes=kept.bytes,
+        parts=(Part(name=block_input.name, bytes=block_input.bytes), *recomputed),
+        input_bytes=block_input.bytes,
         recomputed=True,
         forward=_without_graph(shape, compute, size) + size.residual * compute.framework.inputs_on_host,
     )
 
 
-def _kept_parts(parts: Sequence[Part], kept: Sequence[Saved]) -> Iterator[Part]:
-    """The parts where operators other than attention's core are recomputed: of a tensor that is kept in part,
-    two; and what is kept beside the tensors that a block keeps without recomputation.
+def _partly_saved(parts: Sequence[Part], saved: Sequence[Saved]) -> Iterator[Part]:
+    """The parts if operators other than attention's core are recomputed: two of a tensor that is saved in
+    part, and the tensors that are saved only then.
     """
-    sizes = {saved.name: saved.bytes for saved in kept}
-    beside = sizes.keys() - {part.name for part in parts}
+    sizes = {tensor.name: tensor.bytes for tensor in saved}
+    additional = sizes.keys() - {part.name for part in parts}
     for part in parts:
         size = sizes.get(part.name, 0)
         if 0 < size < part.bytes:
             yield Part(name=part.name, bytes=size)
-            yield replace(part, bytes=part.bytes - size, kept=False)
+            yield replace(part, bytes=part.bytes - size, saved=False)
         else:
-            yield replace(part, kept=part.name in sizes)
+            yield replace(part, saved=part.name in sizes)
         if part.name == "norm2 statistics":
-            yield from (Part(name=name, bytes=sizes[name]) for name in sorted(beside))
+            yield from (Part(name=name, bytes=sizes[name]) for name in sorted(additional))
 
 
 @lru_cache(maxsize=1024)
-def _head(shape: ModelShape, compute: ComputeConfig, apart: bool) -> LayerMemory:
-    size = Sizes(shape, compute, apart)
+def _head(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -> LayerMemory:
+    size = Sizes(shape, compute, separate_gradients)
     saved = head_saved(shape, compute)
-    if compute.loss_chunk_tokens(shape):
-        return _chunked_head(shape, compute, size)
-    loss = next(s.name for s in saved if s.name.startswith("loss"))
-    copied = size.exact if size.halves else 0
-    probabilities = size.logits if size.halves else 0  # overwritten with the gradient
-    if compute.framework.dtensor_loss and compute.tp > 1:
-        copied, probabilities = copied + size.exact, 3 * size.exact
-    made, consumed = {  # bytes beside what the loss keeps: in the forward, in the backward
-        "loss log-probabilities": (size.logits + copied, 2 * size.exact),
-        "loss probabilities": (size.logits + copied, probabilities),
-        "loss logits": (0, size.logits),
-    }[loss]
-    gathered = size.gathered + size.ordered + size.logits if size.gathered else 0
-    forward = {"out input": gathered, loss: made}
-    back = {
-        "norm input": size.norm - size.residual,
-        # the logits' gradient: a new tensor, or the probabilities overwritten with it
-        "out input": size.logits + size.column + size.ordered,
-        loss: consumed,
-    }
-    product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
-    waits = {"out input": size.logits}
-    parts = _parts(
-        saved=saved,
-        forward=forward,
-        backward=back,
-        product=product,
-        waits=waits,
-        fetched={"out input": size.gathered},
-    )
-    itself = keeps_input(shape, compute)
-    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
-
-
-def _chunked_head(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> LayerMemory:
-    """The head whose backward computes logits, loss and gradients chunk by chunk."""
-    saved = head_saved(shape, compute)
-    logits = compute.loss_chunk_tokens(shape) * size.columns
-    exact = compute.statistic * logits * (2 if shape.logit_softcap else 1)  # overwritten with the gradient
-    chunk = exact + (compute.element * logits if size.halves else 0)
-    whole = compute.element * compute.tokens * shape.hidden  # the input's gradient
+    gathered = compute.element * compute.tokens * shape.hidden
     weight = size.weight * size.columns * shape.hidden
-    rows = (
-        compute.element * compute.loss_chunk_tokens(shape) * shape.hidden
-    )  # of it, before they are copied there
-    products = compute.element * logits + max(size.column + weight, whole + rows)
-    back = {
-        "norm input": size.norm - size.residual,
-        "out input": size.gathered + max(whole + chunk, products),
-    }
-    parts = _parts(saved=saved, forward={}, backward=back, product={}, waits={}, fetched={})
-    itself = keeps_input(shape, compute)
-    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes if itself else 0, ends=True)
+    extras = _Extras(backward={"norm input": size.norm - size.residual})
+    if chunk_tokens := compute.loss_chunk_tokens(
+        shape
+    ):  # the backward computes logits, loss and gradients by chunks
+        logits = chunk_tokens * size.columns
+        exact = (
+            compute.statistic * logits * (2 if shape.logit_softcap else 1)
+        )  # overwritten with the gradient
+        chunk = exact + (compute.element * logits if size.halves else 0)
+        rows = (
+            compute.element * chunk_tokens * shape.hidden
+        )  # of the input's gradient, before they are copied
+        products = compute.element * logits + max(size.column + weight, gathered + rows)
+        extras.backward["out input"] = size.gathered + max(gathered + chunk, products)
+    else:
+        loss = next(s.name for s in saved if s.name.startswith("loss"))
+        copied = size.exact if size.halves else 0
+        probabilities = size.logits if size.halves else 0  # overwritten with the gradient
+        if compute.framework.dtensor_loss and compute.tp > 1:
+            copied, probabilities = copied + size.exact, 3 * size.exact
+        # bytes beside what the loss keeps, in the forward and in the backward
+        extras.forward[loss], extras.backward[loss] = {
+            "loss log-probabilities": (size.logits + copied, 2 * size.exact),
+            "loss probabilities": (size.logits + copied, probabilities),
+            "loss logits": (0, size.logits),
+        }[loss]
+        extras.forward["out input"] = size.gathered + size.ordered + size.logits if size.gathered else 0
+        # the logits' gradient: a new tensor, or the probabilities overwritten with it
+        extras.backward["out input"] = size.logits + size.column + size.ordered
+        extras.product["out input"] = weight + size.ordered
+        extras.held_until_w["out input"] = size.logits
+        extras.regathered["out input"] = size.gathered
+    input_bytes = saved[0].bytes if keeps_input(shape, compute) else 0
+    return LayerMemory(parts=tuple(extras.parts(saved)), input_bytes=input_bytes, ends=True)
 
 
 def _expert_part(part: Part, shape: ModelShape, compute: ComputeConfig, size: Sizes) -> Part:
-    """A tensor of a mixture of experts with what is alive beside it."""
-    at, e = _ExpertRows(shape, compute), compute.element
+    """A tensor of a mixture of experts, under even routing, with the other bytes at that time."""
+    assert shape.moe is not None
+    e = compute.element
+    tokens = compute.tokens if compute.replicated_routing else -(-compute.tokens // compute.tp)
+    routed = tokens * shape.moe.top_k  # copies of this rank's tokens, one for each of their experts
+    received = routed if compute.replicated_routing else routed * compute.expert_shards
     wide = 2 if shape.gated else 1
-    inner = e * at.rows * at.width
-    rows = e * at.rows * shape.hidden
-    copies = e * at.copies * shape.hidden
+    inner = e * received * (shape.expert_ffn // compute.expert_shards)
+    rows = e * received * shape.hidden
+    copies = e * routed * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
     # the experts' output gradient: as it arrives from other ranks, and sorted by expert
     dy = copies + 2 * rows if compute.ep > 1 else rows
-    # the sum of a token's experts, the normalised input, and attention's output; where all ranks route the
-    # same tokens, these too, and the sum cut into the ranks' parts
+    # the sum of a token's experts, the normalised input, and attention's output; if all ranks route the same
+    # tokens, also the sum cut into the ranks' parts
     together = compute.replicated_routing and size.gathered
     mixed = 3 * size.gathered + 2 * size.residual if together else 3 * size.residual
     again = 0 if size.halves else 1  # outputs of single experts are copied into one tensor
@@ -308,37 +295,12 @@ def _expert_part(part: Part, shape: ModelShape, compute: ComputeConfig, size: Si
     }
     if part.name not in extras:
         return part
-    forward, backward, waits = extras[part.name]
-    return replace(part, forward=forward, backward=backward, waits=waits)
+    forward, backward, held_until_w = extras[part.name]
+    return replace(part, forward=forward, backward=backward, held_until_w=held_until_w)
 
 
-def _parts(
-    saved: Sequence[Saved],
-    forward: Mapping[str, int],
-    backward: Mapping[str, int],
-    product: Mapping[str, int],
-    waits: Mapping[str, int],
-    fetched: Mapping[str, int],
-) -> list[Part]:
-    return [
-        Part(
-            name=s.name,
-            bytes=s.bytes,
-            kept=True,
-            forward=forward.get(s.name, 0),
-            backward=backward.get(s.name, 0),
-            product=product.get(s.name, 0),
-            waits=waits.get(s.name),
-            fetched=fetched.get(s.name, 0),
-        )
-        for s in saved
-    ]
-
-
-def _block_extras(
-    shape: ModelShape, compute: ComputeConfig, size: Sizes
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes alive beside each kept tensor of a block, in the forward and in the backward."""
+def _block_extras(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> _Extras:
+    """Bytes beside the tensors of a dense block, other than around latent vectors."""
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the reduction, or dropout
@@ -358,14 +320,14 @@ def _block_extras(
         "mlp.drop mask": out,
     }
     dropped = r if shape.dropout else 0  # the gradient before the mask
-    made = r + size.q + 2 * size.kv
+    head_gradients = r + size.q + 2 * size.kv
     backward = {
-        "attn.qkv input": made + size.column + size.ordered,
+        "attn.qkv input": head_gradients + size.column + size.ordered,
         "attn.core statistics": r + core_back,
         "attn.core probabilities": (2 if compute.framework.fused_softmax else 3) * size.scores + r,
-        "attn.core capped": 3 * size.scores + made,
-        "attn.core dropped": size.scores + made,
-        "attn.core mask": 2 * size.scores + made,
+        "attn.core capped": 3 * size.scores + head_gradients,
+        "attn.core dropped": size.scores + head_gradients,
+        "attn.core mask": 2 * size.scores + head_gradients,
         "attn.proj input": r + dropped + size.y + size.gathered,
         f"{first} input": size.wide + size.column,
         f"{first} output": size.wide + inner,
@@ -381,7 +343,36 @@ def _block_extras(
     if shape.encoder_layers:
         _add_cross(forward, backward, shape, compute, size)
     _add_norms(forward, backward, shape, compute, size)
-    return forward, backward
+    # linears by their inputs: bytes of their weight and output gradients, and of inputs gathered again
+    h, tp = shape.hidden, compute.tp
+    unit = size.weight
+    wide, kv = 2 if shape.gated else 1, compute.kv_heads(shape) * shape.head_dim
+    into_heads = unit * h * shape.attention_width // tp
+    after_sum = size.gathered or compute.element * compute.shard * h
+    out_of_heads = into_heads + (size.q if size.ordered else 0)
+    linears = {
+        "attn.qkv input": (
+            unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
+            size.q + 2 * size.kv,
+            size.gathered,
+        ),
+        "attn.proj input": (out_of_heads, after_sum, 0),
+        f"{first} input": (unit * h * wide * shape.ffn // tp, size.wide, size.gathered),
+        "mlp.down input": (unit * h * shape.ffn // tp, after_sum, 0),
+        "cross.q input": (into_heads, size.q, size.gathered),
+        "cross.kv input": (unit * h * 2 * kv, 2 * size.cross_kv, size.memory_gathered),
+        "cross.proj input": (into_heads, after_sum, 0),
+    }
+    product, held_until_w, regathered = (
+        {name: sizes[index] for name, sizes in linears.items()} for index in range(3)
+    )
+    return _Extras(
+        forward=forward,
+        backward=backward,
+        product=product,
+        held_until_w=held_until_w,
+        regathered=regathered,
+    )
 
 
 def _add_cross(
@@ -400,15 +391,15 @@ def _add_cross(
     }
     for name in backward:
         backward[name] += size.memory
-    made = r + size.q + kv
+    head_gradients = r + size.q + kv
     column = 2 * size.memory_gathered + size.memory if size.memory_gathered else size.memory
     backward |= {
         "cross.q input": r + size.q + kv + size.column + size.memory,
         "cross.kv input": r + kv + column + size.memory,
-        "cross.core statistics": made + size.q + kv + size.memory,
+        "cross.core statistics": head_gradients + size.q + kv + size.memory,
         "cross.core probabilities": 3 * scores + r + size.memory,
-        "cross.core dropped": scores + made + size.memory,
-        "cross.core mask": 2 * scores + made + size.memory,
+        "cross.core dropped": scores + head_gradients + size.memory,
+        "cross.core mask": 2 * scores + head_gradients + size.memory,
         "cross.proj input": 2 * r + size.q + size.gathered + size.memory,
     }
 
@@ -441,13 +432,13 @@ def _add_norms(
         for name in backward:
             if name.startswith(("attn", "mlp")):
                 backward[name] += r
-    made = r + size.q + 2 * size.kv
+    head_gradients = r + size.q + 2 * size.kv
     for name, width in (("q", size.q), ("k", size.kv)):
         wide = size.wider * width
         product = size.q + 2 * size.kv if composed else 0
         forward[f"attn.{name}_norm statistics"] = before + product + 2 * wide
-        backward[f"attn.{name}_norm normalised"] = made + 3 * wide
-        backward[f"attn.{name}_norm input"] = made + (4 * wide if composed else 3 * wide + width)
+        backward[f"attn.{name}_norm normalised"] = head_gradients + 3 * wide
+        backward[f"attn.{name}_norm input"] = head_gradients + (4 * wide if composed else 3 * wide + width)
 
 
 _TILE = 64  # queries of a tile of attention written out, on the CPU where dry runs are
@@ -499,23 +490,20 @@ def _tile_scores(shape: ModelShape, compute: ComputeConfig, length: int, window:
     if compute.cp > 1 and compute.context == "ulysses":
         heads, kv_heads = heads // compute.cp, max(kv_heads // compute.cp, 1)
     rounds = compute.cp > 1 and compute.context == "ring"  # where queries see whole blocks of keys
-    most = 0
+    largest = 0
     for start in range(0, length, _TILE):
         queries = min(_TILE, length - start)
-        seen = length if rounds else start + queries
-        seen = seen if window is None else min(seen, window + queries - 1)
-        size = heads // kv_heads * queries * seen
-        most = max(most, size * min(max(_TILE_SCORES // size, 1), compute.batch * kv_heads))
-    return most
+        keys = length if rounds else start + queries
+        keys = keys if window is None else min(keys, window + queries - 1)
+        size = heads // kv_heads * queries * keys
+        largest = max(largest, size * min(max(_TILE_SCORES // size, 1), compute.batch * kv_heads))
+    return largest
 
 
-def _latent_vectors(
-    shape: ModelShape, latent: LatentShape, compute: ComputeConfig, size: Sizes
-) -> tuple[dict[str, int], ...]:
-    """Of the products and norms around the narrow vectors of latent attention, by the inputs of these: bytes
-    alive in the forward and in the backward, of weight gradients, of the output gradients that wait for them,
-    and of inputs that are gathered again.
-    """
+def _add_latent_vectors(
+    extras: _Extras, shape: ModelShape, latent: LatentShape, compute: ComputeConfig, size: Sizes
+) -> None:
+    """Add the bytes beside the products and norms around the narrow vectors of latent attention."""
     e, unit = compute.element, size.weight
     r = size.residual
     heads, t = shape.heads // compute.tp, compute.tp if size.gathered else 1
@@ -524,60 +512,24 @@ def _latent_vectors(
         up["q"] = latent.q_rank, heads * shape.head_dim
     down = latent.kv_rank + latent.rope_dim
     q = heads * shape.head_dim if latent.q_rank is None else latent.q_rank
-    forward, backward, product, waits, fetched = (dict[str, int]() for _ in range(5))
     # the gradients of keys, values and of the residual stream are there until those of queries are done
-    beside = {"q": r + size.kv + size.v, "kv": r + (r if latent.q_rank else size.q)}
+    pending = {"q": r + size.kv + size.v, "kv": r + (r if latent.q_rank else size.q)}
     for name, (rank, rows) in up.items():
         shard = e * compute.shard * rank
         column = 2 * t * shard + shard if size.gathered else shard
-        forward[f"attn.{name}_down_norm statistics"] = 2 * size.wider * shard * size.halves
-        backward[f"attn.{name}_up input"] = beside[name] + e * compute.tokens * rows + column
-        backward[f"attn.{name}_down_norm input"] = beside[name] + 2 * shard + 3 * size.wider * shard
-        product[f"attn.{name}_up input"] = unit * rank * rows
-        waits[f"attn.{name}_up input"] = e * compute.tokens * rows
-        fetched[f"attn.{name}_up input"] = t * shard if size.gathered else 0
+        extras.forward[f"attn.{name}_down_norm statistics"] = 2 * size.wider * shard * size.halves
+        extras.backward[f"attn.{name}_up input"] = pending[name] + e * compute.tokens * rows + column
+        extras.backward[f"attn.{name}_down_norm input"] = pending[name] + 2 * shard + 3 * size.wider * shard
+        extras.product[f"attn.{name}_up input"] = unit * rank * rows
+        extras.held_until_w[f"attn.{name}_up input"] = e * compute.tokens * rows
+        extras.regathered[f"attn.{name}_up input"] = t * shard if size.gathered else 0
     narrow = e * compute.shard * (down + (latent.q_rank or 0))
     wide = 0 if latent.q_rank else size.q + size.column
-    backward["attn.qkv input"] = 3 * r + narrow + wide
-    product["attn.qkv input"] = unit * shape.hidden * max(down, q)
-    waits["attn.qkv input"] = narrow + (0 if latent.q_rank else size.q)
+    extras.backward["attn.qkv input"] = 3 * r + narrow + wide
+    extras.product["attn.qkv input"] = unit * shape.hidden * max(down, q)
+    extras.held_until_w["attn.qkv input"] = narrow + (0 if latent.q_rank else size.q)
     if latent.q_rank is not None:
-        fetched["attn.qkv input"] = 0
-    return forward, backward, product, waits, fetched
-
-
-def _weights(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> dict[str, int]:
-    """Bytes of the weight gradients of a block's linears, by the inputs that they are formed from."""
-    h = shape.hidden
-    tp = compute.tp
-    unit = size.weight
-    first = "mlp.gate_up" if shape.gated else "mlp.up"
-    wide = 2 if shape.gated else 1
-    kv = compute.kv_heads(shape) * shape.head_dim
-    return {
-        "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
-        "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
-        f"{first} input": unit * h * wide * shape.ffn // tp,
-        "mlp.down input": unit * h * shape.ffn // tp,
-        "cross.q input": unit * h * shape.attention_width // tp,
-        "cross.kv input": unit * h * 2 * kv,
-        "cross.proj input": unit * h * shape.attention_width // tp,
-    }
-
-
-def _waits(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> dict[str, int]:
-    """Bytes of the output gradients of a block's linears, by their inputs."""
-    first = "mlp.gate_up" if shape.gated else "mlp.up"
-    after = size.gathered or compute.element * compute.shard * shape.hidden
-    return {
-        "attn.qkv input": size.q + 2 * size.kv,
-        "attn.proj input": after,
-        f"{first} input": size.wide,
-        "mlp.down input": after,
-        "cross.q input": size.q,
-        "cross.kv input": 2 * size.cross_kv,
-        "cross.proj input": after,
-    }
+        extras.regathered["attn.qkv input"] = 0
 
 
 def _without_graph(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> int:

@@ -37,14 +37,15 @@ class MemoryJob:
     """What the memory of ranks depends on.
 
     Attributes:
-        program: of a step, not lowered; with `UNSHARD` and `RESHARD` where parameters are gathered by stages.
+        program: the program of a step, not lowered; with `UNSHARD` and `RESHARD` if parameters are
+            gathered by stages.
         compute: the computation of a microbatch; its `recompute` holds for blocks that `modes` does not name.
         modes: recomputation of each block.
         state_config: how weights, gradients and optimiser states are kept.
-        gather: whether sharded parameters are gathered by layers or by stages.
-        saves_in_background: a copy of what is saved is kept in host memory, from which it is written.
-        apart: weight gradients are formed apart and then accumulated, as some libraries do; those of 16 bits
-            always are.
+        gather: gather sharded parameters by layers or by stages, or None if they are not sharded.
+        saves_in_background: a copy of each checkpoint stays in host memory while it is written.
+        separate_gradients: weight gradients are formed separately and then accumulated, as some libraries do;
+            those of 16 bits always are.
         cut: the layers of each stage; None: as training cuts them.
     """
 
@@ -55,7 +56,7 @@ class MemoryJob:
     state_config: StateConfig = field(default_factory=StateConfig)
     gather: Gather | None = None
     saves_in_background: bool = False
-    apart: bool = False
+    separate_gradients: bool = False
     cut: tuple[range, ...] | None = None
 
     @cached_property
@@ -179,18 +180,18 @@ def stage_memory_of(
         units: of the stage; by default all of them.
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
-    compute, units = job.compute, units or job.units(stage)
-    modes = {
-        mode: replace(compute, recompute=mode) for mode in {job.mode(layer) for layer in job.stages[stage]}
-    }
-    layers = [
-        layer_memory(job.shape, modes[job.mode(layer)], layer, job.apart) for layer in job.stages[stage]
+    shape, compute = job.shape, job.compute
+    layers = job.stages[stage]
+    modes = {mode: replace(compute, recompute=mode) for mode in {job.mode(layer) for layer in layers}}
+    memories = [
+        layer_memory(shape, modes[job.mode(layer)], layer, job.separate_gradients) for layer in layers
     ]
-    here = job.stages[stage]
-    last = compute.at(layer_of(job.shape, here[-1]))
-    messages = message_bytes(job.shape, compute, here[0]), message_bytes(job.shape, compute, here[-1] + 1)
+    last = compute.at(layer_of(shape, layers[-1]))
     return stage_memory(
-        layers, compute.element * last.shard * job.shape.hidden, units.resident(before), messages
+        memories,
+        boundary=compute.element * last.shard * shape.hidden,
+        resident=(units or job.units(stage)).resident(before),
+        messages=(message_bytes(shape, compute, layers[0]), message_bytes(shape, compute, layers[-1] + 1)),
     )
 
 
@@ -199,11 +200,11 @@ def message_bytes(shape: ModelShape, compute: ComputeConfig, layer: int) -> int:
     """Bytes of what is sent to the stage that begins with a layer: an activation, and within a decoder beside
     an encoder the memory too.
     """
-    one = compute.element * shape.hidden
+    token_bytes = compute.element * shape.hidden
     if not shape.encoder_layers or layer <= shape.encoder_layers + 1:
-        return one * compute.shard
+        return token_bytes * compute.shard
     decoder = compute.at(layer_of(shape, shape.chain - 1))
-    return one * (decoder.shard + (decoder.of_memory.shard if layer < shape.chain - 1 else 0))
+    return token_bytes * (decoder.shard + (decoder.of_memory.shard if layer < shape.chain - 1 else 0))
 
 
 def largest_message(shape: ModelShape, compute: ComputeConfig) -> int:
@@ -227,19 +228,19 @@ class _Walk:
         self.rank = rank
         self.program = job.lowered
         self.order = self.program.orders[rank]
-        here = self.program.stages_of(rank)
+        stages = self.program.stages_of(rank)
         self.split = {a.stage for a in self.order if a.kind is ActionKind.W}
         self.held = Counter[str]()
-        self.units = {s: job.units(s % self.program.depth) for s in here}
+        self.units = {s: job.units(s % self.program.depth) for s in stages}
         self.transient = TransientMemory(self.units, self.order, self.held)
         self.works = dict[tuple[int, int], StageMemory]()
-        self.work = {s: self._work(s, 0) for s in here}
-        self.most = 0
+        self.work = {s: self._work(s, 0) for s in stages}
+        self.most_held = 0
         self.peak = 0
         self.at = "the step"
         self.during = 0
         self.fullest = self.held
-        self.flying, self.flights = Counter[int](), dict.fromkeys(here, 0)
+        self.flying, self.flights = Counter[int](), dict.fromkeys(stages, 0)
         self.versions = HeldVersions(self.program, self.order)
 
     def run(self) -> RankMemory:
@@ -266,7 +267,7 @@ class _Walk:
             transient=self.during,
             versions=self.fullest["versions"],
             batch=batch,
-            held=states.total + batch + saving + self.most,
+            held=states.total + batch + saving + self.most_held,
             at=self.at,
             masters=states.masters,
             saving=saving,
@@ -275,7 +276,7 @@ class _Walk:
             gathered=self.fullest["gathered"],
             open=self.fullest["open"],
             flights=self.flights,
-            stages={s: work.kept + work.ends for s, work in self.work.items()},
+            stages={s: work.saved + work.ends for s, work in self.work.items()},
         )
 
     def _act(self, action: Action) -> None:
@@ -287,7 +288,7 @@ class _Walk:
             transient.forward(stage)
         elif kind is ActionKind.B or kind is ActionKind.I:
             transient.open(stage)
-            self.most = max(self.most, self.held.total())
+            self.most_held = max(self.most_held, self.held.total())
             self._note(action, self._during(action) - transient.replaced(action))
             self._backward(action)
             transient.backward(action)
@@ -307,7 +308,7 @@ class _Walk:
         elif kind is ActionKind.UPDATE:
             transient.updated(stage)
             self.held["versions"] += self.versions.update(stage) * self.units[stage].weights
-        self.most = max(self.most, self.held.total())
+        self.most_held = max(self.most_held, self.held.total())
 
     def _update(self) -> None:
         """All gradients have arrived, and the optimiser steps."""
@@ -343,9 +344,9 @@ class _Walk:
         if stage not in self.split:
             return work.backward
         # B is I, then W
-        kept, flying = work.kept + work.ends, self.transient.flying(stage)
-        least = max(work.split, work.queued + work.products - kept, self._last_product(stage) - kept)
-        return least + flying
+        saved, flying = work.saved + work.ends, self.transient.flying(stage)
+        peak = max(work.split, work.queued + work.products - saved, self._last_product(stage) - saved)
+        return peak + flying
 
     def _last_product(self, stage: int) -> int:
         """Bytes of gradients at the end of a W, beyond those in flight."""
@@ -355,7 +356,7 @@ class _Walk:
 
     def _forward(self, action: Action) -> None:
         stage, work = action.stage, self.work[action.stage]
-        self.held["activations"] += work.kept
+        self.held["activations"] += work.saved
         self.held["ends"] += work.ends
         self.flying[stage] += 1
         self.flights[stage] = max(self.flights[stage], self.flying[stage])
@@ -365,7 +366,7 @@ class _Walk:
     def _backward(self, action: Action) -> None:
         stage, kind, mb = action
         work, program = self.work[stage], self.program
-        self.held["activations"] -= work.kept
+        self.held["activations"] -= work.saved
         self.held["ends"] -= work.ends
         self.flying[stage] -= 1
         if kind is ActionKind.I:
@@ -382,8 +383,8 @@ class _Walk:
     def _gradient_is_local(self, action: Action) -> bool:
         """Whether the next stage is on this rank too and left the gradient here instead of sending it."""
         stage, _, mb = action
-        here = needed_by(self.program, Action(stage, ActionKind.B, mb)) is None
-        return here and not self.program.is_last(stage)
+        left_here = needed_by(self.program, Action(stage, ActionKind.B, mb)) is None
+        return left_here and not self.program.is_last(stage)
 
     def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"
@@ -443,17 +444,17 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
     the last backward action of its microbatch on that stage.
     """
     ends = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind.is_compute}
-    most, now = Counter[tuple[int, ActionKind]](), Counter[tuple[int, ActionKind]]()
+    largest, now = Counter[tuple[int, ActionKind]](), Counter[tuple[int, ActionKind]]()
     freed = dict[int, list[tuple[int, ActionKind]]]()
     for at, action in enumerate(order):
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             pool = (action.stage, action.kind)
             now[pool] += 1
-            most[pool] = max(most[pool], now[pool])
+            largest[pool] = max(largest[pool], now[pool])
             freed.setdefault(ends[action.stage, action.microbatch], []).append(pool)
         for pool in freed.pop(at, ()):
             now[pool] -= 1
-    return most
+    return largest
 
 
 def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:

@@ -58,14 +58,14 @@ def fullest(memory_job: MemoryJob) -> list[int]:
         stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
         layers = tuple((*non_blocks_among(shape, stage), kind_counts(shape, stage)) for stage in stages)
         alike.setdefault(layers, []).append(rank)
-    kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
+    chosen = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
     # a microbatch counts until its weight gradient is done, or until its input gradient is
-    for most in (peak_held(program), _peak_flights(program)):
-        for same in alike.values():
-            full = max(most[rank] for rank in same)
-            there = [rank for rank in same if most[rank] == full]
-            kept |= {same[0], same[-1], there[0], there[-1]}
-    return sorted(kept)
+    for peaks in (peak_held(program), _peak_flights(program)):
+        for group in alike.values():
+            full = max(peaks[rank] for rank in group)
+            full_ranks = [rank for rank in group if peaks[rank] == full]
+            chosen |= {group[0], group[-1], full_ranks[0], full_ranks[-1]}
+    return sorted(chosen)
 
 
 def _peak_flights(program: Program) -> list[int]:
@@ -73,11 +73,11 @@ def _peak_flights(program: Program) -> list[int]:
     step = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
     peaks = list[int]()
     for order in program.orders:
-        now = most = 0
+        now = peak = 0
         for action in order:
             now += step.get(action.kind, 0)
-            most = max(most, now)
-        peaks.append(most)
+            peak = max(peak, now)
+        peaks.append(peak)
     return peaks
 
 

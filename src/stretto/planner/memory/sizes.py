@@ -11,7 +11,7 @@ _RATE = 4  # bytes of a random number
 class Sizes:
     """Bytes of the activations that a rank works on."""
 
-    def __init__(self, shape: ModelShape, compute: ComputeConfig, apart: bool) -> None:
+    def __init__(self, shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -> None:
         e = compute.element
         t = compute.tokens
         tp = compute.tp
@@ -48,4 +48,6 @@ class Sizes:
         self.columns = compute.vocabulary_rows(shape)
         self.logits = e * t * self.columns
         self.exact = compute.statistic * t * self.columns
-        self.weight = e if apart or self.halves else 0  # of an element of a weight gradient formed apart
+        self.weight = (
+            e if separate_gradients or self.halves else 0
+        )  # of an element of a weight gradient formed apart

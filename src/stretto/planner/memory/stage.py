@@ -35,8 +35,8 @@ class StageMemory:
     """One stage of one rank, for one microbatch.
 
     Attributes:
-        kept, ends: bytes from the forward on, of blocks, and of embedding, head and loss; without the stage's
-            input.
+        saved, ends: bytes from the forward on, of blocks, and of embedding, head and loss; without the
+            stage's input.
         queued: bytes between I and W.
         lent: whether the incoming gradient is needed until W, in addition to `queued`.
         boundary: bytes of the activation that it hands on.
@@ -47,7 +47,7 @@ class StageMemory:
         products: peak bytes during W: inputs gathered again, and one weight gradient formed apart.
     """
 
-    kept: int
+    saved: int
     ends: int
     queued: int
     lent: bool
@@ -76,46 +76,46 @@ def stage_memory(
     """
     enters, returns = messages or (boundary, boundary)
     resident = resident or [Resident()] * len(layers)
-    kept = sum(layer.kept for layer in layers if not layer.ends)
-    ends = sum(layer.kept for layer in layers if layer.ends)
+    saved = sum(layer.saved for layer in layers if not layer.ends)
+    ends = sum(layer.saved for layer in layers if layer.ends)
     input_bytes = layers[0].input_bytes
     last = layers[-1].last_product
-    lent = last is not None and last.passes
+    lent = last is not None and last.is_residual
     if layers[0].ends:
         ends -= input_bytes
     else:
-        kept -= input_bytes
+        saved -= input_bytes
     return StageMemory(
-        kept=kept,
+        saved=saved,
         ends=ends,
         queued=sum(layer.between for layer in layers) - boundary * lent,
         lent=lent,
         boundary=boundary,
         enters=enters,
         returns=returns,
-        forward=_forward_peak(layers, [one.forward for one in resident]) - input_bytes,
+        forward=_forward_peak(layers, [layer_resident.forward for layer_resident in resident]) - input_bytes,
         backward=_backward_peak(layers, boundary, False, resident),
         split=_backward_peak(layers, boundary, True, resident),
         products=_products_peak(layers),
-        again=_forward_peak(layers, [one.again for one in resident]) - input_bytes,
+        again=_forward_peak(layers, [layer_resident.again for layer_resident in resident]) - input_bytes,
     )
 
 
 def _forward_peak(layers: Sequence[LayerMemory], resident: Sequence[int]) -> int:
     """Peak bytes of the forward, the stage's input included."""
-    held = peak = 0
+    size = peak = 0
     for layer, others in zip(layers, resident, strict=True):
         if layer.recomputed:
-            held += layer.kept
-            peak = max(peak, held + layer.forward + others)
+            size += layer.saved
+            peak = max(peak, size + layer.forward + others)
             continue
         again = 0
         for part in layer.parts:
-            if part.kept:
-                held, again = held + part.bytes, 0
+            if part.saved:
+                size, again = size + part.bytes, 0
             else:
                 again += part.bytes
-            peak = max(peak, held + again + part.forward + others)
+            peak = max(peak, size + again + part.forward + others)
     return peak
 
 
@@ -125,34 +125,41 @@ def _backward_peak(
     """Peak bytes of B or I, beyond what is held before it."""
     moved = peak = 0  # bytes now, minus the bytes at the start
     for at, layer in enumerate(reversed(layers)):
-        there, linears = resident[-1 - at], sum(part.waits is not None for part in layer.parts)
-        gradients, made = (0, 0) if split else (there.gradients, there.formed // max(1, linears))
+        layer_resident, linears = (
+            resident[-1 - at],
+            sum(part.held_until_w is not None for part in layer.parts),
+        )
+        gradients, formed = (
+            (0, 0) if split else (layer_resident.gradients, layer_resident.formed // max(1, linears))
+        )
         if not linears:
-            gradients += made
+            gradients += formed
         incoming = boundary if at else 0  # the gradient from the following layer
         for group in _groups(layer):
-            again = 0 if group[0].kept else sum(part.bytes for part in group)
-            if not group[0].kept:
+            again = 0 if group[0].saved else sum(part.bytes for part in group)
+            if not group[0].saved:
                 again += boundary  # the output of the recomputed forward
-                others = there.backward + gradients
+                others = layer_resident.backward + gradients
                 peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
             for part in reversed(group):
-                product = 0 if split else part.product + part.fetched
-                gradients += made if part.waits is not None else 0
-                others = gradients + (there.loss if part.name.startswith("loss") else there.backward)
+                product = 0 if split else part.product + part.regathered
+                gradients += formed if part.held_until_w is not None else 0
+                others = gradients + (
+                    layer_resident.loss if part.name.startswith("loss") else layer_resident.backward
+                )
                 peak = max(peak, moved + incoming + again + others + part.backward + product)
-                if split and part.waits is not None:
-                    moved += part.waits + (0 if part.kept else part.bytes)
-                    if part.passes:  # counted already, as incoming or as a neighbour's temporary
+                if split and part.held_until_w is not None:
+                    moved += part.held_until_w + (0 if part.saved else part.bytes)
+                    if part.is_residual:  # counted already, as incoming or as a neighbour's temporary
                         first = part is layer.last_product
                         moved -= 0 if at or not first else boundary
                         incoming = -boundary * (not first)
-                elif part.kept:
+                elif part.saved:
                     moved -= part.bytes
-                if not part.kept:
+                if not part.saved:
                     again -= part.bytes
         if not split:
-            peak = max(peak, moved + there.backward + there.after)
+            peak = max(peak, moved + layer_resident.backward + layer_resident.after)
     return peak
 
 
@@ -164,8 +171,8 @@ def _products_peak(layers: Sequence[LayerMemory]) -> int:
     following = [*parts[1:], None]
     return max(
         (
-            one.fetched + one.product + (then.fetched if then else 0)
-            for one, then in zip(parts, following, strict=True)
+            part.regathered + part.product + (next_part.regathered if next_part else 0)
+            for part, next_part in zip(parts, following, strict=True)
         ),
         default=0,
     )
@@ -177,7 +184,7 @@ def _groups(layer: LayerMemory) -> list[list[Part]]:
     """
     groups = list[list[Part]]()
     for part in reversed(layer.parts):
-        if groups and not part.kept and not groups[-1][0].kept:
+        if groups and not part.saved and not groups[-1][0].saved:
             groups[-1].insert(0, part)
         else:
             groups.append([part])

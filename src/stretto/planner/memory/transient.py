@@ -111,10 +111,10 @@ class StageUnits:
         for at, layer in enumerate(self.layers):
             open_ = [unit for unit in self._each if unit.complete <= layer]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
-            packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
+            packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
             # a tied weight is reduced in the middle of the head's backward, as soon as its gradient is there
-            sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
+            sent = sum(u.full_gradient for u in self._each if u.complete < layer and _ends_with(u, layer))
             resident.append(
                 Resident(
                     forward=self._of(self.layers[at : at + 2]),
@@ -131,8 +131,10 @@ class StageUnits:
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of those in flight; see `resident`."""
         each = self._each
-        most = sum(unit.whole for unit in each) + max((unit.whole for unit in each), default=0)
-        return most + self._flying_at(self.layers[-1], before)
+        size = sum(unit.full_gradient for unit in each) + max(
+            (unit.full_gradient for unit in each), default=0
+        )
+        return size + self._flying_at(self.layers[-1], before)
 
     @cached_property
     def _each(self) -> tuple[StateUnit, ...]:
@@ -188,11 +190,11 @@ def shared_names(shape: ModelShape) -> frozenset[str]:
 
 def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     """The units of all stages of a rank; one that two stages share is listed once."""
-    units, seen = list[StateUnit](), set[str]()
+    units, names = list[StateUnit](), set[str]()
     for stage in stages:
-        here = [unit for unit in stage.units if unit.parameters[0].name not in seen]
-        units += here
-        seen |= {unit.parameters[0].name for unit in here}
+        new_units = [unit for unit in stage.units if unit.parameters[0].name not in names]
+        units += new_units
+        names |= {unit.parameters[0].name for unit in new_units}
     return units
 
 
@@ -266,13 +268,13 @@ class TransientMemory:
         """The first backward of a stage allocates its whole gradient, after the gradients that are reduced
         were freed.
         """
-        if stage in self._opened or not (whole := self.units[stage].open):
+        if stage in self._opened or not (size := self.units[stage].open):
             return
         for done in self._reduced:
             self.held["open"] -= self.units[done].open + self.units[done].arriving
         self._reduced.clear()
         self._opened.add(stage)
-        self.held["open"] += whole
+        self.held["open"] += size
 
     def backward(self, action: Action) -> None:
         """A backward, or one of its halves, is done: reductions of the gradients that it completed start."""

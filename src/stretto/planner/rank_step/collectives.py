@@ -28,7 +28,7 @@ class Call:
 def reductions(unit: StateUnit, first: int, last: int) -> Iterator[Call]:
     """Of a gradient, from this rank's shard at level `first` to the one at level `last`."""
     counts = unit.sizes.levels(unit.copies)
-    size = unit.whole
+    size = unit.full_gradient
     for level in range(min(first, 3)):
         size //= counts[level]
     for level in range(first, min(last, 3)):
@@ -46,7 +46,7 @@ def once_a_step(unit: StateUnit) -> Iterator[Call]:
     if unit.copies == 1 or unit.frozen:
         return
     if unit.state_config.mode == "server":
-        yield Call("gather", 4, unit.whole)
+        yield Call("gather", 4, unit.full_gradient)
     elif unit.each:
         yield from reductions(unit, 2, 4)
     elif unit.open:
@@ -214,14 +214,14 @@ def _name(unit: StateUnit) -> str:
 
 def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> Iterator[StateUnit]:
     """Yields a unit each time it is gathered, where the program gathers whole stages."""
-    there, units = set[int](), dict[str, StateUnit]()
+    gathered_stages, units = set[int](), dict[str, StateUnit]()
     for stage, kind, _ in order:
         of_stage = {_name(unit): unit for unit in stages[stage].units if unit.gathered}
         if kind is ActionKind.UNSHARD:
-            there.add(stage)
+            gathered_stages.add(stage)
             yield from (unit for name, unit in of_stage.items() if name not in units)
             units |= of_stage
         elif kind is ActionKind.RESHARD:
-            there.discard(stage)
-            kept = {_name(unit) for other in there for unit in stages[other].units}
-            units = {name: unit for name, unit in units.items() if name in kept or name not in of_stage}
+            gathered_stages.discard(stage)
+            needed = {_name(unit) for other in gathered_stages for unit in stages[other].units}
+            units = {name: unit for name, unit in units.items() if name in needed or name not in of_stage}

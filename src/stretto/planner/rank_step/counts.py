@@ -124,15 +124,18 @@ def _core(shape: ModelShape, compute: ComputeConfig, index: int) -> tuple[int, i
     else:
         if compute.cp > 1:
             heads, n = heads // compute.cp, n * compute.cp
-        whole = explicit or not special.causal
-        pairs = n * n if whole else _pairs(n, n, 0, special.window, tiled)
+        all_pairs = explicit or not special.causal
+        pairs = n * n if all_pairs else _pairs(n, n, 0, special.window, tiled)
     of = 2 * compute.batch * heads * pairs
     # gradients of probabilities, values, queries and keys, and the scores again unless they were kept
     forward, back = of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
     if shape.encoder_layers:
-        seen = 2 * compute.batch * heads * n * (compute.of_memory.tokens // compute.batch)
-        kept = compute.attention == "explicit" or shape.dropout > 0.0
-        forward, back = forward + seen * 2 * wide, back + seen * (4 if kept else 5) * wide
+        cross_pairs = 2 * compute.batch * heads * n * (compute.of_memory.tokens // compute.batch)
+        stores_probabilities = compute.attention == "explicit" or shape.dropout > 0.0
+        forward, back = (
+            forward + cross_pairs * 2 * wide,
+            back + cross_pairs * (4 if stores_probabilities else 5) * wide,
+        )
     return forward, back
 
 
@@ -147,11 +150,11 @@ def _ring_pairs(n: int, size: int, index: int, window: int | None, tiled: bool) 
         if owner != index and window is None:
             pairs += n * half
             continue
-        for mine, theirs in ((last - index, owner), (index, owner), (last - index, last - owner)):
-            shift = (mine - theirs) * half
+        for query_half, key_half in ((last - index, owner), (index, owner), (last - index, last - owner)):
+            shift = (query_half - key_half) * half
             first = max(0, -shift)
             stop = half if window is None else min(half, half - 1 + window - shift)
-            begin, end = _seen(first, stop, half, shift, window)
+            begin, end = _visible(first, stop, half, shift, window)
             if first < stop and begin < end:
                 pairs += _pairs(stop - first, end - begin, shift + first - begin, window, tiled)
     return pairs
@@ -168,12 +171,12 @@ def _pairs(n: int, m: int, shift: int, window: int | None, tiled: bool) -> int:
     pairs = 0
     for start in range(0, n, _TILE):
         stop = min(start + _TILE, n)
-        begin, end = _seen(start, stop, m, shift, window)
+        begin, end = _visible(start, stop, m, shift, window)
         pairs += (stop - start) * (end - begin)
     return pairs
 
 
-def _seen(start: int, stop: int, m: int, shift: int, window: int | None) -> tuple[int, int]:
+def _visible(start: int, stop: int, m: int, shift: int, window: int | None) -> tuple[int, int]:
     """Those of m keys that any of the queries [start, stop) sees."""
     first = 0 if window is None else start + shift - window + 1
     return min(max(first, 0), m), min(max(stop + shift, 0), m)
@@ -315,9 +318,9 @@ class _Counting:
     def _layer(self, layer: int, times: int, received: bool) -> None:
         shape = self.memory.shape
         compute = replace(self.memory.compute, recompute=self.memory.mode(layer))
-        here = layer_of(shape, layer)
-        kind, block = here.kind, here.shape
-        compute = compute.at(here)
+        chain_layer = layer_of(shape, layer)
+        kind, block = chain_layer.kind, chain_layer.shape
+        compute = compute.at(chain_layer)
         flops = layer_flops(block, kind, compute, self.coordinates["cp"])
         traffic = self._traffic(block, kind, compute, received)
         if self._partly_frozen(block):
@@ -326,11 +329,11 @@ class _Counting:
             traffic = frozen_traffic(shape, layer, compute, trained, upstream=upstream, traffic=traffic)
             if kind != "embed":
                 forward, backward = frozen_flops(shape, layer, compute, trained, upstream)
-                attention, here = reached_parts(shape, layer, trained, upstream)
+                attention, chain_layer = reached_parts(shape, layer, trained, upstream)
                 again = (forward, flops.again[1]) if compute.recompute == "full" else flops.again
                 flops = LayerFlops(
                     (forward, flops.forward[1]),
-                    again if here else (0, 0),
+                    again if chain_layer else (0, 0),
                     (backward, flops.backward[1] * attention),
                 )
         for phase, operations in (
@@ -388,8 +391,8 @@ class _Counting:
         using = [
             s for s, stage in self.stage_units.items() for u in stage.units if u.parameters[0].name == TIED
         ]
-        apart = len(self._tied_stages) > 1
-        return bool(using) and apart and (len(using) > 1 or self.memory.program.copies > 1)
+        several = len(self._tied_stages) > 1
+        return bool(using) and several and (len(using) > 1 or self.memory.program.copies > 1)
 
     @cached_property
     def by_stage(self) -> dict[int, list[StateUnit]]:
@@ -446,7 +449,7 @@ class _Counting:
     def _moves(self, unit: StateUnit) -> bool:
         """Whether the optimiser works on anything other than the parameters themselves."""
         server = unit.state_config.mode == "server" and unit.copies > 1
-        return not unit.sizes.whole or unit.apart or server
+        return not unit.sizes.whole or unit.has_masters or server
 
     def _gathers(self) -> None:
         if self.memory.gather == "stage":
@@ -469,12 +472,12 @@ class _Counting:
             if unit.frozen:
                 continue
             span, start = self._span(unit), 0
-            bytes_of = unit.whole // unit.size
+            bytes_of = unit.full_gradient // unit.size
             for parameter in unit.parameters:
                 for ranks, low, high in self._shared_elements(parameter.name, parameter.elements):
-                    here = min(span[1], start + high) - max(span[0], start + low)
-                    if here > 0:
-                        sums[ranks, bytes_of] += here * bytes_of
+                    overlap = min(span[1], start + high) - max(span[0], start + low)
+                    if overlap > 0:
+                        sums[ranks, bytes_of] += overlap * bytes_of
                 start += parameter.elements
         for (ranks, _), size in sums.items():
             self._call(list(ranks), "all-reduce", size)
@@ -549,8 +552,8 @@ class _Counting:
                 )
         if program.copies > 1:
             for stage in self.stages:
-                same = [c * program.depth + stage % program.depth for c in range(program.copies)]
-                self._sum_over(same, self.by_stage[stage], pipeline, unpadded=False)
+                ranks_alike = [c * program.depth + stage % program.depth for c in range(program.copies)]
+                self._sum_over(ranks_alike, self.by_stage[stage], pipeline, unpadded=False)
 
     def _sum_over(
         self, stages: list[int], units: list[StateUnit], pipeline: list[int], unpadded: bool
@@ -564,7 +567,9 @@ class _Counting:
             low, high = self._span(unit)
             if unpadded:
                 high = max(low, min(high, unit.parameters[0].elements))
-            self._call([pipeline[h] for h in holders], "all-reduce", (high - low) * (unit.whole // unit.size))
+            self._call(
+                [pipeline[h] for h in holders], "all-reduce", (high - low) * (unit.full_gradient // unit.size)
+            )
 
     def _norm(self) -> None:
         """The squared norm of all gradients."""
@@ -580,7 +585,7 @@ class _Counting:
                 for ranks in layout.groups(_OVER[axes])
                 for number, rank in enumerate(sorted(ranks))
             }
-            same = [rank for rank, value in digit.items() if value == digit[self.rank]]
-            self._call(sorted(same), "all-reduce", _NUMBER)
+            ranks_alike = [rank for rank, value in digit.items() if value == digit[self.rank]]
+            self._call(sorted(ranks_alike), "all-reduce", _NUMBER)
         if self.memory.state_config.mode == "server":
             self._call(self._copies(expert=False), "broadcast", _NUMBER)

@@ -43,8 +43,8 @@ def frozen_flops(
         if len(parameter.plain) != 2 or parameter.name.endswith("pos.weight"):
             continue
         # a factor that every rank has whole sees a rank's own tokens only
-        whole = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
-        flops = 2 * (compute.shard if whole else compute.tokens) * parameter.elements
+        replicated = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
+        flops = 2 * (compute.shard if replicated else compute.tokens) * parameter.elements
         forward += flops
         backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
     if backward and layer == shape.chain - 1 and compute.loss_chunk_tokens(shape):
@@ -76,13 +76,15 @@ def frozen_traffic(
     linears = tuple(_linears(shape, layer, compute, trained, upstream))
     if kind == "head":
         return (*output_traffic(shape, compute, linears), *loss_traffic(shape, compute))
-    below, here = reached_parts(shape, layer, trained, upstream)
+    below, reached = reached_parts(shape, layer, trained, upstream)
     # where each rank keeps a part of a block's input, this is gathered to recompute it
-    kept = compute.shard_inputs and not compute.sequence_parallel
-    around = [m for m in traffic if m.axis != "tp" or (kept and (m.phase, m.kind) == ("R", "all-gather"))]
-    around = [m for m in around if {"F": True, "R": here}.get(m.phase, below)]
+    regathers = compute.shard_inputs and not compute.sequence_parallel
+    around = [
+        m for m in traffic if m.axis != "tp" or (regathers and (m.phase, m.kind) == ("R", "all-gather"))
+    ]
+    around = [m for m in around if {"F": True, "R": reached}.get(m.phase, below)]
     again = [replace(m, phase="R") for m in linears if m.phase == "F"]
-    return (*around, *linears, *(again if here and compute.recompute == "full" else ()))
+    return (*around, *linears, *(again if reached and compute.recompute == "full" else ()))
 
 
 def reached_parts(

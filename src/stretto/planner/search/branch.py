@@ -544,8 +544,8 @@ class MemorySavingOptions:
 
     def cannot_fit(self, parallelism: Parallelism) -> Fit | None:
         """The bound on memory if no schedule, sharing or saving makes this parallelism fit; else None."""
-        least = self.least_memory(parallelism.layout, parallelism.expert_tp)
-        return self._excess_of(self.bounds.parallelism(parallelism, *least))
+        smallest = self.least_memory(parallelism.layout, parallelism.expert_tp)
+        return self._excess_of(self.bounds.parallelism(parallelism, *smallest))
 
     def _excess_of(self, size: int) -> Fit | None:
         if size <= self.budget:

@@ -26,7 +26,7 @@ _NUMBERS = (
     "shard_gradients",
     "shard_parameters",
 )
-_WORDS: dict[str, tuple[str, ...]] = {
+_OPTIONS: dict[str, tuple[str, ...]] = {
     "schedule": (),  # all registered schedules that train, looked up when the choice is read
     "context": ("ring", "ulysses"),
     "recompute": ("none", "selective", "full", "auto"),
@@ -36,7 +36,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 }
 _ALIASES = {"zero": "mode", "dp.mode": "mode", "micro": "micro_batch", "sp": "sequence_parallel"}
 
-KNOWN = (*_NUMBERS, *_WORDS, "sequence_parallel", "memory_gib")
+NAMES = (*_NUMBERS, *_OPTIONS, "sequence_parallel", "memory_gib")
 
 
 def fixed(choices: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -51,9 +51,9 @@ def fixed(choices: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         name = _ALIASES.get(name.strip().lower(), name.strip().lower())
         if not equals or not texts:
             raise StrettoError(f"--fix {choice!r} is no choice", hint="as in --fix tp=8, or --fix pp=4,8")
-        if name not in KNOWN:
-            near = nearest(name, KNOWN)
-            hint = f"did you mean {near!r}? " * bool(near) + f"choices are {', '.join(KNOWN)}"
+        if name not in NAMES:
+            suggestion = nearest(name, NAMES)
+            hint = f"did you mean {suggestion!r}? " * bool(suggestion) + f"choices are {', '.join(NAMES)}"
             raise StrettoError(f"--fix {choice!r}: there is no choice {name!r}", hint=hint)
         values[name] = tuple(_value(name, value.strip(), choice) for value in texts.split(","))
     if "memory_gib" in values and values.get("recompute") != ("auto",):
@@ -73,10 +73,10 @@ def _value(name: str, value: str, text: str) -> Any:
     if name == "memory_gib":
         return _positive(value, text)
     value = f"zero{value}" if name == "mode" and value in ("1", "2", "3") else value
-    words = _WORDS[name] if name != "schedule" else tuple(filter(trains, names()))
-    if value not in words:
-        near = nearest(value, words)
-        hint = f"did you mean {near!r}?" if near else f"one of {', '.join(words)}"
+    options = _OPTIONS[name] if name != "schedule" else tuple(filter(trains, names()))
+    if value not in options:
+        suggestion = nearest(value, options)
+        hint = f"did you mean {suggestion!r}?" if suggestion else f"one of {', '.join(options)}"
         raise StrettoError(f"--fix {text!r}: {name} is no {value!r}", hint=hint)
     return value
 

@@ -188,8 +188,8 @@ class _Layer:
     backward beyond what it keeps.
     """
 
-    kept: int
-    waits: int
+    saved: int
+    held_until_w: int
     backward: int
 
 
@@ -226,7 +226,7 @@ class MemoryBounds:
         states = self.states(parallelism.layout, parallelism.expert_tp, dp, saving)
         # which rank has the largest blocks is open, and with it how many states are beside them
         pick = max if parallelism.layout.pp == 1 else min
-        return states + pick(block.kept + block.backward for block in blocks)
+        return states + pick(block.saved + block.backward for block in blocks)
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """The bound of a candidate."""
@@ -241,7 +241,7 @@ class MemoryBounds:
         else:
             plain = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
             most = again.blocks or 0
-        inputs = min(block.kept for block in full)
+        inputs = min(block.saved for block in full)
         shape, bounds = self.task.shape, list[MemoryBound]()
         for rank, held in zip(ranks, states, strict=True):
             kept, waits = list[int](), list[int]()
@@ -256,12 +256,12 @@ class MemoryBounds:
                 )
                 if sum(repeated) > sum(every):
                     repeated = every
-                here = sum(n * one.kept for n, one in zip(rank.ends[at], apart, strict=True))
+                here = sum(n * one.saved for n, one in zip(rank.ends[at], apart, strict=True))
                 for n, some, whole, part in zip(every, repeated, full, plain, strict=True):
-                    here += some * whole.kept + (n - some) * part.kept
+                    here += some * whole.saved + (n - some) * part.saved
                 kept.append(here)
-                waiting = sum(n * one.waits for n, one in zip(every, full, strict=True))
-                waits.append(max(0, waiting + ends * head.waits - inputs))
+                waiting = sum(n * one.held_until_w for n, one in zip(every, full, strict=True))
+                waits.append(max(0, waiting + ends * head.held_until_w - inputs))
                 workers.append(head if ends else (plain if sum(every) > most else full)[rank.finals[at]])
             activations = 0
             for peak in rank.peaks:
@@ -354,8 +354,8 @@ class MemoryBounds:
             work = layer_memory(self.task.shape, compute, layer)
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
-                kept=work.kept - (work.input_bytes if work.ends and layer == 0 else 0),
-                waits=max(0, work.between),
+                saved=work.saved - (work.input_bytes if work.ends and layer == 0 else 0),
+                held_until_w=max(0, work.between),
                 backward=max(0, min(alone.backward, alone.split)),
             )
         return self._layers[key]

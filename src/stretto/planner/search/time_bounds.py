@@ -80,18 +80,18 @@ def rank_layers(
     program = small_program(choice, pp)
     assert program is not None
     counts = [kind_counts(shape, stage) for stage in stages]
-    apart = non_blocks_among(shape, range(shape.chain))
+    ends = non_blocks_among(shape, range(shape.chain))
     distinct = dict[RankLayers, None]()
     fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
         rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
         start = min(rank_stages)
         layers_of_rank = RankLayers(
-            ends=tuple(sum(at in stages[s] for s in rank_stages) for at in apart),
+            ends=tuple(sum(at in stages[s] for s in rank_stages) for at in ends),
             stages=tuple(rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
             before=kind_counts(shape, range(stages[start].start)),
-            inside=tuple(int(at < stages[start].start) for at in apart),
+            inside=tuple(int(at < stages[start].start) for at in ends),
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
@@ -99,11 +99,14 @@ def rank_layers(
 
 @lru_cache(maxsize=4096)
 def recomputed_blocks(
-    stages: tuple[range, ...], shape: ModelShape, most: int | None
+    stages: tuple[range, ...], shape: ModelShape, first_blocks: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Of each stage, how many blocks of each kind are recomputed: the first `most` of them; None: all."""
+    """Recomputed blocks of each kind in each stage: its first `first_blocks`, or all if None."""
     starts = [stage.start + (not is_block(shape, stage.start)) for stage in stages]
-    ends = [stage.stop if most is None else start + most for start, stage in zip(starts, stages, strict=True)]
+    ends = [
+        stage.stop if first_blocks is None else start + first_blocks
+        for start, stage in zip(starts, stages, strict=True)
+    ]
     return tuple(
         kind_counts(shape, range(start, min(end, stage.stop)))
         for start, end, stage in zip(starts, ends, stages, strict=True)
@@ -214,11 +217,13 @@ class TimeBounds:
         compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
 
         def seconds(at: int) -> LayerSeconds:
-            here = layer_of(self.task.shape, at)
+            chain_layer = layer_of(self.task.shape, at)
             time = layer_time(
-                shape=here.shape,
-                kind=here.kind,
-                compute=replace(compute.at(here), recompute=mode if here.kind == "block" else "none"),
+                shape=chain_layer.shape,
+                kind=chain_layer.kind,
+                compute=replace(
+                    compute.at(chain_layer), recompute=mode if chain_layer.kind == "block" else "none"
+                ),
                 layout=parallelism.layout,
                 cluster=cluster,
                 precision=precision_of(plain),
@@ -236,12 +241,12 @@ class TimeBounds:
         back = time.total("R") + time.total("I")
         weight = time.total("W")
         # an unsplit backward hides some communication behind products, but gradients wait for all of it
-        whole = max(0.0, back + weight - sum(time.saved.values()))
+        unsplit = max(0.0, back + weight - sum(time.saved.values()))
         if backwards == "none":
-            return LayerSeconds(forward, whole, forward + whole)
+            return LayerSeconds(forward, unsplit, forward + unsplit)
         if backwards == "split":
             return LayerSeconds(forward, back, forward + back + weight)
-        return LayerSeconds(forward, min(back, whole), forward + min(back + weight, whole))
+        return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
 
     def parallelism(self, parallelism: Parallelism) -> float:
         """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, where all
@@ -261,14 +266,14 @@ class TimeBounds:
         each = self.task.global_batch // layout.dp or 1
         tokens = self.task.sequence // layout.cp
         micro = max(n for n in (1, 2, 4, 8) if n == 1 or (each % n == 0 and n * tokens <= _USUAL_TOKENS))
-        usual = Parallelism(
+        typical = Parallelism(
             layout=layout,
             expert_tp=expert_tp,
             micro_batch=micro,
             sequence_parallel=layout.tp > 1,
             context="ring",
         )
-        return self.parallelism(usual)
+        return self.parallelism(typical)
 
     def ideal(self, layout: Layout) -> float:
         """A bound for every layout with as many devices: model FLOPs at the device's peak."""
@@ -291,18 +296,20 @@ class TimeBounds:
         stages = self.task.stages(program.depth)
         backwards = _backwards(choice, layout.pp)
         layers = self.layers(parallelism, "none", backwards)
-        mode, most = saving.recompute.mode, saving.recompute.blocks
+        mode, first_blocks = saving.recompute.mode, saving.recompute.blocks
         again = (0.0,) * len(layers.blocks)  # of each kind
         if mode not in ("none", "auto"):
             recomputed = self.layers(parallelism, mode, backwards).blocks
-            again = tuple(one.work - block.work for one, block in zip(recomputed, layers.blocks, strict=True))
+            again = tuple(
+                repeated.work - block.work for repeated, block in zip(recomputed, layers.blocks, strict=True)
+            )
         action = self.task.assumptions.software.action
         # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
         drains = not updates_within(choice.name)
         trips = [_round_trip(end) for end in layers.ends]
         worst = drains * (sum(trips) + layers.round_trip(self._all))
-        repeats = recomputed_blocks(stages, shape, most)
+        repeats = recomputed_blocks(stages, shape, first_blocks)
         for rank in rank_layers(choice, layout.pp, stages, shape):
             blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
             repeated = sum(_dot(repeats[stage], again) for stage in rank.stages)
@@ -335,17 +342,17 @@ class TimeBounds:
         bound = self.schedule(parallelism, choice, candidate.saving)
         if updates_within(choice.name):
             return bound
-        held = self._rank_stages(candidate, job)
+        ranks = self._rank_stages(candidate, job)
         if each is None:
-            each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in held)
+            each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in ranks)
         overlap = self.task.assumptions.overlap
         longest = update = late = away = 0.0
         key = parallelism, choice, candidate.saving.recompute.mode
         if key not in self._stages:
-            self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in held]
+            self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in ranks]
         count, odd = divmod(self._microbatches(parallelism), _program(choice, layout.pp).copies)
         layers = self.layers(parallelism, "none", _backwards(choice, layout.pp))
-        for rank, stages in zip(held, self._stages[key], strict=True):
+        for rank, stages in zip(ranks, self._stages[key], strict=True):
             reduces = [time.reduce for time in rank.data]
             extra = exposed = 0.0
             for (forward, _, busy), time in zip(stages, rank.data, strict=True):
@@ -386,13 +393,13 @@ class TimeBounds:
         parallelism = candidate.parallelism
         saving = candidate.saving
         shape = self.task.shape
-        least = self.layers(parallelism, "none", _backwards(candidate.schedule, parallelism.layout.pp))
+        fastest = self.layers(parallelism, "none", _backwards(candidate.schedule, parallelism.layout.pp))
         slow = self.layers(parallelism, "full" if saving.recompute.mode != "none" else "none", "split")
         action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
         counts = (*(at in stage for at in self._ends), *kind_counts(shape, stage))
-        all_least, all_slow = (*least.ends, *least.blocks), (*slow.ends, *slow.blocks)
+        all_least, all_slow = (*fastest.ends, *fastest.blocks), (*slow.ends, *slow.blocks)
         for count, quick, longest in zip(counts, all_least, all_slow, strict=True):
             forward += count * quick.forward
             work += count * quick.work
@@ -425,7 +432,7 @@ _PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallel()
 
 
 def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    return sum(n * one for n, one in zip(counts, seconds, strict=True))
+    return sum(n * duration for n, duration in zip(counts, seconds, strict=True))
 
 
 def _round_trip(layer: LayerSeconds) -> float:

@@ -115,8 +115,8 @@ def link_model(cluster: Cluster, outer: bool) -> LinkModel:
 def _entry(kind: str, outer: bool) -> dict[str, Any]:
     """The entry with the longest name that begins the link's kind, over the defaults of its level."""
     table: dict[str, dict[str, Any]] = constants("collectives")["links"]
-    known = [name for name in table if kind.startswith(name)]
-    entry = table[max(known, key=len)] if known else {}
+    prefixes = [name for name in table if kind.startswith(name)]
+    entry = table[max(prefixes, key=len)] if prefixes else {}
     return {**table["outer" if outer else "inner"], **entry}
 
 
@@ -199,16 +199,16 @@ def _all_reduce_alternatives(cluster: Cluster, size: float, group: Group) -> lis
 def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     """All-to-all: messages inside the node and between nodes run at the same time."""
     local = min(group.local, group.ranks)
-    near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
+    inner_bytes, outer_bytes = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
     inner, outer = link_model(cluster, False), link_model(cluster, True)
     share = (
         inner.ring(cluster.inner, local, cluster.node)
         if inner.mesh
         else inner.exchange * cluster.inner.bandwidth
     )
-    wire = near / share if near else 0.0
-    if far:
-        wire = max(wire, far / (outer.exchange * cluster.outer.bandwidth))
+    wire = inner_bytes / share if inner_bytes else 0.0
+    if outer_bytes:
+        wire = max(wire, outer_bytes / (outer.exchange * cluster.outer.bandwidth))
     # messages to all others are sent concurrently, so that their steps overlap
     steps = _steps_seconds(cluster, ceil(log2(local)), ceil(log2(group.nodes)))
     return _fixed(cluster, group, size) + steps + wire
@@ -219,8 +219,8 @@ def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> 
     are comparable.
     """
     tables: Any = cluster.tables
-    for known in (kind, *_STAND_INS[kind]):
-        rows: list[list[float]] = tables.get(known, [])
+    for measured in (kind, *_STAND_INS[kind]):
+        rows: list[list[float]] = tables.get(measured, [])
         # rows measured inside one node say nothing about links between nodes
         groups = {(int(n), int(on)) for n, on, *_ in rows if (n > on) == (group.nodes > 1)}
         if not groups:
@@ -229,16 +229,16 @@ def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> 
         line = sorted((b, seconds) for n, on, b, seconds in rows if (n, on) == (ranks, local))
         # overhead scales with the number of steps, the rest with the bytes that a rank forwards
         start = line[0][1]
-        rest = interpolate(line, size) - start
-        steps = _steps(kind, group.ranks) / _steps(known, ranks)
-        return start * steps + rest * _forwarded(kind, group.ranks) / _forwarded(known, ranks)
+        transfer = interpolate(line, size) - start
+        steps = _steps(kind, group.ranks) / _steps(measured, ranks)
+        return start * steps + transfer * _forwarded(kind, group.ranks) / _forwarded(measured, ranks)
     return None
 
 
-def _distance(known: tuple[int, int], group: Group) -> float:
+def _distance(measured: tuple[int, int], group: Group) -> float:
     # the number of nodes counts first, then the number of ranks
-    nodes = -(-known[0] // known[1])
-    return 10 * abs(log2(nodes / group.nodes)) + abs(log2(known[0] / group.ranks))
+    nodes = -(-measured[0] // measured[1])
+    return 10 * abs(log2(nodes / group.nodes)) + abs(log2(measured[0] / group.ranks))
 
 
 def _forwarded(kind: str, ranks: int) -> float:

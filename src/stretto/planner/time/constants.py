@@ -64,18 +64,18 @@ def constants(name: str) -> dict[str, Any]:
     return both
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(one)
+def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
     for key, value in other.items():
-        nested = isinstance(value, dict) and key in one
-        merged[key] = _merged(one[key], value) if nested else value
+        nested = isinstance(value, dict) and key in base
+        merged[key] = _merged(base[key], value) if nested else value
     return merged
 
 
 def chip(device: Device) -> str:
     """The chip of a device: the first word of its name, or "cpu" where that is the last."""
-    words = device.name.lower().split("-")
-    return "cpu" if words[-1] == "cpu" else words[0]
+    tokens = device.name.lower().split("-")
+    return "cpu" if tokens[-1] == "cpu" else tokens[0]
 
 
 def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:

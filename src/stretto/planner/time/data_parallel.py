@@ -141,7 +141,7 @@ def _data_time(
 ) -> DataTime:
     elements = stage_elements(shape, layers, shares, trained)
     dense, expert = group_of(layout, "cp-dp", cluster.node), group_of(layout, "expert_dp", cluster.node)
-    reduce = gather = held = orthogonal = 0.0
+    reduce = gather = shard_elements = orthogonal = 0.0
     for count, frozen, group, of_experts in (
         (elements.dense, elements.frozen_dense, dense, False),
         (elements.expert, elements.frozen_expert, expert, True),
@@ -153,15 +153,15 @@ def _data_time(
         if not count:
             continue
         reduce += _reduce(cluster, sharding, count * sharding.gradient, group, sizes)
-        held += count / sizes.states
+        shard_elements += count / sizes.states
         if sharding.muon:
             several = (layer_parameters(shape, layer, shares) for layer in layers)
             updated = (p for each in several for p in each if p.expert == of_experts and trained(p.name))
             orthogonal += muon_seconds(cluster, updated, part_of(group, sizes.states), cluster.node)
     extra = 2 if sharding.weight == 2 else 0
     passes = _ADAM + _NORM + sharding.gradient + extra
-    away = 2 * 12 * held / cluster.host.link if sharding.offload != "none" else 0.0
-    update = pass_seconds(cluster.device, "adam", passes * held) + orthogonal
+    away = 2 * 12 * shard_elements / cluster.host.link if sharding.offload != "none" else 0.0
+    update = pass_seconds(cluster.device, "adam", passes * shard_elements) + orthogonal
     return DataTime(reduce, gather, update, away)
 
 

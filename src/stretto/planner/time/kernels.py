@@ -33,7 +33,7 @@ _EXPERTS = 80
 # more with dropout in stored scores, which has a generator of its own (megatron/mpu/random.py, fork)
 _FORKED = 4
 _ROUND = 4  # more in each further round of ring attention: the kernel, the sum, send and receive
-_APART = 8  # more with a softmax in separate operations
+_UNFUSED_SOFTMAX = 8  # more with a softmax in separate operations
 # Megatron's fused softmax takes a number of matrices of scores that its blocks of four warps divide
 # (megatron/fused_kernels/scaled_upper_triang_masked_softmax.h, is_kernel_available)
 _MATRICES = 4
@@ -162,7 +162,7 @@ def _block(
         products=back,
         kernels=_KERNELS["block"]
         + (_UNFUSED if compute.attention == "explicit" else 0)
-        + (0 if _fused_softmax(shape, compute, kernel) else _APART)
+        + (0 if _fused_softmax(shape, compute, kernel) else _UNFUSED_SOFTMAX)
         + (_FORKED if compute.attention == "explicit" and shape.dropout else 0)
         + (0 if shape.moe is None else _EXPERTS)
         + (_CROSS if shape.encoder_layers else 0)
@@ -236,10 +236,10 @@ def _mlp(
     if shape.moe is None:
         return _products(device, dense(shape.ffn, compute.tp), compute.tokens, precision, casts=casts)
     moe, split = shape.moe, compute.expert_shards
-    here = max(1, moe.experts // compute.ep)
-    rows = max(1, compute.tokens * moe.top_k * split // (compute.tp * here))
+    local_experts = max(1, moe.experts // compute.ep)
+    rows = max(1, compute.tokens * moe.top_k * split // (compute.tp * local_experts))
     # rows of experts are cast expert by expert, in kernels of their own
-    routed = _products(device, dense(shape.expert_ffn, split), rows, precision, here)
+    routed = _products(device, dense(shape.expert_ffn, split), rows, precision, local_experts)
     products = [tuple(experts * seconds for seconds in routed)]
     if moe.shared_ffn:
         products.append(
@@ -303,8 +303,8 @@ def _core(
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
     if shape.attention.window is not None:
-        whole = AttentionShape().seen(keys, causal)
-        seconds *= min(1.0, shape.attention.seen(keys, causal) / whole)
+        all_positions = AttentionShape().seen(keys, causal)
+        seconds *= min(1.0, shape.attention.seen(keys, causal) / all_positions)
     return seconds
 
 

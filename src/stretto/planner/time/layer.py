@@ -158,11 +158,13 @@ def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConf
     if compute.recompute != "selective":
         return work.forward if compute.recompute == "full" else 0.0
     core = work.core if compute.repeats("core_attn") else 0.0
-    rest: list[Operator] = [operator for operator in compute.framework.operators if operator != "core_attn"]
-    if not rest or kind != "block":
+    operators: list[Operator] = [
+        operator for operator in compute.framework.operators if operator != "core_attn"
+    ]
+    if not operators or kind != "block":
         return core
     linears = block_flops(shape, compute.sequence) - attention_flops(shape, compute.sequence)
-    share = recomputed_flops(shape, compute.sequence, "selective", rest) / linears
+    share = recomputed_flops(shape, compute.sequence, "selective", operators) / linears
     return core + share * (work.forward - work.core)
 
 
@@ -190,10 +192,10 @@ def _phase(
     parts = defaultdict[str, float](float, compute=compute)
     if host:
         parts["host"] = host
-    beside = defaultdict[str, float](float)
+    overlapped = defaultdict[str, float](float)
     for message, taken in messages:
-        (beside if message.beside else parts)[_AXES[message.axis]] += taken
-    for name, taken in beside.items():
+        (overlapped if message.overlaps else parts)[_AXES[message.axis]] += taken
+    for name, taken in overlapped.items():
         parts[name] += exposed_seconds(taken, core, slowdown)
     return dict(parts)
 

@@ -36,19 +36,19 @@ def nearest_rate(
     Args:
         launch: seconds of launch overhead in every row, which are subtracted.
     """
-    near = sorted((_distance(shape, at), work / _working(seconds, launch)) for shape, work, seconds in rows)[
-        :4
-    ]
-    if near[0][0] < 1e-9:
-        return near[0][1]
-    weights = [1.0 / distance for distance, _ in near]
-    mean = sum(w * log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
+    neighbours = sorted(
+        (_distance(shape, at), work / _working(seconds, launch)) for shape, work, seconds in rows
+    )[:4]
+    if neighbours[0][0] < 1e-9:
+        return neighbours[0][1]
+    weights = [1.0 / distance for distance, _ in neighbours]
+    mean = sum(w * log(rate) for w, (_, rate) in zip(weights, neighbours, strict=True)) / sum(weights)
     return exp(mean)
 
 
-def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+def _distance(shape: tuple[float, ...], other: tuple[float, ...]) -> float:
     """Square of the distance in the logarithms of sizes; sizes below one count as one."""
-    return sum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(one, other, strict=True))
+    return sum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(shape, other, strict=True))
 
 
 def _working(seconds: float, launch: float) -> float:

@@ -39,8 +39,8 @@ def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Grou
         shares = max(1, round(prod(many) * rows * columns / parameter.elements))
         # experts of a stack are spread whole over ranks first
         split = shares if not many else max(1, shares // many[0])
-        here = max(1, prod(many) * split // shares)
-        work.setdefault(split, []).extend([_orthogonal(cluster.device, rows, columns)] * here)
+        local_matrices = max(1, prod(many) * split // shares)
+        work.setdefault(split, []).extend([_orthogonal(cluster.device, rows, columns)] * local_matrices)
         moved[split] = moved.get(split, 0.0) + _MASTER * parameter.elements / states.ranks
     seconds = 0.0
     for split, matrices in work.items():

@@ -112,10 +112,10 @@ def _tiled(fitted: Products, m: int, n: int, k: int, batch: int, rate: float, re
     best = float("inf")
     for rows, columns in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
-        one = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** fitted.tile)
+        tile_seconds = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** fitted.tile)
         for split in SPLITS:
             waves = tiles * split / fitted.units
-            part = one * (k / split + fitted.prologue)
+            part = tile_seconds * (k / split + fitted.prologue)
             if waves * part >= best:
                 break  # further splits only add prologues
             waves += (-(-tiles * split // fitted.units) - waves) * fitted.wave
@@ -244,13 +244,13 @@ def _fused(
 
 def _share(fitted: Flash, head_dim: int, backward: bool) -> float:
     """The share of the peak, linear in the logarithm of head_dim between the known ones."""
-    known = sorted((fitted.backward if backward else fitted.forward).items())
-    if head_dim <= known[0][0]:
-        return known[0][1] * (head_dim / known[0][0]) ** 0.5
-    for (low, below), (high, above) in pairwise(known):
+    shares = sorted((fitted.backward if backward else fitted.forward).items())
+    if head_dim <= shares[0][0]:
+        return shares[0][1] * (head_dim / shares[0][0]) ** 0.5
+    for (low, below), (high, above) in pairwise(shares):
         if head_dim <= high:
             return below + (above - below) * log(head_dim / low) / log(high / low)
-    return known[-1][1]
+    return shares[-1][1]
 
 
 def _explicit(
@@ -298,11 +298,13 @@ def _measured_attention(
 ) -> float:
     """From measured rows of the same direction and mask, if there are such, at their arithmetic rate."""
     launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
-    same = [r for r in rows if bool(r[6]) == backward]
-    same = same or list(rows)
-    alike = [r for r in same if bool(r[5]) == causal] or same
-    known = [(tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in alike]
-    rate = nearest_rate(known, tuple(float(x) for x in shape), launch)
+    matching = [r for r in rows if bool(r[6]) == backward]
+    matching = matching or list(rows)
+    matching_mask = [r for r in matching if bool(r[5]) == causal] or matching
+    measurements = [
+        (tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in matching_mask
+    ]
+    rate = nearest_rate(measurements, tuple(float(x) for x in shape), launch)
     return _work(shape, backward) / rate + launch
 
 

@@ -163,9 +163,9 @@ def shared_step(
     actions = sum(a.kind.is_compute for order in program.orders for a in order)
     every = _seconds_of(cluster.device, "action") + _messages(job, cluster, program) / actions
     replicas = job.layout.world // job.layout.pp
-    here = min(job.layout.world, cluster.node)
-    processes = max(1, replicas * here // job.layout.world)
-    cores = min(here, cluster.computing)
+    node_ranks = min(job.layout.world, cluster.node)
+    processes = max(1, replicas * node_ranks // job.layout.world)
+    cores = min(node_ranks, cluster.computing)
 
     def seconds(action: Action) -> float:
         return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
@@ -212,10 +212,10 @@ def layer_seconds(
     """Core seconds of one rank for one layer and one microbatch, forward and backward: kernels, host code
     beside them, and communication.
     """
-    here = layer_of(job.shape, layer)
-    kind, compute = here.kind, replace(ComputeConfig.of(job).at(here), recompute=mode)
+    chain_layer = layer_of(job.shape, layer)
+    kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).at(chain_layer), recompute=mode)
     work = kernel_times_of(
-        shape=here.shape,
+        shape=chain_layer.shape,
         kind=kind,
         compute=compute,
         device=cluster.device,
@@ -223,16 +223,16 @@ def layer_seconds(
         software=assumptions.software,
     )
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
-    beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
+    host_code = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":
-        beside *= 1 + _FORWARD  # the forward is repeated
+        host_code *= 1 + _FORWARD  # the forward is repeated
     if compute.cp > 1 and compute.context == "ring":
-        beside *= 1 + _ROUND * compute.cp
-    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](here.shape, compute))
+        host_code *= 1 + _ROUND * compute.cp
+    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](chain_layer.shape, compute))
     if kind == "block" and compute.cp > 1:  # ranks do not send equally much
-        each = [block_traffic(here.shape, compute, index) for index in range(compute.cp)]
+        each = [block_traffic(chain_layer.shape, compute, index) for index in range(compute.cp)]
         talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / compute.cp
-    return work.forward + work.back + work.weight + again + beside + talk
+    return work.forward + work.back + work.weight + again + host_code + talk
 
 
 def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
@@ -246,11 +246,11 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     """
     compute = ComputeConfig.of(job)
     size = largest_message(job.shape, compute)
-    apart = sum(
+    hops_per_direction = sum(
         program.placement[s] != program.placement[s + 1]
         for s in range(program.stages - 1)
         if s // program.depth == (s + 1) // program.depth
     )
     copies = max(1, program.stages // program.depth)
-    hops = 2 * program.microbatches * apart / copies
+    hops = 2 * program.microbatches * hops_per_direction / copies
     return hops * collective_seconds(cluster, "send", size, Group(job.layout.pp, job.layout.pp))

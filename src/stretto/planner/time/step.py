@@ -91,29 +91,29 @@ def step_time(
         modes=modes,
         stages=stages or job.stages(program.depth),
     )
-    one = times(program=program)
+    single_step = times(program=program)
     window = job.window
     if window is None:
-        return one
-    return _mean_of_window(job, one, lambda steps: times(program=window(steps)))
+        return single_step
+    return _mean_of_window(job, single_step, lambda steps: times(program=window(steps)))
 
 
 _FILLED = 4  # microbatches for each rank, after which every rank is in its steady state
 
 
-def _mean_of_window(job: Job, one: StepTime, times: Callable[[int], StepTime]) -> StepTime:
+def _mean_of_window(job: Job, single_step: StepTime, times: Callable[[int], StepTime]) -> StepTime:
     """The mean step of `job.steps_between_drains` steps without a drain.
 
     Once the pipeline is full, every further step takes equally long: from a short window and one of twice its
     steps follow those of any length.
 
     Args:
-        one: a window of one step.
+        single_step: a window of one step.
         times: the replay of so many steps.
     """
-    ranks, length = one.timeline.program.ranks, max(1.0, job.steps_between_drains)
-    steps = min(floor(length), ceil(_FILLED * ranks / one.timeline.program.microbatches))
-    short, long = one if steps == 1 else times(steps), times(2 * steps)
+    ranks, length = single_step.timeline.program.ranks, max(1.0, job.steps_between_drains)
+    steps = min(floor(length), ceil(_FILLED * ranks / single_step.timeline.program.microbatches))
+    short, long = single_step if steps == 1 else times(steps), times(2 * steps)
     more = (length - steps) / steps  # windows of steady state
 
     def mean(first: float, both: float) -> float:
@@ -130,7 +130,7 @@ def _mean_of_window(job: Job, one: StepTime, times: Callable[[int], StepTime]) -
         parts=parts,
         forward=means(short.forward, long.forward),
         backward=means(short.backward, long.backward),
-        timeline=one.timeline,
+        timeline=single_step.timeline,
     )
 
 
@@ -154,7 +154,7 @@ def _program_time(
             assumptions=assumptions,
             precision=precision,
             stage=stage,
-            whole=not split,
+            unsplit=not split,
             modes=modes,
             data=times_of_data,
             each=each,
@@ -190,7 +190,7 @@ def stage_time(
     assumptions: Assumptions,
     precision: Precision,
     stage: Sequence[int],
-    whole: bool,
+    unsplit: bool,
     modes: Sequence[Recompute] | None = None,
     data: DataTime | None = None,
     each: bool = False,
@@ -198,7 +198,7 @@ def stage_time(
     """One stage for one microbatch.
 
     Args:
-        whole: backwards are not split, and hide communication behind their products.
+        unsplit: backwards are not split, and hide communication behind their products.
         data: data-parallel times of the stage; None: there are no other replicas.
         each: gradients are reduced with each microbatch.
     """
@@ -220,7 +220,7 @@ def stage_time(
             for name, seconds in phase.items():
                 parts[name] += seconds
         back["recompute"] += time.total("R")
-        if whole:
+        if unsplit:
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
@@ -238,8 +238,8 @@ def _add_exposed(
     slowdown = assumptions.software.slowdown
     gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
     if gather:
-        beside = sum(forward.values()) if assumptions.overlap else 0.0
-        forward["data"] += exposed_seconds(gather, beside, slowdown)
+        computation = sum(forward.values()) if assumptions.overlap else 0.0
+        forward["data"] += exposed_seconds(gather, computation, slowdown)
     if gather or each:
         busy = sum(back.values()) + sum(weight.values()) if assumptions.overlap else 0.0
         back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
@@ -257,11 +257,11 @@ def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
 def _layer(
     job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> LayerTime:
-    here = layer_of(job.shape, layer)
+    chain_layer = layer_of(job.shape, layer)
     return layer_time(
-        shape=here.shape,
-        kind=here.kind,
-        compute=replace(ComputeConfig.of(job).at(here), recompute=mode),
+        shape=chain_layer.shape,
+        kind=chain_layer.kind,
+        compute=replace(ComputeConfig.of(job).at(chain_layer), recompute=mode),
         layout=job.layout,
         cluster=cluster,
         precision=precision,
@@ -375,8 +375,8 @@ _FORWARD, _BACKWARD = (ActionKind.F,), (ActionKind.B, ActionKind.I, ActionKind.W
 
 def _scaled(parts: Mapping[str, float], seconds: float) -> dict[str, float]:
     """The parts in proportion, so that they add up to `seconds`."""
-    whole = sum(parts.values())
-    return {name: seconds * taken / whole for name, taken in parts.items()}
+    total = sum(parts.values())
+    return {name: seconds * taken / total for name, taken in parts.items()}
 
 
 def _placed(

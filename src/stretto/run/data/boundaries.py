@@ -8,7 +8,7 @@ vocabulary. Nothing is taken from a list of names: `</s>` ends Llama 2's texts, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -36,30 +36,30 @@ class Boundaries:
     begin: int | None = None
 
     def describe(self, text_of: Mapping[int, str] | None = None) -> str:
-        """As text, such as `texts end with <eos> (1)`; `text_of` maps ids to their texts."""
-        end = f"texts end with {_named(self.end, text_of)}"
-        return f"{end} and begin with {_named(self.begin, text_of)}" if self.begin is not None else end
+        """Return a text such as `texts end with <eos> (1)`; `text_of` maps ids to their texts."""
+        names = [
+            f"{text_of[token]} ({token})" if text_of and token in text_of else f"token {token}"
+            for token in (self.end, self.begin)
+            if token is not None
+        ]
+        return f"texts end with {' and begin with '.join(names)}"
 
 
 def boundaries_of(meta: Mapping[str, Any]) -> Boundaries | None:
-    """The boundaries recorded in a checkpoint; None if it has none."""
+    """Return the boundaries recorded in a checkpoint, or None if it has none."""
     end, begin = meta.get(END), meta.get(BEGIN)
     if type(end) is not int or type(begin) not in (int, type(None)):
         return None
     return Boundaries(end, begin)
 
 
-def _named(token: int, text_of: Mapping[int, str] | None) -> str:
-    return f"{text_of[token]} ({token})" if text_of and token in text_of else f"token {token}"
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model say about its special tokens.
+    """Special tokens according to the files of a model.
 
     Attributes:
-        config: of `tokenizer_config.json`, with what `special_tokens_map.json` adds.
-        generation: of `generation_config.json`, else of `config.json`.
+        config: content of `tokenizer_config.json`, with what `special_tokens_map.json` adds.
+        generation: content of `generation_config.json`, else of `config.json`.
         template: all chat templates in one text.
     """
 
@@ -69,7 +69,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, place: Path) -> ModelFiles:
-        """Read the files beside a tokenizer's; beside `PREFIX.tokenizer.json`, its own config alone.
+        """Read the files in the folder of a tokenizer's; for `PREFIX.tokenizer.json` its own config alone.
 
         Raises:
             StrettoError: a file cannot be read.
@@ -77,51 +77,52 @@ class ModelFiles:
         folder, prefix = (place, "") if place.is_dir() else (place.parent, "")
         if place.name.endswith(_TOKENIZER) and not place.is_dir():
             prefix = place.name.removesuffix(_TOKENIZER)
-        config = _read(folder / f"{prefix}{_CONFIG}")
+        config = read_json_object(folder / f"{prefix}{_CONFIG}")
         if prefix:
             return cls(config)
         named = {name: value for name, value in config.items() if value is not None}
         texts = [json.dumps(config.get("chat_template") or "", ensure_ascii=False)]
         files = [folder / "chat_template.jinja", *(folder / "additional_chat_templates").glob("*.jinja")]
         texts += [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
-        model = _read(folder / "config.json")
+        model = read_json_object(folder / "config.json")
         inner = model.get("text_config")  # of models that read images too
         generation = {**(cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}), **model}
         return cls(
-            {**_read(folder / "special_tokens_map.json"), **named},
-            _read(folder / "generation_config.json") or generation,
+            {**read_json_object(folder / "special_tokens_map.json"), **named},
+            read_json_object(folder / "generation_config.json") or generation,
             "\n".join(texts),
         )
 
     @classmethod
-    def parse(cls, where: str, config: bytes) -> ModelFiles:
-        """With the content of a `tokenizer_config.json` alone, which came from beside `where`.
+    def parse(cls, origin: str, config: bytes) -> ModelFiles:
+        """Read the content of a `tokenizer_config.json` alone; `origin`: the tokenizer, for messages.
 
         Raises:
             StrettoError: it is no JSON object.
         """
-        return cls(_object(f"{_CONFIG} of {where}", lambda: config))
+        return cls(read_json_object(f"{_CONFIG} of {origin}", config))
 
     def text(self, name: str) -> str | None:
-        """The text of a token of the tokenizer's config, such as `eos_token`."""
+        """Return the text of a token of the tokenizer's config, such as `eos_token`."""
         value: object = self.config.get(name)
         text = cast("dict[str, Any]", value).get("content") if isinstance(value, dict) else value
         return text if isinstance(text, str) and text else None
 
     def ids(self, name: str) -> list[int]:
-        """The ids of one or several tokens in the model's config, such as `eos_token_id`."""
+        """Return the ids of one or several tokens in the model's config, such as `eos_token_id`."""
         value: object = self.generation.get(name)
-        listed = cast("list[object]", value) if isinstance(value, list) else [value]
-        return [one for one in listed if type(one) is int]
+        ids = cast("list[object]", value) if isinstance(value, list) else [value]
+        return [id_ for id_ in ids if type(id_) is int]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return _object(path, path.read_bytes)
+def read_json_object(path: Path | str, content: bytes | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file, or in its content if that is given; nothing if no file exists.
 
-
-def _object(path: Path | str, read: Callable[[], bytes]) -> dict[str, Any]:
+    Raises:
+        StrettoError: it cannot be read, or is no JSON object.
+    """
     try:
-        body: object = json.loads(read())
+        body: object = json.loads(Path(path).read_bytes() if content is None else content)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -141,14 +142,14 @@ def find_boundaries(
     end: Boundary | None = None,
     begin: Boundary | None = None,
 ) -> Boundaries:
-    """The tokens that end and begin the texts of a tokenizer's model.
+    """Return the tokens that end and begin the texts of a tokenizer's model.
 
     Args:
-        name: of the tokenizer, for messages.
+        name: the tokenizer, for messages.
         stated: the end of text that the format of the file itself names.
-        chat: the texts are conversations, which end with `eos_token` even if that ends a turn only.
-        end: the user's choice; None: the files decide.
-        begin: likewise; an empty text: none.
+        chat: the texts are conversations, which end with `eos_token` even if that only ends a turn.
+        end: the user's choice; None if the files decide.
+        begin: likewise; an empty text if texts begin with no token.
 
     Raises:
         StrettoError: the files name no such token, or several; the tokenizer does not have it.
@@ -161,7 +162,7 @@ def find_boundaries(
 
 
 def find_token(inner: tokenizers.Tokenizer, name: str, setting: str, token: Boundary) -> int:
-    """The id of a token that a setting of the data names.
+    """Return the id of a token that a setting of the data names.
 
     Raises:
         StrettoError: the tokenizer does not have it.
@@ -177,14 +178,14 @@ def find_token(inner: tokenizers.Tokenizer, name: str, setting: str, token: Boun
             return id_
         rule = f"{name} has no such token"
     special = _special(inner)
-    near = nearest(str(token), special.values())
+    close = nearest(str(token), special.values())
     listed = ", ".join(f"{text} ({id_})" for id_, text in list(special.items())[:8]) or "none"
-    hint = f"did you mean {near}?" if near else f"its special tokens: {listed}"
+    hint = f"did you mean {close}?" if close else f"its special tokens: {listed}"
     raise StrettoError(f"data.{setting} is {token!r}: {rule}", hint=hint)
 
 
 def token_number(token: Boundary) -> int | None:
-    """The id that a user names; None for a text."""
+    """Return the id that a user names, or None for a text."""
     if isinstance(token, int):
         return token
     return int(token) if token.isascii() and token.isdigit() else None
@@ -210,33 +211,32 @@ class _Tokens:
     stated: int | None
 
     def end(self, chat: bool) -> int:
-        """The token that ends a text: the one that the files name, if it does not end a turn of the chat
-        template; of several, the one that is called the end of text.
+        """Return the token that ends a text: the one that the files name, if it does not end a turn of the
+        chat template; of several, the one that is called the end of text.
         """
         special = _special(self.inner)
         named = self._token("eos_token")
         listed = [id_ for id_ in self.files.ids("eos_token_id") if id_ in special]  # others are text
-        first = [] if named is None else [named]
-        candidates = [*first, *sorted({*listed} - {named})]
+        candidates = [*([] if named is None else [named]), *sorted({*listed} - {named})]
         if chat and candidates and (named is not None or len(candidates) == 1):
             return candidates[0]
-        rest = [id_ for id_ in candidates if (self.inner.id_to_token(id_) or "") not in self.files.template]
+        ends = [id_ for id_ in candidates if (self.inner.id_to_token(id_) or "") not in self.files.template]
         called = {id_ for id_, text in special.items() if text in _CALLED}
         called |= set() if self.stated is None else {self.stated}
-        if len(rest) == 1 and (not called or rest[0] in called):
-            return rest[0]
-        if not rest:
+        if len(ends) == 1 and (not called or ends[0] in called):
+            return ends[0]
+        if not ends:
             after = self._around()[1] if not candidates else []
-            rest = after if len(after) == 1 else sorted(called)
-            if len(rest) == 1:
-                return rest[0]
-        elif len(agreed := [id_ for id_ in rest if id_ in called]) == 1:
+            ends = after if len(after) == 1 else sorted(called)
+            if len(ends) == 1:
+                return ends[0]
+        elif len(agreed := [id_ for id_ in ends if id_ in called]) == 1:
             return agreed[0]
-        raise self._unknown(END, [*candidates, *sorted({*rest, *called} - {*candidates})])
+        raise self._unknown(END, [*candidates, *sorted({*ends, *called} - {*candidates})])
 
     def begin(self) -> int | None:
-        """The token that begins a text: the one that the tokenizer's own template or `add_bos_token` puts
-        there, or that the chat template begins with; None if nothing does.
+        """Return the token that begins a text: the one that the tokenizer's own template or `add_bos_token`
+        puts before it, or that the chat template begins with; None if nothing does.
         """
         before, add = self._around()[0], self.files.config.get("add_bos_token")
         if len(before) > 1 or (before and add is False):
@@ -255,7 +255,7 @@ class _Tokens:
         return named if written and named != self._token("eos_token") else None
 
     def _token(self, key: str) -> int | None:
-        """The id of a token that the tokenizer's config names by its text.
+        """Return the id of a token that the tokenizer's config names by its text.
 
         Raises:
             StrettoError: the tokenizer does not have it.
@@ -271,32 +271,28 @@ class _Tokens:
         return id_
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer itself puts before a text, and after it.
+        """Return the ids that the tokenizer itself puts before a text, and after it.
 
         Raises:
-            StrettoError: it cannot be told from the text.
+            StrettoError: they cannot be distinguished from the text.
         """
         if not self.inner.num_special_tokens_to_add(False):
             return [], []
         for probe in _PROBES:
             plain = self.inner.encode(probe, add_special_tokens=False).ids
             both = self.inner.encode(probe, add_special_tokens=True).ids
-            for at in range(len(both) - len(plain) + 1) if plain else ():
-                if both[at : at + len(plain)] == plain:
-                    return both[:at], both[at + len(plain) :]
+            for start in range(len(both) - len(plain) + 1) if plain else ():
+                end = start + len(plain)
+                if both[start:end] == plain:
+                    return both[:start], both[end:]
         raise self._unknown(BEGIN, ())
 
     def _unknown(self, setting: str, candidates: Iterable[int]) -> StrettoError:
         names = [f"{self.inner.id_to_token(id_)} ({id_})" for id_ in candidates]
-        what = {END: "end-of-text", BEGIN: "begin-of-text"}[setting]
-        if not names:
-            return StrettoError(
-                f"{self.name}: has no {what} token that the model's files name", hint=_hint(setting)
-            )
-        some = ", ".join(names[:8])
+        kind = {END: "end-of-text", BEGIN: "begin-of-text"}[setting]
+        problem = f"agree on; in question: {', '.join(names[:8])}" if names else "name"
         return StrettoError(
-            f"{self.name}: has no {what} token that the model's files agree on; in question: {some}",
-            hint=_hint(setting),
+            f"{self.name}: has no {kind} token that the model's files {problem}", hint=_hint(setting)
         )
 
 
@@ -307,12 +303,12 @@ def _hint(setting: str) -> str:
 
 
 def tokenizer_config(end: str, begin: str | None, config: Mapping[str, Any]) -> bytes:
-    """The content of a `tokenizer_config.json` from which these tokens are read again.
+    """Return the content of a `tokenizer_config.json` from which these tokens are read again.
 
     Args:
         end: the token that ends a text.
-        begin: likewise.
-        config: what the model's own has, which stays.
+        begin: the token that begins a text, or None.
+        config: content of the model's own, which stays.
     """
     # transformers' AutoTokenizer wants a class
     body: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}

@@ -21,8 +21,7 @@ from stretto.run.config.data import ReadOptions
 from stretto.run.config.sources import megatron_prefix
 from stretto.run.data.block_cache import cache_dir
 from stretto.run.data.boundaries import Boundary
-from stretto.run.data.chat import Conversations
-from stretto.run.data.conversation import TrainOn
+from stretto.run.data.conversation import Conversations, TrainOn
 from stretto.run.data.corpus import Corpus, Source, find_corpus
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
 from stretto.run.data.readers import TextPiece, cut_pieces
@@ -236,7 +235,7 @@ def _tokens_key(tokenizer: Tokenizer | None, vocab: int, end: Boundary | None, b
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
     """Fingerprint of the files (path, size, version) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.version) for file in corpus.files]
-    more = [] if conversations is None else [conversations.facts]
+    more = [] if conversations is None else [conversations.key]
     facts = json.dumps(
         [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
     )
@@ -320,7 +319,7 @@ def _encode(
             "data source holds no text: every document is blank", hint="name files that hold text"
         )
     writer.skipped, writer.blank = corpus.skipped, corpus.blank
-    writer.bad_rows = corpus.errors.facts()
+    writer.bad_rows = corpus.errors.as_dict()
 
 
 def _encode_conversations(
@@ -349,4 +348,4 @@ def _encode_conversations(
             f"data source has no conversation with a token to train on ({writer.blank} without)",
             hint="the messages of the assistant are trained on; data.chat=all trains on all tokens",
         )
-    writer.skipped, writer.bad_rows = corpus.skipped, corpus.errors.facts()
+    writer.skipped, writer.bad_rows = corpus.skipped, corpus.errors.as_dict()

@@ -25,7 +25,7 @@ class FileSums:
 
 
 class RunningSums:
-    """The checksums of a file while it is written, continued from `sums`."""
+    """The checksums of a file that is being written, continued from `sums`."""
 
     def __init__(self, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
         start = sums or FileSums(0)
@@ -45,7 +45,7 @@ class RunningSums:
             data = data[len(part) :]
 
     def sums(self) -> FileSums:
-        """The sums of the bytes so far."""
+        """Return the sums of the bytes so far."""
         return FileSums(self._bytes, list(self._crc32))
 
 
@@ -85,14 +85,14 @@ class _HasSize(Protocol):
 
 
 def check_size(path: _HasSize, sums: FileSums) -> None:
-    """Raises StrettoError where the file is missing, too short or too long."""
+    """Raise StrettoError if the file is missing, too short or too long."""
     if not path.is_file():
         raise StrettoError(f"{path}: missing from its folder", hint="build the folder again")
     size = path.stat().st_size
     if size != sums.bytes:
-        what = "truncated" if size < sums.bytes else "too long"
+        problem = "truncated" if size < sums.bytes else "too long"
         raise StrettoError(
-            f"{path}: {what}: {size} bytes, {sums.bytes} were written", hint="build the folder again"
+            f"{path}: {problem}: {size} bytes, {sums.bytes} were written", hint="build the folder again"
         )
 
 
@@ -109,7 +109,14 @@ def check_chunks(
         StrettoError: a corrupt chunk, named with its bytes.
     """
     for number in range(len(sums.crc32)) if which is None else sorted(which):
-        data = _read(path, number * chunk, chunk)
+        try:
+            with path.open("rb") as file:
+                file.seek(number * chunk)
+                data = file.read(chunk)
+        except OSError as error:
+            raise StrettoError(
+                f"{path}: cannot be read: {error.strerror}", hint="check its permissions"
+            ) from None
         if zlib.crc32(data) != sums.crc32[number]:
             raise StrettoError(
                 f"{path}: corrupt in chunk {number} of {len(sums.crc32)}"
@@ -118,14 +125,3 @@ def check_chunks(
             )
         if look:
             look(number * chunk, data)
-
-
-def _read(path: Path, start: int, length: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(length)
-    except OSError as error:
-        raise StrettoError(
-            f"{path}: cannot be read: {error.strerror}", hint="check its permissions"
-        ) from None

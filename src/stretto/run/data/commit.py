@@ -6,6 +6,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +31,11 @@ class PartialFolder:
     def __enter__(self) -> PartialFolder:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_stale()
+            for folder in self.target.parent.glob(f".{self.target.name}.*.partial"):
+                with suppress(OSError):
+                    newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+                    if time.time() - newest > _STALE_SECONDS:
+                        shutil.rmtree(folder, ignore_errors=True)
             self.path.mkdir()
         except OSError as error:
             raise StrettoError(
@@ -45,7 +50,7 @@ class PartialFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self, is_as_good: Callable[[Path], bool]) -> None:
-        """Rename the folder to its target; an existing one is kept if it `is_as_good`, else replaced."""
+        """Rename the folder to its target; an existing one stays if it `is_as_good`, else it is replaced."""
         sync_folder(self.path)
         for _ in range(_TRIES):
             try:
@@ -57,25 +62,11 @@ class PartialFolder:
                     raise
             if is_as_good(self.target):
                 return
-            self._remove_target()
+            # renamed away, then deleted: readers see the old folder, none, or the new one
+            aside = self.path.with_name(f"{self.path.name}.old.partial")
+            with suppress(FileNotFoundError):
+                self.target.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
         raise StrettoError(
             f"{self.target}: other processes keep writing it", hint="give each of them another --out"
         )
-
-    def _remove_target(self) -> None:
-        """Rename a folder away, then delete it: readers see the old folder, none, or the new one."""
-        aside = self.path.with_name(f"{self.path.name}.old.partial")
-        try:
-            self.target.rename(aside)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _remove_stale(self) -> None:
-        for folder in self.target.parent.glob(f".{self.target.name}.*.partial"):
-            try:
-                newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            except OSError:
-                continue
-            if time.time() - newest > _STALE_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The files of a corpus, and their order.
 
-The order of the files is a pure function of their names relative to the source they were found under, so the
+The order is a pure function of their names relative to the source they were found under, so the
 same files give the same tokens and the same splits on every machine.
 """
 
@@ -45,8 +45,8 @@ _PLAIN = ReadOptions(input_format="text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFile:
-    """One file: `name` is its path relative to its source, `version` changes when it is written to;
-    `lenient`: skipped when it is not UTF-8.
+    """One file: `name` is its path relative to its source, `version` changes with every write; a `lenient`
+    one is skipped if it is not UTF-8.
     """
 
     path: Place
@@ -79,7 +79,7 @@ class Corpus:
         return sum(file.size for file in self.files)
 
     def read(self, file: CorpusFile) -> Iterator[TextPiece]:
-        """The pieces of one file's documents.
+        """Yield the pieces of one file's documents.
 
         Raises:
             StrettoError: unreadable file, encoding or row.
@@ -99,7 +99,7 @@ class Corpus:
         self.blank, self.errors = 0, RowErrors(on_error=self.reading.on_error)
 
     def pieces(self) -> Iterator[TextPiece]:
-        """The pieces of all documents that are not blank, in corpus order."""
+        """Yield the pieces of all documents that are not blank, in corpus order."""
         self.begin()
         for file in self.files:
             for piece in self.read(file):
@@ -109,9 +109,9 @@ class Corpus:
                     yield piece
 
     def sample(self, characters: int) -> Iterator[str]:
-        """About `characters` of text to train a tokenizer on: the start of each file, by its size.
+        """Yield about `characters` of text to train a tokenizer on: the start of each file, by its size.
 
-        Small files give at least 16 KiB each, until there is enough; the order of files is already a shuffle.
+        Small files give at least 16 KiB each, until it is enough; the order of files is already a shuffle.
         """
         self.begin()
         left, size = characters, max(1, self.size)
@@ -128,7 +128,8 @@ class Corpus:
 
 
 def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None = None) -> Corpus:
-    """The corpus of one or more sources: `python-stdlib`, files, directories or globs, here or at URLs.
+    """Return the corpus of one or more sources: `python-stdlib`, files, directories or globs, here or at
+    URLs.
 
     A directory stands for all files below it except hidden, binary and empty ones, and token folders. A file
     that is reached twice counts once.
@@ -142,7 +143,12 @@ def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None 
     for source in listed:
         for file in _expand(os.fspath(source), corpus):
             files.setdefault(file.path.resolve(), file)
-    corpus.files = sorted(files.values(), key=lambda file: (_hash(file.name), file.name, str(file.path)))
+
+    def order(file: CorpusFile) -> tuple[bytes, str, str]:
+        name = file.name.encode("utf-8", "surrogateescape")
+        return hashlib.blake2b(name, digest_size=16).digest(), file.name, str(file.path)
+
+    corpus.files = sorted(files.values(), key=order)
     if not corpus.size:
         source = ", ".join(str(s) for s in listed) or "(none)"
         if corpus.skipped:
@@ -158,16 +164,20 @@ def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None 
     return corpus
 
 
-def _hash(name: str) -> bytes:
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).digest()
-
-
 def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
-    """The files of one source."""
+    """Return the files of one source."""
     if is_url(source):
         return _at_url(RemotePath(source, block_cache(DataConfig())), corpus)
     path = Path(source).expanduser()
-    _check_text(source, path)
+    if is_click_folder(path):
+        raise StrettoError(
+            f"{source}: a click folder, which is the data of a recommender",
+            hint="name text, or train a recommender on it",
+        )
+    if token_folder(source) is not None or megatron_prefix(source) is not None:
+        raise StrettoError(
+            f"{source}: tokens already, not text", hint="name it as data.source of a config as it is"
+        )
     try:
         if path.is_file():
             file = _file(path, path.name)
@@ -182,11 +192,18 @@ def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
             return _globbed(str(path), corpus)
     except OSError as error:
         raise unreadable(path, error) from None
-    raise StrettoError(f"{source}: no such file or directory", hint=_missing_hint(path))
+    neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, neighbours)
+    raise StrettoError(
+        f"{source}: no such file or directory",
+        hint=f"did you mean {path.parent / close}?"
+        if close
+        else f"name a file, a directory, a glob, or {PYTHON_STDLIB} for text that every machine has",
+    )
 
 
 def _at_url(place: RemotePath, corpus: Corpus) -> list[CorpusFile]:
-    """The files at a URL, which may be a glob; names are relative to what comes before its wildcards."""
+    """Return the files at a URL, which may be a glob; names are relative to the part before its wildcards."""
     if not glob.has_magic(place.url) and place.is_file():
         return [_file(place, place.name)]
     root = RemotePath(re.split(r"/[^/]*[*?\[]", place.url, maxsplit=1)[0], place.cache)
@@ -195,44 +212,23 @@ def _at_url(place: RemotePath, corpus: Corpus) -> list[CorpusFile]:
     return _texts(files, root, corpus)
 
 
-def _check_text(source: str, path: Path) -> None:
-    """Check that a name is not that of tokens or of clicks."""
-    if is_click_folder(path):
-        raise StrettoError(
-            f"{source}: a click folder, which is the data of a recommender",
-            hint="name text, or train a recommender on it",
-        )
-    if token_folder(source) is not None or megatron_prefix(source) is not None:
-        raise StrettoError(
-            f"{source}: tokens already, not text", hint="name it as data.source of a config as it is"
-        )
-
-
-def _missing_hint(path: Path) -> str:
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = nearest(path.name, beside)
-    if close:
-        return f"did you mean {path.parent / close}?"
-    return f"name a file, a directory, a glob, or {PYTHON_STDLIB} for text that every machine has"
-
-
 def _file(path: Place, name: str, lenient: bool = False) -> CorpusFile:
-    facts = path.stat()
-    version = str(facts.st_mtime_ns)
-    if isinstance(facts, FileInfo):
-        version = facts.version
-        if not facts.marked:
+    status = path.stat()
+    version = str(status.st_mtime_ns)
+    if isinstance(status, FileInfo):
+        version = status.version
+        if not status.marked:
             print(
                 f"warning: {path}: its storage does not say when it changed: tokens that were made of a file"
                 " of its size before are taken for its own",
                 file=sys.stderr,
                 flush=True,
             )
-    return CorpusFile(path=path, name=name, size=facts.st_size, version=version, lenient=lenient)
+    return CorpusFile(path=path, name=name, size=status.st_size, version=version, lenient=lenient)
 
 
 def _walk(root: Path, hidden: bool, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """All regular files below `root`, except in token folders and directories named in `skip`. Links to
+    """Yield all regular files below `root`, except in token folders and directories named in `skip`. Links to
     directories are followed, unless `hidden`.
     """
     skip = {*skip, "__pycache__"}
@@ -256,12 +252,12 @@ def _walk(root: Path, hidden: bool, skip: Iterable[str] = ()) -> Iterator[Path]:
                 yield path
             elif not hidden and path.is_symlink() and not path.exists():
                 raise StrettoError(
-                    f"{path}: a link to {path.readlink()}, which is not there", hint="mend or remove it"
+                    f"{path}: a link to {path.readlink()}, which does not exist", hint="mend or remove it"
                 )
 
 
 def _texts(paths: Iterable[P], root: P, corpus: Corpus) -> list[CorpusFile]:
-    """The text files among the paths; binary files are counted as skipped."""
+    """Return the text files among the paths; binary files are counted as skipped."""
     files: list[CorpusFile] = []
     for path in paths:
         file = _file(path, path.relative_to(root).as_posix())
@@ -273,7 +269,7 @@ def _texts(paths: Iterable[P], root: P, corpus: Corpus) -> list[CorpusFile]:
 
 
 def _is_binary(path: Place) -> bool:
-    """Whether a file is no text by its first 8 KiB, unpacked, and its name does not promise any."""
+    """Return True if a file is no text by its first 8 KiB, unpacked, and its name does not promise any."""
     if path.suffix.lower() == ".parquet" or is_named_text(path.name):
         return False
     with opened(path) as file:
@@ -282,7 +278,7 @@ def _is_binary(path: Place) -> bool:
 
 
 def _globbed(pattern: str, corpus: Corpus) -> list[CorpusFile]:
-    """The files that match a glob (`**` too); names are relative to the part before the first wildcard."""
+    """Return the files that match a glob (`**` too); names are relative to the part before its wildcards."""
     matches = [Path(match) for match in glob.iglob(pattern, recursive=True)]
     files = [match for match in matches if match.is_file()]
     if not files:
@@ -298,7 +294,7 @@ def _globbed(pattern: str, corpus: Corpus) -> list[CorpusFile]:
 
 
 def _stdlib() -> list[CorpusFile]:
-    """The sources of the running interpreter's standard library."""
+    """Return the sources of the running interpreter's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
         raise StrettoError(

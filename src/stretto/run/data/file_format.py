@@ -1,6 +1,6 @@
-"""The format of a file of text: what its first bytes and its name show together.
+"""The format of a file of text, by its first bytes and its name.
 
-The content decides where the two differ. A file that may be read in two ways is asked about (`data.format`),
+The content decides if the two differ. A file that may be read in two ways is asked about (`data.format`),
 and one that is not UTF-8 text is reported as what its bytes show it to be.
 """
 
@@ -11,6 +11,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import PurePath
 from typing import Any, cast
@@ -20,7 +21,7 @@ from stretto.run.config.data import InputFormat
 from stretto.run.data.unpacking import SUFFIXES, packing_of
 
 HEAD = 1 << 16
-"""Bytes of the content that are looked at, of one line up to a hundred times as many."""
+"""Bytes of the content that are read; of one line up to a hundred times as many."""
 _BY_NAME: dict[str, InputFormat] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _TEXT_NAMES = (".txt", ".md", ".json", *_BY_NAME)
 _UTF = (  # the longer mark first: that of UTF-32 begins with that of UTF-16
@@ -64,8 +65,8 @@ class EncodingError(StrettoError):
 
 
 def not_text(path: object, head: bytes) -> EncodingError | None:
-    """The error for a file whose first bytes are of no text, or of an encoding that they show; None: they may
-    be UTF-8.
+    """Return the error for a file whose first bytes are no text, or of another encoding that they show; None
+    if they may be UTF-8.
     """
     for mark, name in _UTF:
         if head.startswith(mark):
@@ -84,71 +85,59 @@ def not_text(path: object, head: bytes) -> EncodingError | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether a file that begins so holds no text, in whatever encoding."""
+    """Return True if a file with these first bytes holds no text in any encoding."""
     text = head.startswith(tuple(mark for mark, _ in _UTF)) or _wide("", head) is not None
     return head.startswith(_PDF) or (b"\0" in head and not text)
 
 
-def undecodable(path: object, start: int, data: bytes, at: int) -> EncodingError:
-    """`at` is the first bad byte within `data`, which begins `start` bytes into the (unpacked) file."""
-    bad = f"not UTF-8 at byte {start + at} (0x{data[at]:02x})"
+def undecodable(path: object, start: int, data: bytes, position: int) -> EncodingError:
+    """Return the error for data that begin `start` bytes into the (unpacked) file and are not UTF-8 at
+    `position`.
+    """
+    bad = f"not UTF-8 at byte {start + position} (0x{data[position]:02x})"
     if start == 0:
         if (error := _binary(path, data)) is not None:
             return error
-        if (name := _declared(data)) is not None:
-            return _encoded(path, f"{bad}, but {name}, as it says itself", name)
+        if (match := _DECLARED.search(data[:1024])) is not None:  # the encoding that the text names
+            name = match[1].decode()
+            with suppress(LookupError, ValueError):  # the text is in another
+                codecs.getincrementaldecoder(name)().decode(data)
+                return _encoded(path, f"{bad}, but {name}, as it says itself", name)
     return EncodingError(
         f"{path}: {bad}", hint="find out its encoding, and write it again as UTF-8, or leave it out"
     )
 
 
 def _encoded(path: object, description: str, encoding: str) -> EncodingError:
-    """The error for a text whose encoding is certain."""
+    """Return the error for a text whose encoding is certain."""
     return EncodingError(
         f"{path}: {description}", hint=f"re-encode it: iconv -f {encoding} -t UTF-8 FILE > NEW"
     )
 
 
 def _binary(path: object, head: bytes) -> EncodingError | None:
-    """The error for data of another kind; their first bytes alone may be those of a text."""
+    """Return the error for data of another kind; their first bytes alone may be those of a text."""
     packing = packing_of(head)
     kind = f"a file packed with {packing}, packed again" if packing else None
-    kind = kind or next((kind for at, magic, kind in _BINARY if head[at:].startswith(magic)), None)
-    return (
-        None
-        if kind is None
-        else EncodingError(f"{path}: {kind}, not text", hint="unpack or convert it first")
-    )
+    kind = kind or next((kind for start, magic, kind in _BINARY if head[start:].startswith(magic)), None)
+    return EncodingError(f"{path}: {kind}, not text", hint="unpack or convert it first") if kind else None
 
 
 def _wide(path: object, head: bytes) -> EncodingError | None:
-    """UTF-16 without a mark: every second byte is zero, and the others are printed characters of ASCII."""
+    """Return the error for UTF-16 without a mark: every second byte is zero, the others are printed ASCII."""
     for name, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
         if len(head) >= 4 and not any(zeros) and not others.translate(None, _PRINTED):
             return _encoded(path, f"{name} text without a byte-order mark", name)
     return None
 
 
-def _declared(data: bytes) -> str | None:
-    """The encoding that the beginning of a text names, if the text is in it."""
-    match = _DECLARED.search(data[:1024])
-    if match is None:
-        return None
-    name = match[1].decode()
-    try:
-        codecs.getincrementaldecoder(name)().decode(data)
-    except (LookupError, ValueError):
-        return None
-    return name
-
-
 def detect_format(path: object, head: bytes, ends: bool, text_field: str) -> InputFormat:
-    """The format of a file by the first bytes of its content and its name.
+    """Return the format of a file by the first bytes of its content and its name.
 
     Args:
         head: at least the first line, unless that is very long.
-        ends: the file ends with it.
-        text_field: of rows.
+        ends: True if the file ends with it.
+        text_field: the field of rows that holds the text.
 
     Raises:
         StrettoError: not text, or text that may be read in two ways.
@@ -170,8 +159,8 @@ def detect_format(path: object, head: bytes, ends: bool, text_field: str) -> Inp
         return content or by_name
     if suffix == ".json":
         if content is None:
-            why = "neither lines that are JSON objects nor a JSON array of them"
-            raise _ambiguous(path, why, "jsonl", "json")
+            kinds = "neither lines that are JSON objects nor a JSON array of them"
+            raise _ambiguous(path, kinds, "jsonl", "json")
         return content
     if content == "json":
         raise _ambiguous(path, "a JSON array of objects, but not named .json", "json")
@@ -185,7 +174,7 @@ def detect_format(path: object, head: bytes, ends: bool, text_field: str) -> Inp
 
 
 def suffix_of(name: str) -> str:
-    """The end of a name that tells the format, in small letters, without that of a packing program."""
+    """Return the end of a name that tells the format, in small letters, without that of a packing program."""
     suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
     while suffixes[-1:] and suffixes[-1] in SUFFIXES:
         suffixes.pop()
@@ -193,7 +182,7 @@ def suffix_of(name: str) -> str:
 
 
 def is_named_text(name: str) -> bool:
-    """Whether a file's name promises text: one that holds something else is refused, not passed over."""
+    """Return True if a file's name promises text: with other content it is refused, not skipped."""
     return suffix_of(name) in _TEXT_NAMES
 
 
@@ -201,19 +190,20 @@ def _ambiguous(path: object, description: str, *formats: str) -> StrettoError:
     options = ", ".join((*formats, "text"))
     return StrettoError(
         f"{path}: {description}: the format is not clear",
-        hint=f"say which: data.format=NAME in a config, or --input-format NAME, one of {options}",
+        hint=f"name it: data.format=NAME in a config, or --input-format NAME, one of {options}",
     )
 
 
 def _json_format(text: str, lines: Sequence[str]) -> InputFormat | None:
-    """JSON, by the start of a text and its complete lines: an array of objects, or lines that are objects."""
+    """Return the kind of JSON by the start of a text and its complete lines: an array of objects, or lines
+    that are objects.
+    """
     if re.match(r"\s*\[\s*(\{|\]\s*$)", text):
         return "json"
     if not text.lstrip().startswith("{"):
         return None
-    if not lines:  # a line that is longer than what was read
-        return "jsonl"
-    return "jsonl" if _object(lines[0]) is not None else None
+    # without a line: one that is longer than what was read
+    return "jsonl" if not lines or _object(lines[0]) is not None else None
 
 
 def _object(line: str) -> dict[str, Any] | None:
@@ -225,14 +215,14 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _all_objects(lines: Sequence[str], text_field: str) -> bool:
-    """Whether lines are rows: several that are all objects; or one, which has the field or is very long."""
+    """Return True if lines are rows: several that are all objects, or one that has the field."""
     if len(lines) == 1:
         return text_field in (_object(lines[0]) or ())
     return all(_object(line) is not None for line in lines)
 
 
 def _is_table(lines: Sequence[str], delimiter: str, text_field: str) -> bool:
-    """Whether lines begin with a row of names, one of them that of the field, and a row of as many cells."""
+    """Return True if lines begin with a row of names, one of them the field, and a row of as many cells."""
     try:
         rows = list(islice(csv.reader(lines, delimiter=delimiter), 2))
     except csv.Error:

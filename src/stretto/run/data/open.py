@@ -11,11 +11,10 @@ from stretto.run.config.sources import BIN, IDX, INDEX, holds_tokens, is_url, me
 from stretto.run.data.block_cache import BlockCache, block_cache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.build import Report, build, shared_tokenizer
-from stretto.run.data.joined import JoinedSource
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, beside
 from stretto.run.data.remote import RemotePath
 from stretto.run.data.token_folder import TokenFolder
-from stretto.run.data.token_source import TokenData, TokenSource
+from stretto.run.data.token_source import JoinedSource, TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
 
 

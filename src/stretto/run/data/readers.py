@@ -2,6 +2,7 @@
 
 A plain text comes as pieces of up to 262,144 characters, so that one of any length fits in memory. They are
 cut anywhere; `run/data/cuts.py` cuts them where their tokens stay the same.
+A JSON array is read element by element: memory is that of the longest element.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,13 +20,91 @@ from stretto.errors import StrettoError, nearest
 from stretto.run.config.data import InputFormat, ReadOptions
 from stretto.run.data.cuts import ExactCuts
 from stretto.run.data.file_format import HEAD, detect_format, not_text, undecodable
-from stretto.run.data.json_array import array_elements
 from stretto.run.data.remote import Place
 from stretto.run.data.row_errors import RowError, RowErrors
 from stretto.run.data.unpacking import is_damage, packing_of, unpacked
 
+_LONGEST_TOKEN = 16  # characters of -Infinity, of a pair of escapes
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _may_be_cut_off(error: Exception, length: int) -> bool:
+    """Return True if more text could mend the error: it is at the end, or in a string that has not ended.
+
+    Without this a mistake in the first element would read all of a large file into memory.
+    """
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.pos > length - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+
+
+def array_elements(path: object, blocks: Iterable[str]) -> Iterator[Any]:
+    """Yield the elements of the array whose text comes in blocks.
+
+    Raises:
+        StrettoError: not JSON, with the number of the element; or something before or after the array.
+    """
+    source = iter(blocks)
+    text, at = "", 0
+    number = 0
+    decoder = json.JSONDecoder()
+
+    def more() -> bool:
+        """Read as much again as is waiting, so that a long element is parsed few times."""
+        nonlocal text, at
+        parts = [text[at:]]
+        wanted = max(len(parts[0]), 1)
+        while wanted > 0 and (block := next(source, None)) is not None:
+            parts.append(block)
+            wanted -= len(block)
+        text, at = "".join(parts), 0
+        return len(parts) > 1
+
+    def next_character() -> str:
+        """Return the next character that is no white space, without consuming it; empty at the end."""
+        nonlocal at
+        while True:
+            at = _SPACE.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]
+            if at < len(text) or not more():
+                return text[at : at + 1]
+
+    def broken(reason: str) -> StrettoError:
+        return StrettoError(f"{path}, element {number}: not JSON ({reason})", hint="write the array again")
+
+    if next_character() != "[":
+        raise broken("no array")
+    at += 1
+    if next_character() == "]":
+        at += 1
+    else:
+        while True:
+            number += 1
+            next_character()
+            while True:
+                try:
+                    element, end = decoder.raw_decode(text, at)
+                except (ValueError, RecursionError) as error:
+                    if _may_be_cut_off(error, len(text)) and more():
+                        continue
+                    raise broken(str(error)) from None
+                if end < len(text) or not more():  # a number may continue in the next block
+                    break
+            yield element
+            at = end
+            separator = next_character()
+            at += 1
+            if separator == "]":
+                break
+            if separator != ",":
+                raise broken(f"{separator!r} after it" if separator else "it ends within the array")
+    if next_character():
+        raise StrettoError(
+            f"{path}: text after the JSON array", hint="write one array, or one JSON object a line"
+        )
+
+
 Row = tuple[int, dict[str, Any] | RowError | None]
-"""The number of a row, and its fields, what is wrong with it, or nothing but white space."""
+"""The number of a row, and its fields; or its error, or None if it is blank."""
 PIECE = 1 << 18
 _REACH = 1 << 14  # characters in which a place to cut is looked for
 _LONGEST_FIRST_LINE = 1 << 24  # bytes, to see whether it is JSON
@@ -47,7 +127,7 @@ class TextPiece:
 
 
 def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErrors) -> Iterator[TextPiece]:
-    """The documents of one file, in the file's order; a blank one is a single piece without text.
+    """Yield the documents of one file, in the file's order; a blank one is a single piece without text.
 
     Plain text is one document; of other formats every row is one: the text in its field `reading.text_field`.
 
@@ -65,7 +145,13 @@ def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErro
     unit = _UNITS[kind]
     for number, row in rows:
         errors.rows += row is not None
-        content = "" if row is None else _text_in(row, field, f"{path}, {unit} {number}")
+        content, location = "" if row is None else row, f"{path}, {unit} {number}"
+        if isinstance(content, dict):
+            value = content.get(field)
+            if isinstance(value, str):
+                content = _invalid_unicode(value, f"{location}: field {field!r}") or value
+            else:
+                content = _no_field(location, field, content)
         if isinstance(content, RowError):
             errors.skip(content)
         else:
@@ -74,7 +160,7 @@ def read_documents(path: Place, name: str, reading: ReadOptions, errors: RowErro
 
 
 def read_rows(path: Place, reading: ReadOptions, errors: RowErrors) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file of JSON or Parquet, and where each is, for messages. Empty lines are left out.
+    """Yield the rows of a file of JSON or Parquet with their places, for messages. Empty lines are left out.
 
     Raises:
         StrettoError: another format; not readable; a row that is no JSON object or not valid Unicode, unless
@@ -89,13 +175,13 @@ def read_rows(path: Place, reading: ReadOptions, errors: RowErrors) -> Iterator[
     errors.begin_file()
     for number, row in _parquet_rows(path, None) if kind == "parquet" else _rows(path, kind, "messages"):
         errors.rows += row is not None
-        where = f"{path}, {_UNITS[kind]} {number}"
+        location = f"{path}, {_UNITS[kind]} {number}"
         if isinstance(row, dict) and kind != "parquet":
-            row = _invalid_unicode(json.dumps(row, ensure_ascii=False), where) or row
+            row = _invalid_unicode(json.dumps(row, ensure_ascii=False), location) or row
         if isinstance(row, RowError):
             errors.skip(row)
         elif row is not None:
-            yield where, row
+            yield location, row
     errors.end_file()
 
 
@@ -103,7 +189,7 @@ _UNITS = {"jsonl": "line", "csv": "line", "tsv": "line", "json": "element", "par
 
 
 def _format_of(path: Place, reading: ReadOptions) -> InputFormat:
-    """The format of a file: as the config says, else as its content and its name show.
+    """Return the format of a file: the configured one, else by its content and its name.
 
     Raises:
         StrettoError: not text, or text that may be read in two ways.
@@ -124,7 +210,7 @@ def _format_of(path: Place, reading: ReadOptions) -> InputFormat:
 
 @contextmanager
 def opened(path: Place) -> Generator[IO[bytes]]:
-    """The file's bytes, unpacked; what goes wrong while reading becomes a StrettoError."""
+    """Open a file's bytes, unpacked; errors while reading become a StrettoError."""
     packing = None
     try:
         with path.open("rb") as file:
@@ -144,7 +230,7 @@ def opened(path: Place) -> Generator[IO[bytes]]:
 
 @contextmanager
 def opened_parquet(path: Place) -> Generator[Any]:
-    """A `pyarrow.parquet.ParquetFile`; what goes wrong while reading becomes a StrettoError."""
+    """Open a `pyarrow.parquet.ParquetFile`; errors while reading become a StrettoError."""
     try:
         import pyarrow as arrow  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
@@ -168,12 +254,12 @@ def opened_parquet(path: Place) -> Generator[Any]:
 
 
 def unreadable(path: Place, error: OSError) -> StrettoError:
-    """The error message for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return StrettoError(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions")
 
 
 def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
-    """The file's text in blocks, less a byte-order mark."""
+    """Yield the file's text in blocks, without a byte-order mark."""
     start = 0
     pending = b""
     head = True
@@ -193,7 +279,7 @@ def _decoded(path: Place, file: IO[bytes]) -> Iterator[str]:
 
 
 def _pieces(name: str, blocks: Iterable[str]) -> Iterator[TextPiece]:
-    """One document's blocks of text as pieces."""
+    """Yield one document's blocks of text as pieces."""
     waiting, begun = "", False
     for block in blocks:
         if waiting and block:
@@ -205,11 +291,11 @@ def _pieces(name: str, blocks: Iterable[str]) -> Iterator[TextPiece]:
 
 
 def cut_pieces(pieces: Iterable[TextPiece], cuts_of: Callable[[], ExactCuts | None]) -> Iterator[TextPiece]:
-    """The same documents, in pieces of about `PIECE` characters whose tokens are those of the whole; where no
-    text may be cut, each in one piece.
+    """Yield the same documents in pieces of about `PIECE` characters whose tokens are those of the whole;
+    each in one piece if no text may be cut.
 
     Args:
-        cuts_of: called when a document is long.
+        cuts_of: returns the allowed cuts; called when a document is long.
     """
     cuts, waiting = None, ""
     searched = 0
@@ -232,11 +318,20 @@ def cut_pieces(pieces: Iterable[TextPiece], cuts_of: Callable[[], ExactCuts | No
 
 
 def _rows(path: Place, kind: InputFormat, field: str) -> Iterator[Row]:
-    """The rows of a file of JSON lines, a JSON array or a table; `field` is named in hints."""
+    """Yield the rows of a file of JSON lines, a JSON array or a table; `field` is named in hints."""
     if kind == "jsonl":
         for number, line, error in _lines(path):
-            where = f"{path}, line {number}"
-            yield number, error or (_object(line, where, field) if line.strip() else None)
+            location = f"{path}, line {number}"
+            if error is None and line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as problem:
+                    hint = "write one JSON object a line"
+                    yield number, RowError("not JSON", f"{location}: not JSON ({problem})", hint=hint)
+                else:
+                    yield number, _checked_object(row, location, field)
+            else:
+                yield number, error
     elif kind == "json":
         with opened(path) as file:
             for number, element in enumerate(array_elements(path, _decoded(path, file)), 1):
@@ -246,7 +341,7 @@ def _rows(path: Place, kind: InputFormat, field: str) -> Iterator[Row]:
 
 
 def _lines(path: Place) -> Iterator[tuple[int, str, RowError | None]]:
-    """The lines of a file of UTF-8 text, from 1, and the error of one that is not."""
+    """Yield the lines of a file of UTF-8 text, numbered from 1, and the error of one that is not."""
     offset = 0
     with opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -264,8 +359,8 @@ def _lines(path: Place) -> Iterator[tuple[int, str, RowError | None]]:
 
 
 def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
-    """The rows of a table (RFC 4180; a quoted cell may hold delimiters and line ends), by the names in its
-    first line.
+    """Yield the rows of a table (RFC 4180; a quoted cell may hold delimiters and line ends), by the names in
+    its first line.
     """
     bad = list[RowError]()  # lines of the row that is being read
 
@@ -317,34 +412,15 @@ def _table_rows(path: Place, delimiter: str, field: str) -> Iterator[Row]:
 _QUOTED = 'quote a cell with a delimiter, line end or quotation mark in it, and double its marks: ""'
 
 
-def _object(line: str, where: str, field: str) -> dict[str, Any] | RowError:
-    """The JSON object in a line."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return RowError("not JSON", f"{where}: not JSON ({error})", hint="write one JSON object a line")
-    return _checked_object(row, where, field)
-
-
-def _checked_object(row: object, where: str, field: str) -> dict[str, Any] | RowError:
+def _checked_object(row: object, location: str, field: str) -> dict[str, Any] | RowError:
     if isinstance(row, dict):
         return cast(dict[str, Any], row)
     kind = type(row).__name__
-    return RowError("no object", f"{where}: a JSON {kind}, not an object", hint=f'{{"{field}": ...}}')
-
-
-def _text_in(row: dict[str, Any] | RowError, field: str, where: str) -> str | RowError:
-    """The text in a row's field."""
-    if isinstance(row, RowError):
-        return row
-    value = row.get(field)
-    if not isinstance(value, str):
-        return _no_field(where, field, row)
-    return _invalid_unicode(value, f"{where}: field {field!r}") or value
+    return RowError("no object", f"{location}: a JSON {kind}, not an object", hint=f'{{"{field}": ...}}')
 
 
 def _invalid_unicode(text: str, description: str) -> RowError | None:
-    """The error for text from JSON whose escapes spell half a surrogate pair; None if it is valid."""
+    """Return the error for text from JSON whose escapes spell half a surrogate pair, or None if valid."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -356,31 +432,31 @@ def _invalid_unicode(text: str, description: str) -> RowError | None:
     return None
 
 
-def _no_field(where: str, field: str, row: Iterable[str]) -> RowError:
+def _no_field(location: str, field: str, row: Iterable[str]) -> RowError:
     columns = list(row)
     if field in columns:
         return RowError(
-            "whose field is no text", f"{where}: field {field!r} is not text", hint=_text_field("NAME")
+            "whose field is no text", f"{location}: field {field!r} is not text", hint=_text_field("NAME")
         )
     kind = "without the field"
     if "messages" in columns:
         return RowError(
             kind,
-            f"{where}: no field {field!r}, but messages",
-            hint="conversations: say data.chat=assistant in a config, or --chat assistant",
+            f"{location}: no field {field!r}, but messages",
+            hint="conversations: set data.chat=assistant in a config, or --chat assistant",
         )
     close = nearest(field, columns) or (columns[0] if columns else None)
     hint = f"fields are {', '.join(columns[:8])}: {_text_field(close)}" if close else "it is empty"
-    return RowError(kind, f"{where}: no field {field!r}", hint=hint)
+    return RowError(kind, f"{location}: no field {field!r}", hint=hint)
 
 
 def _text_field(name: str) -> str:
-    """How a config and a command name the field of the text."""
-    return f"say data.text_field={name} in a config, or --text-field {name}"
+    """Return how a config and a command name the field of the text."""
+    return f"set data.text_field={name} in a config, or --text-field {name}"
 
 
 def _parquet_rows(path: Place, columns: list[str] | None) -> Iterator[Row]:
-    """The rows of a Parquet file, with one column of text; None: with all columns, whatever they hold."""
+    """Yield the rows of a Parquet file, with one column of text, or with all columns if None is named."""
     with opened_parquet(path) as file:
         types = {column.name: str(column.type) for column in file.schema_arrow}
         for name in columns or ():

@@ -20,7 +20,7 @@ class RowError(StrettoError):
     """A row that cannot be read.
 
     Attributes:
-        kind: what is wrong, in the words that it is counted under.
+        kind: the kind of error under which the row is counted.
     """
 
     def __init__(self, kind: str, message: str, *, hint: str | None = None) -> None:
@@ -40,9 +40,9 @@ class RowErrors:
     """The rows of a source that could not be read.
 
     Attributes:
-        rows: that were looked at, bad ones included.
-        counts: of those left out, by kind.
-        examples: the messages of the first.
+        rows: number of rows read, bad ones included.
+        counts: number of rows left out, by kind.
+        examples: messages of the first rows left out.
     """
 
     on_error: OnError = "stop"
@@ -53,7 +53,7 @@ class RowErrors:
     _skipped_before: int = 0
 
     def begin_file(self) -> None:
-        """Begin to count the rows of the next file."""
+        """Start counting the rows of the next file."""
         self._rows_before, self._skipped_before = self.rows, self.counts.total()
 
     def skip(self, error: RowError) -> None:
@@ -85,18 +85,18 @@ class RowErrors:
                 hint="look at the file: is it of the format, and are its texts in the field, that you named?",
             )
 
-    def facts(self) -> dict[str, Any] | None:
-        """The counts as stored in a token folder's metadata; None if no row was left out."""
+    def as_dict(self) -> dict[str, Any] | None:
+        """Return the counts for a token folder's metadata, or None if no row was left out."""
         if not self.counts:
             return None
         return {"rows": self.rows, "skipped": dict(self.counts), "examples": self.examples}
 
 
-def describe_skipped(facts: Mapping[str, Any]) -> str:
-    """The counts of `RowErrors.facts` as text."""
-    total, first = sum(facts["skipped"].values()), "; ".join(facts["examples"])
-    return f"{total:,} of {facts['rows']:,} rows left out ({_list(facts['skipped'])}); the first: {first}"
+def describe_skipped(errors: Mapping[str, Any]) -> str:
+    """Return the counts of `RowErrors.as_dict` as text."""
+    total, first = sum(errors["skipped"].values()), "; ".join(errors["examples"])
+    return f"{total:,} of {errors['rows']:,} rows left out ({_list(errors['skipped'])}); the first: {first}"
 
 
 def _list(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda one: -one[1]))
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda item: -item[1]))

@@ -4,7 +4,7 @@ python template_renderer.py SYS_PATH
 
 It imports jinja2 and the standard library alone, closes all files but the socket that is its standard input,
 gives up by resource limits what rendering does not need, and only then reads templates and conversations from
-the socket. It answers with text and ends when the other end is closed. `template_process.py` starts it.
+the socket. It answers with text and ends when the other end is closed. `chat_template.py` starts it.
 """
 
 from __future__ import annotations
@@ -96,15 +96,15 @@ def main() -> None:
 
 
 def limit_resources() -> None:
-    """Give up for good: memory above `MEMORY`, opening files and sockets, writing files, new processes."""
+    """Give up memory above `MEMORY`, opening files and sockets, writing files and new processes for good."""
     limits = [(resource.RLIMIT_NOFILE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]
     if hasattr(resource, "RLIMIT_NPROC"):
         limits.append((resource.RLIMIT_NPROC, 0))
     if sys.platform == "linux":  # elsewhere the limit does not hold, or cannot be set
         limits += [(resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_DATA, MEMORY)]
-    for kind, most in limits:
+    for kind, limit in limits:
         hard = resource.getrlimit(kind)[1]
-        lower = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (lower, lower))
 
 
@@ -116,18 +116,18 @@ def _allow_seconds(seconds: int) -> None:
 
 
 def _read(stream: FileIO) -> bytes:
-    """The next message; empty at the end."""
+    """Return the next message; empty at the end."""
     (length,) = LENGTH.unpack(_exactly(stream, LENGTH.size) or bytes(LENGTH.size))
     return _exactly(stream, length)
 
 
 def _exactly(stream: FileIO, length: int) -> bytes:
     data = bytearray(length)
-    rest = memoryview(data)
-    while rest:
-        if not (count := stream.readinto(rest)):
+    missing = memoryview(data)
+    while missing:
+        if not (count := stream.readinto(missing)):
             return b""
-        rest = rest[count:]
+        missing = missing[count:]
     return bytes(data)
 
 
@@ -135,13 +135,13 @@ def _write(stream: FileIO, answers: Sequence[Answer]) -> None:
     """Send a line of JSON for each answer, then NUL and the texts of all, whose lengths the lines have."""
     lines, texts = zip(*map(_packed, answers), strict=True)
     body = b"\n".join(lines) + b"\0" + b"".join(texts)
-    rest = memoryview(LENGTH.pack(len(body)) + body)
-    while rest:
-        rest = rest[stream.write(rest) :]
+    unsent = memoryview(LENGTH.pack(len(body)) + body)
+    while unsent:
+        unsent = unsent[stream.write(unsent) :]
 
 
 def _packed(answer: Answer) -> tuple[bytes, bytes]:
-    """The line of an answer, and its texts."""
+    """Return the line of an answer, and its texts."""
     try:
         texts = [text.encode() for text, _ in answer.get("samples", ())]
         sizes = [
@@ -156,15 +156,15 @@ def _packed(answer: Answer) -> tuple[bytes, bytes]:
 
 
 class Unaligned(Exception):
-    """What the assistant writes cannot be found in what the template renders."""
+    """The assistant's text cannot be located in the rendered text."""
 
 
 class Renderer:
     """The compiled templates.
 
     Attributes:
-        marks: whether each says by `{% generation %}` what the model writes.
-        tokens: the special tokens that they name, such as `eos_token`.
+        marks: for each template, whether `{% generation %}` blocks mark what the model writes.
+        tokens: the special tokens that the templates name, such as `eos_token`.
     """
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ class Renderer:
         self._seconds: int = opening["seconds"]
 
     def answer(self, line: bytes) -> Answer:
-        """The samples that a conversation makes, or the error."""
+        """Return the samples of a conversation, or the error."""
         try:
             request: dict[str, Any] = json.loads(line)
             _allow_seconds(self._seconds + len(request["messages"]) // 100)
@@ -229,10 +229,11 @@ class Renderer:
 
 
 def by_blocks(rendered: Sample, messages: Sequence[Message], trained: Sequence[bool]) -> Sample:
-    """By the template's `{% generation %}` blocks: all, or those of the messages that are trained on.
+    """Return the sample with the spans of the template's `{% generation %}` blocks: all, or those of the
+    messages that are trained on.
 
     Raises:
-        Unaligned: it cannot be told which block is whose, or the last one leaves out what the message says.
+        Unaligned: blocks and messages cannot be matched, or the last block leaves out text of the message.
     """
     text, spans = rendered
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -251,16 +252,17 @@ def by_blocks(rendered: Sample, messages: Sequence[Message], trained: Sequence[b
 def by_prefixes(
     render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], trained: Sequence[bool]
 ) -> list[Sample]:
-    """By rendering the conversation up to each message that is trained on, with and without it.
+    """Return the samples that result from rendering the conversation up to each message that is trained on,
+    with and without it.
 
-    What a message adds, after the words that open the assistant's turn, is what the model is to write. Turns
-    whose text is a beginning of the longer conversation's are spans of that; if the template renders earlier
-    turns otherwise (without their thoughts, say), a turn is the end of a sample of its own, as when the model
-    wrote it.
+    The text that a message adds, after the words that open the assistant's turn, is the model's to write.
+    Turns whose text is a beginning of the longer conversation's are spans of that; if the template renders
+    earlier turns otherwise (without their thoughts, say), a turn is the end of a sample of its own, as when
+    the model wrote it.
 
     Raises:
-        Unaligned: the template does not continue what comes before a message, leaves out what one says, or
-            does not end it.
+        Unaligned: the template does not continue the text before a message, leaves out text of one, or does
+            not end it.
     """
     samples: list[Sample] = [(render(messages, False), [])]
     for i in reversed([i for i, on in enumerate(trained) if on]):
@@ -279,7 +281,7 @@ def by_prefixes(
 def _turn_start(
     render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], through: str
 ) -> int:
-    """Where the text of the last message begins, after the words that open its turn."""
+    """Return the start of the last message's text, after the words that open its turn."""
     *earlier, _ = messages
     prompt = render(earlier, True)
     if through.startswith(prompt):
@@ -301,7 +303,9 @@ def _turn_start(
 def _end_of_turn(
     render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], through: str
 ) -> str:
-    """What the model is to end the last message with, if the template writes it only once another follows."""
+    """Return the text with which the model is to end the last message, if the template writes it only once
+    another message follows.
+    """
     *earlier, last = messages
     content = (last.get("content") or "").rpartition("</think>")[2].strip()
     calls = last.get("tool_calls")
@@ -324,7 +328,7 @@ def _end_of_turn(
 
 
 def _token(text: str) -> str:
-    """The special token that a text begins with."""
+    """Return the special token that a text begins with."""
     match = re.match(r"<[^<>]+>|\[[^\[\]]+\]", text)
     return match.group() if match and _PROBE not in match.group() else ""
 
@@ -334,15 +338,15 @@ def _probe(role: str) -> Message:
 
 
 def _check_written(messages: Sequence[Message], i: int, written: str) -> None:
-    """Raises Unaligned if a message says what is not in the text that the template writes for it."""
-    message, said = messages[i], list[str]()
+    """Raise Unaligned if text of a message is missing from what the template writes for it."""
+    message, texts = messages[i], list[str]()
     for name in ("content", "reasoning_content", "thinking"):
         if isinstance(text := message.get(name), str):
-            said += re.split("</?think>", text)
+            texts += re.split("</?think>", text)
     for call in message.get("tool_calls") or ():
-        said.append(str((call.get("function") or call).get("name", "")))
+        texts.append(str((call.get("function") or call).get("name", "")))
     squeezed = "".join(written.split())  # templates strip texts
-    for piece in said:
+    for piece in texts:
         if "".join(piece.split()) not in squeezed:
             raise Unaligned(f"message {i + 1} says {piece.strip()[:80]!r}, which the template leaves out")
 
@@ -353,7 +357,7 @@ _MARKER = "stretto_marker"
 
 
 def sandbox(now: datetime) -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox, with the extensions and functions that `transformers` gives templates."""
+    """Return Jinja's sandbox, with the extensions and functions that `transformers` gives templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -370,19 +374,19 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a call that marks its text."""
+        """Return the block as a call that marks its text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("marked", [nodes.Name(_MARKER, "load")])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def marked(self, marker: str, caller: Callable[[], str]) -> str:
-        """The text of the block between marks."""
+        """Return the text of the block between marks."""
         return f"{marker}<{caller()}{marker}>"
 
     @staticmethod
     def is_in(tree: nodes.Template) -> bool:
-        """Whether a template has such a block."""
+        """Return True if a template has such a block."""
         calls = tree.find_all(nodes.ExtensionAttribute)
         return any(call.identifier == _Generation.identifier for call in calls)
 
@@ -394,7 +398,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes of HTML that Jinja's own filter adds."""
+    """Return JSON without the escapes of HTML that Jinja's own filter adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

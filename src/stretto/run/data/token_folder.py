@@ -53,7 +53,7 @@ class Index:
     `skipped` the number of skipped files, `blank` the number of documents left out because they were blank,
     or conversations with nothing to train on; `files` has the checksums of each file per `chunk` bytes.
     `trained` counts the tokens that the mask selects; None: there is no mask, all count. `bad_rows` tells of
-    rows that could not be read (`RowErrors.facts`).
+    rows that could not be read (`RowErrors.as_dict`).
     """
 
     dtype: str

@@ -32,15 +32,15 @@ _MAGIC = (
 
 
 def packing_of(head: bytes) -> str | None:
-    """The program that packed a file, by its first 16 bytes; None: it is not packed."""
+    """Return the program that packed a file, by its first 16 bytes, or None if it is not packed."""
     return next((name for magic, name in _MAGIC if head.startswith(magic)), None)
 
 
 def unpacked(path: object, file: IO[bytes]) -> tuple[IO[bytes], str | None]:
-    """The content of a file, and how it is packed.
+    """Return the content of a file, and the program that packed it, if any.
 
     Raises:
-        StrettoError: it is packed with zstd, whose package is missing.
+        StrettoError: it is packed with zstd and the package is missing.
         EOFError, OSError, zlib.error, lzma.LZMAError, or an error of zstandard: damaged, raised on reading.
     """
     packing = packing_of(file.read(16))
@@ -53,14 +53,14 @@ def unpacked(path: object, file: IO[bytes]) -> tuple[IO[bytes], str | None]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error comes from damaged packed data, not from the disk."""
+    """Return True if an error comes from damaged packed data, not from the disk."""
     if isinstance(error, OSError):
         return error.errno is None and "data stream" in str(error)  # bzip2
     return isinstance(error, EOFError | zlib.error | lzma.LZMAError) or type(error).__name__ == "ZstdError"
 
 
 def _decompressor(path: object, packing: str) -> Callable[[], Any]:
-    """Makes the decompressor of one stream."""
+    """Return a function that creates the decompressor of one stream."""
     if packing == "gzip":
         return lambda: zlib.decompressobj(wbits=31)
     if packing == "bzip2":
@@ -77,7 +77,7 @@ def _decompressor(path: object, packing: str) -> Callable[[], Any]:
 
 
 def _blocks(file: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]:
-    """The content in blocks."""
+    """Yield the content in blocks."""
     stream, data = None, b""
     while data or (data := file.read(_READ)):
         if stream is None or stream.eof:
@@ -95,21 +95,21 @@ class _Unpacked(io.RawIOBase):
     """Blocks of bytes as a file that is read forwards."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._rest = blocks, memoryview(b"")
+        self._blocks, self._buffered = blocks, memoryview(b"")
         self._position = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not len(self._rest):
+        while not len(self._buffered):
             block = next(self._blocks, None)
             if block is None:
                 return 0
-            self._rest = memoryview(block)
-        size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
+            self._buffered = memoryview(block)
+        size = min(len(buffer), len(self._buffered))
+        buffer[:size] = self._buffered[:size]
+        self._buffered = self._buffered[size:]
         self._position += size
         return size
 
@@ -120,7 +120,7 @@ class _Unpacked(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go forwards to a position."""
+        """Skip forwards to a position."""
         if whence != io.SEEK_SET or offset < self._position:
             raise io.UnsupportedOperation("packed files are read forwards")
         while self._position < offset and self.read(min(offset - self._position, 1 << 20)):
