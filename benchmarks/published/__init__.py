@@ -28,7 +28,7 @@ ADAPTERS: Mapping[str, Callable[[Cells], Cells]] = {
 
 
 def adapted(folder: Path, table: str) -> list[tuple[Cells, str]]:
-    """The rows of a table in the columns of `predict`, each with the reason for refusing it, or ""."""
+    """Return the rows of a table in the columns of `predict`, each with the reason for refusing it, or ""."""
     with (folder / f"{table}.csv").open(encoding="utf-8", newline="") as file:
         return [_adapted(ADAPTERS[table], row) for row in csv.DictReader(file)]
 
@@ -41,7 +41,7 @@ def _adapted(adapter: Callable[[Cells], Cells], row: Cells) -> tuple[Cells, str]
 
 
 def predictions(folder: Path, table: str, memory: bool = False) -> list[PredictedRow]:
-    """All rows of a table with their predictions."""
+    """Return all rows of a table with their predictions."""
     rows = adapted(folder, table)
     predicted = predict_rows([cells for cells, why in rows if not why], memory=memory)
     return [

@@ -63,7 +63,7 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
 
 
 def _on_device(row: dict[str, str]) -> bool:
-    """Whether Megatron under ZeRO 3 kept the inputs of recomputed blocks on the device: its script has
+    """Return whether Megatron under ZeRO 3 kept the inputs of recomputed blocks on the device: its script has
     `--checkpoint-in-cpu`, which the runs from number 12 on remove or toggle (experiments/gpt2.md).
     """
     toggled = re.search(r"PA_CPU=(\w)", row["notes"])
@@ -84,7 +84,7 @@ def _degrees(row: dict[str, str]) -> dict[str, str]:
 
 
 def _least(cells: dict[str, str]) -> int:
-    """The least sharding with which the states fit, since the runs evidently fitted."""
+    """Return the least sharding with which the states fit, since the runs evidently fitted."""
     job = read_row({**cells, "zero": "0"})
     least = least_sharing(job.job.shape, job.job.layout, job.cluster, job.job.precision)
     return MODES.index(least) - MODES.index("ddp")

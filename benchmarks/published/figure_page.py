@@ -57,7 +57,7 @@ class _Plot:
 
 
 def figure_svg(comparison: Comparison) -> str:
-    """The figure as an SVG document, light and dark by the reader's setting."""
+    """Return the figure as an SVG document, light and dark by the reader's setting."""
     figure, points = comparison.figure, comparison.points
     panels = list(dict.fromkeys(point.panel for point in points))
     series = list(dict.fromkeys(point.series for point in points))
@@ -97,7 +97,7 @@ def figure_svg(comparison: Comparison) -> str:
 
 
 def summary_line(comparison: Comparison) -> str:
-    """The scores of the predicted step times in one line, and whether they are a test."""
+    """Return the scores of the predicted step times in one line, and whether they are a test."""
     scores, plain = comparison.scores.model, comparison.scores.baseline
     assert scores is not None
     assert plain is not None
@@ -117,13 +117,13 @@ def summary_line(comparison: Comparison) -> str:
 
 
 def _places(points: Sequence[Point]) -> list[str]:
-    """The positions on the horizontal axis: numbers in their order, others as they come."""
+    """Return the positions on the horizontal axis: numbers in their order, others as they come."""
     names = list(dict.fromkeys(point.at for point in points))
     return sorted(names, key=float) if all(name.isdigit() for name in names) else names
 
 
 def _range(points: Sequence[Point]) -> tuple[float, float]:
-    """The ends of the vertical axis: from 0, unless all values are in its upper part."""
+    """Return the ends of the vertical axis: from 0, unless all values are in its upper part."""
     least = min(min(point.low, point.published) for point in points)
     most = max(max(point.high, point.published) for point in points)
     return (0.0 if least < 0.3 * most else least - 0.08 * (most - least)), most + 0.1 * (most - least)
@@ -163,7 +163,7 @@ def _panel(
 
 
 def _series(plot: _Plot, points: Sequence[Point], *, shift: float, look: int, many: int) -> list[str]:
-    """One series: the line of its predictions, then each published point under its prediction."""
+    """Return one series: the line of its predictions, then each published point under its prediction."""
     colour = colours.hexed(colours.SERIES[look])
     line = "L".join(f"{plot.x(p.at, shift):.1f} {plot.y(p.predicted):.1f}" for p in points)
     parts = [
@@ -209,7 +209,7 @@ def _shape(look: int, x: float, y: float, r: float, **attributes: str | float) -
 
 
 def _legend(series: Sequence[str], top: float) -> tuple[list[str], float]:
-    """The series with their shapes, what hollow and filled mean; and the lower edge."""
+    """Return the series with their shapes, what hollow and filled mean; and the lower edge."""
     parts = list[str]()
     x = _MARGIN + 8
     for look, name in enumerate(series):
@@ -233,7 +233,7 @@ def _legend(series: Sequence[str], top: float) -> tuple[list[str], float]:
 
 
 def figure_html(comparison: Comparison) -> str:
-    """A page with the figure and every point in a table; it loads nothing."""
+    """Return a page with the figure and every point in a table; it loads nothing."""
     figure = comparison.figure
     rows = [("at", "series", "layout", "published", "predicted", "interval", "error of the step time")]
     for point in comparison.points:

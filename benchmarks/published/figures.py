@@ -134,7 +134,7 @@ class Comparison:
 
 
 def find_figure(name: str) -> Figure:
-    """The figure of that name.
+    """Return the figure of that name.
 
     Raises:
         StrettoError: no such figure, or one whose measurements are not printed.

@@ -21,7 +21,7 @@ HALF = {"precision": "fp16", "gradients": "same"}
 
 
 def megatron(row: dict[str, str], **cells: str) -> dict[str, str]:
-    """A row with defaults that hold for all these runs, overridden by its own values and by `cells`."""
+    """Return a row with defaults of all these runs, overridden by its own values and by `cells`."""
     return {**MEGATRON, **{name: cell for name, cell in row.items() if cell}, **cells}
 
 
@@ -73,6 +73,6 @@ def split(model_parallel: int, heads: int, node: int) -> dict[str, str]:
 
 
 def fewest_chunks(layers: int, pp: int) -> int:
-    """The smallest number of chunks per rank, above one, with equal numbers of layers."""
+    """Return the smallest number of chunks per rank, above one, with equal numbers of layers."""
     each = layers // pp
     return next(n for n in range(2, each + 1) if each % n == 0)

@@ -144,7 +144,7 @@ def parse_recomputation(text: str) -> Recomputation:
 
 
 def _operators(text: str) -> tuple[Operator, ...]:
-    """The operators that are named, each once."""
+    """Return the operators that are named, each once."""
     inner = re.sub(r"^(?:selective|sel)\b[\s:=]*", "", text)
     parts = [squeezed(part) for part in _CUT.split(inner.strip("()[] "))]
     known: list[Operator] = [_OPERATORS[part] for part in parts if part in _OPERATORS]
@@ -152,7 +152,9 @@ def _operators(text: str) -> tuple[Operator, ...]:
 
 
 def _share(text: str) -> float | None:
-    """The share of blocks that a text names: every 2nd layer, 4 of 8 layers, 4/8 layers, 50%, selective 2."""
+    """Return the share of blocks that a text names: every 2nd layer, 4 of 8 layers, 4/8 layers, 50%,
+    selective 2.
+    """
     every = re.search(r"every\s+(?:(\d+)(?:nd|rd|th)?|(other|second)|(third))\b", text)
     if every:
         return 1 / int(every[1] or (2 if every[2] else 3))
@@ -171,8 +173,8 @@ def _share(text: str) -> float | None:
 
 
 def _blocks(text: str, share: float | None) -> int | None:
-    """The number of blocks that a text names, in Megatron's words "block, 4" or "4 layers"; "uniform, 1" is
-    the size of what is recomputed at once.
+    """Return the number of blocks that a text names, in Megatron's words "block, 4" or "4 layers"; "uniform,
+    1" is the size of what is recomputed at once.
     """
     if share is not None or "uniform" in text:
         return None
@@ -213,7 +215,7 @@ def stated_recomputation(cells: SpelledCells) -> Recomputation | None:
 
 
 def _listed_operators(text: str) -> tuple[Operator, ...]:
-    """The operators of a list, as in "core_attn + mlp".
+    """Return the operators of a list, as in "core_attn + mlp".
 
     Raises:
         StrettoError: a word that is none.

@@ -73,18 +73,18 @@ def fill_software(cells: SpelledCells, device: Device, sequence: int) -> Softwar
 
 
 def _old(device: Device) -> bool:
-    """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
+    """Return whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
     return usual_dtype(device) == "float16"
 
 
 def _named(text: str) -> str | None:
-    """The profile that a text starts with."""
+    """Return the profile that a text starts with."""
     words = re.split(r"[\s(,;:]", text.strip().lower(), maxsplit=1)
     return words[0] if words[0] in software_profiles() else None
 
 
 def _of_date(cells: SpelledCells, date: str, device: Device, sequence: int, kernel: str | None) -> str:
-    """The profile that was usual in a month, if the kernel of attention fits it."""
+    """Return the profile that was usual in a month, if the kernel of attention fits it."""
     software = cells.text("software")
     nvidia = _NVIDIA.search(f"{software} {cells.text('source')}") is not None
     if kernel == "unfused" or (kernel is None and (_old(device) or date < FUSED)):
@@ -104,7 +104,7 @@ def _of_date(cells: SpelledCells, date: str, device: Device, sequence: int, kern
 
 
 def _dated(cells: SpelledCells, device: Device) -> tuple[str, str]:
-    """The month of a row's software, and where it comes from."""
+    """Return the month of a row's software, and where it comes from."""
     for column in ("date", "software", "source"):
         text = cells.text(column)
         month = month_in(text)
@@ -125,8 +125,8 @@ def _short(text: str) -> str:
 
 
 def month_in(text: str) -> str:
-    """The month of software that a text names, as "2023-10": a date, a year (its middle), a version of known
-    software, or, a year earlier, that of a publication. "": it names none.
+    """Return the month of software that a text names, as "2023-10": a date, a year (its middle), a version of
+    known software, or, a year earlier, that of a publication. "": it names none.
     """
     lower = text.lower()
     for dated in (_version(lower), _calendar(lower)):
@@ -143,7 +143,7 @@ def month_in(text: str) -> str:
 
 
 def _calendar(text: str) -> str:
-    """A month that is written out: 2024-11-27, 2024-11, Nov 2024, 27 November 2024."""
+    """Return a month that is written out: 2024-11-27, 2024-11, Nov 2024, 27 November 2024."""
     plain = re.search(r"(?<!\d)(20[12]\d)[-/](0[1-9]|1[0-2])(?!\d)", text)
     if plain:
         return f"{plain[1]}-{plain[2]}"
@@ -155,7 +155,7 @@ def _calendar(text: str) -> str:
 
 
 def _version(text: str) -> str:
-    """The month of a version: NeMo 24.07, nvcr.io pytorch:24.03-py3, PyTorch 2.4."""
+    """Return the month of a version: NeMo 24.07, nvcr.io pytorch:24.03-py3, PyTorch 2.4."""
     container = re.search(
         r"(?:nemo|nvcr|container|pytorch|megatron-bridge|ngc)[^\d]{0,16}(2\d)\.(0[1-9]|1[0-2])(?!\d)", text
     )

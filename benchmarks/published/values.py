@@ -29,17 +29,17 @@ _BESIDE = {"per", "a", "of", "in", "total", "each", "measured", "avg", "mean", "
 
 
 def is_blank(cell: str) -> bool:
-    """Whether a cell says nothing: empty, a dash, "n/a", "not stated"."""
+    """Return whether a cell says nothing: empty, a dash, "n/a", "not stated"."""
     return cell.strip().lower() in _BLANK
 
 
 def is_out_of_memory(cell: str) -> bool:
-    """Whether a cell says in place of a figure that the run failed for lack of memory."""
+    """Return whether a cell says in place of a figure that the run failed for lack of memory."""
     return re.match(r"(?:cuda )?(?:oom|out[- ]of[- ]memory)\b", cell.strip().lower()) is not None
 
 
 def read_number(cell: str, units: Mapping[str, float] | None = None) -> tuple[float, str] | None:
-    """The number at the start of a cell, in the units' first scale, and the unit; None: there is none.
+    """Return the number at the start of a cell, in the units' first scale, and the unit; None: there is none.
 
     Args:
         units: what a word directly behind the number stands for; another word is refused. None: words are
@@ -60,7 +60,7 @@ def read_number(cell: str, units: Mapping[str, float] | None = None) -> tuple[fl
 
 
 def read_flag(cell: str) -> bool | None:
-    """Whether the first word says yes; None: it says neither yes nor no."""
+    """Return whether the first word says yes; None: it says neither yes nor no."""
     words = re.split(r"[\s(,;:]", cell.strip().lower(), maxsplit=1)
     return _FLAGS.get(words[0])
 
@@ -71,8 +71,8 @@ def squeezed(text: str) -> str:
 
 
 def read_choice(cell: str, spellings: Mapping[str, str]) -> str | None:
-    """The choice that a cell names: the whole of it, what stands before a bracket or a comma, or its first
-    word. None: it names none.
+    """Return the choice that a cell names: the whole of it, what stands before a bracket or a comma, or its
+    first word. None: it names none.
 
     Args:
         spellings: choices by their squeezed spellings.

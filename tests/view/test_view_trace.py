@@ -43,7 +43,7 @@ def test_what_is_written_is_read(events: list[TraceEvent], source: str) -> None:
     for ours, theirs in zip(sorted(events, key=key), sorted(back.events, key=key), strict=True):
         assert theirs[2:4] == pytest.approx(ours[2:4], rel=1e-12, abs=1e-12)
     assert sorted(e.thread for e in back.events) == sorted(e.thread for e in events)
-    assert back.held == trace.held
+    assert back.activations == trace.activations
 
 
 @given(st.lists(EVENT, max_size=30))

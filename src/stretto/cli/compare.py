@@ -16,7 +16,7 @@ from stretto.cli.options import ConfigFile, Json, Page, grouped
 from stretto.cli.output import command_app, memory_size, say_no
 from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, text
 from stretto.errors import StrettoError
-from stretto.view.compare_page import Bar, Figure, compare_page
+from stretto.view.compare_page import ComparisonBar, Figure, compare_page
 
 if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
@@ -415,7 +415,7 @@ def _figures(comparison: Comparison) -> list[Figure]:
 
     ranked = comparison.ranked
     times = [
-        Bar(
+        ComparisonBar(
             name=label(result),
             value=result.median,
             low=result.low if result.median is None else result.q1,
@@ -426,7 +426,7 @@ def _figures(comparison: Comparison) -> list[Figure]:
         for result in ranked
     ]
     memories = [
-        Bar(
+        ComparisonBar(
             name=label(result),
             value=result.memory,
             predicted=result.predicted_memory,
@@ -435,7 +435,7 @@ def _figures(comparison: Comparison) -> list[Figure]:
         for result in ranked
     ]
     traffic = [
-        Bar(name=label(result), value=result.traffic, text=memory_size(result.traffic))
+        ComparisonBar(name=label(result), value=result.traffic, text=memory_size(result.traffic))
         for result in ranked
         if result.traffic is not None
     ]

@@ -448,11 +448,11 @@ def _entry(one: Ranked) -> dict[str, Any]:
 
 def show(to: Console, plan: Plan, task: Task, model: str) -> None:
     """Print what is planned, the ranking as a table, and the reasons."""
-    from stretto.view.plan_texts import counts, setting
+    from stretto.view.plan_texts import plan_setting, search_text
 
-    for name, text in setting(task.job, task.cluster, task.assumptions, model).items():
+    for name, text in plan_setting(task.job, task.cluster, task.assumptions, model).items():
         labelled(to, name, text, _INDENT)
-    labelled(to, "search", counts(plan), _INDENT)
+    labelled(to, "search", search_text(plan), _INDENT)
     if plan.widened:
         text = (
             "no conventional layout fits without offload and without ZeRO 2 and 3 in pipelines, so these "

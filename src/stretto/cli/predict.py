@@ -305,7 +305,7 @@ def _interval(held: Bytes) -> dict[str, float]:
 
 def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     """Print time, rates, memory, and a breakdown of the time."""
-    from stretto.view.plan_texts import doubts_text
+    from stretto.view.plan_texts import uncertainty_text
 
     job = estimate.job
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
@@ -317,7 +317,7 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     table.add_row(
         "step time", _seconds(estimate.seconds), f"{_seconds(estimate.low)} to {_seconds(estimate.high)}"
     )
-    table.add_row("", "uncertain by", doubts_text(estimate.widths))
+    table.add_row("", "uncertain by", uncertainty_text(estimate.widths))
     table.add_row(
         "tokens/s",
         f"{estimate.tokens_per_s:,.0f}",

@@ -39,7 +39,7 @@ KINDS: dict[ActionKind, tuple[Rgb, Rgb]] = {
 
 
 def of_stage(stage: int, stages: int) -> Rgb:
-    """The colour of a stage along the ramp."""
+    """Return the colour of a stage along the ramp."""
     position = stage / max(1, stages - 1) * (len(_RAMP) - 1)
     low = min(int(position), len(_RAMP) - 2)
     return mix(_RAMP[low], _RAMP[low + 1], position - low)

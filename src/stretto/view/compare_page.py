@@ -15,13 +15,13 @@ _ROW, _STEP = 20.0, 44.0  # height of a bar, and from one to the next
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class ComparisonBar:
     """One combination in a figure; all values in the figure's unit.
 
     Attributes:
-        value: measured; None: only predicted.
-        low, high: the ends of the whisker.
-        text: the values in words.
+        value: measured value, or None if it is only predicted.
+        low, high: ends of the whisker.
+        text: the values as text.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Figure:
     """Bars on one scale that begins at 0.
 
     Attributes:
-        span: what the whiskers are, such as "quartiles".
-        key: whether the legend is needed.
+        span: meaning of the whiskers, such as "quartiles".
+        key: the legend is needed.
     """
 
     title: str
-    bars: Sequence[Bar]
+    bars: Sequence[ComparisonBar]
     span: str = "quartiles"
     key: bool = True
 
@@ -55,11 +55,11 @@ def compare_page(
     table: Sequence[Sequence[str]],
     others: Sequence[str],
 ) -> str:
-    """The page; it loads nothing.
+    """Return the page; it loads nothing.
 
     Args:
-        lines: what is said first.
-        table: its first row is the header.
+        lines: text above the table.
+        table: rows, of which the first is the header.
         others: combinations without figures, with the reason.
     """
     body = [f"<h2>{escape(title)}</h2>", _lines(lines), table_html(table, "Fastest first; * is the baseline")]
@@ -74,10 +74,10 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """A bar for each measured value, a diamond where it was predicted, and a whisker for what varies."""
+    """Draw a bar for each measured value, a diamond for each prediction, and whiskers."""
     ends = [end for bar in figure.bars for end in (bar.value, bar.high, bar.predicted) if end]
     scale = (_RIGHT - _LEFT) / max(ends, default=1.0)
-    parts = [part for at, bar in enumerate(figure.bars) for part in _bar(bar, at * _STEP + 20, scale)]
+    parts = [part for i, bar in enumerate(figure.bars) for part in _bar(bar, i * _STEP + 20, scale)]
     height = len(figure.bars) * _STEP + 8
     drawing = element(
         "svg",
@@ -92,7 +92,7 @@ def _figure(figure: Figure) -> str:
     return f"<h2>{escape(figure.title)}</h2>{key}<div class='figure'>{drawing}</div>"
 
 
-def _bar(bar: Bar, top: float, scale: float) -> list[str]:
+def _bar(bar: ComparisonBar, top: float, scale: float) -> list[str]:
     middle = top + _ROW / 2
     parts = [
         text_line(bar.name, _LEFT, top - 5, 12, font_weight="bold"),
@@ -121,4 +121,4 @@ def _key(figure: Figure) -> str:
         (f"|&#x2014;| {figure.span}", any(bar.low is not None for bar in bars)),
         ("&#x25C7; predicted", any(bar.predicted is not None for bar in bars)),
     ]
-    return f'<ul class="key">{"".join(f"<li>{text}</li>" for text, there in items if there)}</ul>'
+    return f'<ul class="key">{"".join(f"<li>{text}</li>" for text, shown in items if shown)}</ul>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
@@ -30,12 +30,16 @@ SPAN = "first to last"  # action of the pipeline: without reductions, the optimi
 
 @dataclass(frozen=True)
 class Difference:
-    """Actions of one kind, predicted and measured; means and totals in seconds."""
+    """Actions of one kind.
+
+    Attributes:
+        predicted, measured: seconds of all of them.
+    """
 
     kind: ActionKind
     count: int
-    predicted: float  # total
-    measured: float  # total
+    predicted: float
+    measured: float
 
     @property
     def predicted_mean(self) -> float:
@@ -47,12 +51,12 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Measured over predicted, minus 1; 0 where both are 0, infinite where only the prediction is."""
+        """Measured over predicted, minus 1; 0 if both are 0, infinite if only the prediction is."""
         return _relative(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TimelineComparison:
     """The actions of a step predicted and measured, in seconds, and the differences by kind of action.
 
     Attributes:
@@ -69,39 +73,42 @@ class Comparison:
         return _relative(self.predicted_step, self.measured_step)
 
 
-def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> Comparison:
-    """The differences between two timelines of one program.
+def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> TimelineComparison:
+    """Return the differences between two timelines of one program.
 
-    Forwards and backwards must be the same in both. Other actions, such as sends and reductions, count where
+    Forwards and backwards must be the same in both. Other actions, such as sends and reductions, count if
     both timelines have them; events that are not actions of a program are ignored. A step lasts from the
     first start to the last end of any action.
 
     Raises:
-        StrettoError: an F, B, I or W is missing in one of them, on another rank, or there twice.
+        StrettoError: an F, B, I or W is missing in one of them, on another rank, or occurs twice.
     """
-    ours, theirs = _by_action(predicted, "predicted"), _by_action(measured, "measured")
-    for one, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
-        missing = next((key for key in one if key not in other and key[1].kind.is_compute), None)
+    expected, actual = _by_action(predicted, "predicted"), _by_action(measured, "measured")
+    for spans, others, name in ((expected, actual, "measured"), (actual, expected, "predicted")):
+        missing = next((key for key in spans if key not in others and key[1].kind.is_compute), None)
         if missing is not None:
             raise StrettoError(
-                f"rank {missing[0]} action {missing[1]} is not in the {where} timeline",
+                f"rank {missing[0]} action {missing[1]} is not in the {name} timeline",
                 hint="compare timelines of the same program",
             )
-    totals: dict[ActionKind, list[float]] = {}
-    for key, (start, end) in ours.items():
-        if key in theirs:
-            total = totals.setdefault(key[1].kind, [0, 0.0, 0.0])
-            total[0] += 1
-            total[1] += end - start
-            total[2] += theirs[key][1] - theirs[key][0]
-    kinds = tuple(
-        Difference(k, int(totals[k][0]), totals[k][1], totals[k][2]) for k in ActionKind if k in totals
+    totals: dict[ActionKind, Difference] = {}
+    for key, (start, end) in expected.items():
+        if key in actual:
+            kind, duration = key[1].kind, actual[key][1] - actual[key][0]
+            total = totals.get(kind, Difference(kind, 0, 0.0, 0.0))
+            totals[kind] = Difference(
+                kind, total.count + 1, total.predicted + (end - start), total.measured + duration
+            )
+    kinds = tuple(totals[kind] for kind in ActionKind if kind in totals)
+    predicted_step, measured_step = (
+        max(end for _, end in spans.values()) - min(start for start, _ in spans.values())
+        for spans in (expected, actual)
     )
-    return Comparison(_length(ours.values()), _length(theirs.values()), kinds)
+    return TimelineComparison(predicted_step, measured_step, kinds)
 
 
-def measured_table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A header, a row for every kind of action, and one from first to last; times with units."""
+def measured_table(comparison: TimelineComparison) -> list[tuple[str, ...]]:
+    """Return a header, a row for every kind of action, and one from first to last; times with units."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for kind in comparison.kinds:
         name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
@@ -114,9 +121,10 @@ def measured_table(comparison: Comparison) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class StepPart:
-    """One part of a step, in seconds; None: not predicted, or not timed.
+    """One part of a step.
 
     Attributes:
+        predicted, measured: seconds, or None if not predicted or not timed.
         within: it is contained in the parts before it and does not count in the sum.
     """
 
@@ -127,13 +135,13 @@ class StepPart:
 
 
 def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
-    """A header, a row for each part, and their sum, which is the step; times with units."""
+    """Return a header, a row for each part, and their sum, which is the step; times with units."""
     rows: list[tuple[str, ...]] = [_PARTS_HEAD]
     counted = [part for part in parts if not part.within]
     measured = sum(part.measured or 0.0 for part in counted)
-    known = [part.predicted for part in counted if part.predicted is not None]
-    whole = StepPart("step", sum(known) if known else None, measured)
-    for part in (*parts, whole):
+    predicted = [part.predicted for part in counted if part.predicted is not None]
+    step = StepPart("step", sum(predicted) if predicted else None, measured)
+    for part in (*parts, step):
         rows.append(
             (
                 f"  {part.name}" if part.within else part.name,
@@ -148,8 +156,8 @@ def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
     return rows
 
 
-def measured_text(comparison: Comparison) -> str:
-    """The table as lines of text."""
+def measured_text(comparison: TimelineComparison) -> str:
+    """Return the table as lines of text."""
     return aligned(measured_table(comparison))
 
 
@@ -157,9 +165,9 @@ def measured_panel(
     predicted: Sequence[TraceEvent],
     measured: Sequence[TraceEvent],
     name: str,
-    comparison: Comparison | None = None,
+    comparison: TimelineComparison | None = None,
 ) -> Panel:
-    """Two rows per rank, predicted above measured, each starting at its first action."""
+    """Return two rows per rank, predicted above measured, each starting at its first action."""
     comparison = comparison or compare(predicted, measured)
     longest = max(comparison.predicted_step, comparison.measured_step)
     scale, unit = _unit(longest)
@@ -167,33 +175,27 @@ def measured_panel(
     stages: list[list[int]] = [[] for _ in range(ranks)]
     drawn: list[TimelineBlock] = []
     for track, events in enumerate((predicted, measured)):
-        shown = [(e, a) for e, a in _actions(events) if a.kind in NAMES]
+        shown = [pair for pair in _actions(events) if pair[1].kind in NAMES]
         zero = min((event.start for event, _ in shown), default=0.0)
         for event, action in shown:
             if action.stage not in stages[event.rank]:
                 stages[event.rank].append(action.stage)
             start, end = (event.start - zero) * scale, (event.end - zero) * scale
             drawn.append(TimelineBlock(row=2 * event.rank + track, start=start, end=end, action=action))
-    chunk = {s: at for held in stages for at, s in enumerate(sorted(held))}
-    drawn = [
-        TimelineBlock(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage])
-        for b in drawn
-    ]
-    labels = [PanelRow(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
+    chunk = {stage: i for of_rank in stages for i, stage in enumerate(sorted(of_rank))}
+    drawn = [replace(block, chunk=chunk[block.stage]) for block in drawn]
+    labels = [PanelRow(f"rank {rank} {name}") for rank in range(ranks) for name in ("predicted", "measured")]
     line = (
         f"first to last action: predicted {seconds(comparison.predicted_step)}, measured "
-        f"{seconds(comparison.measured_step)}"
+        f"{seconds(comparison.measured_step)} ({_percent(comparison.relative)})"
     )
-    line += f" ({_percent(comparison.relative)})"
-    most = max(len(held) for held in stages)
-    blocks = tuple(stacked(drawn))
     return Panel(
         title=name,
         line=line,
         rows=tuple(labels),
-        blocks=blocks,
+        blocks=tuple(stacked(drawn)),
         end=longest * scale,
-        chunks=most,
+        chunks=max(map(len, stages)),
         unit=unit,
         tracks=2,
     )
@@ -205,8 +207,8 @@ def measured_html(
     name: str,
     parts: Sequence[StepPart] = (),
 ) -> str:
-    """A page with both timelines of the program `name` on one axis, the parts of the step, and the kinds of
-    action.
+    """Return a page with both timelines of the program `name` on one axis, the parts of the step, and the
+    kinds of action.
     """
     comparison = compare(predicted, measured)
     panel = measured_panel(predicted, measured, name, comparison)
@@ -216,20 +218,20 @@ def measured_html(
 
 
 def seconds(time: float) -> str:
-    """A time with its unit: "1.5 ms"."""
+    """Return a time with its unit: "1.5 ms"."""
     scale, unit = _unit(abs(time))
     return f"{time * scale:.4g} {unit}"
 
 
 def _unit(longest: float) -> tuple[float, str]:
-    """A unit in which such a time is readable, and how many of it make a second."""
+    """Return how many of a unit make a second, and the unit, for a readable time."""
     if longest >= 0.99995 or longest == 0:  # rounds to 1
         return 1.0, "s"
     return (1e3, "ms") if longest >= 0.99995e-3 else (1e6, "us")
 
 
 def _percent(share: float) -> str:
-    """A difference; from twice as much on, as a multiple."""
+    """Return a difference as text; from twice as much on, as a multiple."""
     return f"{share:+.1%}" if share < 1 else f"{1 + share:.3g}x"
 
 
@@ -240,7 +242,7 @@ def _relative(predicted: float, measured: float) -> float:
 
 
 def _actions(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, Action]]:
-    """The events that are actions of a program."""
+    """Return the events that are actions of a program."""
     actions: list[tuple[TraceEvent, Action]] = []
     for event in events:
         try:
@@ -250,21 +252,16 @@ def _actions(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, Action]]:
     return actions
 
 
-def _by_action(events: Iterable[TraceEvent], what: str) -> dict[tuple[int, Action], tuple[float, float]]:
+def _by_action(events: Iterable[TraceEvent], name: str) -> dict[tuple[int, Action], tuple[float, float]]:
     spans: dict[tuple[int, Action], tuple[float, float]] = {}
     for event, action in _actions(events):
         key = (event.rank, action)
         if key in spans and action.kind.is_compute:
             raise StrettoError(
-                f"rank {event.rank} has action {action} twice in the {what} timeline",
+                f"rank {event.rank} has action {action} twice in the {name} timeline",
                 hint="give the events of one step",
             )
         spans[key] = (event.start, event.end)
     if not spans:
-        raise StrettoError(f"the {what} timeline has no action", hint="give the events of one step")
+        raise StrettoError(f"the {name} timeline has no action", hint="give the events of one step")
     return spans
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    both = list(spans)
-    return max(end for _, end in both) - min(start for start, _ in both)

@@ -84,7 +84,7 @@ def blocks(timeline: Timeline) -> list[TimelineBlock]:
 
 
 def stacked(drawn: Sequence[TimelineBlock]) -> list[TimelineBlock]:
-    """The blocks sorted by row and start, with lanes for those that overlap in time."""
+    """Return the blocks sorted by row and start, with lanes for those that overlap in time."""
     done: list[TimelineBlock] = []
     group: list[TimelineBlock] = []
     until = 0.0
@@ -181,7 +181,7 @@ def activation_curves(timeline: Timeline) -> list[Curve]:
 
 
 def peak(curve: Curve) -> float:
-    """The curve's maximum."""
+    """Return the curve's maximum."""
     return max((value for _, value in curve), default=0.0)
 
 
@@ -274,7 +274,7 @@ class Panel:
 
 
 def panel(timeline: Timeline) -> Panel:
-    """A replayed program's panel: one row per rank."""
+    """Return a replayed program's panel: one row per rank."""
     program = timeline.program
     rows = [PanelRow(f"rank {rank}", curve) for rank, curve in enumerate(activation_curves(timeline))]
     drawn = blocks(timeline)
@@ -291,13 +291,13 @@ def panel(timeline: Timeline) -> Panel:
 
 
 def with_path(timeline: Timeline) -> Panel:
-    """A replayed program's panel with its critical path."""
+    """Return a replayed program's panel with its critical path."""
     path: dict[Action, str] = {cause.event.action: cause.reason for cause in timeline.critical_path}
     return replace(panel(timeline), path=path)
 
 
 def highest_peak(panels: Sequence[Panel]) -> float:
-    """The top of the memory curves' common scale."""
+    """Return the top of the memory curves' common scale."""
     return max((peak(row.curve) for panel in panels for row in panel.rows), default=0.0)
 
 
@@ -333,7 +333,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
-    """A header and one row per timeline, as text."""
+    """Return a header and one row per timeline, as text."""
     rows: list[tuple[str, ...]] = [HEAD]
     for timeline in map(figures, timelines):
         rows.append(

@@ -86,13 +86,13 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
 
 
 def left_of(panels: Sequence[Panel]) -> int:
-    """The width of the row labels, in pixels."""
+    """Return the width of the row labels, in pixels."""
     longest = max(len(row.label) for panel in panels for row in panel.rows)
     return max(LEFT, int(22 + 6.6 * longest))
 
 
 def _pitch(panel: Panel) -> int:
-    """The distance between rows."""
+    """Return the distance between rows."""
     return ROW + _GAP + (_CURVE + 4 if any(row.curve for row in panel.rows) else 0)
 
 

@@ -86,60 +86,55 @@ MEMORY: Mapping[str, Look] = {
 
 
 def step_bars(ranking: Sequence[Ranked]) -> str:
-    """One bar per layout: the parts of its step, and the interval expected for a measured step."""
-    longest = max(max(one.estimate.high, sum(one.estimate.parts.values())) for one in ranking)
+    """Draw a bar per layout: the parts of its step, and the interval expected for a measured step."""
+    estimates = [ranked.estimate for ranked in ranking]
+    longest = max(max(estimate.high, sum(estimate.parts.values())) for estimate in estimates)
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     rows: list[str] = []
-    for at, one in enumerate(ranking):
-        rows += _step_row(at, one.estimate, one.layout, scale)
+    for i, (estimate, ranked) in enumerate(zip(estimates, ranking, strict=True)):
+        top, total = i * (_ROW + _GAP) + 18, sum(estimate.parts.values())
+        parts = {
+            name: (value, f"{value:.4g} s", f"{100 * value / total:.1f}% of the step")
+            for name, value in _parts(estimate).items()
+        }
+        rows += _row(top=top, number=f"{i + 1}", label=ranked.layout, parts=parts, looks=PARTS, scale=scale)
+        ends = (_LEFT + value * scale for value in (estimate.low, estimate.high, estimate.seconds))
+        rows.append(_whisker(top, *ends))
+        rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
+        rows.append(text_line(rate, WIDTH - _RIGHT + 8, top + 14, 12))
     about = "Seconds of a step by part, for the best layouts, with the interval of the whole"
     return _figure("steps", len(ranking) * (_ROW + _GAP) + 8, about, rows) + _key(
-        PARTS, {n for r in ranking for n in _parts(r.estimate)}
+        PARTS, {name for estimate in estimates for name in _parts(estimate)}
     )
 
 
 def _parts(estimate: Estimate) -> dict[str, float]:
-    """The parts in the order of a bar, without zeros; unknown ones are summed as other."""
-    known = {name: estimate.parts.get(name, 0.0) for name in PARTS}
-    known["other"] += sum(value for name, value in estimate.parts.items() if name not in PARTS)
-    return {name: value for name, value in known.items() if value > 0}
-
-
-def _step_row(at: int, estimate: Estimate, layout: str, scale: float) -> list[str]:
-    top = at * (_ROW + _GAP) + 18
-    total = sum(estimate.parts.values())
-    parts = {
-        name: (value, f"{value:.4g} s", f"{100 * value / total:.1f}% of the step")
-        for name, value in _parts(estimate).items()
-    }
-    row = _row(top=top, number=f"{at + 1}", label=layout, parts=parts, looks=PARTS, scale=scale)
-    ends = (_LEFT + value * scale for value in (estimate.low, estimate.high, estimate.seconds))
-    row.append(_whisker(top, *ends))
-    rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
-    row.append(text_line(rate, WIDTH - _RIGHT + 8, top + 14, 12))
-    return row
+    """Return the parts in the order of a bar, without zeros; those without a colour are summed as other."""
+    parts = {name: estimate.parts.get(name, 0.0) for name in PARTS}
+    parts["other"] += sum(value for name, value in estimate.parts.items() if name not in PARTS)
+    return {name: value for name, value in parts.items() if value > 0}
 
 
 def _whisker(top: float, low: float, high: float, mid: float) -> str:
-    """An interval under a bar, with a mark at the value itself."""
+    """Draw an interval under a bar, with a mark at the value itself."""
     y = top + _ROW + 5
     return element("path", d=f"M{low:.1f} {y - 3}v6m0-3H{high:.1f}m0-3v6M{mid:.1f} {y - 3}v6", class_="range")
 
 
 def device_memory_bars(ranking: Sequence[Ranked]) -> str:
-    """One bar per layout: its fullest rank, with the interval of the device's memory, beside the device's."""
+    """Draw a bar per layout: its fullest rank, the interval of the device's memory, and the device's size."""
     rows = list[_Bar]()
-    for place, one in enumerate(ranking, 1):
-        fit = one.estimate.memory
+    fits = [ranked.estimate.memory for ranked in ranking]
+    for number, (fit, ranked) in enumerate(zip(fits, ranking, strict=True), 1):
         if fit is not None:
             fullest = max(fit.ranks, key=lambda rank: rank.total)
-            rows.append(_memory_bar(f"{place}", one.layout, fullest, fit, interval=True))
-    capacity = next((one.estimate.memory.capacity for one in ranking if one.estimate.memory), inf)
+            rows.append(_memory_bar(f"{number}", ranked.layout, fullest, fit, interval=True))
+    capacity = next((fit.capacity for fit in fits if fit), inf)
     return _memory("devices", rows, capacity, "Memory of the fullest rank of each layout by kind")
 
 
 def memory_bars(fit: Fit) -> str:
-    """One bar per pipeline rank of a layout, at its fullest moment, beside the device's memory."""
+    """Draw a bar per pipeline rank of a layout, at its fullest moment, and the device's memory."""
     rows = [
         _memory_bar(
             f"{rank.rank}", f"pipeline rank {rank.rank}, fullest during {rank.at}", rank, fit, interval=False
@@ -154,29 +149,30 @@ class _Bar:
     """The memory of one rank.
 
     Attributes:
-        held: bytes by kind.
-        interval: low and high of the whole; None: not drawn.
-        verdict: shown behind the number.
+        sizes: bytes by kind.
+        interval: low and high of the sum, or None if not drawn.
+        verdict: text behind the number.
     """
 
     number: str
     label: str
-    held: Mapping[str, float]
+    sizes: Mapping[str, float]
     interval: tuple[float, float] | None
     verdict: str
 
     @property
-    def whole(self) -> float:
-        """Bytes, drawn."""
-        return sum(self.held.values())
+    def total(self) -> float:
+        """Bytes that are drawn."""
+        return sum(self.sizes.values())
 
 
 def _memory_bar(number: str, label: str, rank: RankMemory, fit: Fit, *, interval: bool) -> _Bar:
-    beside = max(0.0, fit.device.mid - fit.allocated.mid)
+    sizes = {name: float(getattr(rank, name)) for name in MEMORY if name != "beside tensors"}
+    sizes["beside tensors"] = max(0.0, fit.device.mid - fit.allocated.mid)
     return _Bar(
         number=number,
         label=label,
-        held={**_held(rank), "beside tensors": beside},
+        sizes=sizes,
         interval=(fit.device.low, fit.device.high) if interval else None,
         verdict=fit.verdict if interval else "",
     )
@@ -184,21 +180,21 @@ def _memory_bar(number: str, label: str, rank: RankMemory, fit: Fit, *, interval
 
 def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str:
     limit = capacity if capacity != inf else 0.0
-    most = max(max(bar.whole, *(bar.interval or (0.0,))) for bar in bars)
+    fullest = max(max(bar.total, *(bar.interval or (0.0,))) for bar in bars)
     # exact to the end of the longest, and to the device's line unless that is far away
-    longest = max(most, min(limit, 1.5 * most), 1.0)
+    longest = max(fullest, min(limit, 1.5 * fullest), 1.0)
     scale = (WIDTH - _LEFT - _RIGHT) / (1.02 * longest)
     of_limit = f" of {limit / GIB:.3g}" if limit else ""
     low = len(bars) > _MANY
     pitch = 16.0 if low else _ROW + _GAP
     rows: list[str] = []
-    for at, bar in enumerate(bars):
+    for i, bar in enumerate(bars):
         parts = {
-            kind: (size, f"{size / GIB:.3g} GiB", f"{100 * size / bar.whole:.1f}%")
-            for kind, size in bar.held.items()
+            kind: (size, f"{size / GIB:.3g} GiB", f"{100 * size / bar.total:.1f}%")
+            for kind, size in bar.sizes.items()
             if size
         }
-        top = at * pitch + 18
+        top = i * pitch + 18
         rows += _row(
             top=top,
             number=bar.number,
@@ -209,8 +205,8 @@ def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str
             height=12.0 if low else _ROW,
         )
         if bar.interval is not None:
-            rows.append(_whisker(top, *(_LEFT + size * scale for size in (*bar.interval, bar.whole))))
-        ends = f"{bar.whole / GIB:.3g}{of_limit} GiB {bar.verdict}".strip()
+            rows.append(_whisker(top, *(_LEFT + size * scale for size in (*bar.interval, bar.total))))
+        ends = f"{bar.total / GIB:.3g}{of_limit} GiB {bar.verdict}".strip()
         rows.append(text_line(ends, WIDTH - _RIGHT + 8, top + (10 if low else 14), 12))
     if limit and limit <= 1.02 * longest:
         x = _LEFT + limit * scale
@@ -219,12 +215,8 @@ def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str
             f"the device's {limit / GIB:.3g} GiB", x - 4, 11, 11, class_="limit-text", text_anchor="end"
         )
         rows.append(label)
-    kinds = {kind for bar in bars for kind, size in bar.held.items() if size}
+    kinds = {kind for bar in bars for kind, size in bar.sizes.items() if size}
     return _figure(name, len(bars) * pitch + 14, about, rows) + _key(MEMORY, kinds)
-
-
-def _held(rank: RankMemory) -> dict[str, float]:
-    return {name: float(getattr(rank, name)) for name in MEMORY if name != "beside tensors"}
 
 
 def _row(
@@ -236,10 +228,10 @@ def _row(
     scale: float,
     height: float = _ROW,
 ) -> list[str]:
-    """A bar: number, label above it, and its parts, named where the name has room.
+    """Draw a bar: number, label above it, and its parts, named if the name has room.
 
     Args:
-        parts: by name: length, value in words, share in words.
+        parts: length, value and share as texts, by name.
     """
     middle = top + 0.7 * height
     shapes = [text_line(number, _LEFT - 8, middle, 12, text_anchor="end", font_weight="bold")]
@@ -250,40 +242,30 @@ def _row(
         attributes = {"data-name": name, "data-of": label, "data-value": text_of, "data-share": share}
         extra = "".join(f' {key}="{escape(text)}"' for key, text in attributes.items())
         # exact to the thousandth of a pixel, so that bars are as long as their parts
-        place = f'x="{x:.3f}" y="{top:g}" width="{value * scale:.3f}" height="{height:g}"'
+        position = f'x="{x:.3f}" y="{top:g}" width="{value * scale:.3f}" height="{height:g}"'
         fill, over = _fills(looks[name])
-        shapes.append(f'<rect class="part" {place} fill="{fill}"{extra}/>')
+        shapes.append(f'<rect class="part" {position} fill="{fill}"{extra}/>')
         if over:
-            shapes.append(f'<rect class="over-part" {place} fill="{over}"/>')
+            shapes.append(f'<rect class="over-part" {position} fill="{over}"/>')
         if height >= _ROW and value * scale >= _LETTER * len(name) + 10:
-            shapes.append(_part_label(name, x + value * scale / 2, middle, looks[name]))
+            # with an edge of the part's colour, so that its pattern does not disturb
+            look, style = looks[name], {"class_": "on-idle"}
+            if look is not None:
+                outline = f"fill:{colours.text_on(look[0])};stroke:{colours.hexed(look[0])}"
+                style = {"class_": "on-part", "style": outline}
+            centre = x + value * scale / 2
+            shapes.append(text_line(name, centre, middle, 12, text_anchor="middle", **style))
         x += value * scale
     return shapes
 
 
 def _fills(look: Look) -> tuple[str, str]:
-    """The fill of a part, and of the pattern over it, "" for none."""
+    """Return the fill of a part, and of the pattern over it, or "" without one."""
     if look is None:
         return "url(#idle)", ""
     colour, pattern = look
     ink = "light" if colours.text_on(colour) == "#ffffff" else "dark"
     return colours.hexed(colour), f"url(#{pattern}-{ink})" if pattern else ""
-
-
-def _part_label(name: str, x: float, y: float, look: Look) -> str:
-    """The part's name on it, with an edge of the part's colour so that its pattern does not disturb."""
-    if look is None:
-        return text_line(name, x, y, 12, text_anchor="middle", class_="on-idle")
-    colour = colours.hexed(look[0])
-    return text_line(
-        name,
-        x,
-        y,
-        12,
-        text_anchor="middle",
-        class_="on-part",
-        style=f"fill:{colours.text_on(look[0])};stroke:{colour}",
-    )
 
 
 def _figure(name: str, height: float, about: str, parts: Sequence[str]) -> str:
@@ -295,7 +277,9 @@ def _key(looks: Mapping[str, Look], shown: set[str]) -> str:
     for name, look in looks.items():
         if name in shown:
             fill, over = _fills(look)
-            rects = "".join(f'<rect width="14" height="14" fill="{each}"/>' for each in (fill, over) if each)
+            rects = "".join(
+                f'<rect width="14" height="14" fill="{paint}"/>' for paint in (fill, over) if paint
+            )
             items.append(
                 f'<li><svg class="swatch" width="14" height="14" aria-hidden="true">{rects}</svg>{name}</li>'
             )
@@ -314,16 +298,17 @@ _TRIANGLE: Rgb = (196, 98, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class ScatterAxes:
     """GiB and seconds to pixels; seconds on a logarithmic scale."""
 
-    least: float
-    most: float
+    smallest: float
+    largest: float
     fast: float
     slow: float
 
     def x(self, gib: float) -> float:
-        return _PLOT_LEFT + (gib - self.least) / (self.most - self.least) * (WIDTH - _PLOT_LEFT - _PLOT_RIGHT)
+        share = (gib - self.smallest) / (self.largest - self.smallest)
+        return _PLOT_LEFT + share * (WIDTH - _PLOT_LEFT - _PLOT_RIGHT)
 
     def y(self, seconds: float) -> float:
         share = log10(seconds / self.fast) / log10(self.slow / self.fast)
@@ -331,8 +316,12 @@ class Axes:
 
 
 def front(tried: Sequence[Evaluated]) -> list[int]:
-    """The Pareto front of time and memory among layouts that fit, by memory."""
-    usable = [i for i, one in enumerate(tried) if one.verdict != "does not fit" and not one.lower_bound]
+    """Return the Pareto front of time and memory among layouts that fit, by memory."""
+    usable = [
+        i
+        for i, candidate in enumerate(tried)
+        if candidate.verdict != "does not fit" and not candidate.lower_bound
+    ]
     best: list[int] = []
     for i in sorted(usable, key=lambda i: (tried[i].memory, tried[i].seconds)):
         if not best or tried[i].seconds < tried[best[-1]].seconds:
@@ -343,7 +332,7 @@ def front(tried: Sequence[Evaluated]) -> list[int]:
 def scatter(
     tried: Sequence[Evaluated], capacity: float, ranking: Sequence[str]
 ) -> tuple[str, dict[str, Any]]:
-    """The figure, and the data of its points as columns in the order of `tried`.
+    """Return the figure, and the data of its points as columns in the order of `tried`.
 
     Args:
         capacity: bytes of a device.
@@ -351,34 +340,37 @@ def scatter(
     """
     axes = _axes(tried, capacity)
     # layouts far beyond the device's memory are drawn at the edge
-    places = [(min(axes.x(one.memory / GIB), WIDTH - 8), axes.y(one.seconds)) for one in tried]
+    points = [
+        (min(axes.x(candidate.memory / GIB), WIDTH - 8), axes.y(candidate.seconds)) for candidate in tried
+    ]
     line = front(tried)
     parts = _grid(axes, capacity)
     if line:
-        steps = [f"{places[i][0]:.1f} {places[i][1]:.1f}" for i in line]
+        steps = [f"{points[i][0]:.1f} {points[i][1]:.1f}" for i in line]
         parts.append(element("path", d="M" + "L".join(steps), class_="front"))
-    parts += [_point(one, *at) for one, at in zip(tried, places, strict=True)]
-    named = {one.layout: at for one, at in zip(tried, places, strict=True)}
+    parts += [_mark(candidate.verdict, *point) for candidate, point in zip(tried, points, strict=True)]
+    named = {candidate.layout: point for candidate, point in zip(tried, points, strict=True)}
     parts += _numbers([named[layout] for layout in ranking if layout in named])
     on_front = set(line)
-    facts = {
-        "x": [round(x, 1) for x, _ in places],
-        "y": [round(y, 1) for _, y in places],
-        "layout": [one.layout for one in tried],
-        "seconds": [f"{one.seconds:.4g} s" for one in tried],
-        "memory": [f"{'at least ' * one.lower_bound}{one.memory / GIB:.3g} GiB" for one in tried],
-        "verdict": [one.verdict for one in tried],
+    data = {
+        "x": [round(x, 1) for x, _ in points],
+        "y": [round(y, 1) for _, y in points],
+        "layout": [candidate.layout for candidate in tried],
+        "seconds": [f"{candidate.seconds:.4g} s" for candidate in tried],
+        "memory": [
+            f"{'at least ' * candidate.lower_bound}{candidate.memory / GIB:.3g} GiB" for candidate in tried
+        ],
+        "verdict": [candidate.verdict for candidate in tried],
         "front": [int(i in on_front) for i in range(len(tried))],
     }
     about = f"{len(tried)} candidates by memory of the fullest device and time of a step"
-    return _svg("scatter", WIDTH, HEIGHT, about, parts), facts
+    return _svg("scatter", WIDTH, HEIGHT, about, parts), data
 
 
 def points_key(tried: Sequence[Evaluated]) -> str:
-    """The legend of the points: of verdicts that occur, by shape and colour."""
-    names = [
-        verdict for verdict in ("fits", "tight", "does not fit") if verdict in {o.verdict for o in tried}
-    ]
+    """Return the legend of the points: of verdicts that occur, by shape and colour."""
+    present = {candidate.verdict for candidate in tried}
+    names = [verdict for verdict in ("fits", "tight", "does not fit") if verdict in present]
     items = [f"<li>{_swatch(_mark(name, 7.0, 7.0))}{name}</li>" for name in names]
     items.append(f"<li>{_swatch(element('circle', cx=7, cy=7, r=6, class_='best'))}first of the ranking</li>")
     items.append(
@@ -391,12 +383,8 @@ def _swatch(content: str) -> str:
     return f'<svg class="figure" width="14" height="14" aria-hidden="true">{content}</svg>'
 
 
-def _point(one: Evaluated, x: float, y: float) -> str:
-    return _mark(one.verdict, x, y)
-
-
 def _mark(verdict: str, x: float, y: float) -> str:
-    """A circle for what fits, a triangle for what is tight, a cross for what does not fit."""
+    """Draw a circle if a layout fits, a triangle if it is tight, a cross if it does not fit."""
     if verdict == "does not fit":
         return element("path", d=f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6", class_="point over")
     if verdict == "tight":
@@ -405,13 +393,13 @@ def _mark(verdict: str, x: float, y: float) -> str:
     return element("circle", cx=x, cy=y, r=4.2, class_="point mark", fill=colours.hexed(_CIRCLE))
 
 
-def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
-    """A ring around the first of the ranking, and the numbers of those that leave each other room."""
-    if not places:
+def _numbers(points: Sequence[tuple[float, float]]) -> list[str]:
+    """Draw a ring around the first of the ranking, and the numbers of those that leave each other room."""
+    if not points:
         return []
-    parts = [element("circle", cx=places[0][0], cy=places[0][1], r=8, class_="best")]
+    parts = [element("circle", cx=points[0][0], cy=points[0][1], r=8, class_="best")]
     used = list[tuple[float, float]]()
-    for number, (x, y) in enumerate(places, 1):
+    for number, (x, y) in enumerate(points, 1):
         if all(abs(x - u) > 18 or abs(y - v) > 13 for u, v in used):
             parts.append(text_line(f"{number}", x + 10, y + 4, 12, font_weight="bold"))
             used.append((x, y))
@@ -431,19 +419,20 @@ def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str
     )
 
 
-def _axes(tried: Sequence[Evaluated], capacity: float) -> Axes:
+def _axes(tried: Sequence[Evaluated], capacity: float) -> ScatterAxes:
     room = capacity / GIB
-    held = [one.memory / GIB for one in tried] or [1.0]
-    most = max(held)
+    sizes = [candidate.memory / GIB for candidate in tried] or [1.0]
+    largest, low = max(sizes), min(sizes)
     if room < inf:
         # layouts that need many times the device's memory would squeeze the others
-        most = room if most <= room else min(most, 1.5 * room)
-    least = max(0.0, min(held) - 0.1 * (most - min(held))) if min(held) > 0.4 * most else 0.0
-    seconds = [one.seconds for one in tried] or [1.0]
-    return Axes(least=least, most=1.05 * most, fast=0.94 * min(seconds), slow=1.06 * max(seconds))
+        largest = room if largest <= room else min(largest, 1.5 * room)
+    smallest = max(0.0, low - 0.1 * (largest - low)) if low > 0.4 * largest else 0.0
+    seconds = [candidate.seconds for candidate in tried] or [1.0]
+    fast, slow = 0.94 * min(seconds), 1.06 * max(seconds)
+    return ScatterAxes(smallest=smallest, largest=1.05 * largest, fast=fast, slow=slow)
 
 
-def _grid(axes: Axes, capacity: float) -> list[str]:
+def _grid(axes: ScatterAxes, capacity: float) -> list[str]:
     low, right = HEIGHT - _PLOT_BOTTOM, WIDTH - _PLOT_RIGHT
     parts = [
         text_line(
@@ -456,16 +445,16 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
         )
     ]
     parts.append(text_line("seconds of a step", _PLOT_LEFT, 12, 12, class_="quiet", text_anchor="middle"))
-    step = _step(axes.most - axes.least)
-    for at in range(ceil(axes.least / step), floor(axes.most / step) + 1):
-        x = axes.x(at * step)
+    step = _step(axes.largest - axes.smallest)
+    for i in range(ceil(axes.smallest / step), floor(axes.largest / step) + 1):
+        x = axes.x(i * step)
         parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="grid"))
-        parts.append(text_line(f"{at * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
+        parts.append(text_line(f"{i * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
     for seconds in _ticks(axes.fast, axes.slow):
         y = axes.y(seconds)
         parts.append(element("path", d=f"M{_PLOT_LEFT} {y:.1f}H{right}", class_="grid"))
         parts.append(text_line(f"{seconds:g}", _PLOT_LEFT - 8, y + 4, 11, class_="quiet", text_anchor="end"))
-    if capacity / GIB <= axes.most:
+    if capacity / GIB <= axes.largest:
         x = axes.x(capacity / GIB)
         parts.insert(
             0, element("rect", x=x, y=_PLOT_TOP, width=right - x, height=low - _PLOT_TOP, fill="url(#idle)")
@@ -476,18 +465,18 @@ def _grid(axes: Axes, capacity: float) -> list[str]:
     return parts
 
 
-def _step(most: float) -> float:
-    """A round step that makes at most ten."""
-    base = 10.0 ** floor(log10(most / 10))
-    return next(base * factor for factor in (1, 2, 5, 10) if most / (base * factor) <= 10)
+def _step(length: float) -> float:
+    """Return a round step that divides a length into at most ten."""
+    base = 10.0 ** floor(log10(length / 10))
+    return next(base * factor for factor in (1, 2, 5, 10) if length / (base * factor) <= 10)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between, five or so, on a logarithmic axis."""
+    """Return about five round numbers in between, on a logarithmic axis."""
     decades = log10(high / low)
     if decades < 0.7:
         step = _step((high - low) * 1.5)
-        return [float(f"{at * step:.6g}") for at in range(ceil(low / step), floor(high / step) + 1)]
+        return [float(f"{i * step:.6g}") for i in range(ceil(low / step), floor(high / step) + 1)]
     factors = (1, 2, 5) if decades < 3 else (1,)
     decade = range(floor(log10(low)), ceil(log10(high)) + 1)
     return [float(f"{f * 10.0**d:.6g}") for d in decade for f in factors if low <= f * 10.0**d <= high]

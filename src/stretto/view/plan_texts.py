@@ -1,4 +1,4 @@
-"""What a plan is about and how its layouts differ, in the words that text and page share."""
+"""Texts of a plan that terminal and page share: its setting, its search, and how layouts differ."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GIB = 2**30
 _SMALL = 0.003  # share of the first layout's step below which a difference is not shown
 
 
-def setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: str) -> dict[str, str]:
-    """What a plan is for, by name: model, batch, cluster, node, network, software."""
+def plan_setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: str) -> dict[str, str]:
+    """Return the setting of a plan by name: model, batch, cluster, node, network, software."""
     size = count_parameters(job.shape).total
     count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     devices = cluster.devices or cluster.node
@@ -44,8 +44,8 @@ def _link(link: Link) -> str:
     return f"{link.kind} {link.bandwidth / 1e9:.4g} GB/s".strip()
 
 
-def counts(plan: Plan) -> str:
-    """How much of the space was examined, and how certain the first is."""
+def search_text(plan: Plan) -> str:
+    """Return how much of the space was examined, and how certain the first layout is."""
     text = f"{plan.candidates:,} candidates, {plan.replayed:,} replayed, {plan.feasible:,} fit"
     text += f", {plan.seconds:.1f} s"
     if not plan.complete:
@@ -55,35 +55,29 @@ def counts(plan: Plan) -> str:
     return text
 
 
-def doubts_text(widths: Mapping[str, float]) -> str:
-    """How uncertain a step is, by source, as a share of it: the largest first."""
-    known = sorted(widths.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {100 * width:.0f}%" for name, width in known if width >= 0.005)
+def uncertainty_text(widths: Mapping[str, float]) -> str:
+    """Return how uncertain a step is, by source, as a share of it: the largest first."""
+    ordered = sorted(widths.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * width:.0f}%" for name, width in ordered if width >= 0.005)
 
 
 def differences(ranking: Sequence[Ranked]) -> list[tuple[str, ...]]:
-    """The seconds that each layout needs more than the first, by part: a table that begins with its header.
-
-    Parts that differ nowhere by much are summed as the rest.
+    """Return the seconds that each layout needs more than the first, by part: a table that begins with its
+    header. Parts that differ nowhere by much are summed as the rest.
     """
-    first, *others = (one.estimate for one in ranking)
-    large = [
-        name
-        for name in PARTS
-        if any(
-            abs(one.parts.get(name, 0.0) - first.parts.get(name, 0.0)) > _SMALL * first.seconds
-            for one in others
-        )
+    best = ranking[0].estimate
+    changes = [
+        {name: ranked.estimate.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in PARTS}
+        for ranked in ranking[1:]
     ]
+    large = [name for name in PARTS if any(abs(change[name]) > _SMALL * best.seconds for change in changes)]
     rows: list[tuple[str, ...]] = [("", "layout", "step", *large, "rest")]
-    digits = 3 if first.seconds >= 1 else 5
-    for place, (ranked, one) in enumerate(zip(ranking[1:], others, strict=True), 2):
-        changes = [one.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in large]
-        whole = one.seconds - first.seconds
-        cells = [_change(change, digits) for change in (whole, *changes, whole - sum(changes))]
-        rows.append((str(place), ranked.layout, *cells))
+    digits = 3 if best.seconds >= 1 else 5
+    for rank, (ranked, change) in enumerate(zip(ranking[1:], changes, strict=True), 2):
+        step, parts = ranked.estimate.seconds - best.seconds, [change[name] for name in large]
+        cells = (
+            "0" if round(seconds, digits) == 0 else f"{seconds:+.{digits}f}"
+            for seconds in (step, *parts, step - sum(parts))
+        )
+        rows.append((str(rank), ranked.layout, *cells))
     return rows
-
-
-def _change(seconds: float, digits: int) -> str:
-    return "0" if round(seconds, digits) == 0 else f"{seconds:+.{digits}f}"

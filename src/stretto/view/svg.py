@@ -41,7 +41,7 @@ text {{ fill: #e6edf3; }}
 
 
 def element(name: str, body: str = "", /, **attributes: str | float) -> str:
-    """One element; `_` in an attribute's name stands for `-`, a trailing one is dropped (`class_`)."""
+    """Return one element; `_` in an attribute's name stands for `-`, a trailing one is dropped (`class_`)."""
     pairs = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items()
     )
@@ -49,12 +49,12 @@ def element(name: str, body: str = "", /, **attributes: str | float) -> str:
 
 
 def text_line(text: str, x: float, y: float, size: float = 12, **attributes: str | float) -> str:
-    """A line of text with its baseline at y."""
+    """Return a line of text with its baseline at y."""
     return element("text", escape(text), x=x, y=y, font_size=size, **attributes)
 
 
 def page(width: float, height: float, title: str, about: str, parts: list[str], definitions: str = "") -> str:
-    """A whole document; `about` describes the picture for screen readers."""
+    """Return a whole document; `about` describes the picture for screen readers."""
     ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=6, class_="ground")
     head = [
         element("title", escape(title)),
@@ -87,7 +87,7 @@ _FAMILIES = "DejaVu Sans"
 
 
 def png_of(svg: str, zoom: float = 2.0) -> bytes:
-    """One of our SVG pictures as PNG, with the light background; `zoom` pixels for each pixel of the picture.
+    """Return an SVG picture of this module as PNG, on the light ground, with `zoom` pixels for each of its own.
 
     Raises:
         StrettoError: the renderer is not installed, or `zoom` makes the picture too large for it.

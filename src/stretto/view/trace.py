@@ -32,9 +32,9 @@ _INSIDE = 1e-9
 
 
 def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Point]]:
-    """Start and end of the arrow of every message between two ranks.
+    """Yield start and end of the arrow of every message between two ranks.
 
-    From send to receive where both are in the trace and the message takes time; otherwise from the forward or
+    From send to receive if both are in the trace and the message takes time; otherwise from the forward or
     backward that produces the message to the one that consumes it.
 
     Args:
@@ -109,16 +109,22 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of all ranks, with the program's name and whether they are a "replay" or "measured"."""
+    """Events of all ranks.
+
+    Attributes:
+        name: name of the program.
+        source: "replay" or "measured".
+        activations: by rank, the activations held over time in seconds.
+    """
 
     events: tuple[TraceEvent, ...]
     name: str
     source: str = "replay"
-    held: Mapping[int, Curve] = field(default_factory=dict[int, Curve])  # by rank: (seconds, held)
+    activations: Mapping[int, Curve] = field(default_factory=dict[int, Curve])
 
 
 def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
-    """A replayed program's trace; a unit of its costs lasts `second` seconds."""
+    """Return a replayed program's trace; a unit of its costs lasts `second` seconds."""
     events = tuple(
         TraceEvent(
             event.rank,
@@ -137,10 +143,10 @@ def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
 
 
 def write_trace(trace: Trace) -> str:
-    """The trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
+    """Return the trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
     threads, shown = _threads(trace.events)
     events: list[dict[str, Any]] = []
-    for rank in sorted({event.rank for event in trace.events} | set(trace.held)):
+    for rank in sorted({event.rank for event in trace.events} | set(trace.activations)):
         events.append(_named("process_name", rank, 0, name=f"rank {rank}"))
         events.append(_named("process_sort_index", rank, 0, sort_index=rank))
     for (rank, name), thread in threads.items():
@@ -161,7 +167,7 @@ def write_trace(trace: Trace) -> str:
                 "tid": thread,
             }
             events.append({**flow, "ts": time * _US, **({"bp": "e"} if phase == "f" else {})})
-    for rank, curve in trace.held.items():
+    for rank, curve in trace.activations.items():
         for time, value in curve:
             counter = {"name": _COUNTER, "ph": "C", "pid": rank, "tid": 0, "ts": time * _US}
             events.append({**counter, "args": {"microbatches": value}})
@@ -180,8 +186,8 @@ def read_trace(text: str) -> Trace:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise StrettoError(f"{where}: {error.msg}", hint="is it a trace file?") from None
+        position = f"line {error.lineno} column {error.colno}"
+        raise StrettoError(f"{position}: {error.msg}", hint="is it a trace file?") from None
     except (RecursionError, ValueError) as error:
         raise StrettoError(f"the text is not a trace: {error}") from None
     about = data.get("otherData") if isinstance(data, dict) else None
@@ -199,24 +205,24 @@ def read_trace(text: str) -> Trace:
         raise StrettoError("traceEvents is missing or not a list", hint="write the file again")
     events: list[TraceEvent] = []
     curves: dict[int, list[tuple[float, float]]] = {}
-    for at, row in enumerate(cast(list[Any], rows)):
-        where = f"traceEvents[{at}]"
+    for i, row in enumerate(cast(list[Any], rows)):
+        path = f"traceEvents[{i}]"
         if not isinstance(row, dict):
-            raise StrettoError(f"{where} is {row!r}, must be an object")
+            raise StrettoError(f"{path} is {row!r}, must be an object")
         if row.get("ph") == "X":
-            start = _time(where, row, "ts")
-            end = start + _time(where, row, "dur")
-            name, thread = _text(where, row, "name"), _text(where, row, "cat")
-            events.append(TraceEvent(_rank(where, row), name, start / _US, end / _US, thread))
+            start = _time(path, row, "ts")
+            end = start + _time(path, row, "dur")
+            name, thread = _text(path, row, "name"), _text(path, row, "cat")
+            events.append(TraceEvent(_rank(path, row), name, start / _US, end / _US, thread))
         elif row.get("ph") == "C" and row.get("name") == _COUNTER:
-            value = _time(f"{where}.args", row.get("args") or {}, "microbatches")
-            curves.setdefault(_rank(where, row), []).append((_time(where, row, "ts") / _US, value))
-    held = {rank: tuple(curve) for rank, curve in curves.items()}
-    return Trace(tuple(events), str(about.get("name", "")), str(about["source"]), held)
+            value = _time(f"{path}.args", row.get("args") or {}, "microbatches")
+            curves.setdefault(_rank(path, row), []).append((_time(path, row, "ts") / _US, value))
+    activations = {rank: tuple(curve) for rank, curve in curves.items()}
+    return Trace(tuple(events), str(about.get("name", "")), str(about["source"]), activations)
 
 
 def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], list[tuple[TraceEvent, int]]]:
-    """Threads on which no two events overlap: the number of each (rank, name), and of each event.
+    """Return threads on which no two events overlap: the number of each (rank, name), and of each event.
 
     Viewers show overlapping events of one thread as nested calls.
     """
@@ -225,7 +231,7 @@ def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], 
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lanes = ends.setdefault((event.rank, event.thread), [])
         slack = 1e-12 + 1e-13 * abs(event.start)  # rounding
-        lane = next((at for at, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
+        lane = next((lane for lane, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
         lanes[lane : lane + 1] = [event.end]
         placed.append((event, event.thread if lane == 0 else f"{event.thread} {lane + 1}"))
     numbers: dict[tuple[int, str], int] = {}
@@ -238,12 +244,12 @@ def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], 
     return numbers, [(event, numbers[event.rank, name]) for event, name in placed]
 
 
-def _named(what: str, rank: int, thread: int, **arguments: str | int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": arguments}
+def _named(kind: str, rank: int, thread: int, **arguments: str | int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": arguments}
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Stage, kind and microbatch, where the text is an action's."""
+    """Return stage, kind and microbatch, if the text is an action's."""
     try:
         stage, kind, microbatch = parse_action(text)
     except StrettoError:
@@ -251,22 +257,22 @@ def _arguments(text: str) -> dict[str, Any]:
     return {"stage": stage, "kind": str(kind), "microbatch": microbatch}
 
 
-def _time(where: str, row: Mapping[str, Any], key: str) -> float:
+def _time(path: str, row: Mapping[str, Any], key: str) -> float:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
-        raise StrettoError(f"{where}.{key} is {value!r}, must be a number of at least 0")
+        raise StrettoError(f"{path}.{key} is {value!r}, must be a number of at least 0")
     return float(value)
 
 
-def _text(where: str, row: Mapping[str, Any], key: str) -> str:
+def _text(path: str, row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise StrettoError(f"{where}.{key} is {value!r}, must be text")
+        raise StrettoError(f"{path}.{key} is {value!r}, must be text")
     return value
 
 
-def _rank(where: str, row: Mapping[str, Any]) -> int:
+def _rank(path: str, row: Mapping[str, Any]) -> int:
     value = row.get("pid")
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StrettoError(f"{where}.pid is {value!r}, must be a rank")
+        raise StrettoError(f"{path}.pid is {value!r}, must be a rank")
     return value

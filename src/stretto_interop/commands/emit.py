@@ -24,7 +24,7 @@ from stretto.run.config.job import job_of
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.spec.job import Job
 from stretto.spec.presets import find_shape
-from stretto.view.plan_texts import counts
+from stretto.view.plan_texts import search_text
 from stretto_interop.frameworks.fields import PATHS, values_of
 from stretto_interop.frameworks.mapping import Framework, Reading, emit, read
 from stretto_interop.frameworks.prices import better, overlapped, price, task_for
@@ -239,7 +239,7 @@ def show_priced(to: Console, result: Priced) -> None:
     if result.overlapped is not None:
         change = _change(result.overlapped, result.today)
         labelled(to, "overlap", f"{change} with gradients reduced during the backward", _INDENT)
-    labelled(to, "search", f"layouts of {result.framework.title}: {counts(result.plan)}", _INDENT)
+    labelled(to, "search", f"layouts of {result.framework.title}: {search_text(result.plan)}", _INDENT)
     if not result.faster:
         labelled(to, "", "nothing was found that is faster by more than 1% and fits", _INDENT)
         return
