@@ -87,7 +87,7 @@ _FAMILIES = "DejaVu Sans"
 
 
 def png_of(svg: str, zoom: float = 2.0) -> bytes:
-    """Return an SVG picture of this module as PNG, on the light ground, with `zoom` pixels for each of its own.
+    """Return an SVG picture of this module as PNG, on the light ground, `zoom` pixels for each of its own.
 
     Raises:
         StrettoError: the renderer is not installed, or `zoom` makes the picture too large for it.
