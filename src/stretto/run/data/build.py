@@ -73,7 +73,7 @@ def build(
     replace: bool = False,
     progress: Report | None = None,
 ) -> TokenFolder:
-    """The token folder of `source`, built unless it exists already.
+    """Return the token folder of `source`, built unless it exists already.
 
     `source`: `python-stdlib`, files, directories or globs (see `find_corpus`). The result is at `out`, or in
     `cache` (default `cache_dir()`) under its fingerprint. A byte-level BPE of up to `vocab` tokens is trained
@@ -157,9 +157,9 @@ def build_megatron(
     if ready is not None:
         _ = ready.boundaries
     corpus = find_corpus(sources, reading)
-    if not replace and (there := megatron_prefix(str(prefix))) is not None:
+    if not replace and (existing := megatron_prefix(str(prefix))) is not None:
         raise StrettoError(
-            f"{there}: there is a Megatron dataset already",
+            f"{existing}: there is a Megatron dataset already",
             hint="name another --out, or replace it with --force",
         )
     report = progress or (lambda _: None)
@@ -179,7 +179,7 @@ def _report_bad_rows(target: Path, bad_rows: Mapping[str, Any] | None) -> None:
 
 @contextmanager
 def _writing(target: Path) -> Generator[None]:
-    """What goes wrong while files are written becomes a StrettoError."""
+    """Turn an OSError while files are written into a StrettoError."""
     try:
         yield
     except OSError as error:
@@ -197,8 +197,8 @@ def shared_tokenizer(
     reading: ReadOptions | None = None,
     progress: Report | None = None,
 ) -> Path:
-    """A file in the cache with a tokenizer for several sources: `tokenizer`, or one trained on all of them
-    unless it exists already.
+    """Return a file in the cache with a tokenizer for several sources: `tokenizer`, or one trained on all of
+    them unless it exists already.
 
     Raises:
         StrettoError: bad source, text or vocabulary.
@@ -215,9 +215,9 @@ def shared_tokenizer(
             tokenizer = _train(corpus, vocab, progress or (lambda _: None))
         assert tokenizer is not None
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{key}.{os.getpid()}.new"  # several processes may do the same at once
-        tokenizer.save(beside)
-        beside.replace(path)
+        temporary = folder / f"{key}.{os.getpid()}.new"  # several processes may do the same at once
+        tokenizer.save(temporary)
+        temporary.replace(path)
     return path
 
 
@@ -233,13 +233,13 @@ def _tokens_key(tokenizer: Tokenizer | None, vocab: int, end: Boundary | None, b
 
 
 def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) -> str:
-    """Fingerprint of the files (path, size, version) and of the settings."""
+    """Return the fingerprint of the files (path, size, version) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.version) for file in corpus.files]
     more = [] if conversations is None else [conversations.key]
-    facts = json.dumps(
+    settings = json.dumps(
         [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
     )
-    return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
 
 
 def _check_target(target: Path) -> None:
@@ -275,6 +275,7 @@ def _check_source(target: Path, sources: list[str]) -> None:
 
 
 def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
+    """Train a tokenizer on the corpus."""
     report(BuildProgress(stage="train tokenizer", characters=0, total=min(corpus.size, TRAINING_CHARACTERS)))
     return Tokenizer.train(corpus.sample(TRAINING_CHARACTERS), vocab)
 
@@ -282,17 +283,17 @@ def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
 def _encoded(
     pieces: Iterable[TextPiece], tokenizer: Tokenizer
 ) -> Iterator[tuple[list[TextPiece], list[NDArray[np.uint32]]]]:
-    """Pieces in batches, and the ids of each. While the library encodes a batch, the next is read, and the
-    one before it is with the caller.
+    """Yield pieces in batches, and the ids of each. While the library encodes a batch, the next is read, and
+    the one before it is with the caller.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="encode") as thread:
         batch = list[TextPiece]()
-        coming: Future[list[NDArray[np.uint32]]] = thread.submit(list)
+        encoded: Future[list[NDArray[np.uint32]]] = thread.submit(list)
         for following in in_batches(pieces, lambda piece: len(piece.text)):
-            later = thread.submit(tokenizer.encode_batch, [piece.text for piece in following])
-            yield batch, coming.result()
-            batch, coming = following, later
-        yield batch, coming.result()
+            submitted = thread.submit(tokenizer.encode_batch, [piece.text for piece in following])
+            yield batch, encoded.result()
+            batch, encoded = following, submitted
+        yield batch, encoded.result()
 
 
 def _encode(
@@ -328,12 +329,12 @@ def _encode_conversations(
     """Encode all conversations into `writer`; those with nothing to train on are counted as blank."""
     characters = 0
     for batch in conversations.encoded(corpus, tokenizer):
-        for one in batch:
-            if any(one.trained[1:]):  # the first token is never predicted
-                writer.add_masked(one.ids, one.trained)
+        for sample in batch:
+            if any(sample.trained[1:]):  # the first token is never predicted
+                writer.add_masked(sample.ids, sample.trained)
             else:
                 writer.blank += 1
-            characters += one.characters
+            characters += sample.characters
         report(
             BuildProgress(
                 stage="encode",

@@ -34,7 +34,7 @@ _LOOKAHEAD = "(?=.)"
 
 
 class UnsupportedRuleError(ValueError):
-    """A tokenizer has a rule of which nothing is known here, such as an anchor or a look behind."""
+    """A tokenizer has an unsupported rule, such as an anchor or a look behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class WordPattern:
             raise UnsupportedRuleError(pattern)
 
     def joins(self, before: str, after: str) -> bool:
-        """Whether a match may hold the two characters side by side, or look ahead between them."""
+        """Return True if a match may hold the two characters side by side, or look ahead between them."""
         if self._folds and max(len(before.casefold()), len(after.casefold())) > 1:
             return True  # a character like the German sharp s may stand for two of the expression
         return any(
@@ -91,7 +91,7 @@ class WordPattern:
         )
 
     def takes(self, character: str) -> bool:
-        """Whether the character is within a match wherever it stands."""
+        """Return True if the character is always within a match."""
         return not self._part.nullable and any(
             _matches(atom, character) and not any(_matches(other, character) for other in others)
             for atom, others in self._part.alone
@@ -133,15 +133,15 @@ class WordPattern:
         while (match := _REPEATED.match(self._pattern, self._at)) is not None:
             self._at = match.end()
             sign = match[0][0]
-            least = int(match[1]) if sign == "{" else int(sign == "+")
+            minimum = int(match[1]) if sign == "{" else int(sign == "+")
             if sign != "?" and not (sign == "{" and match[1] == "1" and not match[2]):
                 self._pairs.update(product(part.last, part.first))
             part = _Part(
-                nullable=part.nullable or least == 0,
+                nullable=part.nullable or minimum == 0,
                 first=part.first,
                 last=part.last,
-                alone=part.alone if least <= 1 else frozenset(),
-                plain=part.plain or least == 0,
+                alone=part.alone if minimum <= 1 else frozenset(),
+                plain=part.plain or minimum == 0,
                 possessive=part.possessive | (part.first if match[0][-1] == "+" != match[0] else frozenset()),
             )
         return part
@@ -225,7 +225,7 @@ def _splitter(atom: str) -> Split:
 
 @cache
 def _matches(atom: str, character: str) -> bool:
-    """Whether an atom matches a character."""
+    """Return True if an atom matches a character."""
     return not _splitter(atom).pre_tokenize_str(character)
 
 
@@ -244,7 +244,7 @@ between them; None: the text must not be cut there."""
 
 @dataclass(frozen=True)
 class ExactCuts:
-    """Where texts may be cut for one tokenizer."""
+    """The places at which texts may be cut for one tokenizer."""
 
     encode: Callable[[str], Sequence[int]]
     stages: Sequence[Stage]
@@ -253,7 +253,7 @@ class ExactCuts:
 
     @classmethod
     def of(cls, inner: tokenizers.Tokenizer) -> ExactCuts | None:
-        """Those of a tokenizer that takes special tokens for text; None where no text may be cut."""
+        """Return the cuts of a tokenizer that treats special tokens as text; None if no text may be cut."""
         added = [token for token in inner.get_added_tokens_decoder().values() if not token.special]
         if any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
@@ -276,7 +276,7 @@ class ExactCuts:
         return cls(encode, stages, _Model(inner).joins)
 
     def allows(self, before: str, after: str) -> bool:
-        """Whether texts may be cut between two characters."""
+        """Return True if texts may be cut between two characters."""
         pair, ends = (before, after), False
         for stage in self.stages:
             if (result := stage(pair)) is None:
@@ -285,7 +285,7 @@ class ExactCuts:
         return ends or not self.joined(pair)
 
     def last(self, text: str, start: int, stop: int) -> int | None:
-        """The last place from `start` to `stop` at which the text may be cut; None: there is none."""
+        """Return the last place from `start` to `stop` at which the text may be cut, or None."""
         for at in range(stop, start - 1, -1):
             pair = text[at - 1], text[at]
             if pair not in self.allowed:
@@ -299,19 +299,19 @@ class ExactCuts:
 
 @cache
 def trained_cuts() -> ExactCuts | None:
-    """Those of every tokenizer that is trained here."""
+    """Return the cuts of every tokenizer that is trained here."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
     return ExactCuts.of(inner)
 
 
 def _rule(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as its file has it."""
+    """Return a part of a tokenizer as its file has it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _parts(rule: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
-    """The steps of a rule that may be a sequence of them."""
+    """Return the steps of a rule that may be a sequence of them."""
     if rule is None:
         return []
     if rule["type"] != "Sequence":
@@ -325,7 +325,7 @@ def _added_tokens(contents: Sequence[str]) -> Stage:
 
 
 def _rewriting(rule: dict[str, Any]) -> Stage:
-    """The stage of a normalizer."""
+    """Return the stage of a normalizer."""
     kind = rule["type"]
     if kind in ("NFC", "NFD", "NFKC", "NFKD"):
         return lambda pair: (
@@ -343,7 +343,7 @@ def _rewriting(rule: dict[str, Any]) -> Stage:
 
 
 def _word_stages(rule: dict[str, Any], absent: Set[str]) -> list[Stage]:
-    """The stages of a pre-tokenizer; `absent`: characters that a text has no longer."""
+    """Return the stages of a pre-tokenizer; `absent`: characters that the normalizers remove from texts."""
     kind = rule["type"]
     if kind == "Split":
         text: str = rule["pattern"].get("String", "")
@@ -355,8 +355,8 @@ def _word_stages(rule: dict[str, Any], absent: Set[str]) -> list[Stage]:
     if kind == "Digits":
         return [_matching(r"\p{N}" if rule["individual_digits"] else r"\p{N}+")]
     if kind == "ByteLevel":
-        words = [_matching(_BYTE_LEVEL_WORDS)] if rule.get("use_regex", True) else []
-        return [_spaced_bytes, *words, _in_bytes] if rule["add_prefix_space"] else [*words, _in_bytes]
+        matcher = [_matching(_BYTE_LEVEL_WORDS)] if rule.get("use_regex", True) else []
+        return [_spaced_bytes, *matcher, _in_bytes] if rule["add_prefix_space"] else [*matcher, _in_bytes]
     if kind == "Metaspace":
         return [_metaspace(rule["replacement"], rule.get("split", True))]
     raise UnsupportedRuleError(f"pre-tokenizer {kind}")
@@ -367,10 +367,10 @@ def _literal(character: str) -> str:
 
 
 def _matching(pattern: str) -> Stage:
-    words = WordPattern(pattern)
+    matcher = WordPattern(pattern)
 
     def stage(pair: Pair) -> tuple[Pair, bool] | None:
-        return None if words.joins(*pair) else (pair, any(map(words.takes, pair)))
+        return None if matcher.joins(*pair) else (pair, any(map(matcher.takes, pair)))
 
     return stage
 
@@ -410,8 +410,8 @@ class _Model:
         return {pair for token in self._vocab for pair in pairwise(token)}
 
     def joins(self, pair: Pair) -> bool:
-        """Whether characters side by side may be in one token: of a BPE only if they are so in an entry of
-        its vocabulary.
+        """Return True if characters side by side may be in one token: in a BPE only if an entry of its
+        vocabulary has them side by side.
         """
         model = self._inner.model
         if not isinstance(model, models.BPE) or any(getattr(model, name) for name in _NOT_BY_PAIRS):

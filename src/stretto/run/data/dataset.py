@@ -355,7 +355,7 @@ def windows(
 
     for source in {*sources}:
         if source.cached:
-            firsts = [start for one, start in zip(sources, starts, strict=True) if one is source]
+            firsts = [start for owner, start in zip(sources, starts, strict=True) if owner is source]
             source.need([range(start, end_of(start)) for start in firsts])
     rows = [source.tokens[start : end_of(start)] for source, start in zip(sources, starts, strict=True)]
     if stop is None:

@@ -142,8 +142,8 @@ def _partitioned_spans(lengths: Denoising, bits: NDArray[np.uint64]) -> tuple[In
     """Return the number of remaining tokens before each span, and the lengths of the spans: int64 [samples,
     spans] each.
     """
-    kept = _partition(bits[:, : lengths.kept - 1], lengths.spans)
-    return np.cumsum(kept, axis=1), _partition(bits[:, lengths.kept : -1], lengths.spans)
+    remaining = _partition(bits[:, : lengths.kept - 1], lengths.spans)
+    return np.cumsum(remaining, axis=1), _partition(bits[:, lengths.kept : -1], lengths.spans)
 
 
 def _partition(bits: NDArray[np.uint64], parts: int) -> Ints:

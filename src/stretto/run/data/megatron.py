@@ -41,19 +41,19 @@ _UINT16_BELOW = 65_500
 """Vocabularies that Megatron's builder writes as uint16; larger ones as int32."""
 _CHUNK = 1 << 24  # ids or entries that are checked at a time
 _FETCHED = 1 << 20  # the same, where they are at a URL
-_BESIDE, _CONFIG = ".tokenizer.json", ".tokenizer_config.json"
+_TOKENIZER_SUFFIX, _CONFIG_SUFFIX = ".tokenizer.json", ".tokenizer_config.json"
 
 
 P = TypeVar("P", bound=Place)
 
 
-def beside(prefix: P, suffix: str) -> P:
-    """The file of a dataset with this suffix."""
+def dataset_file(prefix: P, suffix: str) -> P:
+    """Return the file of a dataset with a suffix."""
     return cast(P, prefix.with_name(prefix.name + suffix))
 
 
 def check_halves(prefix: Place) -> None:
-    """Raise StrettoError where one of the two files is missing."""
+    """Raise StrettoError if one of the two files is missing."""
     if (half := missing_half(prefix)) is not None:
         raise StrettoError(
             f"{half[0]}: missing, and {half[1]} alone is half of a Megatron dataset",
@@ -63,14 +63,14 @@ def check_halves(prefix: Place) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetVocabulary:
-    """What a dataset itself does not say.
+    """The vocabulary of a dataset, which its files do not describe.
 
     Attributes:
-        size: ids are below it.
-        tokenizer: its file or folder; None: not known.
+        size: number of ids.
+        tokenizer: file or folder of the tokenizer, or None if it is unknown.
         endoftext: the id that ends a document; None without a tokenizer, or if its files do not name it.
-        begin_of_text: the id that begins one, if one does.
-        fingerprint: of the tokenizer.
+        begin_of_text: the id that begins a document, or None.
+        fingerprint: fingerprint of the tokenizer, or None.
     """
 
     size: int
@@ -89,18 +89,18 @@ class DatasetVocabulary:
         end: Boundary | None = None,
         begin: Boundary | None = None,
     ) -> DatasetVocabulary:
-        """That of a tokenizer: the one named, else the one that `stretto data build` left beside the dataset;
-        without either, `size` ids.
+        """Return the vocabulary of a tokenizer: the one named, else the one that `stretto data build` left
+        next to the dataset; without either, `size` ids.
 
         Args:
-            end: the token that ends a document; None: the tokenizer's.
+            end: the token that ends a document; None for the tokenizer's.
             begin: likewise.
 
         Raises:
             StrettoError: none of the three, or not a tokenizer, or one without a token that is named.
         """
-        kept = beside(prefix, _BESIDE)
-        path = kept if tokenizer is None and kept.is_file() else tokenizer
+        saved = dataset_file(prefix, _TOKENIZER_SUFFIX)
+        path = saved if tokenizer is None and saved.is_file() else tokenizer
         if path is not None:
             loaded = load_tokenizer(path, end, begin)
             try:
@@ -122,8 +122,8 @@ class DatasetVocabulary:
                 f"{prefix}: a Megatron dataset does not say what vocabulary its ids are of",
                 hint="name its tokenizer with data.tokenizer, or only the number of ids with model.vocab=N",
             )
-        ids = [None if one is None else token_number(one) for one in (end, begin)]
-        if any(id_ is None and one for id_, one in zip(ids, (end, begin), strict=True)):
+        ids = [None if token is None else token_number(token) for token in (end, begin)]
+        if any(id_ is None and token for id_, token in zip(ids, (end, begin), strict=True)):
             raise StrettoError(
                 f"{prefix}: its tokenizer is not known, so the tokens around a text are named by their ids",
                 hint="such as data.end_of_text=0, or name the tokenizer with data.tokenizer",
@@ -135,7 +135,7 @@ class MegatronDataset(TokenSource):
     """An open indexed dataset, mapped into memory, or read by blocks from a URL.
 
     Attributes:
-        sequences: number of those that documents consist of.
+        sequences: number of sequences, of which documents consist.
     """
 
     def __init__(self, prefix: Place, vocabulary: DatasetVocabulary) -> None:
@@ -151,13 +151,13 @@ class MegatronDataset(TokenSource):
         self.begin_of_text = vocabulary.begin_of_text
         self.fingerprint = vocabulary.fingerprint
         self.mask = self.trained = None
-        self._index = _Index(beside(prefix, IDX))
+        self._index = _Index(dataset_file(prefix, IDX))
         self.sequences, self.dtype = len(self._index.lengths), self._index.dtype
-        self._ids = self._index.map_ids(beside(prefix, BIN))
+        self._ids = self._index.map_ids(dataset_file(prefix, BIN))
         self.tokens, self.offsets = self._ids, self._index
-        most = _FETCHED if isinstance(prefix, RemotePath) else _CHUNK
-        for start in {0, max(0, len(self._ids) - most)}:
-            self._check_ids(start, most)
+        limit = _FETCHED if isinstance(prefix, RemotePath) else _CHUNK
+        for start in {0, max(0, len(self._ids) - limit)}:
+            self._check_ids(start, limit)
 
     def __reduce__(self) -> tuple[object, ...]:
         return MegatronDataset, (self.path, self._vocabulary)
@@ -168,7 +168,7 @@ class MegatronDataset(TokenSource):
         Raises:
             StrettoError: the first fault.
         """
-        self._index.check(whole=True)
+        self._index.check(full=True)
         for start in range(0, len(self._ids), _CHUNK):
             self._check_ids(start)
 
@@ -199,7 +199,7 @@ class MegatronDataset(TokenSource):
             at = int(np.argmax(wrong))
             of = self._vocabulary.tokenizer or f"model.vocab={self.vocab}"
             raise StrettoError(
-                f"{beside(self.path, BIN)}: token {start + at} is {ids[at]}, outside the vocabulary of"
+                f"{dataset_file(self.path, BIN)}: token {start + at} is {ids[at]}, outside the vocabulary of"
                 f" {self.vocab} ({of})",
                 hint="name the tokenizer that made these ids with data.tokenizer, or their number with"
                 " model.vocab",
@@ -218,9 +218,9 @@ class _Index:
         modes_at = documents_at + 8 * boundaries
         size = path.stat().st_size
         if size not in (modes_at, modes_at + sequences):
-            what = "truncated" if size < modes_at else "too long"
+            problem = "truncated" if size < modes_at else "too long"
             raise StrettoError(
-                f"{path}: {what}: {size} bytes, {modes_at} belong to {sequences} sequences and"
+                f"{path}: {problem}: {size} bytes, {modes_at} belong to {sequences} sequences and"
                 f" {boundaries - 1} documents",
                 hint="copy it again",
             )
@@ -235,10 +235,10 @@ class _Index:
             )
         self.tokens = (int(self._pointers[-1]) // self._item) + int(self.lengths[-1])
         self._checked = _FETCHED if isinstance(path, RemotePath) else _CHUNK
-        self.check(whole=sequences <= self._checked)
+        self.check(full=sequences <= self._checked)
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
-        """The type of the ids, the number of sequences and that of document boundaries."""
+        """Return the type of the ids, the number of sequences and that of document boundaries."""
         head = read_head(self._path, _HEADER.size)
         if not head.startswith(MAGIC):
             older = head.startswith(b"TNTIDX")
@@ -268,45 +268,44 @@ class _Index:
         return np.dtype(_TYPES[code]), sequences, boundaries
 
     def map_ids(self, path: Place) -> LazyArray:
-        """The ids in the `.bin`: [tokens]."""
+        """Return the ids in the `.bin`: [tokens]."""
         size, expected = path.stat().st_size, self.tokens * self._item
         if size != expected:
-            what = "truncated" if size < expected else "too long"
+            problem = "truncated" if size < expected else "too long"
             raise StrettoError(
-                f"{path}: {what}: {size} bytes, and {self._path.name} describes {expected}",
+                f"{path}: {problem}: {size} bytes, and {self._path.name} describes {expected}",
                 hint="copy it again" if size < expected else f"name the .bin that {self._path.name} is of",
             )
         return mapped(path, self.dtype)
 
-    def check(self, *, whole: bool) -> None:
-        """Check that sequences and documents follow one another; not `whole`: the first and last of them."""
+    def check(self, *, full: bool) -> None:
+        """Check that sequences and documents follow one another; without `full` only the first and last of
+        them.
+        """
         sequences, boundaries = len(self.lengths), len(self._documents)
-        most = self._checked
-        for start in range(0, sequences, most) if whole else {0, sequences - min(sequences, most)}:
-            lengths = self.lengths[start : start + most].astype(np.int64)
-            pointers = self._pointers[start : start + most]
-            following = np.append(pointers[1:], self._end(start + len(lengths)))
+        limit = self._checked
+        for start in range(0, sequences, limit) if full else {0, sequences - min(sequences, limit)}:
+            lengths = self.lengths[start : start + limit].astype(np.int64)
+            pointers = self._pointers[start : start + limit]
+            last = start + len(lengths)
+            end = self.tokens * self._item if last == sequences else int(self._pointers[last])
+            following = np.append(pointers[1:], end)
             wrong = (lengths < 0) | (following - pointers != lengths * self._item)
             if start == 0:
                 wrong[0] |= pointers[0] != 0
             if wrong.any():
                 raise self._damaged("sequence", start + int(np.argmax(wrong)))
-        for start in range(0, boundaries, most) if whole else {0, boundaries - min(boundaries, most)}:
-            documents = self._documents[max(0, start - 1) : start + most]
+        for start in range(0, boundaries, limit) if full else {0, boundaries - min(boundaries, limit)}:
+            documents = self._documents[max(0, start - 1) : start + limit]
             wrong = np.append(documents[0] < 0, np.diff(documents) < 0) | (documents > sequences)
             if wrong.any():
                 raise self._damaged("document", start + int(np.argmax(wrong)))
         if (int(self._documents[0]), int(self._documents[-1])) != (0, sequences):
             raise self._damaged("document", boundaries - 1)
 
-    def _end(self, sequence: int) -> int:
-        """The byte at which a sequence begins, or the last one ends."""
-        last = sequence == len(self._pointers)
-        return self.tokens * self._item if last else int(self._pointers[sequence])
-
-    def _damaged(self, what: str, number: int) -> StrettoError:
+    def _damaged(self, kind: str, index: int) -> StrettoError:
         return StrettoError(
-            f"{self._path}: corrupt: {what} {number} does not follow the one before it",
+            f"{self._path}: corrupt: {kind} {index} does not follow the one before it",
             hint="copy it again, or build it again",
         )
 
@@ -395,7 +394,7 @@ class MegatronWriter:
                 + np.arange(self.documents + 1, dtype="<i8").tobytes()
             )
             index.close()
-        self._tokenizer.save(self._partial.path / _BESIDE)
-        (self._partial.path / _CONFIG).write_bytes(self._tokenizer.config_bytes({}))
-        for suffix in (_BESIDE, _CONFIG, BIN, IDX):
-            (self._partial.path / suffix).replace(beside(self._prefix, suffix))
+        self._tokenizer.save(self._partial.path / _TOKENIZER_SUFFIX)
+        (self._partial.path / _CONFIG_SUFFIX).write_bytes(self._tokenizer.config_bytes({}))
+        for suffix in (_TOKENIZER_SUFFIX, _CONFIG_SUFFIX, BIN, IDX):
+            (self._partial.path / suffix).replace(dataset_file(self._prefix, suffix))

@@ -55,7 +55,7 @@ class MixtureOrder:
 
     Args:
         phases: by increasing start, the first at sample 0; the weights are >= 0, and not all 0.
-        seed: of the places within slots.
+        seed: seed of the places within slots.
 
     Raises:
         StrettoError: a positive weight below a 131,072nd of their sum, which would never come up.
@@ -74,43 +74,40 @@ class MixtureOrder:
             self._before.append(self._drawn(number, start))
 
     def drawn(self, samples: int) -> NDArray[np.int64]:
-        """How many of the first `samples` samples each source has: int64 [sources]."""
-        return self._drawn(self._phase(samples), samples)
+        """Return how many of the first `samples` samples each source has: int64 [sources]."""
+        return self._drawn(bisect_right(self._starts, samples) - 1, samples)
 
     def __call__(
         self, samples: Sequence[int] | NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each of these samples, and which sample of it: two int64 arrays [len(samples)]."""
+        """Return the source of each sample, and which sample of it: two int64 arrays [len(samples)]."""
         numbers = np.asarray(samples, dtype=np.int64)
         assert (numbers >= 0).all(), "sample numbers start at 0"
         phases = np.searchsorted(self._starts, numbers, side="right") - 1
         sources, positions = np.empty_like(numbers), np.empty_like(numbers)
         blocks, places = np.divmod(numbers - np.asarray(self._starts)[phases], BLOCK)
         for phase, block in {*zip(phases.tolist(), blocks.tolist(), strict=True)}:
-            here = (phases == phase) & (blocks == block)
-            sources[here], positions[here] = self._at(phase, block, places[here])
+            inside = (phases == phase) & (blocks == block)
+            sources[inside], positions[inside] = self._at(phase, block, places[inside])
         return sources, positions
 
     def _at(
         self, phase: int, block: int, places: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sources and samples of some places of a block."""
+        """Return the sources and samples of some places of a block."""
         arranged, ranks = self._block(phase, block)
         sources = arranged[places]
         return sources, (self._before[phase] + block * self._shares[phase])[sources] + ranks[places]
 
-    def _phase(self, sample: int) -> int:
-        return bisect_right(self._starts, sample) - 1
-
     def _drawn(self, phase: int, samples: int) -> NDArray[np.int64]:
-        """As `drawn`, where the last of the samples is of this phase or the first of the next."""
+        """Return `drawn` if the last of the samples is of this phase or the first of the next."""
         block, place = divmod(samples - self._starts[phase], BLOCK)
         shares = self._shares[phase]
         part = np.bincount(self._block(phase, block)[0][:place], minlength=len(shares)) if place else 0
         return self._before[phase] + block * shares + part
 
     def _arranged(self, phase: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source and rank among the samples of that source of each sample of a block: int64 [BLOCK] each."""
+        """Return the source of each sample of a block, and its rank in that source: int64 [BLOCK] each."""
         shares = self._shares[phase]
         sources = np.repeat(np.arange(len(shares)), shares)
         ranks = np.arange(BLOCK) - np.repeat(np.cumsum(shares) - shares, shares)
@@ -120,7 +117,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> NDArray[np.int64]:
-    """How many samples of a block each source has, by largest remainders: they sum to BLOCK."""
+    """Return how many samples of a block each source has, by largest remainders: they sum to BLOCK."""
     ideal = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     shares = np.floor(ideal).astype(np.int64)
     missing = BLOCK - int(shares.sum())

@@ -11,7 +11,7 @@ from stretto.run.config.sources import BIN, IDX, INDEX, holds_tokens, is_url, me
 from stretto.run.data.block_cache import BlockCache, block_cache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.build import Report, build, shared_tokenizer
-from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, beside
+from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, dataset_file
 from stretto.run.data.remote import RemotePath
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import JoinedSource, TokenData, TokenSource
@@ -19,12 +19,12 @@ from stretto.run.data.tokenizer_files import TokenizerPath
 
 
 def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenData:
-    """The tokens of a config's source. Text of a mixture is tokenised with `data.tokenizer`, else with the
-    tokenizer of those of its sources that are tokens, else with one that is trained on all of the text.
+    """Return the tokens of a config's source. Text of a mixture is tokenised with `data.tokenizer`, else with
+    the tokenizer of those of its sources that are tokens, else with one that is trained on all of the text.
 
     Args:
-        vocab: rows of the model's embedding, where the config gives them: the vocabulary of tokens whose
-            tokenizer is not known.
+        vocab: rows of the model's embedding, if configured: the vocabulary of tokens whose tokenizer is
+            unknown.
         report: called with the progress while text is tokenised.
 
     Raises:
@@ -35,12 +35,12 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
     from stretto.run.data.mixture import Mixture  # imports torch
 
     alone = {name: replace(data, source=name, phases=[]) for name in data.weights}
-    streams = {name: _stream(one, vocab, report) for name, one in alone.items() if holds_tokens([name])}
+    streams = {name: _stream(each, vocab, report) for name, each in alone.items() if holds_tokens([name])}
     texts = [name for name in alone if name not in streams]
     tokenizer, boundaries = data.tokenizer, dict[str, object]()
     if texts and tokenizer is None:
-        known = next((one for one in streams.values() if one.fingerprint is not None), None)
-        shared = None if known is None else known.tokenizer()
+        named = next((stream for stream in streams.values() if stream.fingerprint is not None), None)
+        shared = None if named is None else named.tokenizer()
         if shared is not None:
             begin = shared.begin[0] if shared.begin else ""
             boundaries = {"end_of_text": shared.endoftext, "begin_of_text": begin}
@@ -55,13 +55,13 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
             )
         )
     for name in texts:
-        one = replace(alone[name], tokenizer=tokenizer, **boundaries)
-        streams[name] = _stream(one, vocab, report)
+        text = replace(alone[name], tokenizer=tokenizer, **boundaries)
+        streams[name] = _stream(text, vocab, report)
     return Mixture({name: streams[name] for name in alone}, data.weights)
 
 
 def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> TokenSource:
-    """The tokens of a source that is no mixture; arguments and errors as of `open_source`."""
+    """Return the tokens of a source that is no mixture; arguments and errors as for `open_source`."""
     if holds_tokens(data.sources):
         chosen = {"end": data.end_of_text, "begin": data.begin_of_text}
         sources = [
@@ -91,13 +91,13 @@ def open_tokens(
     end: Boundary | None = None,
     begin: Boundary | None = None,
 ) -> TokenFolder | MegatronDataset:
-    """The token folder or Megatron dataset at a path or URL.
+    """Return the token folder or Megatron dataset at a path or URL.
 
     Args:
-        tokenizer: of a Megatron dataset, unless it lies beside it.
-        vocab: as `open_source`.
-        cache: of blocks of what is at a URL; None: the user's, of the usual size.
-        end: the token that ends documents; a token folder must have been built with it. None: the
+        tokenizer: tokenizer of a Megatron dataset, unless it lies next to it.
+        vocab: as for `open_source`.
+        cache: cache of blocks of sources at URLs; None for the user's, of the default size.
+        end: the token that ends documents; a token folder must have been built with it. None for the
             recorded one.
         begin: likewise.
 
@@ -125,7 +125,7 @@ def open_tokens(
 
 
 def _remote_prefix(place: RemotePath) -> RemotePath | None:
-    """The prefix of the Megatron dataset that a URL names; None: it is a token folder.
+    """Return the prefix of the Megatron dataset that a URL names, or None for a token folder.
 
     Raises:
         StrettoError: it is neither.
@@ -134,7 +134,7 @@ def _remote_prefix(place: RemotePath) -> RemotePath | None:
         return place.with_name(place.name.removesuffix(place.suffix))
     if (place / INDEX).is_file():
         return None
-    if any(beside(place, suffix).is_file() for suffix in (BIN, IDX)):
+    if any(dataset_file(place, suffix).is_file() for suffix in (BIN, IDX)):
         return place
     raise StrettoError(
         f"{place}: neither a token folder ({place}/{INDEX}) nor a Megatron dataset ({place}{IDX})",

@@ -48,7 +48,7 @@ def mixed_text(sources: Sequence[str]) -> str | None:
 def _part(name: str) -> Part | None:
     for each in reversed(PurePath(name).parts):
         plain = re.sub(r"(held|hold)[-_. ]out", r"\1out", each.lower())
-        words = set(re.split("[^a-z]+", plain))
-        if words & (_TRAIN | _VALID):
-            return None if words & _TRAIN and words & _VALID else "train" if words & _TRAIN else "valid"
+        parts = set(re.split("[^a-z]+", plain))
+        if parts & (_TRAIN | _VALID):
+            return None if parts & _TRAIN and parts & _VALID else "train" if parts & _TRAIN else "valid"
     return None

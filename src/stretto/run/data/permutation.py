@@ -73,10 +73,10 @@ def positions(
     span = block * WINDOW
     windows = wanted // span
     for window in np.unique(windows).tolist():
-        here = windows == window
+        inside_window = windows == window
         length = min(span, size - window * span)
         inside = Permutation(length, _window_seed(seed, window), epoch)
-        places[here] = window * span + inside(wanted[here] - window * span)
+        places[inside_window] = window * span + inside(wanted[inside_window] - window * span)
     blocks = places // block
     return block_order(blocks, size, seed, epoch, block) * block + places % block
 
@@ -86,10 +86,10 @@ def block_order(wanted: NDArray[np.int64], size: int, seed: int, epoch: int, blo
 
     The last samples that fill no block stay at the end, within the last window.
     """
-    whole = size // block
+    complete = size // block
     order = wanted.copy()
-    moved = wanted < whole
-    order[moved] = Permutation(whole, seed, epoch)(wanted[moved])
+    moved = wanted < complete
+    order[moved] = Permutation(complete, seed, epoch)(wanted[moved])
     return order
 
 

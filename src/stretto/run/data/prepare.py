@@ -8,7 +8,6 @@ import time
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
-from stretto.run.config.data import DataConfig
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.open import open_source
@@ -58,8 +57,16 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
             that made the tokens.
     """
     data, rows = config.data, config.model.vocab
-    if source is not None and vocabulary_is_known(data):
-        _check_tokenizer(data, source)
+    if (
+        source is not None
+        and source.fingerprint is not None
+        and data.tokenizer is not None
+        and vocabulary_is_known(data)
+        and Tokenizer.load(data.tokenizer).fingerprint != source.fingerprint
+    ):
+        rule = f"the tokens of {source.name} are of another tokenizer"
+        fix = "leave it out, or build the tokens again with --tokenizer"
+        raise Problem("data.tokenizer", ", ".join(data.tokenizer_files), rule, fix)
     ready = data.tokenizer is not None or vocabulary_is_known(data)
     if rows is None or ready != (source is not None):
         return
@@ -76,24 +83,14 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
         raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
 
 
-def _check_tokenizer(data: DataConfig, source: TokenData) -> None:
-    """Raise Problem if `data.tokenizer` is not the one that made the tokens."""
-    if data.tokenizer is None or source.fingerprint is None:
-        return
-    if Tokenizer.load(data.tokenizer).fingerprint != source.fingerprint:
-        rule = f"the tokens of {source.name} are of another tokenizer"
-        fix = "leave it out, or build the tokens again with --tokenizer"
-        raise Problem("data.tokenizer", ", ".join(data.tokenizer_files), rule, fix)
-
-
 def check_samples(config: TrainConfig, source: TokenData) -> None:
     """Raise StrettoError if there is not one sample to train on, or none to evaluate on."""
     describe_samples(config, source)
 
 
 def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
-    """A line for each source of a mixture; one for each split that the run reads where samples are single
-    documents: how many there are, and what is cut off or left out; and one on what is cut out of the text for
+    """Return a line for each source of a mixture; one for each split that the run reads if samples are single
+    documents: their number, and how many are cut off or left out; and one on the spans that are cut out for
     an encoder-decoder.
 
     Raises:
@@ -114,9 +111,9 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
             for name, part in parts.items()
         ]
     samples = [*parts.values()]
-    samples += [one.split for one in held_out(source, config, "valid")] if config.eval.every else []
+    samples += [part.split for part in held_out(source, config, "valid")] if config.eval.every else []
     lines += [config.denoising.describe()] if config.denoising else []
-    return lines + [one.describe() for one in samples if isinstance(one, DocumentSamples)]
+    return lines + [part.describe() for part in samples if isinstance(part, DocumentSamples)]
 
 
 class BuildBar:

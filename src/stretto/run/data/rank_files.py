@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 _FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _BEGIN, _END = "<|begin_of_text|>", "<|end_of_text|>"  # of Llama 3 and 4
 _MOST_IDS = 1 << 24
-"""Ids of a tokenizer that are believed; the largest published vocabularies have 2^18."""
+"""Ids above this are taken for damage; the largest published vocabularies have 2^18."""
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -41,8 +41,8 @@ _O200K = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoding:
-    """What a rank file leaves out: the expression that cuts text into words, the special tokens by id, and
-    which of them ends a text, and begins one.
+    """The parts of an encoding that its rank file lacks: the expression that cuts text into words, the
+    special tokens by id, and which of them ends a text, and begins one.
     """
 
     name: str
@@ -121,10 +121,11 @@ Read = tuple[tokenizers.Tokenizer, int | None]
 
 
 def from_ranks(path: Path, data: bytes, pattern: str | None = None, ids: Sequence[int] = ()) -> Read:
-    """The tokenizer in a rank file, of a published encoding or with the expression that cuts text into words.
+    """Return the tokenizer in a rank file, of a published encoding or with the expression that cuts text into
+    words.
 
     Args:
-        ids: of special tokens that the user names, for a file of no published encoding.
+        ids: ids of special tokens that the user names, for a file of no published encoding.
 
     Raises:
         StrettoError: not a rank file; neither published nor with an expression.
@@ -141,7 +142,7 @@ def from_ranks(path: Path, data: bytes, pattern: str | None = None, ids: Sequenc
             f"tokenizer {path}: {len(ranks)} ranks of no published encoding; the expression that cuts text"
             " into words is not in the file",
             hint=f"write it into a file, and name both: data.tokenizer=[{path.name}, PATTERN.txt], with"
-            f" data.end_of_text=ID; known are {', '.join(known.name for known in _ENCODINGS.values())}",
+            f" data.end_of_text=ID; known are {', '.join(encoding.name for encoding in _ENCODINGS.values())}",
         )
     if encoding is None:
         check_ids(path, ids)
@@ -152,8 +153,8 @@ def from_ranks(path: Path, data: bytes, pattern: str | None = None, ids: Sequenc
 
 
 def from_tiktoken_json(path: Path | str, data: bytes, body: Mapping[str, Any]) -> Read:
-    """The tokenizer in the JSON of tiktoken's ports: `pat_str`, `special_tokens` and `bpe_ranks`, a text of
-    lines with the rank of their first token.
+    """Return the tokenizer in the JSON of tiktoken's ports: `pat_str`, `special_tokens` and `bpe_ranks`, a
+    text of lines with the rank of their first token.
 
     Raises:
         StrettoError: damaged.
@@ -203,8 +204,8 @@ _TEKKEN = (
 
 
 def from_tekken(path: Path | str, body: Mapping[str, Any]) -> Read:
-    """The tokenizer in a `tekken.json`: ids are those of the special tokens, then ranks, as many as the
-    vocabulary has room for.
+    """Return the tokenizer in a `tekken.json`: ids are those of the special tokens, then ranks, as many as
+    the vocabulary has room for.
 
     Raises:
         StrettoError: damaged.
@@ -264,7 +265,7 @@ def _built(path: Path | str, ranks: Mapping[bytes, int], encoding: _Encoding) ->
 
 
 def byte_level(model: models.BPE, pattern: str | None = None) -> tokenizers.Tokenizer:
-    """A tokenizer of bytes; `pattern` cuts text into words, by default GPT-2's."""
+    """Return a tokenizer of bytes; `pattern` cuts text into words, by default GPT-2's."""
     inner = tokenizers.Tokenizer(model)
     if pattern is None:
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -289,9 +290,9 @@ def check_ids(path: object, ids: Sequence[Any]) -> None:
         )
 
 
-def not_a_tokenizer(path: object, why: str) -> StrettoError:
-    """The error for a file that is not a rank file."""
-    return StrettoError(f"tokenizer {path}: not a tokenizer file ({why})", hint=KINDS)
+def not_a_tokenizer(path: object, reason: str) -> StrettoError:
+    """Return the error for a file that is not a rank file."""
+    return StrettoError(f"tokenizer {path}: not a tokenizer file ({reason})", hint=KINDS)
 
 
 KINDS = (

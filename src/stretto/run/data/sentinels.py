@@ -1,4 +1,4 @@
-"""The ids that a denoising objective writes between tokens of text: marks of spans, the end, the start."""
+"""The ids that a denoising objective writes between tokens of text: sentinels, the end and the start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MASKS = ("<mask>", "[MASK]")
 class SentinelIds:
     """Ids of tokens that stand for no text.
 
-    spans: in the place of each span, by number: sentinels, or the same mask for all.
-    end: after the last token of inputs and targets.
-    start: before the first of the decoder's.
+    spans: the ids that replace the spans, in order: sentinels, or the same mask for all.
+    end: the id after the last token of inputs and targets.
+    start: the id before the first token of the decoder.
     """
 
     spans: tuple[int, ...]
@@ -28,24 +28,24 @@ class SentinelIds:
 
 
 def vocabulary(source: TokenData, config: TrainConfig) -> int:
-    """Entries of the vocabulary of a model that is trained on the source: the tokenizer's, and the marks of
-    spans that it lacks.
+    """Return the entries of the vocabulary of a model that is trained on the source: the tokenizer's, and the
+    sentinels that it lacks.
     """
     data, corruption = config.data, config.corruption
-    if corruption is None or data.first_sentinel is not None or _known(source, corruption, 1):
+    if corruption is None or data.first_sentinel is not None or _own_marks(source, corruption, 1):
         return source.vocab
     return source.vocab + data.marks(corruption)
 
 
 def sentinel_ids(source: TokenData, data: DataConfig, lengths: Denoising, rows: int) -> SentinelIds:
-    """The ids of a source's marks: sentinels from `data.first_sentinel` downwards, else the tokenizer's own
+    """Return the ids for a source: sentinels from `data.first_sentinel` downwards, else the tokenizer's own
     `<extra_id_0>`, `<extra_id_1>`, ..., else the last of the vocabulary, downwards; a mask likewise.
 
     Args:
-        rows: entries of the model's vocabulary.
+        rows: number of entries of the model's vocabulary.
 
     Raises:
-        StrettoError: no end of text is known; the vocabulary has no room for the marks.
+        StrettoError: no end of text is known; the vocabulary has no room for the ids.
     """
     corruption, spans = lengths.corruption, lengths.spans
     if source.endoftext is None:
@@ -54,9 +54,9 @@ def sentinel_ids(source: TokenData, data: DataConfig, lengths: Denoising, rows: 
             hint="name the tokenizer with data.tokenizer=FILE, or the token with data.end_of_text=TOKEN",
         )
     first, needed = data.first_sentinel, 1 if corruption == "infilling" else spans
-    known = None if first is not None else _known(source, corruption, needed)
-    if known is not None:
-        ids = known
+    marks = None if first is not None else _own_marks(source, corruption, needed)
+    if marks is not None:
+        ids = marks
     else:
         _check_room(source, data, rows=rows, needed=needed, spans=spans)
         top = rows - 1 if first is None else first
@@ -71,8 +71,8 @@ def sentinel_ids(source: TokenData, data: DataConfig, lengths: Denoising, rows: 
     )
 
 
-def _known(source: TokenData, corruption: Corruption, needed: int) -> list[int] | None:
-    """The first marks of the tokenizer itself; None where it has none, or is not known.
+def _own_marks(source: TokenData, corruption: Corruption, needed: int) -> list[int] | None:
+    """Return the first sentinels of the tokenizer itself, or None if it has none, or is unknown.
 
     Raises:
         Problem: it has fewer than are needed.
@@ -97,7 +97,7 @@ def _known(source: TokenData, corruption: Corruption, needed: int) -> list[int] 
 
 
 def _check_room(source: TokenData, data: DataConfig, *, rows: int, needed: int, spans: int) -> None:
-    """Check that the vocabulary holds the marks: where they are named, that they are ids; else, that they
+    """Check that the vocabulary holds the sentinels: if they are named, that they are ids; else, that they
     are none of the text's.
     """
     first = data.first_sentinel

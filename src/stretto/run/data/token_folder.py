@@ -73,7 +73,7 @@ class Index:
     bad_rows: dict[str, Any] | None = None
 
     def to_bytes(self) -> bytes:
-        """The file's content; `crc32` covers all other fields."""
+        """Return the file's content; `crc32` covers all other fields."""
         version = VERSION if self.trained is None else MASKED_VERSION
         body: dict[str, Any] = {"format": FORMAT, "version": version, **asdict(self)}
         body = {name: value for name, value in body.items() if value is not None}
@@ -85,7 +85,7 @@ def _crc32(body: Mapping[str, Any]) -> int:
 
 
 def dtype_for(vocab: int) -> str:
-    """The narrowest dtype that holds ids below `vocab`."""
+    """Return the narrowest dtype that holds ids below `vocab`."""
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
@@ -107,7 +107,7 @@ def read_index(folder: Place) -> Index:
 
 
 def parse_index(data: bytes, path: Place) -> Index:
-    """The index in `data`, which came from `path`; raises as `read_index`."""
+    """Return the index in `data`, which came from `path`; raises as `read_index`."""
     try:
         parsed: object = json.loads(data)
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def parse_index(data: bytes, path: Place) -> Index:
 
 
 def _from_body(body: Mapping[str, Any], path: Place) -> Index:
-    """The fields, checked for their types."""
+    """Return the fields, checked for their types."""
 
     def take(name: str, kind: type) -> Any:
         value = body.get(name)
@@ -159,7 +159,15 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
     blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
     begin = take("begin_of_text", int) if "begin_of_text" in body else None
     trained = take("trained", int) if body["version"] == MASKED_VERSION else None
-    bad_rows = _bad_rows(body["bad_rows"], path) if "bad_rows" in body else None
+    match bad_rows := body.get("bad_rows"):
+        case None:
+            pass
+        case {"rows": int(), "skipped": dict(counted), "examples": list(examples)} if all(
+            type(count) is int for count in cast(dict[str, Any], counted).values()
+        ) and all(isinstance(example, str) for example in cast(list[Any], examples)):
+            pass
+        case _:
+            raise StrettoError(f"{path}: field 'bad_rows' has no counts of rows", hint=_REBUILD)
     return Index(
         **text,
         **counts,
@@ -170,16 +178,6 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
         trained=trained,
         bad_rows=bad_rows,
     )
-
-
-def _bad_rows(value: object, path: Place) -> dict[str, Any]:
-    match value:
-        case {"rows": int(), "skipped": dict(counts), "examples": list(examples)} if all(
-            type(count) is int for count in cast(dict[str, Any], counts).values()
-        ) and all(isinstance(example, str) for example in cast(list[Any], examples)):
-            return cast(dict[str, Any], value)
-        case _:
-            raise StrettoError(f"{path}: field 'bad_rows' has no counts of rows", hint=_REBUILD)
 
 
 def _check(index: Index, path: Place) -> None:
@@ -229,7 +227,7 @@ class TokenFolder(TokenSource):
         """Open and check; of a folder at a URL the ends of the files, each block being checked as it comes.
 
         Args:
-            tokenizer: the folder's, where it is loaded already: large ones take seconds.
+            tokenizer: the folder's, if it is loaded already: large ones take seconds.
 
         Raises:
             StrettoError: not a token folder, another version, truncated, corrupt, ids outside the vocabulary.
@@ -246,9 +244,9 @@ class TokenFolder(TokenSource):
         self.tokens = self._map(TOKENS, f"<u{self._item}")
         self.offsets = self._map(DOCUMENTS, "<i8")
         self.mask = self._map(MASK, "u1") if MASK in self.index.files else None
-        most = 0 if isinstance(self.path, RemotePath) else CHECKED_WHOLE
+        limit = 0 if isinstance(self.path, RemotePath) else CHECKED_WHOLE
         for name, sums in self.index.files.items():
-            self._check(name, None if sums.bytes < most else {0, len(sums.crc32) - 1})
+            self._check(name, None if sums.bytes < limit else {0, len(sums.crc32) - 1})
         if (int(self.offsets[0]), int(self.offsets[-1])) != (0, self.index.tokens):
             raise StrettoError(
                 f"{self.path / DOCUMENTS}: does not span the {self.index.tokens} tokens",
@@ -283,7 +281,7 @@ class TokenFolder(TokenSource):
             self._check(name, None)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens.
+        """Return the tokenizer that made the tokens.
 
         Raises:
             StrettoError: the folder has no tokenizer, or a different one.
@@ -304,12 +302,12 @@ class TokenFolder(TokenSource):
         return tokenizer
 
     def companions(self) -> dict[str, bytes]:
-        """As `TokenSource.companions`."""
+        """Return the sidecar files; see `TokenData.companions`."""
         names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if name in self.index.files]
         return {name: (self.path / name).read_bytes() for name in names}
 
     def text_bytes(self, tokens: range) -> int | None:
-        """As `TokenSource.text_bytes`; None where the tokenizer's file is missing."""
+        """See `TokenSource.text_bytes`; None if the tokenizer's file is missing."""
         return super().text_bytes(tokens) if TOKENIZER in self.index.files else None
 
     def _check(self, name: str, which: Iterable[int] | None) -> None:
@@ -495,7 +493,7 @@ class TokenWriter:
         with SummedFile(self._partial.path / INDEX) as file:
             file.write(index.to_bytes())
             file.close()
-        self._partial.commit(lambda there: bool(self._key) and open_if_current(there, self._key) is not None)
+        self._partial.commit(lambda path: bool(self._key) and open_if_current(path, self._key) is not None)
 
     def _save(self, name: str, data: bytes) -> FileSums:
         with SummedFile(self._partial.path / name, self._chunk) as file:
@@ -504,7 +502,7 @@ class TokenWriter:
 
 
 def open_if_current(path: Path, key: str) -> TokenFolder | None:
-    """The token folder at `path` if it is complete and was made for `key`."""
+    """Return the token folder at `path` if it is complete and was made for `key`."""
     if not is_token_folder(path):
         return None
     try:

@@ -22,7 +22,7 @@ _COUNTED = 1 << 22  # tokens whose bytes are counted at a time
 
 
 class LazyArray(Protocol):
-    """A read-only array of one dimension, of which only what is indexed need be in memory."""
+    """A read-only array of one dimension, of which only the indexed part need be in memory."""
 
     def __len__(self) -> int:
         """Elements."""
@@ -38,7 +38,7 @@ class RemoteElements(LazyArray, Protocol):
     """An array that is read by blocks over a network, through a cache on the disk.
 
     Attributes:
-        remote_bytes: of the files that it lies in, as far as they are remote.
+        remote_bytes: size of its remote files.
     """
 
     remote_bytes: int
@@ -48,27 +48,27 @@ class RemoteElements(LazyArray, Protocol):
         ...
 
     def fetch_ahead(self, start: int, stop: int) -> None:
-        """Have elements that will be read soon fetched meanwhile."""
+        """Fetch elements that will be read soon in the background."""
         ...
 
     def stretch_bytes(self, length: int) -> int:
-        """Bytes in the cache that `length` neighbouring elements may take."""
+        """Return the bytes of the cache that `length` neighbouring elements may take."""
         ...
 
 
 class TokenData(ABC):
-    """What a run is trained on: one stream of tokens, or a mixture of several.
+    """The training data of a run: one stream of tokens, or a mixture of several.
 
     It is opened in the process that starts the ranks and reaches them by pickling: implementations define
     `__reduce__` so that a rank opens the files itself instead of receiving their content.
 
     Attributes:
-        name: as messages call it, such as a path.
+        name: name in messages, such as a path.
         vocab: size of the vocabulary; all ids are below it.
-        endoftext: the id that ends a document; None where no tokenizer is known.
-        begin_of_text: the id that begins a document, if one does.
-        fingerprint: of the tokenizer; None where it is not known.
-        trained: how many tokens the loss counts; None: all.
+        endoftext: the id that ends a document, or None if no tokenizer is known.
+        begin_of_text: the id that begins a document, or None.
+        fingerprint: fingerprint of the tokenizer, or None if it is unknown.
+        trained: number of tokens that the loss counts, or None for all.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TokenData(ABC):
     @property
     @abstractmethod
     def streams(self) -> Mapping[str, TokenSource]:
-        """The streams that it is made of, by name."""
+        """The streams that it consists of, by name."""
 
     @property
     @abstractmethod
@@ -95,18 +95,18 @@ class TokenData(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What tells these tokens from others wherever they lie; a checkpoint keeps it as JSON."""
+        """Return what distinguishes these tokens from others, wherever they lie, for checkpoints (JSON)."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens.
+        """Return the tokenizer that made the tokens.
 
         Raises:
             StrettoError: there is none, or another one.
         """
 
     def describe_boundaries(self) -> str | None:
-        """How texts end and begin, in words; None if no tokenizer is known."""
+        """Describe how texts end and begin; None if no tokenizer is known."""
         if self.endoftext is None:
             return None
         ids, texts = Boundaries(self.endoftext, self.begin_of_text), dict[int, str]()
@@ -120,14 +120,14 @@ class TokenData(ABC):
 
     @abstractmethod
     def companions(self) -> Mapping[str, bytes]:
-        """Content of the files that generation and export need, by name: `tokenizer.json`, and
+        """Return the content of the files that generation and export need, by name: `tokenizer.json`, and
         `tokenizer_config.json` with its special tokens, and the chat template that rendered the tokens.
         """
 
 
 def check_boundaries(source: TokenData, other: TokenData) -> None:
     """Raise StrettoError if the documents of both are known to end or begin with other tokens."""
-    first, second = ((one.endoftext, one.begin_of_text) for one in (source, other))
+    first, second = ((each.endoftext, each.begin_of_text) for each in (source, other))
     if None not in (first[0], second[0]) and first != second:
         raise StrettoError(
             f"{source.name} and {other.name}: documents of one have other ends or beginnings:"
@@ -142,7 +142,7 @@ class TokenSource(TokenData):
     Attributes:
         tokens: ids [size].
         offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
-        mask: uint8 [size], 1 where the loss counts the token; None: it counts all.
+        mask: uint8 [size], 1 if the loss counts the token; None if it counts all.
     """
 
     tokens: LazyArray
@@ -162,15 +162,15 @@ class TokenSource(TokenData):
         return len(self.offsets) - 1
 
     def need(self, runs: Sequence[range]) -> None:
-        """Have runs of tokens, which are read next, here: nothing to do for files on this machine."""
+        """Fetch runs of tokens that are read next: nothing to do for files on this machine."""
         for array in self.cached:
             array.need(runs)
 
     @cached_property
     def cached(self) -> list[RemoteElements]:
-        """Those of the arrays of ids and mask that are read over a network."""
+        """The arrays of ids and mask that are read over a network."""
         arrays = (self.tokens, self.mask)
-        return [one for one in arrays if isinstance(one, RemoteElements) and one.remote_bytes]
+        return [array for array in arrays if isinstance(array, RemoteElements) and array.remote_bytes]
 
     @property
     def padding(self) -> int:
@@ -178,11 +178,11 @@ class TokenSource(TokenData):
         return 0 if self.endoftext is None else self.endoftext
 
     def identity(self) -> dict[str, Any]:
-        facts = {"tokens": self.size, "documents": self.documents}
-        return facts if self.trained is None else {**facts, "trained": self.trained}
+        counts = {"tokens": self.size, "documents": self.documents}
+        return counts if self.trained is None else {**counts, "trained": self.trained}
 
     def text_bytes(self, tokens: range) -> int | None:
-        """Bytes in UTF-8 of the text of these tokens; None where no tokenizer is known.
+        """Return the bytes in UTF-8 of the text of some tokens, or None if no tokenizer is known.
 
         Raises:
             StrettoError: as `tokenizer`.
@@ -199,11 +199,10 @@ class TokenSource(TokenData):
 
 
 class JoinedArray:
-    """Arrays one after another, read where they lie: of each the first `lengths[i]` elements, plus
-    `shifts[i]`.
+    """Arrays one after another, without a copy: the first `lengths[i]` elements of each, plus `shifts[i]`.
 
     Attributes:
-        remote_bytes: of the files of all of them, as far as they are remote.
+        remote_bytes: size of all remote files.
     """
 
     def __init__(self, parts: Sequence[LazyArray], lengths: Sequence[int], shifts: Sequence[int]) -> None:
@@ -229,29 +228,29 @@ class JoinedArray:
         dtype = np.result_type(*(part[0:0].dtype for part in self._parts))
         values = np.empty(len(flat), dtype=dtype)
         for part in np.unique(which):
-            here = which == part
-            values[here] = self._parts[part][flat[here] - self._starts[part]] + self._shifts[part]
+            inside = which == part
+            values[inside] = self._parts[part][flat[inside] - self._starts[part]] + self._shifts[part]
         return values.reshape(indices.shape) if indices.ndim else int(values[0])
 
     def need(self, runs: Sequence[range]) -> None:
-        """As `RemoteElements.need`."""
+        """See `RemoteElements.need`."""
         for part, inside in self._parted(runs):
             part.need(inside)
 
     def fetch_ahead(self, start: int, stop: int) -> None:
-        """As `RemoteElements.fetch_ahead`."""
+        """See `RemoteElements.fetch_ahead`."""
         for part, inside in self._parted([range(start, stop)]):
             part.fetch_ahead(inside[0].start, inside[0].stop)
 
     def _parted(self, runs: Sequence[range]) -> Iterator[tuple[RemoteElements, list[range]]]:
-        """The remote parts with what of the runs lies in them."""
+        """Yield the remote parts with the runs inside them."""
         for part, (start, end) in zip(self._remote, pairwise(self._bounds), strict=True):
             inside = [range(max(run.start, start) - start, min(run.stop, end) - start) for run in runs]
             if part is not None and (inside := [run for run in inside if run]):
                 yield part, inside
 
     def stretch_bytes(self, length: int) -> int:
-        """As `RemoteElements.stretch_bytes`."""
+        """See `RemoteElements.stretch_bytes`."""
         return max((part.stretch_bytes(length) for part in self._remote if part is not None), default=0)
 
     def _run(self, first: int, stop: int) -> NDArray[Any]:

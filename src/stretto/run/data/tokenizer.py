@@ -57,8 +57,8 @@ class Tokenizer:
         boundaries: Boundaries | Callable[[tokenizers.Tokenizer], Boundaries] | None = None,
         name: str = "tokenizer",
     ) -> None:
-        """With the boundaries of its texts, or what finds them when they are first asked for; None: those
-        that the tokenizer itself names.
+        """Wrap a tokenizer with the boundaries of its texts, or a function that finds them on first use; None
+        for those that the tokenizer itself names.
         """
         inner.no_truncation()
         inner.no_padding()
@@ -82,7 +82,7 @@ class Tokenizer:
         """Read a tokenizer of any kind that `read_tokenizer` knows.
 
         Args:
-            chat: as `find_boundaries` takes it, as are end and begin.
+            chat, end, begin: see `find_boundaries`.
 
         Raises:
             StrettoError: no such file, not a tokenizer.
@@ -90,19 +90,19 @@ class Tokenizer:
         files = [path] if isinstance(path, str | os.PathLike) else path
         places = [Path(file).expanduser() for file in files]
         name = f"tokenizer {', '.join(map(str, files))}"
-        ids = [token_number(one) for one in (end, begin) if one is not None]
-        inner, stated = read_tokenizer(path, [one for one in ids if one is not None])
+        ids = [token_number(token) for token in (end, begin) if token is not None]
+        inner, stated = read_tokenizer(path, [id_ for id_ in ids if id_ is not None])
 
         def find(inner: tokenizers.Tokenizer) -> Boundaries:
-            said = ModelFiles.find(places[0])
-            return find_boundaries(inner, name, said, stated=stated, chat=chat, end=end, begin=begin)
+            model_files = ModelFiles.find(places[0])
+            return find_boundaries(inner, name, model_files, stated=stated, chat=chat, end=end, begin=begin)
 
         return cls(inner, find, name)
 
     @classmethod
     def parse(
         cls,
-        where: str,
+        origin: str,
         data: bytes,
         config: bytes,
         *,
@@ -110,17 +110,17 @@ class Tokenizer:
         begin: Boundary | None = None,
     ) -> Tokenizer:
         """The tokenizer in the content of a `tokenizer.json` and the `tokenizer_config.json` beside it;
-        `where` it came from, for messages.
+        `origin` it came from, for messages.
 
         Raises:
             StrettoError: not a tokenizer.
         """
-        name = f"tokenizer {where}"
+        name = f"tokenizer {origin}"
 
         def find(inner: tokenizers.Tokenizer) -> Boundaries:
-            return find_boundaries(inner, name, ModelFiles.parse(where, config), end=end, begin=begin)
+            return find_boundaries(inner, name, ModelFiles.parse(origin, config), end=end, begin=begin)
 
-        return cls(parse_tokenizer(where, data), find, name)
+        return cls(parse_tokenizer(origin, data), find, name)
 
     @cached_property
     def boundaries(self) -> Boundaries:
@@ -134,7 +134,7 @@ class Tokenizer:
         return self._boundaries if isinstance(self._boundaries, Boundaries) else self._boundaries(self._inner)
 
     def with_boundaries(self, end: Boundary | None, begin: Boundary | None) -> Tokenizer:
-        """The same tokenizer, whose texts end and begin with the tokens that are given.
+        """Return the same tokenizer, whose texts end and begin with other tokens.
 
         Raises:
             StrettoError: it does not have them.
@@ -156,18 +156,18 @@ class Tokenizer:
         return self.boundaries.end
 
     def describe_boundaries(self) -> str:
-        """How texts end and begin, in words; raises as `boundaries`."""
+        """Describe how texts end and begin; raises as `boundaries`."""
         ids = [self.boundaries.end, *self.begin]
         return self.boundaries.describe({id_: self.text_of(id_) for id_ in ids})
 
     def config_bytes(self, config: Mapping[str, Any]) -> bytes:
-        """A `tokenizer_config.json` with the boundaries, and with what the model's own says."""
+        """Return a `tokenizer_config.json` with the boundaries, and with the settings of the model's own."""
         begin = self.text_of(self.begin[0]) if self.begin else None
         return tokenizer_config(self.text_of(self.endoftext), begin, config)
 
     @property
     def begin(self) -> list[int]:
-        """What a text begins with: one token, or none; raises as `boundaries`."""
+        """The ids that begin a text: one, or none; raises as `boundaries`."""
         return [] if self.boundaries.begin is None else [self.boundaries.begin]
 
     @classmethod
@@ -192,7 +192,7 @@ class Tokenizer:
         return cls(inner, Boundaries(find_token(inner, "tokenizer", END, END_OF_TEXT)))
 
     def to_bytes(self) -> bytes:
-        """The content of a `tokenizer.json`."""
+        """Return the content of a `tokenizer.json`."""
         return self._text.encode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -201,26 +201,30 @@ class Tokenizer:
 
     @contextmanager
     def _encoding(self) -> Generator[None]:
-        """What goes wrong while the library encodes or decodes becomes a StrettoError."""
+        """Turn errors of the library while it encodes or decodes into a StrettoError."""
         hint = "copy the file again, or name another tokenizer"
-        with library_errors(lambda why: StrettoError(f"{self.name}: fails on the text: {why}", hint=hint)):
+        with library_errors(
+            lambda reason: StrettoError(f"{self.name}: fails on the text: {reason}", hint=hint)
+        ):
             yield
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text, without any special token."""
+        """Return the token ids of one text, without any special token."""
         with self._encoding():
             return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, on the library's threads (one, where TOKENIZERS_PARALLELISM is false)."""
+        """Return the token ids of each text, on the library's threads (one, if TOKENIZERS_PARALLELISM is
+        false).
+        """
         with self._encoding():
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         # from a list, array is far quicker than numpy
         return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_templated(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Token ids of each text, and the span of characters of each token. Special tokens that the texts
-        spell become single ids, as chat templates write them; no others are added.
+        """Return the token ids of each text, and the span of characters of each token. Special tokens that
+        the texts spell become single ids, as chat templates write them; no others are added.
         """
         self._inner.encode_special_tokens = False
         try:
@@ -231,28 +235,28 @@ class Tokenizer:
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def special(self, text: str) -> int | None:
-        """The id of the special token that texts spell so; None where there is none."""
+        """Return the id of the special token with this text, or None."""
         added = self._inner.get_added_tokens_decoder()
         return next((id_ for id_, token in added.items() if token.content == text), None)
 
     def text_of(self, token: int) -> str:
-        """A special token as texts spell it."""
+        """Return the text of a special token."""
         return self._inner.id_to_token(token) or ""
 
     @cached_property
     def cuts(self) -> ExactCuts | None:
-        """Where a text may be cut that has the tokens of its parts; None: nowhere."""
+        """The places at which a text may be cut into parts with the same tokens; None if there are none."""
         return ExactCuts.of(self._inner)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """Text of token ids; special tokens are left out unless `special`."""
+        """Return the text of token ids; special tokens are left out unless `special`."""
         with self._encoding():
             return self._inner.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for, int64 [vocab_size], special tokens none; None where tokens
-        are not sequences of bytes, as of a tokenizer that is no byte-level BPE.
+        """Bytes of text of each id, int64 [vocab_size], 0 for special tokens; None if tokens are not
+        sequences of bytes, because the tokenizer is no byte-level BPE.
         """
         if not isinstance(self._inner.decoder, decoders.ByteLevel):
             return None
@@ -265,8 +269,8 @@ class Tokenizer:
         return sizes
 
     def text_bytes(self, ids: NDArray[np.integer]) -> int:
-        """Bytes of the text of token ids in UTF-8. Where tokens are not sequences of bytes the ids are
-        decoded together, so they should be of whole documents or long.
+        """Return the bytes of the text of token ids in UTF-8. If tokens are not sequences of bytes the ids
+        are decoded together, so they should be of complete documents or long.
         """
         if (sizes := self.token_bytes) is not None:
             return int(np.bincount(ids, minlength=len(sizes)) @ sizes)
@@ -274,10 +278,10 @@ class Tokenizer:
 
 
 def in_batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items with texts in batches of bounded size, each large enough for all threads.
+    """Yield items with texts in batches of bounded size, each large enough for all threads.
 
     Args:
-        length: of an item's text.
+        length: returns the length of an item's text.
     """
     batch: list[T] = []
     size = 0
@@ -292,7 +296,7 @@ def in_batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[
 
 
 def check_vocab(vocab: int) -> None:
-    """Raises StrettoError where a byte-level BPE cannot have `vocab` tokens."""
+    """Raise StrettoError if a byte-level BPE cannot have `vocab` tokens."""
     if not SMALLEST_VOCAB <= vocab < 1 << 32:
         raise StrettoError(
             f"vocab {vocab}: at least {SMALLEST_VOCAB} are needed, for 256 bytes and the end of text",

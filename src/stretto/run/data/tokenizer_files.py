@@ -35,56 +35,57 @@ TokenizerPath = str | os.PathLike[str] | Sequence[str]
 
 
 def read_tokenizer(path: TokenizerPath, ids: Sequence[int] = ()) -> Read:
-    """The tokenizer in a file of any of these kinds, in a folder that holds one, or in two files: a
-    vocabulary and its merges, or ranks and the regular expression that cuts text into words. With it, the
-    end of text that the format itself names, if it does.
+    """Return the tokenizer in a file of any of these kinds, in a folder that holds one, or in two files: a
+    vocabulary and its merges, or ranks and the regular expression that cuts text into words; and the end of
+    text that the format itself names, if it does.
 
     Args:
-        ids: of special tokens that the user names, for formats that do not.
+        ids: ids of special tokens that the user names, for formats that do not.
 
     Raises:
         StrettoError: no such file, or not a tokenizer.
     """
     names = [path] if isinstance(path, str | os.PathLike) else list(path)
     files = [Path(name).expanduser() for name in names]
-    where = ", ".join(map(str, files))
+    origin = ", ".join(map(str, files))
     if len(files) == 1:
         files = tokenizer_at(files[0]) or files
     for file in files:
         if not file.is_file():
             raise StrettoError(f"tokenizer {file}: no such file", hint=KINDS)
-    with _reading(where):
+    with _reading(origin):
         return _read(files, ids)
 
 
-def parse_tokenizer(where: str, data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer in the content of a `tokenizer.json`; `where` it came from, for messages.
+def parse_tokenizer(origin: str, data: bytes) -> tokenizers.Tokenizer:
+    """Return the tokenizer in the content of a `tokenizer.json`; `origin`: its file, for messages.
 
     Raises:
         StrettoError: not a tokenizer.
     """
-    with _reading(where):
-        return _from_json(where, data)[0]
+    with _reading(origin):
+        return _from_json(origin, data)[0]
 
 
 @contextmanager
-def _reading(where: str) -> Generator[None]:
-    """What goes wrong while a tokenizer is read becomes a StrettoError."""
+def _reading(origin: str) -> Generator[None]:
+    """Turn errors while a tokenizer is read into a StrettoError."""
     try:
-        with library_errors(lambda why: not_a_tokenizer(where, why)):
+        with library_errors(lambda reason: not_a_tokenizer(origin, reason)):
             yield
     except OSError as error:
         raise StrettoError(
-            f"tokenizer {where}: cannot be read: {error.strerror}", hint="check its permissions"
+            f"tokenizer {origin}: cannot be read: {error.strerror}", hint="check its permissions"
         ) from None
 
 
 @contextmanager
 def library_errors(named: Callable[[str], StrettoError]) -> Generator[None]:
-    """Errors of the library as a StrettoError. It raises bare Exception, and if it panics a BaseException.
+    """Turn errors of the library into a StrettoError. It raises bare Exception, and if it panics a
+    BaseException.
 
     Args:
-        named: the error with this reason.
+        named: returns the error for a reason.
     """
     try:
         yield
