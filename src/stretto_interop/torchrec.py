@@ -30,7 +30,7 @@ _WIRES: dict[Wire, str] = {"float16": "FP16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableRule:
+class FusedOptimizer:
     """How tables are updated and sent.
 
     Attributes:
@@ -48,10 +48,10 @@ class TableRule:
     element: int = 4
 
 
-def rule_of(config: RecommenderConfig) -> TableRule:
+def rule_of(config: RecommenderConfig) -> FusedOptimizer:
     """The rule of a config."""
     rule, wide = config.optim.tables, config.train.dtype == "float64"
-    return TableRule(
+    return FusedOptimizer(
         name=rule.name,
         lr=rule.lr,
         eps=rule.eps,
@@ -186,7 +186,7 @@ def torchrec_module(
     *,
     world: int,
     local: int,
-    rule: TableRule,
+    rule: FusedOptimizer,
     about: str = "",
 ) -> str:
     """The placements as a Python module with TorchRec's `ShardingPlan`, its tables and its sharder.
@@ -231,7 +231,7 @@ def _literal(table: TorchRecTable) -> str:
     return f"[{', '.join(shards)}]"
 
 
-def _check(rule: TableRule) -> None:
+def _check(rule: FusedOptimizer) -> None:
     if rule.name not in _OPTIMISERS:
         raise Problem(
             "optim.tables.name",
@@ -246,7 +246,7 @@ def _check(rule: TableRule) -> None:
         raise Problem("tables", feature, "TorchRec's tables are written in float32 here", "weight=fp32")
 
 
-def _notes(shardings: Sequence[TorchRecTable], rule: TableRule) -> list[str]:
+def _notes(shardings: Sequence[TorchRecTable], rule: FusedOptimizer) -> list[str]:
     """What differs from Stretto, and what TorchRec takes elsewhere."""
     kinds = {each.sharding_type for each in shardings}
     notes = ["Ids are taken modulo a table's rows before they come here, as Stretto does."]
@@ -262,7 +262,7 @@ def _notes(shardings: Sequence[TorchRecTable], rule: TableRule) -> list[str]:
     return notes
 
 
-def _fused(rule: TableRule) -> list[str]:
+def _fused(rule: FusedOptimizer) -> list[str]:
     values = {"learning_rate": rule.lr, "eps": rule.eps}
     if rule.betas is not None and rule.name == "lazy_adam":
         values |= {"beta1": rule.betas[0], "beta2": rule.betas[1]}
@@ -272,7 +272,7 @@ def _fused(rule: TableRule) -> list[str]:
     return ["FUSED_PARAMS = {", f'    "optimizer": EmbOptimType.{_OPTIMISERS[rule.name]},', *lines, "}"]
 
 
-def _codecs(rule: TableRule) -> str:
+def _codecs(rule: FusedOptimizer) -> str:
     if rule.wire not in _WIRES:
         return ""
     kind = f"CommType.{_WIRES[rule.wire]}"

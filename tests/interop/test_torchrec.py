@@ -10,7 +10,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TablePlacement, TableSpec
-from stretto_interop.torchrec import TableRule, torchrec_module, torchrec_tables
+from stretto_interop.torchrec import FusedOptimizer, torchrec_module, torchrec_tables
 
 WORLD, LOCAL = 4, 2
 TABLES = [TableSpec(name=f"C{i}", rows=10 + i, dim=16, pooling="mean" if i else "sum") for i in range(6)]
@@ -24,8 +24,8 @@ PLACEMENTS = {
 }
 
 
-def module(rule: TableRule | None = None) -> str:
-    made = rule or TableRule()
+def module(rule: FusedOptimizer | None = None) -> str:
+    made = rule or FusedOptimizer()
     return torchrec_module(TABLES, PLACEMENTS, world=WORLD, local=LOCAL, rule=made, about="a plan")
 
 
@@ -48,7 +48,7 @@ def test_each_split_is_a_sharding_type() -> None:
 
 
 def test_the_module_says_what_differs_and_what_is_left_to_fill_in() -> None:
-    text = module(TableRule(name="lazy_adam", betas=(0.9, 0.99), eps=1e-6, wire="bfloat16"))
+    text = module(FusedOptimizer(name="lazy_adam", betas=(0.9, 0.99), eps=1e-6, wire="bfloat16"))
     assert text.startswith('"""a plan\n')
     for line in (
         "Rows are in blocks here and dealt out in Stretto",
@@ -59,7 +59,7 @@ def test_the_module_says_what_differs_and_what_is_left_to_fill_in() -> None:
         '{"name": "C1", "num_embeddings": 11, "embedding_dim": 16, "pooling": "mean"},',
     ):
         assert line in text, line
-    assert "learning_rate" in module(TableRule(lr=0.1))
+    assert "learning_rate" in module(FusedOptimizer(lr=0.1))
     assert "QComms" not in module()
 
 
@@ -114,11 +114,11 @@ def test_what_torchrec_cannot_hold_is_refused_by_name(
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (TableRule(name="split_sgd"), "optim.tables.name is split_sgd"),
-        (TableRule(element=2), "tables is 2 bytes"),
+        (FusedOptimizer(name="split_sgd"), "optim.tables.name is split_sgd"),
+        (FusedOptimizer(element=2), "tables is 2 bytes"),
     ],
 )
-def test_rules_of_updates_that_it_lacks_are_refused(rule: TableRule, said: str) -> None:
+def test_rules_of_updates_that_it_lacks_are_refused(rule: FusedOptimizer, said: str) -> None:
     with pytest.raises(StrettoError) as caught:
         module(rule)
     assert caught.value.message.startswith(said)
@@ -136,7 +136,7 @@ def test_torchrec_makes_the_same_plan(wire: Any) -> None:
     torch = importlib.import_module("torch")
     plans = importlib.import_module("torchrec.distributed.sharding_plan")
     names: dict[str, Any] = {}
-    exec(compile(module(TableRule(lr=0.1, eps=1e-8, wire=wire)), "plan.py", "exec"), names)
+    exec(compile(module(FusedOptimizer(lr=0.1, eps=1e-8, wire=wire)), "plan.py", "exec"), names)
     configs = names["table_configs"]()
     collection = importlib.import_module("torchrec").EmbeddingBagCollection
     theirs = plans.construct_module_sharding_plan(

@@ -54,7 +54,7 @@ def load(name: str) -> Any:
 if TYPE_CHECKING:
     from stretto_interop.commands import checkpoint as checkpoint
     from stretto_interop.commands import emit as emit
-    from stretto_interop.frameworks.mapping import Framework
+    from stretto_interop.frameworks.mapping import ExternalFramework
 else:
     checkpoint = _Loaded(f"{PACKAGE}.commands.checkpoint")
     emit = _Loaded(f"{PACKAGE}.commands.emit")
@@ -69,7 +69,7 @@ Output = Annotated[
 ]
 
 
-def framework_named(name: str | None, others: dict[str, object]) -> Framework | None:
+def framework_named(name: str | None, others: dict[str, object]) -> ExternalFramework | None:
     """The framework of `--emit`, if it is given and not one for recommenders.
 
     Args:

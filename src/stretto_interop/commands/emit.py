@@ -26,10 +26,10 @@ from stretto.spec.job import Job
 from stretto.spec.presets import find_shape
 from stretto.view.plan_texts import search_text
 from stretto_interop.frameworks.fields import PATHS, values_of
-from stretto_interop.frameworks.mapping import Framework, Reading, emit, read
+from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, emit, read
 from stretto_interop.frameworks.prices import better, overlapped, price, task_for
 from stretto_interop.frameworks.registry import framework
-from stretto_interop.torchrec import TableRule, holds, rule_of, torchrec_module
+from stretto_interop.torchrec import FusedOptimizer, holds, rule_of, torchrec_module
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ _ROWS = 5  # layouts beside the one that is run today
 _INDENT = 10  # columns of a label
 
 
-def emitted_config(framework: Framework | None, config: JobConfig, source: Path) -> str:
+def emitted_config(framework: ExternalFramework | None, config: JobConfig, source: Path) -> str:
     """A config's job as the framework takes it; for a recommender as TorchRec does.
 
     Args:
@@ -81,7 +81,7 @@ def emitted_tables(
         wire: the type of exchanged values that the search was fixed to, as `--fix` takes it.
     """
     work = plan.job.work
-    rule = TableRule() if job is None else rule_of(job)
+    rule = FusedOptimizer() if job is None else rule_of(job)
     rule = replace(rule, name=work.optimizer, element=work.weight)
     if wire is not None:
         types = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
@@ -100,7 +100,7 @@ def emitted_tables(
 # ------------------------------------------------------------------ plan
 
 
-def emitted_row(framework: Framework, plan: Plan, row: int | None, base: TrainConfig | None) -> str:
+def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, base: TrainConfig | None) -> str:
     """A layout of a plan as the framework takes it.
 
     Args:
@@ -135,8 +135,8 @@ class Priced:
         overlapped: the same layout with gradients reduced during the backward; None: as they are.
     """
 
-    framework: Framework
-    reading: Reading
+    framework: ExternalFramework
+    reading: ForeignJob
     today: Estimate
     overlapped: Estimate | None
     plan: Plan

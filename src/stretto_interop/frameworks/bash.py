@@ -55,7 +55,7 @@ class Command:
         document: the text of that document.
     """
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     line: int
     to: str | None = None
     document: str | None = None
@@ -107,10 +107,10 @@ def commands(
         script.note(f"{error.message}: it comes after the launch, and is passed over")
 
 
-def parameters(words: Sequence[str]) -> dict[str, Value]:
+def parameters(arguments: Sequence[str]) -> dict[str, Value]:
     """The positional parameters of a script that is started with these words."""
-    numbered: dict[str, Value] = {str(index): word for index, word in enumerate(words, 1)}
-    return {**numbered, "@": list(words), "*": " ".join(words), "#": str(len(words))}
+    numbered: dict[str, Value] = {str(index): word for index, word in enumerate(arguments, 1)}
+    return {**numbered, "@": list(arguments), "*": " ".join(arguments), "#": str(len(arguments))}
 
 
 def batch_variables(text: str) -> dict[str, str]:
@@ -265,7 +265,7 @@ class _Script:
 
     def _statement(self, join: _Join) -> Iterator[Command]:
         """Read one command: assignments are carried out, the command itself is handed on."""
-        words, raw = list[_Pieces](), list[str]()
+        expanded_words, raw = list[_Pieces](), list[str]()
         taken = self._taken(join)
         to: str | None = None
         document: str | None = None
@@ -287,21 +287,21 @@ class _Script:
             else:
                 if sign is not None:
                     self.at = sign.end()
-                    words.append([(sign[0], True)])
+                    expanded_words.append([(sign[0], True)])
                 else:
-                    words.append(self._word())
+                    expanded_words.append(self._word())
                 if self.at == start:  # a bracket
                     raise self.error(f"`{self.text[start]}` is not read")
                 raw.append(self.text[start : self.at])
                 declaring = raw[0] in _DECLARING
-        if not words or declaring or taken is False:
+        if not expanded_words or declaring or taken is False:
             return
         in_test = bool(self.branches) and self.branches[-1].test is not None
         if raw[0] in ("[", "[["):
-            inside = [_text(word) for word in words[1:-1]]
+            inside = [_text(word) for word in expanded_words[1:-1]]
             self.outcome = decide(inside, self.variables) if taken and raw[-1] in ("]", "]]") else None
             return
-        expanded = [item for word in words for item in _fields(word)]
+        expanded = [item for word in expanded_words for item in _fields(word)]
         if taken is None:
             if expanded[:1] != ["echo"] and any(_LAUNCH.search(word) for word in expanded):
                 raise self.error(f"nothing tells whether {self._reason(join)} holds", line)
@@ -360,34 +360,34 @@ class _Script:
         return items
 
     def _carried_out(
-        self, words: list[str], document: str | None, to: str | None, line: int
+        self, argv: list[str], document: str | None, to: str | None, line: int
     ) -> Iterator[Command]:
         """Hand a command on, or those of the text that it is given."""
-        if words[0] == "exit":
+        if argv[0] == "exit":
             self.note(
                 f"{self.source}:{line}: the script ends there as it is started, and is read on: "
-                f"{' '.join(words)}"
+                f"{' '.join(argv)}"
             )
             return
-        if words[0] in ("source", "."):
-            message = f"{self.source}:{line}: {' '.join(words[1:2])} is not read: what it sets is not known"
+        if argv[0] in ("source", "."):
+            message = f"{self.source}:{line}: {' '.join(argv[1:2])} is not read: what it sets is not known"
             self.note(message)
             return
-        text, outer = None, words
-        shell = next((index for index, word in enumerate(words) if word in _SHELLS), None)
+        text, outer = None, argv
+        shell = next((index for index, word in enumerate(argv) if word in _SHELLS), None)
         if document is not None and (_LAUNCH.search(document) or shell is not None):
-            text, outer = document, [] if words[0] == "cat" else words
-        elif words[0] == "eval":
-            text, outer = " ".join(words[1:]), list[str]()
-        elif shell is not None and "-c" in words[shell:-1]:
-            text, outer = words[words.index("-c", shell) + 1], words[:shell]
+            text, outer = document, [] if argv[0] == "cat" else argv
+        elif argv[0] == "eval":
+            text, outer = " ".join(argv[1:]), list[str]()
+        elif shell is not None and "-c" in argv[shell:-1]:
+            text, outer = argv[argv.index("-c", shell) + 1], argv[:shell]
         if text is None:
-            written = document is not None and words == ["cat"]
-            yield Command(tuple(words), line, to if written else None, document)
+            written = document is not None and argv == ["cat"]
+            yield Command(tuple(argv), line, to if written else None, document)
             return
         inner = self._inner(text, line)
         for command in inner.commands():
-            yield Command((*outer, *command.words), line)
+            yield Command((*outer, *command.argv), line)
 
     def note(self, text: str) -> None:
         """Add a sentence, once."""
@@ -549,7 +549,7 @@ class _Script:
                 return unknown(f"${{{inside}}}")
             return "" if lacks else _text(self._inner(operand)._quoted(""))
         if lacks and sign.endswith(("-", "=")):
-            default = _text([piece for word in self._inner(operand)._words() for piece in word])
+            default = _text([piece for word in self._inner(operand)._default_words() for piece in word])
             if sign.endswith("="):
                 self.variables[name] = default
             return default
@@ -557,7 +557,7 @@ class _Script:
             return [] if item in ("@", "*") else unknown(name if name.isidentifier() else f"${name}")
         return value
 
-    def _words(self) -> Iterator[_Pieces]:
+    def _default_words(self) -> Iterator[_Pieces]:
         """The words of a default, with the blanks between them."""
         while self.at < len(self.text):
             start = self.at
@@ -586,19 +586,19 @@ def _text(pieces: _Pieces) -> str:
 
 def _fields(pieces: _Pieces) -> list[str]:
     """The words that one word becomes: unquoted values are split at blanks, quoted arrays at their items."""
-    words: list[list[str]] = []
+    split: list[list[str]] = []
     for value, quoted in pieces:
         if quoted:
             items = value if isinstance(value, list) else [value]
         else:  # an unknown stays in one word, with the blanks of its command
             text = " ".join(value) if isinstance(value, list) else value
             items = re.findall(rf"(?:{MARK}[^{MARK}]*{MARK}|\S)+", text) if MARK in text else text.split()
-        if items and not words:
-            words.append([])
+        if items and not split:
+            split.append([])
         if items:
-            words[-1].append(items[0])
-            words += [[item] for item in items[1:]]
-    return ["".join(parts) for parts in words]
+            split[-1].append(items[0])
+            split += [[item] for item in items[1:]]
+    return ["".join(parts) for parts in split]
 
 
 # ------------------------------------------------------------------ arithmetic and tests
@@ -656,21 +656,21 @@ def _evaluate(node: ast.expr) -> int:
     return value
 
 
-def decide(words: Sequence[str], variables: Mapping[str, Value]) -> bool | None:
+def decide(operands: Sequence[str], variables: Mapping[str, Value]) -> bool | None:
     """The outcome of a test; None if it depends on files, patterns or unknown values.
 
     Args:
         variables: those that are set; an unknown one that is not set is taken to be empty.
     """
-    if len(words) > 100:
+    if len(operands) > 100:
         return None
     for sign in ("||", "&&"):
-        if sign in words:
-            index = list(words).index(sign)
-            sides = decide(words[:index], variables), decide(words[index + 1 :], variables)
+        if sign in operands:
+            index = list(operands).index(sign)
+            sides = decide(operands[:index], variables), decide(operands[index + 1 :], variables)
             decisive = sign == "||"
             return decisive if decisive in sides else None if None in sides else not decisive
-    match list(words):
+    match list(operands):
         case ["!", *inner]:
             outcome = decide(inner, variables)
             return None if outcome is None else not outcome

@@ -24,7 +24,7 @@ from stretto_interop.frameworks.deepspeed_json import parse, render
 from stretto_interop.frameworks.deepspeed_optimiser import OPTIMISER
 from stretto_interop.frameworks.fields import JOB, NAMES, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
-    Framework,
+    ExternalFramework,
     Settings,
     Values,
     check_batch,
@@ -514,7 +514,7 @@ def _remarks(settings: Settings) -> Iterator[str]:
         yield "no activation_checkpointing: unless it is said beside it, nothing is taken to be recomputed"
 
 
-DEEPSPEED = Framework(
+DEEPSPEED = ExternalFramework(
     name="deepspeed",
     title="DeepSpeed 0.19.8",
     rules=RULES,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from stretto.errors import StrettoError
-from stretto_interop.frameworks.mapping import Parsed, Settings, Start, Unset
+from stretto_interop.frameworks.mapping import ParsedSettings, Settings, Start, Unset
 from stretto_interop.frameworks.others import others
 
 _COMMENT = "//"  # no key of DeepSpeed's
@@ -42,7 +42,7 @@ _PRICED_IF_AUTO = (
 )
 
 
-def parse(text: str, source: str, start: Start) -> Parsed:
+def parse(text: str, source: str, start: Start) -> ParsedSettings:
     """The JSON's settings by dotted names, without those that switch something off that is off anyway.
 
     Raises:
@@ -68,7 +68,7 @@ def parse(text: str, source: str, start: Start) -> Parsed:
     if settings.get(_RATIO) == 1:
         del settings[_RATIO]
     _check_types(settings, source)
-    return Parsed(settings=_sized(settings, source, start.devices))
+    return ParsedSettings(settings=_sized(settings, source, start.devices))
 
 
 _RATIO = "zero_optimization.offload_optimizer.ratio"

@@ -84,7 +84,7 @@ class FileSettings:
 
 
 @dataclass(kw_only=True)
-class Parsed:
+class ParsedSettings:
     """A framework's text.
 
     Attributes:
@@ -151,7 +151,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framework:
+class ExternalFramework:
     """A framework whose configs can be written and read.
 
     Attributes:
@@ -181,7 +181,7 @@ class Framework:
     title: str
     rules: Sequence[Rule]
     render: Callable[[Settings, Sequence[str]], str]
-    parse: Callable[[str, str, Start], Parsed] | None = None
+    parse: Callable[[str, str, Start], ParsedSettings] | None = None
     unpriced: Mapping[str, str] = field(default_factory=dict[str, str])
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     as_run: Callable[[Job, Settings], Job]
@@ -213,7 +213,7 @@ class Framework:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ForeignJob:
     """A job of another framework.
 
     Attributes:
@@ -460,7 +460,7 @@ def model_words(shape: ModelShape) -> str:
 # ------------------------------------------------------------------ both directions
 
 
-def emit(framework: Framework, job: Job, config: TrainConfig | None = None, about: str = "") -> str:
+def emit(framework: ExternalFramework, job: Job, config: TrainConfig | None = None, about: str = "") -> str:
     """The job as the framework takes it.
 
     Args:
@@ -475,7 +475,7 @@ def emit(framework: Framework, job: Job, config: TrainConfig | None = None, abou
     return framework.render(settings, [*about.splitlines(), *notes])
 
 
-def settings_of(framework: Framework, values: JobValues) -> tuple[dict[str, Any], list[str]]:
+def settings_of(framework: ExternalFramework, values: JobValues) -> tuple[dict[str, Any], list[str]]:
     """The framework's settings, and a note for each field that it has no setting for and that changes nothing
     of what is computed.
 
@@ -487,7 +487,7 @@ def settings_of(framework: Framework, values: JobValues) -> tuple[dict[str, Any]
     return settings, notes
 
 
-def refusals(framework: Framework, job: Job, config: TrainConfig | None = None) -> list[Problem]:
+def refusals(framework: ExternalFramework, job: Job, config: TrainConfig | None = None) -> list[Problem]:
     """The values of a job that the framework does not have; `config` as in `emit`."""
     try:
         return _written(framework, values_of(job, config))[2]
@@ -495,7 +495,9 @@ def refusals(framework: Framework, job: Job, config: TrainConfig | None = None) 
         return [error if isinstance(error, Problem) else error.within("layout")]
 
 
-def _written(framework: Framework, values: JobValues) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def _written(
+    framework: ExternalFramework, values: JobValues
+) -> tuple[dict[str, Any], list[str], list[Problem]]:
     """Settings and notes of `settings_of`, and the values that the framework does not have."""
     settings: dict[str, Any] = {}
     notes, wrong = list[str](), list[Problem]()
@@ -523,12 +525,12 @@ def read_rule(rule: Rule, settings: Settings) -> dict[str, Any]:
 
 
 def read(
-    framework: Framework,
+    framework: ExternalFramework,
     text: str,
     source: str,
     devices: int | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Reading:
+) -> ForeignJob:
     """The job that a framework's text describes.
 
     Args:
@@ -579,7 +581,7 @@ def read(
         job = job_from(values)
         raise_first(problems(job))
         variables = [name for name in parsed.unsupported if name.startswith("$")]
-        return Reading(
+        return ForeignJob(
             job=framework.as_run(job, settings),
             assumptions=Assumptions(
                 software=software_profile(framework.software(settings)), overlap=framework.overlaps(settings)
@@ -599,7 +601,7 @@ def _matching(patterns: Mapping[str, str], name: str) -> str | None:
     return next((reason for pattern, reason in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def unmapped(framework: Framework) -> tuple[set[str], set[str]]:
+def unmapped(framework: ExternalFramework) -> tuple[set[str], set[str]]:
     """Fields that no rule is about, and those that several are, or that do not exist."""
     about = [name for rule in framework.rules for name in rule.fields]
     return set(NAMES) - set(about), {name for name in about if about.count(name) > 1 or name not in NAMES}

@@ -21,7 +21,7 @@ from stretto.run.config.written import model_section
 from stretto.spec.initial import Initial
 from stretto.spec.rules import problems
 from stretto_interop.frameworks.fields import JOB, MODEL, RUN, RUN_DEFAULTS, job_from, name_of, reading
-from stretto_interop.frameworks.mapping import Framework, Settings, Start, read_rule
+from stretto_interop.frameworks.mapping import ExternalFramework, Settings, Start, read_rule
 
 # a run needs them, and no default would be right
 _NEEDED = tuple(map(name_of, (RUN.data.source, RUN.train.steps, JOB.optimiser.lr)))
@@ -69,7 +69,7 @@ class Migration:
 
 
 def migrate(
-    framework: Framework,
+    framework: ExternalFramework,
     text: str,
     source: str,
     start: Start | None = None,
@@ -134,7 +134,7 @@ def _hint(error: StrettoError) -> str:
     return f" ({error.hint})" if error.hint else ""
 
 
-def _read(framework: Framework, settings: Settings, migration: Migration) -> dict[str, Any]:
+def _read(framework: ExternalFramework, settings: Settings, migration: Migration) -> dict[str, Any]:
     """The values of all rules; a rule that cannot read its settings loses them."""
     values = dict[str, Any]()
     vocab_is_default = False

@@ -12,14 +12,14 @@ from stretto.planner.search.task import Task, unplanned
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import MODES, DataParallel
-from stretto_interop.frameworks.mapping import Framework, Reading, refusals
+from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, refusals
 
 # sections of values that a search makes
 _SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
 
 
 def task_for(
-    framework: Framework, task: Task, fix: Sequence[str] = (), config: TrainConfig | None = None
+    framework: ExternalFramework, task: Task, fix: Sequence[str] = (), config: TrainConfig | None = None
 ) -> Task:
     """A search among the layouts that the framework has, at the cost that they have there.
 
@@ -45,12 +45,12 @@ def task_for(
     )
 
 
-def price(reading: Reading, cluster: Cluster, *, memory: bool = True) -> Estimate:
+def price(reading: ForeignJob, cluster: Cluster, *, memory: bool = True) -> Estimate:
     """Time and memory of a job as it was read, on a cluster of its size."""
     return estimate(reading.job, cluster, reading.assumptions, memory=memory)
 
 
-def overlapped(framework: Framework, reading: Reading, cluster: Cluster) -> Estimate | None:
+def overlapped(framework: ExternalFramework, reading: ForeignJob, cluster: Cluster) -> Estimate | None:
     """The same layout with gradients reduced while the backward computes; None where they are already."""
     if reading.assumptions.overlap:
         return None
@@ -58,7 +58,9 @@ def overlapped(framework: Framework, reading: Reading, cluster: Cluster) -> Esti
     return estimate(reading.job, cluster, assumptions)
 
 
-def better(framework: Framework, reading: Reading, cluster: Cluster, seconds: float, top: int) -> Task:
+def better(
+    framework: ExternalFramework, reading: ForeignJob, cluster: Cluster, seconds: float, top: int
+) -> Task:
     """The search for layouts that do the same work on the same cluster in less time.
 
     Args:

@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 
 
 @dataclass(kw_only=True)
-class Call:
+class ConfigCall:
     """A call that is not carried out: of what, and with which values.
 
     Attributes:
@@ -33,7 +33,7 @@ class FillIn:
     """A value that is still to be filled in."""
 
 
-def read_config(text: str, source: str, *, returns: str) -> Call:
+def read_config(text: str, source: str, *, returns: str) -> ConfigCall:
     """The call that the module's config function returns: its only one, or the last that no other of them
     uses.
 
@@ -81,7 +81,7 @@ class _Reader:
                 except ValueError:
                     continue  # nothing that a config can use
 
-    def config(self) -> Call:
+    def config(self) -> ConfigCall:
         configs = [statement for statement in self._functions.values() if self._is_config(statement)]
         used = {
             node.id for statement in configs for node in ast.walk(statement) if isinstance(node, ast.Name)
@@ -99,7 +99,7 @@ class _Reader:
                 hint="keep one of them in a file of its own",
             )
         value = self._run(ends[0])
-        if not isinstance(value, Call) or not value.name.endswith(self._returns):
+        if not isinstance(value, ConfigCall) or not value.name.endswith(self._returns):
             raise self._cannot(ends[0], f"{ends[0].name} returns no {self._returns}")
         return value
 
@@ -142,7 +142,7 @@ class _Reader:
             return
         if isinstance(target, ast.Attribute):
             inside = self._value(target.value, names)
-            if isinstance(inside, Call):
+            if isinstance(inside, ConfigCall):
                 inside.keywords[target.attr] = value
                 return
         raise self._cannot(target, f"an assignment to {ast.unparse(target)}")
@@ -155,7 +155,9 @@ class _Reader:
                 return names[node.id]
             if node.id in self._constants:
                 return self._constants[node.id]
-            return Call(name=node.id, module=self._modules.get(node.id, ""))  # a function or class, handed on
+            return ConfigCall(
+                name=node.id, module=self._modules.get(node.id, "")
+            )  # a function or class, handed on
         if isinstance(node, ast.List | ast.Tuple):
             items = [self._value(statement, names) for statement in node.elts]
             return tuple(items) if isinstance(node, ast.Tuple) else items
@@ -169,9 +171,9 @@ class _Reader:
             }
         if isinstance(node, ast.Attribute):
             inside = self._value(node.value, names)
-            if isinstance(inside, Call) and node.attr in inside.keywords:
+            if isinstance(inside, ConfigCall) and node.attr in inside.keywords:
                 return inside.keywords[node.attr]
-            return Call(name=ast.unparse(node))
+            return ConfigCall(name=ast.unparse(node))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._value(node.operand, names)
             if isinstance(value, _NUMBERS):
@@ -182,7 +184,7 @@ class _Reader:
                 return _BINARY[type(node.op)](left, right)
         if isinstance(node, ast.Call):
             return self._call(node, names)
-        return Call(name=ast.unparse(node))  # unknown, and refused where it matters
+        return ConfigCall(name=ast.unparse(node))  # unknown, and refused where it matters
 
     def _call(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
         name = ast.unparse(node.func)
@@ -204,6 +206,6 @@ class _Reader:
         if function is not None and self._is_config(function) and not arguments and not keywords:
             return self._run(function)
         module = self._modules.get(name.partition(".")[0], "")
-        return Call(
+        return ConfigCall(
             name=name, module=module, arguments=arguments, keywords=keywords, constants=self._constants
         )

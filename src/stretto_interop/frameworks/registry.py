@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from stretto.errors import StrettoError, nearest
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
-from stretto_interop.frameworks.mapping import Framework
+from stretto_interop.frameworks.mapping import ExternalFramework
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.nemo import NEMO
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
 
-FRAMEWORKS: dict[str, Framework] = {item.name: item for item in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)}
+FRAMEWORKS: dict[str, ExternalFramework] = {
+    item.name: item for item in (MEGATRON, NEMO, TORCHTITAN, DEEPSPEED)
+}
 
 
-def framework(name: str) -> Framework:
+def framework(name: str) -> ExternalFramework:
     """The framework of that name.
 
     Raises:

@@ -17,7 +17,7 @@ from stretto.spec.framework import framework_behaviour
 from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
-    Framework,
+    ExternalFramework,
     Settings,
     Unset,
     Values,
@@ -599,7 +599,7 @@ def _software(settings: Settings) -> str:
     return "compiled" if settings.get("compile.enable", False) else "today"
 
 
-TORCHTITAN = Framework(
+TORCHTITAN = ExternalFramework(
     name="torchtitan",
     title="torchtitan 0.3.0",
     rules=RULES,

@@ -11,8 +11,8 @@ from math import inf
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto_interop.frameworks.mapping import Parsed, Settings, Start, Unset
-from stretto_interop.frameworks.python_config import Call, FillIn, read_config
+from stretto_interop.frameworks.mapping import ParsedSettings, Settings, Start, Unset
+from stretto_interop.frameworks.python_config import ConfigCall, FillIn, read_config
 
 FUNCTION = "planned"  # what `--config` of torchtitan then names
 
@@ -233,7 +233,7 @@ def _python(value: Any, indent: int) -> str:
 # ------------------------------------------------------------------ reading
 
 
-def parse(text: str, source: str, start: Start) -> Parsed:
+def parse(text: str, source: str, start: Start) -> ParsedSettings:
     """The settings of a config function, or of a TOML file, with the number of shards where it is left open.
 
     Raises:
@@ -241,7 +241,7 @@ def parse(text: str, source: str, start: Start) -> Parsed:
     """
     settings = _from_toml(text, source) if source.endswith(".toml") else _from_python(text, source)
     _check_degrees(settings, source)
-    return Parsed(settings=_sized(settings, source, start.devices))
+    return ParsedSettings(settings=_sized(settings, source, start.devices))
 
 
 # names of 0.1 and 0.2, by those of 0.3
@@ -309,7 +309,7 @@ def _from_python(text: str, source: str) -> dict[str, Any]:
         **dict.fromkeys(("comm", "profiler", "validator", "dataloader", "tokenizer", "override")),
     }
     for name, value in config.keywords.items():
-        if name in sections and isinstance(value, Call):
+        if name in sections and isinstance(value, ConfigCall):
             settings |= {f"{name}.{key}": inner for key, inner in value.keywords.items()}
         elif name == "model_spec":
             settings |= _model_of(value, source)
@@ -318,38 +318,40 @@ def _from_python(text: str, source: str) -> dict[str, Any]:
         elif name == "activation_checkpoint":
             settings |= _recomputed(value, source)
         else:
-            settings[name] = value.name if isinstance(value, Call) else value
+            settings[name] = value.name if isinstance(value, ConfigCall) else value
     return {name: _plain(value) for name, value in settings.items() if not isinstance(value, FillIn)}
 
 
 def _plain(value: Any) -> Any:
     """A value that a Python expression builds otherwise than by a literal, as its text."""
-    return value.name if isinstance(value, Call) else value
+    return value.name if isinstance(value, ConfigCall) else value
 
 
 def _model_of(value: Any, source: str) -> dict[str, Any]:
-    if isinstance(value, Call) and value.name == "sized":
+    if isinstance(value, ConfigCall) and value.name == "sized":
         return {"model.name": "llama3", "model.sizes": value.constants.get("SIZES", {})}
-    if not isinstance(value, Call) or not value.name.endswith("model_registry"):
+    if not isinstance(value, ConfigCall) or not value.name.endswith("model_registry"):
         raise StrettoError(
             f"{source}: model_spec is not made by model_registry", hint="say the model with --model"
         )
     module = value.module.rpartition("models.")[2].partition(".")[0]
     flavour = value.keywords.get("flavor", value.arguments[0] if value.arguments else None)
     converters = value.keywords.get("converters") or []
-    named = {item.name: item.keywords.get("recipe_name") for item in converters if isinstance(item, Call)}
+    named = {
+        item.name: item.keywords.get("recipe_name") for item in converters if isinstance(item, ConfigCall)
+    }
     return {"model.name": module, "model.flavor": flavour, **_converted(named, source)}
 
 
 def _optimizer_of(value: Any, source: str) -> dict[str, Any]:
     """Of several groups, the one with most weight decay; all have one optimiser."""
-    if not isinstance(value, Call):
+    if not isinstance(value, ConfigCall):
         return {}
     if value.name.endswith("default_adamw"):
         lr = {"lr": value.arguments[0]} if value.arguments else {}
         return _adamw("AdamW", {**lr, **value.keywords})
     values: dict[Any, Any] = {}
-    groups = [item for item in value.keywords.get("param_groups", []) if isinstance(item, Call)]
+    groups = [item for item in value.keywords.get("param_groups", []) if isinstance(item, ConfigCall)]
     names = {item.keywords.get("optimizer_name") for item in groups}
     if len(names) > 1:
         raise StrettoError(
@@ -375,7 +377,11 @@ def _adamw(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _recomputed(value: Any, source: str) -> dict[str, Any]:
     modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
     name = (
-        "" if value is None else value.name.removesuffix(".Config") if isinstance(value, Call) else str(value)
+        ""
+        if value is None
+        else value.name.removesuffix(".Config")
+        if isinstance(value, ConfigCall)
+        else str(value)
     )
     if value is not None and name not in modes:
         closest = nearest(name, modes)

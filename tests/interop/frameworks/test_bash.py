@@ -11,7 +11,7 @@ from stretto_interop.frameworks.bash import commands, parameters, unknown_in
 def said(text: str, *words: str, **variables: str) -> list[str]:
     """The words of every command, joined."""
     known = {**parameters(words), **variables}
-    return [" ".join(command.words) for command in commands(text, "run.sh", known)]
+    return [" ".join(command.argv) for command in commands(text, "run.sh", known)]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_is_not_read_may_stand_in_a_branch_that_is_not_taken() -> None:
 
 
 def test_a_command_with_blanks_is_one_unknown() -> None:
-    words = list(commands("N=$(nvidia-smi -L | wc -l)\ntorchrun --n $N", "run.sh"))[-1].words
+    words = list(commands("N=$(nvidia-smi -L | wc -l)\ntorchrun --n $N", "run.sh"))[-1].argv
     assert (len(words), unknown_in(words[2])) == (3, "$(nvidia-smi -L | wc -l)")
 
 

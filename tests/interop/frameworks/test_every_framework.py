@@ -24,7 +24,7 @@ from stretto.spec.lora import LoraShape
 from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import NAMES, RUN_DEFAULTS, JobValues, values_of
-from stretto_interop.frameworks.mapping import Framework, settings_of, unmapped
+from stretto_interop.frameworks.mapping import ExternalFramework, settings_of, unmapped
 from stretto_interop.frameworks.registry import FRAMEWORKS
 
 # other values of choices whose type or usual value suggests none
@@ -205,7 +205,7 @@ def divides(choices: JobValues) -> bool:
     return whole % (micro * dp) == 0
 
 
-def outcome(framework: Framework, choices: JobValues) -> list[object]:
+def outcome(framework: ExternalFramework, choices: JobValues) -> list[object]:
     """What each rule writes, and notes, or its refusal; one refusal does not hide another."""
     made: list[object] = []
     for rule in framework.rules:
@@ -217,20 +217,20 @@ def outcome(framework: Framework, choices: JobValues) -> list[object]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
-def test_every_choice_has_one_rule(framework: Framework) -> None:
+def test_every_choice_has_one_rule(framework: ExternalFramework) -> None:
     assert unmapped(framework) == (set(), set())
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
-def test_another_value_is_written_or_refused(framework: Framework, name: str) -> None:
+def test_another_value_is_written_or_refused(framework: ExternalFramework, name: str) -> None:
     """In one job at least: a number of experts means nothing to a model without any."""
     values = {value for base in BASES for value in map(repr, others(name, base[name]))}
     assert values, f"no other value of {name} is tried"
     assert any(is_told(framework, at, name) for at in range(len(BASES)))
 
 
-def is_told(framework: Framework, at: int, name: str) -> bool:
+def is_told(framework: ExternalFramework, at: int, name: str) -> bool:
     """Whether some other value of a choice makes a difference to the job, or needs what the framework
     refuses.
     """
@@ -247,7 +247,7 @@ def outcome_of_base(framework: str, at: int) -> list[object]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
-def test_some_of_the_jobs_are_written(framework: Framework) -> None:
+def test_some_of_the_jobs_are_written(framework: ExternalFramework) -> None:
     """A framework that refused all of them would pass the test above."""
     written = [base for base in BASES if not any(isinstance(one, str) for one in outcome(framework, base))]
     assert written
@@ -256,7 +256,7 @@ def test_some_of_the_jobs_are_written(framework: Framework) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
-def test_no_setting_is_of_two_rules(framework: Framework) -> None:
+def test_no_setting_is_of_two_rules(framework: ExternalFramework) -> None:
     settings = [name for rule in framework.rules for name in rule.settings]
     assert len(settings) == len(set(settings))
 

@@ -15,8 +15,8 @@ from stretto.spec.job import Job
 from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import (
-    Framework,
-    Parsed,
+    ExternalFramework,
+    ParsedSettings,
     Start,
     Unset,
     emit,
@@ -51,13 +51,13 @@ def render(settings: Mapping[str, Any], notes: Sequence[str]) -> str:
     )
 
 
-def parse(text: str, source: str, start: Start) -> Parsed:
+def parse(text: str, source: str, start: Start) -> ParsedSettings:
     pairs = (line.split("=") for line in text.splitlines())
     size = {} if start.devices is None else {"sizes.data": start.devices}
-    return Parsed(settings={**size, **{name: int(value) for name, value in pairs}})
+    return ParsedSettings(settings={**size, **{name: int(value) for name, value in pairs}})
 
 
-TINY = Framework(
+TINY = ExternalFramework(
     name="tiny",
     title="Tiny 1.0",
     rules=RULES,

@@ -25,7 +25,7 @@ from stretto.spec.optimiser import Optimiser, RateSchedule
 from stretto.spec.presets import preset
 from stretto.spec.rules import problems
 from stretto_interop.frameworks.fields import JobValues, values_of
-from stretto_interop.frameworks.mapping import Reading, emit, read, settings_of
+from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
 from stretto_interop.frameworks.megatron.arguments import arguments
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.megatron.ranks import shortened
@@ -43,7 +43,7 @@ def written_and_read(job: Job) -> Job:
     return read(MEGATRON, script_of(job), "run.sh").job
 
 
-def read_script(text: str, devices: int | None = 8) -> Reading:
+def read_script(text: str, devices: int | None = 8) -> ForeignJob:
     return read(MEGATRON, text, "run.sh", devices)
 
 

@@ -14,7 +14,7 @@ from stretto.planner.search.task import Task, job_to_plan
 from stretto.run.config import load
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.presets import preset
-from stretto_interop.frameworks.mapping import Framework, emit, refusals
+from stretto_interop.frameworks.mapping import ExternalFramework, emit, refusals
 from stretto_interop.frameworks.prices import task_for
 from stretto_interop.frameworks.registry import FRAMEWORKS
 
@@ -55,7 +55,9 @@ def test_every_row_can_be_written(model: str, cluster: str, framework: str, fix:
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
 @pytest.mark.parametrize("cluster", ["h100:8", "h100:256"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_row_of_more_models_can_be_written(model: str, cluster: str, framework: Framework) -> None:
+def test_every_row_of_more_models_can_be_written(
+    model: str, cluster: str, framework: ExternalFramework
+) -> None:
     wanted = task(model, cluster, seconds=6.0)
     wrong = refusals(framework, replace(wanted.job, dp=DataParallel(mode="zero3")))
     if any(one.field.startswith(("model.", "layout.")) for one in wrong):

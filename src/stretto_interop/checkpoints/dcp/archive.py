@@ -84,7 +84,7 @@ class Archives:
         extent = self.index.objects[name]
         return self._guarded(name, extent, lambda archive: _numbers(archive, archive.value(names)))
 
-    def read_from_object(self, name: str, tensor: SavedTensor, start: int, into: Tensor) -> None:
+    def read_from_object(self, name: str, tensor: PickledTensor, start: int, into: Tensor) -> None:
         """Read elements of a tensor in an object, in order, from number `start` on, into a flat one of its
         dtype.
 
@@ -250,7 +250,7 @@ def read_saved(path: Path, names: Container[str]) -> Any:
 
 
 def _numbers(archive: _Archive, value: Any) -> Any:
-    """The value with a number for each tensor of one element in its containers, a SavedTensor for others."""
+    """The value with a number for each tensor of one element in its containers, else a PickledTensor."""
     if isinstance(value, dict):
         return {key: _numbers(archive, item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -267,7 +267,7 @@ def _numbers(archive: _Archive, value: Any) -> Any:
     return value
 
 
-def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> SavedTensor:
+def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> PickledTensor:
     """What the archive's pickle says of a chunk, which must be what the index says."""
     saved = _saved(archive.value(_NAMES))
     dtype: torch.dtype = getattr(torch, stored.dtype)
@@ -297,7 +297,7 @@ def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedTensor:
+class PickledTensor:
     """A tensor in a pickle: a view of the values that the zip's member `data/KEY` holds.
 
     first: element, and `strides` of `sizes` in elements.
@@ -320,7 +320,7 @@ class SavedTensor:
         return True
 
 
-def _saved(value: Any) -> SavedTensor:
+def _saved(value: Any) -> PickledTensor:
     if not isinstance(value, Record) or value.name != _TENSOR or len(value.arguments) < 4:
         raise DamageError("it is no tensor of a type that is read here")
     storage, first, sizes, strides, *_ = value.arguments
@@ -336,7 +336,7 @@ def _saved(value: Any) -> SavedTensor:
         raise DamageError("its sizes are no sizes")
     if len(sizes) != len(strides):
         raise DamageError("it has another number of sizes than of strides")
-    return SavedTensor(key=key, dtype=dtype, sizes=sizes, strides=strides, first=first)
+    return PickledTensor(key=key, dtype=dtype, sizes=sizes, strides=strides, first=first)
 
 
 def _whole_numbers(value: Any) -> bool:

@@ -25,7 +25,7 @@ from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.groups import MOMENTS
 from stretto_interop.checkpoints.dcp.streaming import (
-    Exported,
+    ExportedCheckpoint,
     open_export,
     saved_optimiser,
     steps_of,
@@ -34,8 +34,8 @@ from stretto_interop.checkpoints.dcp.streaming import (
 from stretto_interop.checkpoints.dcp.titan import (
     HEADS,
     VERSIONS,
-    Part,
-    Rule,
+    TitanRule,
+    TitanTensor,
     correction,
     is_trained,
     rules,
@@ -46,7 +46,7 @@ from stretto_interop.checkpoints.dcp.written import Progress
 
 def export_dcp(
     path: str | Path, out: str | Path, version: str = VERSIONS[0], progress: Progress | None = None
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write a checkpoint for torchtitan: the model, and where the optimiser is AdamW its states, settings and
     the step. One of the tensors at a time is in memory.
 
@@ -73,7 +73,7 @@ def export_dcp(
             state["lr_scheduler"] = _schedule(optimiser.lr, updates, version)
             state["train_state"] = {"step": step, "ntokens_seen": int(manifest.meta.get("tokens") or 0)}
         files = write_whole(state, out, source.total, path)
-    return Exported(files=files, step=step, notes=notes)
+    return ExportedCheckpoint(files=files, step=step, notes=notes)
 
 
 class _Source:
@@ -85,7 +85,7 @@ class _Source:
         self.total = self._done = 0
         self._last: tuple[str, Tensor | None] = ("", None)
 
-    def part(self, name: str, part: Part) -> Streamed:
+    def part(self, name: str, part: TitanTensor) -> Streamed:
         """One of theirs, made of ours of that name."""
         dtype: torch.dtype = getattr(torch, self.stored.saved[name].dtype)
         self.total += prod(part.shape) * dtype.itemsize
@@ -93,7 +93,7 @@ class _Source:
             part.shape, dtype, {(0,) * len(part.shape): (part.shape, lambda: self._get(name, part, dtype))}
         )
 
-    def _get(self, name: str, part: Part, dtype: torch.dtype) -> Tensor:
+    def _get(self, name: str, part: TitanTensor, dtype: torch.dtype) -> Tensor:
         if self._last[0] != name:
             self._last = ("", None)  # free the one before first
             self._last = (name, self.stored.read(name))
@@ -111,7 +111,9 @@ class _Source:
         return exported
 
 
-def _weights(source: _Source, mapping: Sequence[Rule], shape: ModelShape, version: str) -> dict[str, Any]:
+def _weights(
+    source: _Source, mapping: Sequence[TitanRule], shape: ModelShape, version: str
+) -> dict[str, Any]:
     """The model's state: parameters, a tied head under both names, and the router's corrections."""
     state: dict[str, Any] = {}
     for rule in mapping:
@@ -126,7 +128,7 @@ def _weights(source: _Source, mapping: Sequence[Rule], shape: ModelShape, versio
     return state
 
 
-def _states(source: _Source, mapping: Sequence[Rule], version: str, updates: int) -> dict[str, Any]:
+def _states(source: _Source, mapping: Sequence[TitanRule], version: str, updates: int) -> dict[str, Any]:
     """AdamW's states by the name of each parameter."""
     state: dict[str, Any] = {}
     for rule in mapping:
@@ -141,7 +143,7 @@ def _states(source: _Source, mapping: Sequence[Rule], version: str, updates: int
 
 
 def _groups(
-    mapping: Sequence[Rule], version: str, optimiser: Optimiser, updates: int, steps: int | None
+    mapping: Sequence[TitanRule], version: str, optimiser: Optimiser, updates: int, steps: int | None
 ) -> dict[str, Any]:
     """AdamW's settings, once for every parameter, with the learning rate of the next update."""
     rate = optimiser.lr if steps is None else LearningRate.of(optimiser, steps)(updates)

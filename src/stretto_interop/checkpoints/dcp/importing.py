@@ -18,13 +18,13 @@ from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.groups import MOMENTS, STATE, WEIGHTS_ONLY, read_optimiser
 from stretto_interop.checkpoints.dcp.index import DcpIndex, find_folder, read_dcp_index
-from stretto_interop.checkpoints.dcp.titan import HEADS, Part, Rule, is_trained, rules
+from stretto_interop.checkpoints.dcp.titan import HEADS, TitanRule, TitanTensor, is_trained, rules
 from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport
 
 _PREFIXES = ("", "model.")  # of parameters: of today, and of torchtitan before 0.1
 _NO_PARAMETERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
-Parts = Sequence[tuple[str, Part]]  # with the names that they have in a checkpoint
+Parts = Sequence[tuple[str, TitanTensor]]  # with the names that they have in a checkpoint
 
 
 class DcpImport(OpenImport):
@@ -146,11 +146,11 @@ class _Names:
         self.index = index
         self.prefix = next((p for p in _PREFIXES if f"{p}tok_embeddings.weight" in index.tensors), "")
 
-    def of_weight(self, rule: Rule) -> Parts:
+    def of_weight(self, rule: TitanRule) -> Parts:
         """The tensors of a parameter."""
         return [(self._present([self.prefix + n for n in part.names], part), part) for part in rule.parts]
 
-    def of_state(self, rule: Rule) -> Parts:
+    def of_state(self, rule: TitanRule) -> Parts:
         """The tensors of the optimiser's states of a parameter, without the name of the state; all are there
         in the expected size.
         """
@@ -159,14 +159,14 @@ class _Names:
             return [(self._state([fused.names[0]], fused), fused)]
         return [(self._state(part.names, part), part) for part in rule.parts]
 
-    def _state(self, names: Sequence[str], part: Part) -> str:
+    def _state(self, names: Sequence[str], part: TitanTensor) -> str:
         full = [
             self._present([f"{STATE}{name}.{moment}" for name in names], part, WEIGHTS_ONLY)
             for moment in MOMENTS
         ]
         return full[0].removesuffix(f".{MOMENTS[0]}")
 
-    def _present(self, names: Sequence[str], part: Part, hint: str | None = None) -> str:
+    def _present(self, names: Sequence[str], part: TitanTensor, hint: str | None = None) -> str:
         """The first of the names that is there, after a check of its size."""
         tensors = self.index.tensors
         name = next((name for name in names if name in tensors), None)

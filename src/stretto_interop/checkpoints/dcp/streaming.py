@@ -33,7 +33,7 @@ from stretto_interop.checkpoints.dcp.groups import MOMENTS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportedCheckpoint:
     """What an export wrote.
 
     Attributes:

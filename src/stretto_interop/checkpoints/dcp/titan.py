@@ -63,7 +63,7 @@ _FUSED = "attention.qkv_linear.wqkv.weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class TitanTensor:
     """One of their tensors, and which of its values are which of ours.
 
     names: in every version that differs, the newest first.
@@ -85,7 +85,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TitanRule:
     """One of our parameters, and the tensors of theirs that make it up.
 
     fused: the same for the optimiser's states, where they are kept for several parts together.
@@ -93,11 +93,11 @@ class Rule:
 
     parameter: str
     shape: Sizes
-    parts: tuple[Part, ...]
-    fused: Part | None = None
+    parts: tuple[TitanTensor, ...]
+    fused: TitanTensor | None = None
 
 
-def rules(shape: ModelShape) -> Iterator[Rule]:
+def rules(shape: ModelShape) -> Iterator[TitanRule]:
     """A rule for every parameter of the model; a tied head is the embedding's.
 
     Raises:
@@ -112,7 +112,7 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
         if module == "attn.qkv.weight":
             yield _qkv(parameter, prefix, shape)
         elif module in _NAMES:
-            yield Rule(parameter, sizes, tuple(_stacked(_NAMES[module], prefix, sizes)))
+            yield TitanRule(parameter, sizes, tuple(_stacked(_NAMES[module], prefix, sizes)))
         else:
             raise AssertionError(f"{parameter} belongs to a shape that _check refuses")
 
@@ -122,7 +122,7 @@ def is_trained(parameter: str) -> bool:
     return not parameter.endswith(".router.correction")
 
 
-def trained(rule: Rule, version: str) -> tuple[Part, ...]:
+def trained(rule: TitanRule, version: str) -> tuple[TitanTensor, ...]:
     """The parameters of a version that the optimiser there has for one of ours."""
     if not is_trained(rule.parameter):
         return ()
@@ -142,26 +142,26 @@ def _narrow(dim: int, start: int, length: int) -> View:
     return lambda tensor: tensor.narrow(dim, start, length)
 
 
-def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> Iterator[Part]:
+def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> Iterator[TitanTensor]:
     """Tensors of equal sizes that are stacked in ours, before the last dimension."""
     count = len(names)
     if count == 1:
-        yield Part(tuple(prefix + name for name in names[0]), sizes, ((_identical, _identical),))
+        yield TitanTensor(tuple(prefix + name for name in names[0]), sizes, ((_identical, _identical),))
         return
     dim = len(sizes) - 2  # experts, where there are any, come first
     length = sizes[dim] // count
     part = (*sizes[:dim], length, *sizes[dim + 1 :])
     for i, each in enumerate(names):
-        yield Part(
+        yield TitanTensor(
             tuple(prefix + name for name in each), part, ((_narrow(dim, i * length, length), _identical),)
         )
 
 
-def _qkv(parameter: str, prefix: str, shape: ModelShape) -> Rule:
+def _qkv(parameter: str, prefix: str, shape: ModelShape) -> TitanRule:
     """Queries, keys and values, which are stacked by rows in ours."""
     groups, width = shape.kv_heads, shape.head_dim
     members = (shape.heads // groups, 1, 1)  # heads of queries, keys and values in a group
-    parts, views = list[Part](), list[tuple[View, View]]()
+    parts, views = list[TitanTensor](), list[tuple[View, View]]()
     for i, (names, count) in enumerate(zip(_QKV, members, strict=True)):
         paired = _pairs_differ(shape) and names is not _QKV[2]
         features = (width // 2, 2) if paired else (width,)
@@ -169,9 +169,11 @@ def _qkv(parameter: str, prefix: str, shape: ModelShape) -> Rule:
         view = _our_heads(before * groups * width, rows, (groups, count), features)
         separate = _their_heads((groups, count, *features), 0, count)
         views.append((view, _their_heads((groups, sum(members), *features), before, count)))
-        parts.append(Part(tuple(prefix + name for name in names), (rows, shape.hidden), ((view, separate),)))
+        parts.append(
+            TitanTensor(tuple(prefix + name for name in names), (rows, shape.hidden), ((view, separate),))
+        )
     sizes = (sum(members) * groups * width, shape.hidden)
-    return Rule(parameter, sizes, tuple(parts), Part((prefix + _FUSED,), sizes, tuple(views)))
+    return TitanRule(parameter, sizes, tuple(parts), TitanTensor((prefix + _FUSED,), sizes, tuple(views)))
 
 
 def _our_heads(start: int, rows: int, heads: tuple[int, int], features: tuple[int, ...]) -> View:

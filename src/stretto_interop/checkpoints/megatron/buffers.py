@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.plain_pickle import Name
 from stretto.errors import StrettoError
-from stretto_interop.checkpoints.dcp.archive import Archives, SavedTensor
+from stretto_interop.checkpoints.dcp.archive import Archives, PickledTensor
 from stretto_interop.checkpoints.dcp.index import DcpIndex
 from stretto_interop.checkpoints.megatron.common import NAMES
 
@@ -56,7 +56,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankBuffers:
+class BufferLayout:
     """All buffers in a checkpoint.
 
     Attributes:
@@ -77,7 +77,7 @@ def has_buffers(index: DcpIndex) -> bool:
     return any(_NAME.fullmatch(name) for name in (*index.tensors, *index.objects))
 
 
-def read_buffers(archives: Archives) -> RankBuffers:
+def read_buffers(archives: Archives) -> BufferLayout:
     """What buffers there are.
 
     Raises:
@@ -118,7 +118,7 @@ def read_buffers(archives: Archives) -> RankBuffers:
         for by_rank in ({rank: each for (item, rank), each in buffers.items() if item == n} for n in (0, 1))
     )
     form = GATHERED if objects else BUCKETS
-    return RankBuffers(form=form, dense=dense, experts=experts, settings=settings)
+    return BufferLayout(form=form, dense=dense, experts=experts, settings=settings)
 
 
 def _round_up(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
@@ -165,8 +165,8 @@ def _gathered(archives: Archives, name: str) -> Iterator[tuple[int, tuple[str, B
         for kind, each in _items(by_type):
             if not isinstance(kind, tuple):
                 continue
-            tensors: dict[str, SavedTensor] = {
-                key: value for key, value in _items(each) if key in _KEYS and isinstance(value, SavedTensor)
+            tensors: dict[str, PickledTensor] = {
+                key: value for key, value in _items(each) if key in _KEYS and isinstance(value, PickledTensor)
             }
             sizes = {prod(tensor.sizes) for tensor in tensors.values()}
             if len(tensors) != len(_KEYS) or len(sizes) != 1:
@@ -175,7 +175,7 @@ def _gathered(archives: Archives, name: str) -> Iterator[tuple[int, tuple[str, B
                     hint=SAVE_WHOLE,
                 )
 
-            def read(key: str, start: int, into: Tensor, of: Mapping[str, SavedTensor] = tensors) -> None:
+            def read(key: str, start: int, into: Tensor, of: Mapping[str, PickledTensor] = tensors) -> None:
                 archives.read_from_object(name, of[key], start, into)
 
             text = ", ".join(item.text for item in cast("tuple[Name, ...]", kind))

@@ -27,7 +27,7 @@ from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.streaming import (
     OPTIM,
-    Exported,
+    ExportedCheckpoint,
     open_export,
     saved_optimiser,
     steps_of,
@@ -36,7 +36,7 @@ from stretto_interop.checkpoints.dcp.streaming import (
 from stretto_interop.checkpoints.dcp.written import Progress
 from stretto_interop.checkpoints.megatron.common import BACKEND, COMMON, KIND, LATEST
 from stretto_interop.checkpoints.megatron.importing import MASTERS, MOMENTS, STATE
-from stretto_interop.checkpoints.megatron.names import LAYERS, Rule, is_trained, rules
+from stretto_interop.checkpoints.megatron.names import LAYERS, MegatronRule, is_trained, rules
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORM = "fully_reshardable"
@@ -53,7 +53,7 @@ def export_megatron(
     progress: Progress | None = None,
     *,
     experts_spread: bool = True,
-) -> Exported:
+) -> ExportedCheckpoint:
     """Write a checkpoint for Megatron: the model, and where the optimiser is AdamW its states and the step.
     One layer of a tensor at a time is in memory.
 
@@ -112,7 +112,7 @@ def export_megatron(
     (folder / KIND).write_text(json.dumps(kind), encoding="utf-8")
     (out / LATEST).write_text(str(step or 0), encoding="utf-8")  # last: with it the checkpoint is there
     files = [*sorted(folder.iterdir()), out / LATEST]
-    return Exported(files=files, step=step, notes=notes)
+    return ExportedCheckpoint(files=files, step=step, notes=notes)
 
 
 class _Source:
@@ -124,14 +124,14 @@ class _Source:
         self.stacked = moe is None or not (moe.dense_layers or moe.every > 1)
         self.total = self._done = 0
 
-    def name(self, rule: Rule) -> str:
+    def name(self, rule: MegatronRule) -> str:
         """The name of the tensor that holds it."""
         if rule.layer is None:
             return rule.names[0]
         return f"{LAYERS}{'' if self.stacked else f'{rule.layer}.'}{rule.names[0]}"
 
     def tensors(
-        self, mapping: Sequence[Rule], tensor_here: str, exported: str, dtype: torch.dtype | None
+        self, mapping: Sequence[MegatronRule], tensor_here: str, exported: str, dtype: torch.dtype | None
     ) -> dict[str, Any]:
         """The tensors of some rules by their names.
 
@@ -156,7 +156,7 @@ class _Source:
             boxes.setdefault(full, {})[offsets] = (sizes, get)
         return {name: Streamed(*record[name], boxes=each) for name, each in boxes.items()}
 
-    def _get(self, *, rule: Rule, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    def _get(self, *, rule: MegatronRule, name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
         tensor_here = self._stored.read(name)
         exported = torch.empty(rule.shape, dtype=dtype)
         if rule.order:

@@ -39,7 +39,7 @@ from stretto_interop.checkpoints.megatron.names import (
     EXPERTS,
     HEAD,
     LAYERS,
-    Rule,
+    MegatronRule,
     is_trained,
     rules,
 )
@@ -137,7 +137,7 @@ class MegatronImport(OpenImport):
         ]
 
     def _states(
-        self, common: Common, trained: Sequence[Rule], weights: Mapping[str, _MegatronNames]
+        self, common: Common, trained: Sequence[MegatronRule], weights: Mapping[str, _MegatronNames]
     ) -> dict[tuple[str, str], _MegatronNames]:
         """The optimiser's states and, as MASTER, float32 weights; none where it was not saved."""
         if has_buffers(self.archives.index):
@@ -171,7 +171,7 @@ class MegatronImport(OpenImport):
         groups, self.updates = groups_of(common, self.source)
         self.optimiser = optimiser_of(common, groups, self.notes)
 
-    def _checked(self, rule: Rule, master: _MegatronNames, weight: _MegatronNames) -> _MegatronNames:
+    def _checked(self, rule: MegatronRule, master: _MegatronNames, weight: _MegatronNames) -> _MegatronNames:
         """Float32 weights that round to those of the model."""
 
         def read() -> Tensor:
@@ -187,7 +187,7 @@ class MegatronImport(OpenImport):
 
         return _MegatronNames(master.dtype, read)
 
-    def _slots(self, rule: Rule, kind: str) -> Sequence[_Slot]:
+    def _slots(self, rule: MegatronRule, kind: str) -> Sequence[_Slot]:
         """Where a parameter, or a state of it, is stored."""
         stacked = [(name, 0) for name in rule.names] if rule.layer is not None else []
         for name, _ in stacked or [(rule.names[0], 0)]:
@@ -198,7 +198,7 @@ class MegatronImport(OpenImport):
                     return [_Slot(self._names[slot.name], slot.start, slot.shape) for slot in parts]
         raise self._missing(rule, kind)
 
-    def _forms(self, rule: Rule, name: str, kind: str) -> Iterator[list[_Slot]]:
+    def _forms(self, rule: MegatronRule, name: str, kind: str) -> Iterator[list[_Slot]]:
         """The ways in which it may be stored: the parts, in the order of the dimension that they divide."""
         before = kind + self._prefix
         if rule.layer is None:
@@ -216,7 +216,7 @@ class MegatronImport(OpenImport):
             if rule.of_experts:
                 yield from _experts(full, start, rule)
 
-    def _check_shape(self, slot: _Slot, rule: Rule) -> None:
+    def _check_shape(self, slot: _Slot, rule: MegatronRule) -> None:
         stored = self.archives.index.tensors[self._names[slot.name]].shape
         layers = (self.shape.layers,) * len(slot.start)
         wanted = (*layers, *slot.shape)
@@ -226,7 +226,7 @@ class MegatronImport(OpenImport):
                 hint=f"it is {rule.parameter} here: the arguments must be those of the trained model",
             )
 
-    def _missing(self, rule: Rule, kind: str) -> StrettoError:
+    def _missing(self, rule: MegatronRule, kind: str) -> StrettoError:
         wanted = next(self._forms(rule, rule.names[0], kind))[0]
         closest = nearest(wanted.name, self._names)
         what_lacks = f"{self.source} has no tensor {wanted.name}, {list(rule.shape)} in the model"
@@ -250,7 +250,7 @@ class MegatronImport(OpenImport):
                 hint="the arguments in common.pt do not say that the model has it; --model names another",
             )
 
-    def _stored(self, rule: Rule, kind: str) -> _MegatronNames:
+    def _stored(self, rule: MegatronRule, kind: str) -> _MegatronNames:
         """A parameter, or a state of it, that is stored in tensors of its own.
 
         Args:
@@ -297,7 +297,7 @@ class MegatronImport(OpenImport):
         """A tied head is stored once there: nothing can differ."""
 
 
-def _incoming(name: str, rule: Rule, foreign: _MegatronNames) -> Incoming:
+def _incoming(name: str, rule: MegatronRule, foreign: _MegatronNames) -> Incoming:
     """One of our tensors out of theirs."""
 
     def read() -> Tensor:
@@ -312,7 +312,7 @@ def _incoming(name: str, rule: Rule, foreign: _MegatronNames) -> Incoming:
     return Incoming(name, rule.shape, foreign.dtype, read)
 
 
-def _experts(name: str, start: tuple[int, ...], rule: Rule) -> Iterator[list[_Slot]]:
+def _experts(name: str, start: tuple[int, ...], rule: MegatronRule) -> Iterator[list[_Slot]]:
     """Experts in tensors of their own, gate and up projection together or apart."""
     count, sizes = rule.shape[0], list(rule.shape[1:])
     each = [name.replace(EXPERTS, f"{EXPERTS}{expert}.", 1) for expert in range(count)]
@@ -322,7 +322,7 @@ def _experts(name: str, start: tuple[int, ...], rule: Rule) -> Iterator[list[_Sl
         yield [_Slot(f"{item}_{half}", start, tuple(sizes)) for item in each for half in "wv"]
 
 
-def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: Rule) -> Iterator[Tensor]:
+def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: MegatronRule) -> Iterator[Tensor]:
     """The part of the tensor that each slot fills."""
     if len(slots) == 1:
         yield foreign

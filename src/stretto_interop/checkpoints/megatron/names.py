@@ -66,7 +66,7 @@ _BLOCK = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class MegatronRule:
     """One of our parameters, and the tensor that it is there, or one layer of it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rule:
         return self.names[0].startswith(EXPERTS)
 
 
-def rules(shape: ModelShape) -> Iterator[Rule]:
+def rules(shape: ModelShape) -> Iterator[MegatronRule]:
     """A rule for every parameter of the model; a tied head is the embedding's.
 
     Raises:
@@ -100,7 +100,7 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
     qkv = tuple(_qkv(shape))
     for parameter, sizes in parameter_shapes(shape).items():
         if parameter in _OUTSIDE:
-            yield Rule(parameter=parameter, shape=sizes, names=(_OUTSIDE[parameter],))
+            yield MegatronRule(parameter=parameter, shape=sizes, names=(_OUTSIDE[parameter],))
             continue
         _, block, module = parameter.split(".", 2)
         if module not in _BLOCK:
@@ -114,7 +114,7 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
         gated = shape.gated and (".gate_up" in parameter)
         halves = len(sizes) - (1 if parameter.endswith("bias") else 2) if gated else None
         order = qkv if module.startswith("attn.qkv.") else ()
-        yield Rule(
+        yield MegatronRule(
             parameter=parameter, shape=sizes, names=names, layer=int(block), order=order, halves=halves
         )
 

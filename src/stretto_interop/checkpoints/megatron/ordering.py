@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from stretto.errors import StrettoError
-from stretto_interop.checkpoints.megatron.buffers import BUCKETS, MASTER, SAVE_WHOLE, Buffer, RankBuffers
-from stretto_interop.checkpoints.megatron.names import Rule
+from stretto_interop.checkpoints.megatron.buffers import BUCKETS, MASTER, SAVE_WHOLE, Buffer, BufferLayout
+from stretto_interop.checkpoints.megatron.names import MegatronRule
 
 _ALIGNED = 64  # elements; a bucket begins at a multiple of 128
 _LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000  # elements of a bucket, and at least so many per replica
@@ -108,7 +108,7 @@ class _Part:
     copy: its values are read from another stage.
     """
 
-    rule: Rule
+    rule: MegatronRule
     ranks: int
     expert: int | None = None
     alone: bool = False
@@ -153,12 +153,14 @@ class _Place:
     start: int
 
 
-def _module(rule: Rule) -> str:
+def _module(rule: MegatronRule) -> str:
     """Our name of a parameter without its block's number."""
     return rule.parameter if rule.layer is None else rule.parameter.split(".", 2)[2]
 
 
-def _places(buffers: RankBuffers, rules: Sequence[Rule], order: _Order) -> Mapping[str, Sequence[_Place]]:
+def _places(
+    buffers: BufferLayout, rules: Sequence[MegatronRule], order: _Order
+) -> Mapping[str, Sequence[_Place]]:
     """The places of every parameter, by our names.
 
     Raises:
@@ -198,11 +200,11 @@ def _places(buffers: RankBuffers, rules: Sequence[Rule], order: _Order) -> Mappi
 class _Model:
     """The parameters of a model as ranks have them."""
 
-    def __init__(self, rules: Sequence[Rule], order: _Order, stages: int, *, spread: bool) -> None:
+    def __init__(self, rules: Sequence[MegatronRule], order: _Order, stages: int, *, spread: bool) -> None:
         self._order, self._stages = order, stages
         self._spread = spread
         self._outside = {rule.parameter: rule for rule in rules if rule.layer is None}
-        self._blocks: dict[int, dict[str, Rule]] = {}
+        self._blocks: dict[int, dict[str, MegatronRule]] = {}
         for rule in rules:
             if rule.layer is not None:
                 self._blocks.setdefault(rule.layer, {})[_module(rule)] = rule
@@ -335,10 +337,10 @@ class OrderedStates:
 
     def __init__(
         self,
-        buffers: RankBuffers,
-        rules: Sequence[Rule],
+        buffers: BufferLayout,
+        rules: Sequence[MegatronRule],
         args: Mapping[str, Any],
-        weight: Callable[[Rule], Tensor],
+        weight: Callable[[MegatronRule], Tensor],
         source: Path,
     ) -> None:
         samples = list({_module(rule): rule for rule in reversed(rules)}.values())  # one of each kind
@@ -363,7 +365,7 @@ class OrderedStates:
             hint=SAVE_WHOLE,
         )
 
-    def read(self, rule: Rule, key: str) -> Tensor:
+    def read(self, rule: MegatronRule, key: str) -> Tensor:
         """A state of a parameter, or its float32 weights (MASTER), in Megatron's layout.
 
         Raises:
@@ -385,7 +387,9 @@ def rounds_to(exact: Tensor, weights: Tensor) -> bool:
     return bool(((exact - weights.float()).abs() <= (exact - nearest).abs()).all())
 
 
-def _orders(buffers: RankBuffers, rules: Sequence[Rule], args: Mapping[str, Any]) -> Iterator[_Order]:
+def _orders(
+    buffers: BufferLayout, rules: Sequence[MegatronRule], args: Mapping[str, Any]
+) -> Iterator[_Order]:
     """What the ranks may have been like, as the arguments have it first; where they say it, nothing else."""
     ranks, moe = len(buffers.dense), any(rule.of_experts for rule in rules)
     tps = [tp] if (tp := _count(args, "tensor_model_parallel_size")) else range(ranks, 0, -1)
@@ -403,7 +407,7 @@ def _orders(buffers: RankBuffers, rules: Sequence[Rule], args: Mapping[str, Any]
                     )
 
 
-def _limits(buffers: RankBuffers, args: Mapping[str, Any]) -> Sequence[int | None]:
+def _limits(buffers: BufferLayout, args: Mapping[str, Any]) -> Sequence[int | None]:
     """Elements at which a bucket ends, where the checkpoint does not say the buckets."""
     if buffers.form == BUCKETS:
         return [None]

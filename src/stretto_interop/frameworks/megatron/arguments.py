@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto_interop.frameworks.bash import unknown_in
-from stretto_interop.frameworks.mapping import NamedFile, Parsed
+from stretto_interop.frameworks.mapping import NamedFile, ParsedSettings
 
 VERSION = "core_v0.19.0"
 
@@ -101,7 +101,7 @@ def arguments() -> Mapping[str, Argument]:
     return result
 
 
-def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) -> Parsed:
+def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) -> ParsedSettings:
     """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
 
     Args:
@@ -110,7 +110,7 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
     Raises:
         StrettoError: a first word that is no argument.
     """
-    all_arguments, parsed = arguments(), Parsed()
+    all_arguments, parsed = arguments(), ParsedSettings()
     for name, values in _groups(argv, source):
         argument = all_arguments.get(name)
         key = _FILE if name.replace("-", "_") == _FILE else name if argument is None else argument.name

@@ -15,7 +15,15 @@ from stretto.spec.framework import CORE, OPERATORS, Operator, framework_behaviou
 from stretto.spec.framework import Framework as Ways
 from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import PRICED
-from stretto_interop.frameworks.mapping import Framework, Parsed, Rule, Settings, Start, Values, rule
+from stretto_interop.frameworks.mapping import (
+    ExternalFramework,
+    ParsedSettings,
+    Rule,
+    Settings,
+    Start,
+    Values,
+    rule,
+)
 from stretto_interop.frameworks.megatron import deepspeed
 from stretto_interop.frameworks.megatron.arguments import (
     VERSION,
@@ -159,12 +167,12 @@ _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
 }
 
 
-def read_script(text: str, source: str, start: Start) -> Parsed:
+def read_script(text: str, source: str, start: Start) -> ParsedSettings:
     """As `script.parse`."""
     return parse(text, source, start, _PRICED)
 
 
-MEGATRON = Framework(
+MEGATRON = ExternalFramework(
     name="megatron",
     title=f"Megatron-LM {VERSION}",
     rules=RULES,

@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto_interop.frameworks.bash import MARK, Command, batch_variables, commands, parameters
-from stretto_interop.frameworks.mapping import NamedFile, Parsed, Settings, Start, Unset
+from stretto_interop.frameworks.mapping import NamedFile, ParsedSettings, Settings, Start, Unset
 from stretto_interop.frameworks.megatron.arguments import VERSION, arguments, read_arguments
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
@@ -76,7 +76,7 @@ def _text(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Parsed:
+def parse(text: str, source: str, start: Start, priced: Collection[str]) -> ParsedSettings:
     """The arguments of a script or of a command line, and `world-size` if it is known.
 
     Args:
@@ -91,15 +91,15 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
     every = list(commands(text, source, variables, lambda command: _program(command) is not None, notes))
     launch = _launch(every)
     if launch is None:
-        argv = [word for command in every for word in command.words]
-        if not argv or not all(command.words[0].startswith("--") for command in every):
+        argv = [word for command in every for word in command.argv]
+        if not argv or not all(command.argv[0].startswith("--") for command in every):
             raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_HINT)
         parsed, world = read_arguments(argv, source, priced), None
     else:
         command, script = launch
-        _check_program(command.words[script], start.program, f"{source}:{command.line}")
-        parsed = read_arguments(command.words[script + 1 :], f"{source}:{command.line}", priced)
-        world = _world(command.words[:script], batch_variables(text))
+        _check_program(command.argv[script], start.program, f"{source}:{command.line}")
+        parsed = read_arguments(command.argv[script + 1 :], f"{source}:{command.line}", priced)
+        world = _world(command.argv[:script], batch_variables(text))
     documents = {command.to: command.document for command in every if command.to is not None}
     for name, file in parsed.files.items():
         parsed.files[name] = NamedFile(file.path, documents.get(file.path))
@@ -125,13 +125,13 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
 def _launch(every: Sequence[Command]) -> tuple[Command, int] | None:
     """The command that starts training, and the place of the script among its words."""
     begun = [(command, at) for command in every if (at := _program(command)) is not None]
-    named = [item for item in begun if re.search(r"pretrain\w*\.py$", item[0].words[item[1]])]
+    named = [item for item in begun if re.search(r"pretrain\w*\.py$", item[0].argv[item[1]])]
     return next(reversed(named or begun), None)
 
 
 def _program(command: Command) -> int | None:
     """The place of the program that a command starts, if that has a name or arguments as Megatron-LM's."""
-    argv = command.words
+    argv = command.argv
     if argv[0] in _TALKING:
         return None
     for at, word in enumerate(argv):
