@@ -58,7 +58,7 @@ class Compiler:
         self.seconds = 0.0
         self.limit = limit
         self._backend = backend = backend or BACKEND
-        self._made = dict[tuple[Callable[..., Any], bool], Callable[..., Any]]()
+        self._functions = dict[tuple[Callable[..., Any], bool], Callable[..., Any]]()
         self._fresh = list[str]()  # what `news` has not told yet
         self._given_up = list[str]()
         self._reported = 0.0
@@ -80,10 +80,10 @@ class Compiler:
             function: of tensors, in tuples or not, and of constants by which its graphs are told apart.
             dynamic: one graph for all sizes.
         """
-        known = self._made.get((function, dynamic))
-        if known is None:
-            known = self._made[function, dynamic] = self._compiled(function, dynamic)
-        return known
+        compiled = self._functions.get((function, dynamic))
+        if compiled is None:
+            compiled = self._functions[function, dynamic] = self._compiled(function, dynamic)
+        return compiled
 
     def _compiled(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
         from torch._dynamo.exc import BackendCompilerFailed

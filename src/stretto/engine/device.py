@@ -196,8 +196,8 @@ def model_name(device: torch.device) -> str:
 def total_memory(device: torch.device) -> float:
     """Memory of the device, bytes."""
     properties = getattr(_module(device), "get_device_properties", None)
-    if properties is not None and hasattr(facts := properties(device), "total_memory"):
-        return float(facts.total_memory)
+    if properties is not None and hasattr(device_properties := properties(device), "total_memory"):
+        return float(device_properties.total_memory)
     return float(torch.accelerator.get_memory_info(device)[1])
 
 

@@ -57,40 +57,48 @@ def attend(
     )
     if sinks is None:
         return cast(Tensor, y)
-    beside = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(-1, 1))  # what the sink leaves to the keys
-    return cast(Tensor, y * beside.unsqueeze(-1).to(y.dtype))
+    remaining = torch.sigmoid(
+        aux.lse - sinks.to(aux.lse.dtype).view(-1, 1)
+    )  # what the sink leaves to the keys
+    return cast(Tensor, y * remaining.unsqueeze(-1).to(y.dtype))
 
 
 def check_trains_on_host() -> None:
-    """Raise StrettoError where FlexAttention does not train on the CPU. Accelerators are asked by the ranks:
-    a process that has used one cannot fork others.
+    """Raise StrettoError if FlexAttention does not train on the CPU. The ranks check accelerators: a process
+    that has used one cannot fork others.
     """
     host = torch.device(HOST)
-    if (why := refusal(host, torch.float32, group=1, d=16, dv=16)) is not None:
-        raise does_not_train(host, why)
+    if (reason := refusal(host, torch.float32, group=1, d=16, dv=16)) is not None:
+        raise does_not_train(host, reason)
 
 
-def does_not_train(device: torch.device, why: str) -> StrettoError:
-    """That FlexAttention was asked for on a device where it is refused."""
+def does_not_train(device: torch.device, reason: str) -> StrettoError:
+    """Return the error for a configured FlexAttention on a device that refuses it."""
     return StrettoError(
         f"train.attention is flex, which does not train on {device.type} with torch {torch.__version__}: "
-        f"{why}",
+        f"{reason}",
         hint="train.attention=auto takes it where it trains",
     )
 
 
 @lru_cache(maxsize=64)
 def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: int) -> str | None:
-    """Why FlexAttention does not train on the device, in a sentence's end; None if it does.
+    """Return the reason why FlexAttention does not train on the device, as the end of a sentence; None if it
+    does.
 
     Args:
-        group: query heads of a key head.
-        d, dv: width of keys and of values.
+        group: query heads per key head.
+        d, dv: widths of keys and of values.
     """
     case = _Trial(device, dtype, (group, d, dv))
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            _ask(*case.leaves[:3])
+            q, k, v = case.leaves[:3]
+            with (
+                warnings.catch_warnings()
+            ):  # if torch knows that it does not train, it raises before compiling
+                warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+                flex_attention(q.detach().requires_grad_(), k, v, enable_gqa=True)
             with torch.autocast(device.type, enabled=False):
                 results = case.results()
     except (NotImplementedError, ValueError) as error:  # torch knows that it does not
@@ -113,13 +121,6 @@ def _warn(refusal: str) -> str:
 
 def _first_sentence(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
-
-
-def _ask(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Where torch knows that it does not train, it says so before anything is compiled."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        flex_attention(q.detach().requires_grad_(), k, v, enable_gqa=True)
 
 
 @lru_cache(maxsize=1)
@@ -186,11 +187,15 @@ def _blocks(first: Tensor, visible: Callable[..., Tensor]) -> BlockMask:
     start = torch.arange(0, n, BLOCK, device=first.device)
     end = (start + BLOCK).clamp_(max=n) - 1
     first_query, last_query = start.unsqueeze(1), end.unsqueeze(1)
-    some = (start <= last_query) & (end >= first[:, start].unsqueeze(2))
-    whole = (start + BLOCK - 1 <= first_query) & (start >= first[:, end].unsqueeze(2))
-    whole &= first_query + BLOCK <= n  # to torch no block that reaches beyond the end is whole
+    partial = (start <= last_query) & (end >= first[:, start].unsqueeze(2))
+    complete = (start + BLOCK - 1 <= first_query) & (start >= first[:, end].unsqueeze(2))
+    complete &= first_query + BLOCK <= n  # to torch no block that reaches beyond the end is whole
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(n, n)
+        *_listed(partial & ~complete),
+        *_listed(complete),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(n, n),
     )
 
 

@@ -46,7 +46,9 @@ def optimizer_of(where: Offload, path: Path, seed: int) -> tuple[ShardedOptimize
             )
         )
     config = Optimiser(name="adamw")
-    return ShardedOptimizer(every, lambda some: build_optimizer(some, config), where=where, path=path), every
+    return ShardedOptimizer(
+        every, lambda some: build_optimizer(some, config), offload=where, path=path
+    ), every
 
 
 def train(sharded: ShardedOptimizer, every: Sequence[ParameterFragment], steps: int) -> None:

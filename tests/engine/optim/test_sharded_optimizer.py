@@ -76,7 +76,7 @@ def run(
     sharded = ShardedOptimizer(
         iter(every),
         builder(config),
-        where=where,
+        offload=where,
         path=path,
         rank=2,
         copy=lambda unit: copied.update({unit: [f.parameter.detach().clone() for f in of[unit]]}),
@@ -148,7 +148,7 @@ def test_masters_are_consumed_as_they_are_made(tmp_path: Path):
             made.append(fragment)
             yield fragment
 
-    sharded = ShardedOptimizer(one_by_one(), builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    sharded = ShardedOptimizer(one_by_one(), builder(CONFIGS[0]), offload="nvme", path=tmp_path)
     assert len(made) == 10
     assert sharded.units == list(range(5))
     sharded.close()
@@ -157,7 +157,7 @@ def test_masters_are_consumed_as_they_are_made(tmp_path: Path):
 def test_visits_read_and_change_offloaded_states(tmp_path: Path):
     every = fragments()
     values = [f.parameter.detach().clone() for f in every]
-    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), offload="nvme", path=tmp_path)
     for unit in sharded.visit(change=True):
         with torch.no_grad():
             for f in every:
@@ -172,7 +172,7 @@ def test_visits_read_and_change_offloaded_states(tmp_path: Path):
 
 def test_prepared_states_count_the_updates(tmp_path: Path):
     for where in ("none", "cpu", "nvme"):
-        sharded = ShardedOptimizer(fragments(), builder(CONFIGS[0]), where=where, path=tmp_path)
+        sharded = ShardedOptimizer(fragments(), builder(CONFIGS[0]), offload=where, path=tmp_path)
         sharded.prepare(7)
         steps = [float(o.state[f.parameter]["step"]) for o, f in sharded.owners()]
         assert steps == [7.0] * 10
@@ -181,7 +181,7 @@ def test_prepared_states_count_the_updates(tmp_path: Path):
 
 def test_a_missing_offload_file_fails_the_step_with_its_name(tmp_path: Path):
     every = fragments()
-    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), offload="nvme", path=tmp_path)
     assert sharded.files is not None
     sharded.files.ring.drain()
     os.truncate(next(tmp_path.glob("*/block-00004")), 0)
@@ -195,7 +195,7 @@ def test_a_missing_offload_file_fails_the_step_with_its_name(tmp_path: Path):
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_error_in_the_update_thread_is_raised(eager: bool, tmp_path: Path):
     every = fragments()
-    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path, eager=eager)
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), offload="nvme", path=tmp_path, eager=eager)
     give_gradients(every, 1, torch.float32)
     every[7].gradient = torch.zeros(1)
     with pytest.raises(RuntimeError, match="gradient of size"):
@@ -215,7 +215,7 @@ def test_copies_to_the_device_have_ended_before_states_go_back_to_their_file(
             calls.append("synchronize")
 
     sharded = ShardedOptimizer(
-        every, builder(CONFIGS[0]), where="nvme", path=tmp_path, copy=lambda unit: calls.append("copy")
+        every, builder(CONFIGS[0]), offload="nvme", path=tmp_path, copy=lambda unit: calls.append("copy")
     )
     sharded._device = torch.device("cpu")
     monkeypatch.setattr(sharded_optimizer, "current_stream", lambda device: Stream())

@@ -40,7 +40,7 @@ def train(where: str) -> tuple[ShardedOptimizer, list[ParameterFragment]]:
     every = []
     sharded = ShardedOptimizer(
         (every.append(f) or f for f in fragments()),
-        lambda some: build_optimizer(some, config), where=where, path=sys.argv[1],
+        lambda some: build_optimizer(some, config), offload=where, path=sys.argv[1],
     )
     for fragment in every:
         fragment.gradient = gradient

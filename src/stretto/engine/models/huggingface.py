@@ -181,16 +181,21 @@ def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
     of the embedding, vision towers and layers that predict further tokens are left out.
     """
     kind = kind_of(shape).name
-    body = _body(kind)
-    kept = [name for name in names if not name.endswith(_BUFFERS) and name not in _REPEATED]
-    further = _further_layers(kept, shape) if kind == "deepseek_v3" else ()
+    prefix = {"gpt2": "transformer.", "t5": ""}.get(kind, "model.")  # of all names but the head's
+    weights = [name for name in names if not name.endswith(_BUFFERS) and name not in _REPEATED]
+    further = tuple[str, ...]()  # prefixes of layers after the last, which predict further tokens
+    if kind == "deepseek_v3":
+        after = {name.split(".")[2] for name in weights if any(mark in name for mark in _FURTHER)}
+        further = tuple(f"model.layers.{i}." for i in after if i.isdecimal() and int(i) >= shape.layers)
     plain = dict[str, str]()
-    for name in kept:
+    for name in weights:
         full = name
         if kind == "gemma3_text":
-            full = _of_language_model(name)
-        if full and not full.startswith(further or ("\0",)):
-            plain[full if full.startswith((body, "lm_head.")) else body + full] = name
+            if name.removeprefix("model.").startswith(_PICTURES):
+                continue
+            full = name.removeprefix(next((start for start in _LANGUAGE if name.startswith(start)), ""))
+        if not full.startswith(further or ("\0",)):
+            plain[full if full.startswith((prefix, "lm_head.")) else prefix + full] = name
     return plain
 
 
@@ -439,22 +444,3 @@ def _parse(plain_name: str, blocks: str) -> tuple[str, str, str]:
         return "", module, kind
     _, block, module = module.split(".", 2)
     return f"{blocks}{block}.", module, kind
-
-
-def _body(kind: str) -> str:
-    """Prefix of all names but the head's."""
-    return {"gpt2": "transformer.", "t5": ""}.get(kind, "model.")
-
-
-def _of_language_model(name: str) -> str:
-    """Name of a weight of the language model without its prefix; empty for those of the vision tower."""
-    if name.removeprefix("model.").startswith(_PICTURES):
-        return ""
-    first = next((first for first in _LANGUAGE if name.startswith(first)), "")
-    return name.removeprefix(first)
-
-
-def _further_layers(names: Iterable[str], shape: ModelShape) -> tuple[str, ...]:
-    """Prefixes of the names of layers after the last, which predict further tokens."""
-    after = {name.split(".")[2] for name in names if any(mark in name for mark in _FURTHER)}
-    return tuple(f"model.layers.{i}." for i in after if i.isdecimal() and int(i) >= shape.layers)

@@ -117,7 +117,11 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """[b, s, hidden] to [b, s, hidden]; with the memory [b, m, hidden] beside it, which is passed on."""
         if memory is None:
-            return self._alone(x)
+            if self.post:
+                x = self.add_and_norm(x, self.attn(x), None, self.norm1)[1]
+                return self.add_and_norm(x, self.mlp(x), None, self.norm2)[1]
+            x, y = self.add_and_norm(x, self.attn(self.normed(x)), self.norm1_post, self.norm2)
+            return self.add(x, self.mlp(y), self.norm2_post)
         assert self.cross is not None, "an encoder's block got a memory"
         assert self.norm_cross is not None
         if self.post:
@@ -129,14 +133,6 @@ class TransformerBlock(nn.Module):
             x, y = self.add_and_norm(x, self.cross(y, memory), None, self.norm2)
             x = self.add(x, self.mlp(y), self.norm2_post)
         return x if self.last else (x, memory)
-
-    def _alone(self, x: Tensor) -> Tensor:
-        """Without a memory."""
-        if self.post:
-            x = self.add_and_norm(x, self.attn(x), None, self.norm1)[1]
-            return self.add_and_norm(x, self.mlp(x), None, self.norm2)[1]
-        x, y = self.add_and_norm(x, self.attn(self.normed(x)), self.norm1_post, self.norm2)
-        return self.add(x, self.mlp(y), self.norm2_post)
 
     def normed(self, x: Tensor) -> Tensor:
         """The residual stream as attention takes it, unless norms come after."""

@@ -225,19 +225,17 @@ class MoE(nn.Module):
         """
         logits = self.router.logits(x)
         choice = self.router.choose(logits)
-        self.auxiliary = self._losses(logits, choice) if self.training else logits.new_zeros(())
+        self.auxiliary = logits.new_zeros(())
+        if self.training:
+            counts, mass = self.router.counts(choice.experts), self.router.mass(choice.scores)
+            self.load = counts.sum(0)
+            self.auxiliary = self.router.balance(counts, mass, logits.shape[1]) + self.router.z(logits)
         kept_choices = self.router.keep(choice.experts, choice.weights) if self.router.limited else None
         y = self._mix(x.flatten(0, 1), choice, kept_choices).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return self.drop(y)
-
-    def _losses(self, logits: Tensor, choice: Routing) -> Tensor:
-        router = self.router
-        counts, mass = router.counts(choice.experts), router.mass(choice.scores)
-        self.load = counts.sum(0)
-        return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
 
     def _mix(self, x: Tensor, choice: Routing, kept_choices: Tensor | None) -> Tensor:
         """Tokens [n, hidden] through their experts. A token's copies are summed in the order of its choices,

@@ -54,7 +54,10 @@ class PeftLinear:
 def linears(shape: ModelShape) -> Iterator[PeftLinear]:
     """The linears of all blocks that may have adapters."""
     base = replace(shape, lora=None)
-    body = _body(base)
+    # the prefix that names in a model have beyond those of the rules
+    empty = {name: torch.empty(sizes, device="meta") for name, sizes in parameter_shapes(base).items()}
+    first = next(rules(base)).hf_names[0]
+    body = min((n.removesuffix(first) for n in to_huggingface(empty, base) if n.endswith(first)), key=len)
     for rule in rules(base):
         first, _, inner = rule.plain_name.removesuffix(".weight").partition(".")
         number, _, module = inner.partition(".")
@@ -67,13 +70,6 @@ def linears(shape: ModelShape) -> Iterator[PeftLinear]:
         parts = [named] if len(hf_names) == 1 else [(projection,) for projection in named]
         for name, projections in zip(hf_names, parts, strict=True):
             yield PeftLinear(name, int(number), module, projections)
-
-
-def _body(base: ModelShape) -> str:
-    """What the names of their rules lack of those in a model."""
-    empty = {name: torch.empty(sizes, device="meta") for name, sizes in parameter_shapes(base).items()}
-    first = next(rules(base)).hf_names[0]
-    return min((n.removesuffix(first) for n in to_huggingface(empty, base) if n.endswith(first)), key=len)
 
 
 def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -108,7 +104,10 @@ def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str,
         "inference_mode": True,
         "target_modules": _targets([linear.hf_name for linear in every], adapted),
         "rank_pattern": {name: n * lora.rank for name, n in several.items()},
-        "alpha_pattern": {name: _wider(lora, n) for name, n in several.items()},
+        # the alpha that gives n times the rank the same scale
+        "alpha_pattern": {
+            name: _plain(lora.alpha * (n**0.5 if lora.rslora else n)) for name, n in several.items()
+        },
     }
     return config, tensors
 
@@ -252,17 +251,9 @@ def _targets(every: Sequence[str], adapted: Sequence[str]) -> list[str]:
     for name in adapted:
         parts = name.split(".")
         ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        targets[next(end for end in ends if chosen.issuperset(n for n in every if _ends(n, end)))] = None
+        matching = {end: [n for n in every if n == end or n.endswith(f".{end}")] for end in ends}
+        targets[next(end for end, names in matching.items() if chosen.issuperset(names))] = None
     return list(targets)
-
-
-def _ends(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def _wider(lora: LoraShape, n: int) -> float:
-    """The alpha that gives n times the rank the same scale."""
-    return _plain(lora.alpha * (n**0.5 if lora.rslora else n))
 
 
 def _plain(value: float) -> float:

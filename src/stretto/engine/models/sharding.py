@@ -96,7 +96,12 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
         **{norm: Replicate(sequence=_sequence_parallel(job)) for norm in norms},
         **(_attention(job, shape) if shape.latent is None else _latent(job, shape, shape.latent)),
         **(_cross(job, shape) if shape.encoder_layers else {}),
-        **(_mlp(job, shape) if shape.moe is None else _experts(job, shape, shape.moe)),
+        "mlp.drop": _dropout(job),
+        **(
+            _linears("mlp", shape, shape.ffn, _sequence_parallel(job))
+            if shape.moe is None
+            else _experts(job, shape, shape.moe)
+        ),
     }
     if shape.lora is not None:
         parts |= _adapters(parts, job, shape, shape.lora)
@@ -117,7 +122,7 @@ def _adapters(
                 columns=sizes[f"{name}.weight"][1],
                 tokens=(1, job.sequence, style.sequence),
             )
-            styles |= {f"{name}.{part}".rstrip("."): one for part, one in inside.items()}
+            styles |= {f"{name}.{part}".rstrip("."): name for part, name in inside.items()}
     return styles
 
 
@@ -177,17 +182,12 @@ def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, Paral
     }
 
 
-def _mlp(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
-    return {**_linears("mlp", shape, shape.ffn, _sequence_parallel(job)), "mlp.drop": _dropout(job)}
-
-
 def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, ParallelStyle]:
     sp = _sequence_parallel(job)
     return {
         "mlp": ExpertParallel(job.sequence, sequence=sp),
         "mlp.router": Replicate(sequence=True),  # tp ranks route different tokens
         "mlp.experts": ExpertWeights(job.layout.size("expert_tp")),
-        "mlp.drop": _dropout(job),
         **(_linears("mlp.shared", shape, moe.shared_ffn, sp) if moe.shared_ffn else {}),
         **({"mlp.shared_gate": Replicate(sequence=sp)} if moe.shared_ffn and moe.shared_gate else {}),
     }

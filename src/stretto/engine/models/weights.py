@@ -77,10 +77,10 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
         StrettoError: naming the first weight that is missing, unknown or of another size.
     """
     if missing := sorted(expected.keys() - weights.keys()):
-        near = nearest(missing[0], weights.keys() - expected.keys())
+        suggestion = nearest(missing[0], weights.keys() - expected.keys())
         raise StrettoError(
             f"weight {missing[0]!r} is missing, one of {len(missing)}",
-            hint=f"is it {near!r}?" if near else "is this the checkpoint of another model?",
+            hint=f"is it {suggestion!r}?" if suggestion else "is this the checkpoint of another model?",
         )
     if unknown := sorted(weights.keys() - expected.keys()):
         raise StrettoError(

@@ -166,9 +166,9 @@ class PrefetchRing:
         return slot
 
     def _free(self) -> _Slot | None:
-        """The least recently used `kept` slot; its write may still be in flight."""
-        kept = [slot for slot in self._slots if slot.state == "kept"]
-        return min(kept, key=lambda slot: slot.used, default=None)
+        """The least recently used `reusable` slot; its write may still be in flight."""
+        reusable = [slot for slot in self._slots if slot.state == "kept"]
+        return min(reusable, key=lambda slot: slot.used, default=None)
 
     def _take_back(self) -> _Slot:
         """The slot of the most recent prefetch, to be evicted: a block needed now has priority."""

@@ -80,15 +80,15 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
         parts = [*(two[0] for two in sums if two), *(two[1] for two in sums if two), sizes]
         summed = torch.cat([part.flatten() for part in parts])
         yield summed
-        for part, one in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
-            part.copy_(one.view_as(part))
+        for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
     _make_updates(batch, sums, updates)
     lengths = member_squares(batch, updates)
     yield lengths
     lr = batch.group["lr"]
     # of each member: the bound of the relative step, and the number of elements
     bounds = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
-    table = [fact for fact, one in zip(bounds, batch.members, strict=True) for _ in range(prod(one))]
+    table = [fact for fact, total in zip(bounds, batch.members, strict=True) for _ in range(prod(total))]
     relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
     rates = (sizes / elements).sqrt_().clamp_(min=SMALLEST_SCALE).mul_(relative)
     rates /= (lengths / elements).sqrt_().div_(CLIP).clamp_(min=1.0)
@@ -108,15 +108,16 @@ def _sums(batch: TensorGroup, scratch: Sequence[Tensor]) -> list[Sums]:
     """For each matrix the sums of the counted elements' squares: of each row, [..., rows], and column,
     [..., columns]; float64 where they are not those of the whole tensor yet. For a vector nothing.
     """
-    return [
-        (() if not _factored(f) else _whole_sums(g, into) if is_whole(f) else _part_sums(f, g))
-        for f, g, into in zip(batch.fragments, batch.gradients, scratch, strict=True)
-    ]
-
-
-def _whole_sums(gradient: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    squares = torch.mul(gradient, gradient, out=scratch)
-    return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
+    sums = list[Sums]()
+    for fragment, gradient, memory in zip(batch.fragments, batch.gradients, scratch, strict=True):
+        if not _factored(fragment):
+            sums.append(())
+        elif is_whole(fragment):
+            squares = torch.mul(gradient, gradient, out=memory)
+            sums.append((squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)))
+        else:
+            sums.append(_part_sums(fragment, gradient))
+    return sums
 
 
 def _part_sums(fragment: ParameterFragment, gradient: Tensor) -> tuple[Tensor, Tensor]:

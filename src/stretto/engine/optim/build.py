@@ -41,7 +41,12 @@ def build_optimizer(
     Adafactor and Muon look at whole tensors: their steps are collective over the fragments' holders. The
     states are read and loaded through `stretto.engine.optim.states`.
     """
-    fragments = _fragments(parameters)
+    fragments = list[ParameterFragment]()
+    for parameter in parameters:
+        if isinstance(parameter, ParameterFragment):
+            fragments.append(parameter)
+        else:
+            fragments += unsharded_fragments([parameter])
     groups = decay_groups(fragments, config.weight_decay, config.no_decay)
     if config.name == "lamb":
         return Lamb(groups, fragments, config.lr, config.betas, config.eps)
@@ -56,17 +61,6 @@ def build_optimizer(
     if config.weight_decay:
         return DecoupledSGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-
-
-def _fragments(
-    parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]],
-) -> list[ParameterFragment]:
-    fragments = list[ParameterFragment]()
-    for parameter in parameters:
-        fragments += (
-            [parameter] if isinstance(parameter, ParameterFragment) else unsharded_fragments([parameter])
-        )
-    return fragments
 
 
 def _muon(fragments: Sequence[ParameterFragment], config: Optimiser) -> Muon:

@@ -281,7 +281,7 @@ class DataParallel(nn.Module):
         return ShardedOptimizer(
             self.fragments,
             build,
-            where=self.states.dp.offload,
+            offload=self.states.dp.offload,
             path=self.states.dp.path,
             device=self.mesh.device,
             rank=self.mesh.rank,

@@ -71,7 +71,7 @@ class ShardedOptimizer:
         fragments: this rank's fragments in the order of their units. With `nvme` they are consumed lazily, so
             that masters created on demand are in memory for two units at most.
         build: creates the torch optimiser of some of the fragments.
-        where: location of states and updates. With `cpu` and `nvme` all parameters are in host memory.
+        offload: location of states and updates. With `cpu` and `nvme` all parameters are in host memory.
         path: folder for files, in which this rank creates a subfolder.
         device: device of the gradients.
         rank: rank in the name of the subfolder.
@@ -96,7 +96,7 @@ class ShardedOptimizer:
         fragments: Iterable[ParameterFragment],
         build: Build,
         *,
-        where: Offload = "none",
+        offload: Offload = "none",
         path: str | Path | None = None,
         device: torch.device | None = None,
         rank: int = 0,
@@ -107,7 +107,7 @@ class ShardedOptimizer:
         self._device = device if device is not None and on_accelerator(device) else None
         self._after, self._copy = after, copy
         self.files: TensorFiles | None = None
-        if where == "nvme":
+        if offload == "nvme":
             assert path is not None, "files need a path"
             pin = self._device is not None
             self.files = TensorFiles(path, rank, "optimiser states of unit", READ_AHEAD + 1, pin)
@@ -116,17 +116,17 @@ class ShardedOptimizer:
         for unit, group in groupby(fragments, lambda fragment: fragment.unit):
             assert unit not in self._units, f"fragments of unit {unit} are apart"
             self._units[unit] = members = list(group)
-            if where != "none":
+            if offload != "none":
                 self._of[unit] = build(members)
             if self.files is not None:
                 self._move_to_files(self.files, unit)
-        if where == "none":
+        if offload == "none":
             shared = build([fragment for members in self._units.values() for fragment in members])
             self._of = dict.fromkeys(self._units, shared)
             self.optimizers = [shared]
         else:
             self.optimizers = list(self._of.values())
-        self._offloads = where != "none"
+        self._offloads = offload != "none"
         self._host = GradientCopies() if self._device is not None and self._offloads else None
         assert not eager or self._offloads, "one optimiser updates everything at once"
         self._thread = ThreadPoolExecutor(1, "stretto-update") if eager else None
@@ -283,7 +283,13 @@ class ShardedOptimizer:
     ) -> None:
         """One torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
-        gradients = [self._gradient(fragment) for fragment in fragments]
+        gradients = list[Tensor | None]()  # in the parameters' dtype and on their device
+        for fragment in fragments:
+            gradient = None if self._host is None else self._host.wait_for(id(fragment))
+            if gradient is None and fragment.gradient is not None:
+                parameter = fragment.parameter
+                gradient = fragment.gradient.detach().to(parameter.device, parameter.dtype)
+            gradients.append(gradient)
         if self._thread is not None and not finite([g for g in gradients if g is not None]):
             return
         if ratio != 1.0 and (scaled := [g for g in gradients if g is not None]):
@@ -293,14 +299,6 @@ class ShardedOptimizer:
         optimizer.step()
         for fragment, gradient in zip(fragments, before, strict=True):
             fragment.parameter.grad = gradient
-
-    def _gradient(self, fragment: ParameterFragment) -> Tensor | None:
-        """The fragment's gradient, in the parameter's dtype and on its device."""
-        if self._host is not None and (copied := self._host.wait_for(id(fragment))) is not None:
-            return copied
-        if fragment.gradient is None:
-            return None
-        return fragment.gradient.detach().to(fragment.parameter.device, fragment.parameter.dtype)
 
     def _read_ahead(self, units: Sequence[int]) -> None:
         if self.files is not None:

@@ -93,10 +93,10 @@ def recompute_blocks(
     group = mesh.group("tp") if shard_inputs else None
     for block, mode in zip(blocks, modes, strict=True):
         if mode not in MODES:
-            near = nearest(str(mode), MODES)
+            suggestion = nearest(str(mode), MODES)
             raise StrettoError(
                 f"recompute mode {mode!r} is not one of {', '.join(MODES)}",
-                hint=f"did you mean {near!r}?" if near else None,
+                hint=f"did you mean {suggestion!r}?" if suggestion else None,
             )
         for part in block.modules():
             undo_recompute(part)

@@ -26,6 +26,6 @@ def in_words(action: Action, microbatches: int) -> str:
         return _OF_A_STAGE[kind].format(stage=stage)
     microbatch = "?" if number is None else number % microbatches
     if kind in _MESSAGES:
-        what, direction, beside = _MESSAGES[kind]
-        return f"{what} of microbatch {microbatch} {direction} stage {stage + beside}"
+        name, direction, offset = _MESSAGES[kind]
+        return f"{name} of microbatch {microbatch} {direction} stage {stage + offset}"
     return f"{kind} of microbatch {microbatch} on stage {stage}"

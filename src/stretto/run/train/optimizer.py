@@ -148,7 +148,7 @@ class ReplicaOptimizer:
         return ShardedOptimizer(
             fragments,
             self._build,
-            where=dp.offload,
+            offload=dp.offload,
             path=dp.path,
             device=mesh.device,
             rank=mesh.rank,
