@@ -56,7 +56,7 @@ def layer_of(shape: ModelShape, at: int) -> ChainLayer:
 
 
 def is_block(shape: ModelShape, at: int) -> bool:
-    """Whether the layer at a place of the chain is a block."""
+    """True if the layer at a place of the chain is a block."""
     return layer_of(shape, at).block is not None
 
 
@@ -87,5 +87,5 @@ def kind_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
     kinds = [kind for kind, _ in block_kinds(shape)]
     if len(kinds) == 1:
         return (len(range(max(1, layers.start), min(layers.stop, shape.layers + 1))),)
-    here = [layer_of(shape, at).shape for at in blocks_among(shape, layers)]
-    return tuple(here.count(kind) for kind in kinds)
+    blocks = [layer_of(shape, at).shape for at in blocks_among(shape, layers)]
+    return tuple(blocks.count(kind) for kind in kinds)

@@ -20,12 +20,12 @@ class DeviceKind:
 
     Attributes:
         about: whose devices these are.
-        words: what else they are called.
+        synonyms: other names.
         plugin: the module that makes torch know them; None: torch itself.
     """
 
     about: str
-    words: tuple[str, ...] = ()
+    synonyms: tuple[str, ...] = ()
     plugin: str | None = None
 
 
@@ -55,7 +55,7 @@ def check_device(name: str, field: str = "") -> str:
     """
     plain = name.strip().lower()
     kind, _, index = plain.partition(":")
-    meant = next((known for known, facts in KINDS.items() if kind in (known, *facts.words)), None)
+    meant = next((name for name, device in KINDS.items() if kind in (name, *device.synonyms)), None)
     if re.fullmatch(r"[a-z][a-z0-9_]*", name) and (meant is None or meant == name):
         return name
     hint = f"did you mean {meant}?" if meant else None
@@ -76,7 +76,7 @@ def check_backend(name: str) -> str:
     if re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return name
     plain = name.strip().lower()
-    meant = next((known for known in (AUTO, *BACKENDS) if known in plain), None)
+    meant = next((library for library in (AUTO, *BACKENDS) if library in plain), None)
     raise StrettoError(
         f"is {name!r}, must be auto or one communication library: {', '.join(BACKENDS)} or a plug-in's",
         hint=f"did you mean {meant}?" if meant else None,

@@ -66,8 +66,8 @@ class Field:
 
     def limits(self) -> list[str]:
         """The limits in words, such as "above 0"."""
-        words = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
-        return [f"{word} {limit}" for word, limit in words.items() if limit is not None]
+        limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
+        return [f"{relation} {limit}" for relation, limit in limits.items() if limit is not None]
 
     def holds(self, value: float) -> bool:
         """True if a number is finite and within the limits."""
@@ -109,7 +109,7 @@ def declared(cls: type) -> Mapping[str, Declared]:
             about = next((extra for extra in extras if isinstance(extra, Field)), None)
         if about is None:  # a subclass with another default
             inherited = (declared(base).get(item.name) for base in cls.__mro__[1:] if is_dataclass(base))
-            about = next((one.field for one in inherited if one is not None and one.field), None)
+            about = next((base.field for base in inherited if base is not None and base.field), None)
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         default = item.default if item.default_factory is MISSING else item.default_factory()
         result[item.name] = Declared(
@@ -145,15 +145,17 @@ def check_fields(instance: Any, *names: str) -> None:
                 check_choice(name, value, get_args(kind))
         if not {int, float} & set(item.kinds):
             continue
-        whole = "a whole number " if int in item.kinds else ""
+        integer = "a whole number " if int in item.kinds else ""
         if (
-            not isinstance(value, int if whole else int | float)
+            not isinstance(value, int if integer else int | float)
             or isinstance(value, bool)
             or not about.holds(value)
         ):
-            least = about.gt + 1 if about.gt is not None else about.ge
-            fix = f"set {name} to {least} or more" if whole and least is not None else None
-            raise Problem(name, value, f"it must be {whole}{' and '.join(about.limits())}", about.fix or fix)
+            lowest = about.gt + 1 if about.gt is not None else about.ge
+            fix = f"set {name} to {lowest} or more" if integer and lowest is not None else None
+            raise Problem(
+                name, value, f"it must be {integer}{' and '.join(about.limits())}", about.fix or fix
+            )
         if about.largest is not None and value > about.largest:
             raise Problem(name, value, f"it must be at most {about.largest}", "is it a typing error?")
 
@@ -178,6 +180,6 @@ def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
 def check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     """Raise Problem if a value is not one of the allowed words."""
     if value not in allowed:
-        near = nearest(str(value), allowed)
-        hint = f"did you mean {near!r}?" if near else None
+        closest = nearest(str(value), allowed)
+        hint = f"did you mean {closest!r}?" if closest else None
         raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)

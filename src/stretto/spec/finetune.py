@@ -29,27 +29,27 @@ class TrainedParameters:
     """Only low-rank adapters are trained."""
 
     def __call__(self, name: str) -> bool:
-        """Whether the optimiser updates this parameter."""
+        """True if the optimiser updates this parameter."""
         if is_router_correction(name) or (self.adapters and not is_adapter(name)):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is frozen."""
+        """True if nothing is frozen."""
         return not self.freeze and not self.adapters
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Patterns that match none of these names."""
-        known = list(names)
-        return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in known)]
+        parameters = list(names)
+        return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in parameters)]
 
 
 ALL_TRAINED = TrainedParameters()
 
 
 def is_router_correction(name: str) -> bool:
-    """Whether a parameter is set by a rule of its own after each step, without a gradient: the correction of
+    """True if a parameter is set by a rule of its own after each step, without a gradient: the correction of
     expert scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank keeps it whole, in float32 at
     least.
     """

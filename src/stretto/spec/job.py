@@ -218,8 +218,8 @@ class Job(Execution):
     @property
     def microbatches(self) -> int | None:
         """Microbatches of a step in each replica; None where the batch does not divide."""
-        whole, rest = divmod(self.global_batch, self.layout.dp * self.micro_batch)
-        return None if rest else whole
+        count, remainder = divmod(self.global_batch, self.layout.dp * self.micro_batch)
+        return None if remainder else count
 
     @property
     def copies(self) -> int:

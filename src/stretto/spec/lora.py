@@ -75,8 +75,8 @@ class LoraShape:
             raise Problem("targets", "empty", "it names what has adapters", "targets: [all-linear]")
         for target in self.targets:
             if not any(_matches(target, module, name) for module, name in _PAIRS):
-                near = nearest(target, _NAMES)
-                fix = f"did you mean {near}?" if near else f"{EVERY_LINEAR}, or of {', '.join(_NAMES)}"
+                closest = nearest(target, _NAMES)
+                fix = f"did you mean {closest}?" if closest else f"{EVERY_LINEAR}, or of {', '.join(_NAMES)}"
                 raise Problem("targets", target, "there is no such linear in a block", fix)
 
     @property
@@ -102,11 +102,11 @@ class LoraShape:
 def _matches(target: str, module: str, name: str) -> bool:
     if target == EVERY_LINEAR or module in _ALSO.get(target, ()):
         return True
-    return any(fnmatchcase(one, target) for one in (name, module, f"{module}.{name}"))
+    return any(fnmatchcase(spelling, target) for spelling in (name, module, f"{module}.{name}"))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of the plain model is part of an adapter."""
+    """True if a parameter of the plain model is part of an adapter."""
     return ".lora." in name
 
 

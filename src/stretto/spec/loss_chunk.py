@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import ceil
 
 LOGITS_BYTES = 64 * 2**20  # of a microbatch in float32: those of fewer are not worth chunks
-LEAST = 256  # tokens of a chunk that keep products efficient and gradients of weights from being read often
+SMALLEST_CHUNK = (
+    256  # tokens of a chunk that keep products efficient and gradients of weights from being read often
+)
 
 
 def loss_chunk_tokens(choice: int | None, tokens: int, columns: int, hidden: int) -> int:
@@ -23,7 +25,7 @@ def loss_chunk_tokens(choice: int | None, tokens: int, columns: int, hidden: int
     """
     if choice is not None:
         return choice and min(choice, tokens)
-    most = max(LEAST, hidden // 2)
-    if 4 * tokens * columns <= LOGITS_BYTES or tokens <= most:
+    longest = max(SMALLEST_CHUNK, hidden // 2)
+    if 4 * tokens * columns <= LOGITS_BYTES or tokens <= longest:
         return 0
-    return ceil(tokens / ceil(tokens / most))
+    return ceil(tokens / ceil(tokens / longest))

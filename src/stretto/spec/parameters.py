@@ -1,4 +1,4 @@
-"""Which parameters stay in float32 where weights have 16 bits."""
+"""Names, sizes and counts of a model's parameters."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class ParameterCount:
 def count_parameters(shape: ModelShape) -> ParameterCount:
     """Parameters of the plain model of that shape, vocabulary without padding."""
     output = 0 if shape.tied else shape.vocab * shape.hidden
-    usual = _elements(block_shapes(shape.block(shape.layers - 1)))
+    last = _elements(block_shapes(shape.block(shape.layers - 1)))
     second = decoder_embedding_shapes(shape) if shape.encoder_layers else {}
     of_memory = _elements({name: sizes for name, sizes in second.items() if name.startswith("memory")})
     return ParameterCount(
         embedding=_elements(embedding_shapes(shape)) + _elements(second) - of_memory,
-        per_layer=usual,
+        per_layer=last,
         layers=shape.layers,
         norm=_elements(head_shapes(shape)) - output,
         output=output,
         idle=sum(many * _idle(kind) for kind, many in shape.kinds()),
-        uneven=sum(many * (_elements(block_shapes(kind)) - usual) for kind, many in shape.kinds())
+        uneven=sum(many * (_elements(block_shapes(kind)) - last) for kind, many in shape.kinds())
         + _elements(shared_shapes(shape)),
         encoder=_encoder(shape) + of_memory,
     )
@@ -155,8 +155,8 @@ def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the routed experts of one block, all experts stacked; none without experts."""
     if shape.moe is None:
         return {}
-    one = _mlp("mlp.experts", shape, shape.expert_ffn)
-    renamed = {name.removesuffix(".weight").replace(".bias", "_bias"): size for name, size in one.items()}
+    expert = _mlp("mlp.experts", shape, shape.expert_ffn)
+    renamed = {name.removesuffix(".weight").replace(".bias", "_bias"): size for name, size in expert.items()}
     return {name: (shape.moe.experts, *sizes) for name, sizes in renamed.items()}
 
 
@@ -171,9 +171,9 @@ def _attention(shape: ModelShape) -> dict[str, Sizes]:
     shapes: dict[str, Sizes] = {"attn.sinks": (shape.heads,)} if shape.attention.sinks else {}
     shapes |= _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
     if shape.attention.norm is not None:
-        whole = shape.attention.norm == "all"
-        shapes["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
-        shapes["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
+        over_all = shape.attention.norm == "all"
+        shapes["attn.q_norm.weight"] = (shape.attention_width if over_all else shape.head_dim,)
+        shapes["attn.k_norm.weight"] = (shape.kv_width if over_all else shape.head_dim,)
     return shapes
 
 
@@ -245,7 +245,7 @@ def _elements(shapes: dict[str, Sizes]) -> int:
 
 
 def in_linear_of_block(name: str) -> bool:
-    """Whether a parameter of the plain model belongs to a block, and neither to a router, nor to a table such
+    """True if a parameter of the plain model belongs to a block, and neither to a router, nor to a table such
     as T5's biases by distance.
     """
     parts = name.split(".")
@@ -253,5 +253,5 @@ def in_linear_of_block(name: str) -> bool:
 
 
 def stays_float32(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
+    """True if a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -82,18 +82,18 @@ def preset(name: str) -> ModelShape:
         StrettoError: a model of another kind.
     """
     wanted = normalised_name(name)
-    known = _known()
-    if wanted in known:
-        return _made(known[wanted])
-    for other, what in OUT_OF_SCOPE.items():
+    names = _preset_names()
+    if wanted in names:
+        return _build(names[wanted])
+    for other, feature in OUT_OF_SCOPE.items():
         if wanted == normalised_name(other):
             raise StrettoError(
-                f"model {name!r} has {what}, which have no costs here",
+                f"model {name!r} has {feature}, which have no costs here",
                 hint="transformers of the kinds in `stretto catalogue` can be planned",
             )
     everything = [*PRESETS, *ALIASES]
-    near = nearest(name.lower().rpartition("/")[2], everything)
-    hint = f"did you mean {near!r}?" if near else f"known models: {', '.join(PRESETS)}"
+    closest = nearest(name.lower().rpartition("/")[2], everything)
+    hint = f"did you mean {closest!r}?" if closest else f"known models: {', '.join(PRESETS)}"
     raise UnknownName(f"model {name!r} is not known", hint=hint)
 
 
@@ -111,7 +111,7 @@ def find_shape(name: str | Path) -> ModelShape:
 
 
 def is_name(name: str | Path) -> bool:
-    """Whether this is meant as a model's name, and not as a file or a folder with a `config.json`."""
+    """True if this is meant as a model's name, and not as a file or a folder with a `config.json`."""
     path = os.path.expanduser(name)
     # unlike a Path's, these are False for names that no file can have
     return not (path.endswith(".json") or (os.path.isdir(path) and os.path.isfile(f"{path}/config.json")))
@@ -124,7 +124,7 @@ def normalised_name(name: str) -> str:
 
 
 @cache
-def _known() -> dict[str, str]:
+def _preset_names() -> dict[str, str]:
     """Every name, normalised_name, and the preset's."""
     return {
         normalised_name(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]
@@ -132,5 +132,5 @@ def _known() -> dict[str, str]:
 
 
 @cache
-def _made(name: str) -> ModelShape:
+def _build(name: str) -> ModelShape:
     return TABLE[name]()

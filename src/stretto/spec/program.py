@@ -48,8 +48,8 @@ def stages_of(
     if not shape.encoder_layers or depth == 1:
         return tuple(cut(costs, depth))
     first = 1 + shape.encoder_layers  # the decoder's first layer
-    fewest, most = max(1, depth - len(costs) + first), min(first, depth - 1)
-    counts = range(fewest, most + 1) if encoder_stages is None else [encoder_stages]
+    fewest, largest = max(1, depth - len(costs) + first), min(first, depth - 1)
+    counts = range(fewest, largest + 1) if encoder_stages is None else [encoder_stages]
     cuts = [
         (
             *cut(costs[:first], n),
@@ -108,7 +108,7 @@ def build_program(key: ProgramKey) -> Program:
     Raises:
         StrettoError: there is no such schedule, or not with these options.
     """
-    return complete(_made(replace(key, gathered=False)), gathered=key.gathered)
+    return complete(_generate(replace(key, gathered=False)), gathered=key.gathered)
 
 
 @lru_cache(maxsize=64)
@@ -116,7 +116,7 @@ def short_step(key: ProgramKey) -> RankLowering:
     """The program of `build_program` without the microbatches that make no rank hold more
     (`program.transforms.shorten`), to be lowered rank by rank.
     """
-    return shortened(_made(replace(key, gathered=False)), gathered=key.gathered)
+    return shortened(_generate(replace(key, gathered=False)), gathered=key.gathered)
 
 
 def complete(program: Program, *, gathered: bool) -> Program:
@@ -138,7 +138,7 @@ def shortened(program: Program, *, gathered: bool) -> RankLowering:
 
 
 @lru_cache(maxsize=512)
-def _made(key: ProgramKey) -> Program:
+def _generate(key: ProgramKey) -> Program:
     options = dict(key.options)
     if key.costs is None:
         return schedule(key.name, key.ranks, key.microbatches, **options)
@@ -151,9 +151,9 @@ def _searched(
     of: ScheduleSearchKey,
 ) -> Program:
     """The best program for the model's costs."""
-    ranks, known = key.ranks, options_of(key.name)
+    ranks, accepted = key.ranks, options_of(key.name)
     counts = [options["chunks"]] if options.get("chunks") else [1]
-    if "chunks" in known and not options.get("chunks"):
+    if "chunks" in accepted and not options.get("chunks"):
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= of.shape.chain)]
     candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
     if of.stage_layers is not None:
@@ -168,7 +168,7 @@ def _searched(
             candidates.append((simulate(program, costs).makespan, program))
     if not candidates:
         raise refused[0]
-    return min(candidates, key=lambda one: one[0])[1]
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def stage_times(of: ScheduleSearchKey, stages: int) -> list[Times]:

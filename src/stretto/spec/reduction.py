@@ -42,11 +42,11 @@ def reduction(program: Program, mode: Mode, choice: str = "auto") -> Reduce:
 
 def most_open_stages(program: Program, rank: int) -> int:
     """The most stages of a rank whose gradients are open at once."""
-    now = most = 0
+    count = largest = 0
     for change in _changes(program.orders[rank]):
-        now += change
-        most = max(most, now)
-    return most
+        count += change
+        largest = max(largest, count)
+    return largest
 
 
 def _changes(order: Sequence[Action]) -> Iterator[int]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, nearest
+from stretto.program.checks.in_turn import in_turn
 from stretto.program.program import Program
+from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
 from stretto.spec.job import Job, Rule, batch_problem, either, nearest_values
+from stretto.spec.lora import PROJECTIONS
 from stretto.spec.optimiser import optimiser_problems
+from stretto.spec.parameters import block_shapes, parameter_shapes, stays_float32
 from stretto.spec.program import stages_of
-from stretto.spec.rules_graphs import graphs
-from stretto.spec.rules_states import STATE_RULES
+from stretto.spec.reduction import reduction
 from stretto.spec.shape import ModelShape
 
 
@@ -23,7 +26,7 @@ def problems(job: Job) -> list[Problem]:
 
 
 def fits_tp(shape: ModelShape, tp: int) -> bool:
-    """Whether heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
+    """True if heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
     `tp` ranks.
     """
     return (
@@ -125,13 +128,13 @@ def _context(job: Job) -> Iterator[Problem]:
     cp = job.layout.cp
     if job.context == "ulysses" and heads % tp == 0 and heads % (tp * cp):
         legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
-        near = " or ".join(map(str, nearest_values(cp, legal)))
+        nearest_cp = " or ".join(map(str, nearest_values(cp, legal)))
         yield Problem(
             "layout.context",
             "ulysses",
             f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: each rank attends "
             "with whole heads",
-            f"layout.context=ring, or nearest: layout.cp={near}",
+            f"layout.context=ring, or nearest: layout.cp={nearest_cp}",
         )
 
 
@@ -285,7 +288,7 @@ def _described(shape: ModelShape) -> str:
 
 
 def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
-    """Whether the first pipeline ranks can hold the encoder, and nothing else."""
+    """True if the first pipeline ranks can hold the encoder, and nothing else."""
     pp, first = job.layout.pp, job.encoder_pp or 0
     if program.stages > pp:
         rule = (
@@ -295,10 +298,12 @@ def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
         fix = "layout.encoder_pp=null, or a schedule with one stage a rank, such as 1f1b"
         yield Problem("layout.encoder_pp", first, rule, fix)
         return
-    fewest, most = max(1, pp - job.shape.layers - 2), min(pp - 1, job.shape.encoder_layers + 1)
-    if not fewest <= first <= most:
-        rule = f"of layout.pp={pp} ranks it may have {fewest}" + (f" to {most}" if most > fewest else "")
-        fix = f"nearest: layout.encoder_pp={min(max(first, fewest), most)}, or null"
+    fewest, largest = max(1, pp - job.shape.layers - 2), min(pp - 1, job.shape.encoder_layers + 1)
+    if not fewest <= first <= largest:
+        rule = f"of layout.pp={pp} ranks it may have {fewest}" + (
+            f" to {largest}" if largest > fewest else ""
+        )
+        fix = f"nearest: layout.encoder_pp={min(max(first, fewest), largest)}, or null"
         yield Problem("layout.encoder_pp", first, rule, fix)
 
 
@@ -376,6 +381,268 @@ def _sequence(job: Job) -> Iterator[Problem]:
             )
 
 
+_SHARDED = ("zero1", "zero2", "zero3")
+_TILE = 16  # rows and columns of an 8-bit product are multiples of it
+_ELSE = "or a schedule that updates after the step, such as 1f1b"
+
+
+def _shard_modes(job: Job) -> Iterator[Problem]:
+    """A size is given only for what the mode shards."""
+    mode = job.dp.mode
+    for field, first_mode in SHARDS.items():
+        size = job.dp.shards[field]
+        if size is not None and MODES.index(mode) < MODES.index(first_mode):
+            sharded = field.removeprefix("shard_")
+            yield Problem(
+                f"dp.{field}",
+                size,
+                f"dp.mode={mode} shards no {sharded}",
+                f"dp.{field}=null, or dp.mode={first_mode}",
+            )
+
+
+def _shard_sizes(job: Job) -> Iterator[Problem]:
+    """States over a part of the copies, gradients over a part of these ranks, parameters of those."""
+    dp, layout = job.dp, job.layout
+    if dp.mode not in _SHARDED:
+        return
+    largest, product = job.copies, f"layout.cp={layout.cp} x layout.dp={layout.dp}"
+    for field, first_mode in SHARDS.items():
+        size = dp.shards[field]
+        if MODES.index(dp.mode) < MODES.index(first_mode) or size is None:
+            continue
+        if largest % size:
+            legal = [n for n in range(1, largest + 1) if largest % n == 0]
+            rule = f"it must divide {product}" + (f", which is {largest}" if " x " in product else "")
+            yield Problem(f"dp.{field}", size, rule, either(f"dp.{field}", nearest_values(size, legal)))
+            return  # what the next must divide is not known
+        largest, product = size, f"dp.{field}={size}"
+
+
+def _reduce_and_gather(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.reduce == "microbatch" and dp.mode not in ("zero2", "zero3"):
+        yield Problem(
+            "dp.reduce",
+            "microbatch",
+            f"with dp.mode={dp.mode} ranks keep all gradients, which are reduced once a step",
+            "dp.reduce=auto, or dp.mode=zero2",
+        )
+    if dp.gather != "auto" and dp.mode != "zero3":
+        rule = f"dp.mode={dp.mode} keeps parameters whole"
+        yield Problem("dp.gather", dp.gather, rule, "dp.gather=auto, or dp.mode=zero3")
+
+
+def _offload(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.offload_parameters != "none" and dp.mode != "zero3":
+        yield Problem(
+            "dp.offload_parameters",
+            dp.offload_parameters,
+            f"dp.mode={dp.mode} keeps parameters whole, and uses them all the time",
+            "dp.offload_parameters=none, or dp.mode=zero3",
+        )
+    away = [f"dp.{name}" for name in ("offload", "offload_parameters") if getattr(dp, name) == "nvme"]
+    if away and not dp.path:
+        yield Problem("dp.path", "null", f"{away[0]}=nvme needs a folder", "dp.path=/a/folder/on/a/fast/disk")
+
+
+def _versions(job: Job) -> Iterator[Problem]:
+    """What a schedule that updates each stage in the middle of the step leaves no time for."""
+    dp = job.dp
+    needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch"
+    if not needs_whole_weights or not _has_versions(job):
+        return
+    within = f"schedule {job.schedule_name} updates each stage by itself in the middle of the step"
+    if dp.mode == "zero3":
+        yield Problem(
+            "dp.mode",
+            "zero3",
+            f"{within} and computes with older weights too, which cannot be gathered from shards",
+            f"dp.mode=zero2, {_ELSE}",
+        )
+    elif dp.mode == "zero2" and dp.reduce == "microbatch":
+        rule = f"{within}, where gradients are reduced for each update"
+        yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
+
+
+def _has_versions(job: Job) -> bool:
+    try:
+        return bool(job.program().versions)
+    except StrettoError:
+        return False  # which the rules of batches and schedules report
+
+
+def _precision(job: Job) -> Iterator[Problem]:
+    """Fields that mean something with 16 bits alone; float64 is for proofs of any job."""
+    precision, plain = job.precision, Precision()
+    if precision.dtype == "float32":
+        rule = "train.dtype=float32 has weights and gradients of one type"
+        for field, value in (("gradients", precision.gradients), ("keep", precision.keep)):
+            if value != getattr(plain, field):
+                default = "float32" if field == "gradients" else list(KEEP)
+                shown = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    f"precision.{field}", shown, rule, f"precision.{field}={default}, or train.dtype=bfloat16"
+                )
+    if precision.dtype in ("float32", "bfloat16"):
+        for field in ("loss_scale", "loss_scale_steps"):
+            value, default = getattr(precision, field), getattr(plain, field)
+            if value != default:
+                rule = f"train.dtype={precision.dtype} needs no scale of the loss"
+                yield Problem(
+                    f"precision.{field}", value, rule, f"precision.{field}={default}, or train.dtype=float16"
+                )
+
+
+def _keep(job: Job) -> Iterator[Problem]:
+    """A pattern that is no default names some parameter."""
+    added = [pattern for pattern in job.precision.keep if pattern not in KEEP]
+    names = parameter_shapes(job.shape) if added else {}
+    for pattern in added:
+        if not any(stays_float32(name, (pattern,)) for name in names):
+            yield Problem(
+                "precision.keep",
+                pattern,
+                "it matches no parameter's name",
+                f"names are such as {', '.join(list(names)[:3])}",
+            )
+
+
+def _eight_bits(job: Job) -> Iterator[Problem]:
+    """Sides of each product of a block's linear layers, as a rank has them; and what scales would not be
+    those of one process for: key heads that several ranks hold, and padding.
+    """
+    if job.precision.fp8 == "none":
+        return
+    shape, tp = job.shape, job.layout.tp
+    if shape.kv_heads % tp:
+        yield Problem(
+            "precision.fp8",
+            job.precision.fp8,
+            f"layout.tp={tp} must divide model.kv_heads, which is {shape.kv_heads}: copies of key heads "
+            "would each scale a part of their gradient",
+            "precision.fp8=none, or a smaller layout.tp",
+        )
+        return
+    unit = (2 * job.layout.cp if job.layout.cp > 1 else 1) * (tp if job.sequence_parallel else 1)
+    if job.precision.fp8 == "tensor" and job.sequence % unit:
+        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
+        yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
+        return
+    for field, size in _sides(shape, tp).items():
+        if size % _TILE:
+            yield Problem(
+                "precision.fp8",
+                job.precision.fp8,
+                f"the {field} of a rank must be a multiple of {_TILE} and is {size}",
+                f"precision.fp8=none, other sizes of the model, or another layout.tp than {tp}",
+            )
+            return
+
+
+def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
+    """Features that linear layers of a block take and give, on one rank; rounded where tp does not divide."""
+    keys = max(shape.kv_heads // tp, 1) * shape.head_dim
+    heads = shape.attention_width // tp
+    ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
+    width = {"inner width of the MLP": ffn // tp} if ffn else {}
+    return {
+        "model.hidden": shape.hidden,
+        "width of attention": heads,
+        "queries, keys and values together": heads + 2 * keys,
+        **width,
+    }
+
+
+def _freeze(job: Job) -> Iterator[Problem]:
+    """Every pattern freezes something, and something is left to train."""
+    if job.trained.everything:
+        return
+    names = list(parameter_shapes(job.shape))
+    for pattern in job.trained.unmatched(names):
+        closest = nearest(pattern, names)
+        fix = f"did you mean {closest}?" if closest else "patterns are like embed.* or blocks.0.*"
+        yield Problem("finetune.freeze", pattern, "it matches no parameter of the model", fix)
+    if not any(map(job.trained, names)):
+        rule = "it leaves no parameter to train"
+        yield Problem("finetune.freeze", list(job.trained.freeze), rule, "freeze fewer, such as embed.*")
+
+
+def _adapters(job: Job) -> Iterator[Problem]:
+    """Every target is a linear of some block."""
+    shape, lora = job.shape, job.shape.lora
+    if lora is None:
+        return
+    modules = {name.rpartition(".")[0] for kind, _ in shape.kinds() for name in block_shapes(kind)}
+    for target in lora.unmatched(modules):
+        names = dict.fromkeys(name for module in sorted(modules) for name in PROJECTIONS.get(module, ()))
+        rule = "no block of the model has it" + ("; routed experts take no adapters" if shape.moe else "")
+        yield Problem("lora.targets", target, rule, f"of {', '.join(names)}")
+    if job.precision.fp8 != "none":
+        rule = "linears with adapters have no products in 8 bits"
+        yield Problem("precision.fp8", job.precision.fp8, rule, "precision.fp8=none, or lora.rank=null")
+
+
+def _graphs(job: Job) -> Iterator[Problem]:
+    """A graph has the memory of one microbatch; nothing in it waits for the host or depends on values."""
+    if job.graphs != "off":
+        for rule, fix in _graph_obstacles(job):
+            yield Problem("train.graphs", job.graphs, rule, f"train.graphs=off, or {fix}")
+
+
+def _graph_obstacles(job: Job) -> Iterator[tuple[str, str]]:
+    """Each rule that is broken, and what else would mend it."""
+    layout, shape = job.layout, job.shape
+    if layout.pp > 1:
+        yield (
+            f"layout.pp={layout.pp} has several microbatches in flight, and a graph is of one",
+            "layout.pp=1",
+        )
+    elif batch_problem(job) is None:
+        yield from _program_obstacles(job)
+    if layout.cp > 1:
+        yield (
+            f"layout.cp={layout.cp} exchanges keys and values in messages, which are not captured",
+            "layout.cp=1",
+        )
+    if shape.moe is not None:
+        yield "the host counts the tokens of each expert, and a graph cannot wait for it", "a dense model"
+    if shape.encoder_layers:
+        yield "the decoder reads samples of another length with each microbatch", "a model without an encoder"
+    if shape.drops:
+        yield (
+            "the host computes the seed of each sample's dropout, which a graph would repeat",
+            "model.dropout=0 and lora.dropout=0",
+        )
+    if job.dp.mode == "zero3":
+        yield "dp.mode=zero3 gathers weights into memory that it frees, and a graph's stays", "dp.mode=zero2"
+    if job.dp.mode == "server":
+        yield (
+            "dp.mode=server sends samples and weights in ways that were never tried with graphs",
+            "dp.mode=ddp",
+        )
+
+
+def _program_obstacles(job: Job) -> Iterator[tuple[str, str]]:
+    """Obstacles in the order of a step's actions, and in when gradients are reduced."""
+    try:
+        program = job.program()
+    except StrettoError:
+        return  # which the rule of schedules reports
+    if not in_turn(program):
+        yield (
+            f"schedule {job.schedule_name} does not end a microbatch before it begins the next one",
+            "schedule.name=1f1b",
+        )
+    elif job.dp.mode == "zero2" and reduction(program, "zero2", job.dp.reduce) == "microbatch":
+        yield (
+            "dp.mode=zero2 reduces gradients in the backward of each microbatch, by hooks that a graph does "
+            "not run",
+            "dp.reduce=step",
+        )
+
+
 def _optimiser(job: Job) -> Iterator[Problem]:
     yield from optimiser_problems(job.optimiser)
 
@@ -393,7 +660,16 @@ RULES: tuple[Rule, ...] = (
     _pipeline,
     _encoder,
     _sequence,
-    *STATE_RULES,
-    graphs,
+    _shard_modes,
+    _shard_sizes,
+    _reduce_and_gather,
+    _offload,
+    _versions,
+    _precision,
+    _keep,
+    _eight_bits,
+    _freeze,
+    _adapters,
+    _graphs,
     _optimiser,
 )

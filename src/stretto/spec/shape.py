@@ -217,49 +217,49 @@ class ModelShape:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
+        """True if the MLP has a gate beside its up projection."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def drops(self) -> bool:
-        """Whether training drops anything at random."""
+        """True if training drops anything at random."""
         return self.dropout > 0.0 or (self.lora is not None and self.lora.dropout > 0.0)
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         special = self.attention.qkv_bias
         return self.bias if special is None else special
 
     @property
     def proj_bias(self) -> bool:
-        """Whether the projection of attention into the residual stream has a bias."""
+        """True if the projection of attention into the residual stream has a bias."""
         special = self.attention.proj_bias
         return self.bias if special is None else special
 
     @property
     def norm_bias(self) -> bool:
-        """Whether the norms of the residual stream have biases."""
+        """True if the norms of the residual stream have biases."""
         return self.norm == "layer" and (self.bias or self.rotary)
 
     @property
     def rotary(self) -> bool:
-        """Whether attention turns queries and keys by their positions."""
+        """True if attention turns queries and keys by their positions."""
         return self.position_embedding == "rotary"
 
     @property
     def learned(self) -> bool:
-        """Whether positions have embeddings, which are added to those of tokens."""
+        """True if positions have embeddings, which are added to those of tokens."""
         return self.position_embedding == "learned"
 
     @property
     def relative(self) -> bool:
-        """Whether attention adds a bias to its scores by distance."""
+        """True if attention adds a bias to its scores by distance."""
         return self.position_embedding == "relative"
 
     @property
     def last_norm(self) -> bool:
-        """Whether a stack of blocks ends with a norm."""
+        """True if a stack of blocks ends with a norm."""
         return self.block_norms != "post"
 
     @property
@@ -359,8 +359,8 @@ def _block(shape: ModelShape, index: int) -> ModelShape:
     attention, moe = shape.attention, shape.moe
     theta, rope = shape.rope_theta, shape.rope
     if attention.window is not None and attention.full_every:
-        whole = (index + 1) % attention.full_every == 0
-        attention = replace(attention, window=None if whole else attention.window, full_every=0)
+        full = (index + 1) % attention.full_every == 0
+        attention = replace(attention, window=None if full else attention.window, full_every=0)
     if attention.local_theta is not None:
         if attention.window is not None:
             theta, rope = attention.local_theta, None
@@ -395,13 +395,13 @@ def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
     blocks = range(max(1, layers.start), min(layers.stop, shape.layers + 1))
     if len(kinds) == 1:
         return (len(blocks),)
-    here = [shape.block(layer - 1) for layer in blocks]
-    return tuple(here.count(kind) for kind in kinds)
+    alike = [shape.block(layer - 1) for layer in blocks]
+    return tuple(alike.count(kind) for kind in kinds)
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:
     attention, stacks = shape.attention, shape.encoder_layers > 0
-    said = [
+    parts = [
         ("one norm of queries and keys over all heads", attention.norm == "all"),
         ("an MLP of kind relu2", shape.mlp == "relu2"),
         ("layer norms beside rotary positions", shape.norm == "layer" and shape.rotary),
@@ -419,7 +419,7 @@ def _unbuilt(shape: ModelShape) -> list[str]:
         ("norms of heads beside an encoder", stacks and attention.norm is not None),
         ("sandwich norms beside an encoder", stacks and shape.block_norms == "sandwich"),
     ]
-    return [words for words, there in said if there]
+    return [part for part, present in parts if present]
 
 
 # fields of the first records; all others are left out if they have the family's default
@@ -435,12 +435,12 @@ _FIRST_RECORDS = frozenset(
 def shape_to_record(shape: ModelShape) -> dict[str, Any]:
     """Return the fields of a shape as JSON has them."""
     defaults = FAMILY_DEFAULTS[shape.family]
-    usual = ModelShape(
+    default = ModelShape(
         family=shape.family, layers=1, hidden=shape.hidden, heads=1, head_dim=256, vocab=1, sequence=1
     )
     left_out = {
         name
-        for name, value in fields_of(usual).items()
+        for name, value in fields_of(default).items()
         if name not in _FIRST_RECORDS and getattr(shape, name) == value
     }
     if defaults.encoder or shape.encoder_layers:

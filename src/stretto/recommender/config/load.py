@@ -37,7 +37,7 @@ def parse_config(
 
 
 def is_recommender(values: object, overrides: Sequence[str] = ()) -> bool:
-    """Whether the values of a config describe a recommender, judging by `model.family` and `model.preset`
+    """True if the values of a config describe a recommender, judging by `model.family` and `model.preset`
     after overrides.
     """
     model: dict[str, Any] = {}

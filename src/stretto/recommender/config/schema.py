@@ -170,7 +170,7 @@ class ClickDataConfig:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether clicks are generated instead of read."""
+        """True if clicks are generated instead of read."""
         return self.sources == [SYNTHETIC]
 
 

@@ -354,12 +354,12 @@ class GuardConfig:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether any rule goes back to a checkpoint."""
+        """True if any rule goes back to a checkpoint."""
         return "rollback" in (self.on_nonfinite, self.on_spike, self.on_mismatch)
 
     @property
     def keeps_on(self) -> bool:
-        """Whether a bad step is ever passed over, or memory checked, so that every rank must know of it
+        """True if a bad step is ever passed over, or memory checked, so that every rank must know of it
         before it updates.
         """
         return self.on_nonfinite != "stop" or self.on_spike != "off" or self.check_memory is not None

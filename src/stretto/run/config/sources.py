@@ -34,7 +34,7 @@ _PACKAGES = {
 
 
 def is_url(name: str) -> bool:
-    """Whether a source is named by a URL, such as s3://bucket/tokens."""
+    """True if a source is named by a URL, such as s3://bucket/tokens."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
@@ -88,7 +88,7 @@ def _models(folder: Path) -> list[Path]:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether `path` holds the files of a token folder, complete or not."""
+    """True if `path` holds the files of a token folder, complete or not."""
     return (path / INDEX).is_file() and (path / TOKENS).exists()
 
 
@@ -103,7 +103,7 @@ def token_folder(name: str) -> Path | None:
 
 
 def is_click_folder(path: Path) -> bool:
-    """Whether `path` holds the files of a click folder, whole or not."""
+    """True if `path` holds the files of a click folder, whole or not."""
     return (path / INDEX).is_file() and (path / LABELS).exists()
 
 
@@ -130,7 +130,7 @@ def missing_half(prefix: F) -> tuple[F, F] | None:
 
 
 def holds_tokens(names: Sequence[str]) -> bool:
-    """Whether sources are tokens already, whose vocabulary is known without reading any text.
+    """True if sources are tokens already, whose vocabulary is known without reading any text.
 
     Raises:
         StrettoError: some are, and some are text.
@@ -146,7 +146,7 @@ def holds_tokens(names: Sequence[str]) -> bool:
 
 
 def vocabulary_is_known(data: DataConfig) -> bool:
-    """Whether some of the data are tokens already: no tokenizer is trained for the others.
+    """True if some of the data are tokens already: no tokenizer is trained for the others.
 
     Raises:
         StrettoError: a list of tokens and text.
@@ -157,7 +157,7 @@ def vocabulary_is_known(data: DataConfig) -> bool:
 
 
 def _is_tokens(name: str) -> bool:
-    """Whether a name is that of tokens: on the disk by the files there, of a URL by its last part alone."""
+    """True if a name is that of tokens: on the disk by the files there, of a URL by its last part alone."""
     if is_url(name):
         last = name.rstrip("/").rpartition("/")[2]
         return not last.lower().endswith(_TEXTS) and not glob.has_magic(name)

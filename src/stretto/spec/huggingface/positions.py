@@ -18,7 +18,7 @@ from stretto.spec.huggingface.keys import (
     WORD,
     ConfigKeys,
 )
-from stretto.spec.huggingface.rules import Config, Key
+from stretto.spec.huggingface.rules import Key, KeyValues
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -84,7 +84,7 @@ class Rope:
                 raise config.problem("partial_rotary_factor", "our modules turn all features of a head")
             fields["beyond"] = (*fields.get("beyond", ()), f"rotary positions of {share} of a head")
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         kind = fields.get("rope.type", "default")
         scaling = {"rope_type": kind}
         for setting in _SETTINGS[kind]:
@@ -196,7 +196,7 @@ class Windows:
             raise config.problem(key, rule, "layer_types with full_attention at every n-th place")
         fields |= {"attention.window": window, "attention.full_every": every}
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         window, every = fields["attention.window"], fields["attention.full_every"]
         config["sliding_window"] = window
         if self.switched:
@@ -210,7 +210,7 @@ class Windows:
             config["max_window_layers"] = fields["layers"] if window is None else 0
 
     def _blocks(self, config: ConfigKeys, layers: int, window: int | None) -> Sequence[bool]:
-        """Whether each block has a window."""
+        """True if each block has a window."""
         bound = 0
         if self.layers_with is not None:
             bound = config.get("max_window_layers", COUNT, self.layers_with, self.layers_with)

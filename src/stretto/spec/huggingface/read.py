@@ -13,7 +13,7 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.huggingface.fields import ShapeFields, differences, fields_by_name, shape_from_fields
 from stretto.spec.huggingface.keys import ConfigKeys, shown
 from stretto.spec.huggingface.model_types import MODEL_TYPES, ModelType
-from stretto.spec.huggingface.rules import Config, Key
+from stretto.spec.huggingface.rules import Key, KeyValues
 from stretto.spec.huggingface.silent import SILENT, VISION
 from stretto.spec.shape import ModelShape
 
@@ -48,8 +48,8 @@ def read_config(values: Mapping[str, Any]) -> Reading:
         return _read_gemma3(values)
     kind = MODEL_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        near = nearest(str(name)[:60], MODEL_TYPES)
-        hint = f"did you mean {near!r}?" if near else None
+        closest = nearest(str(name)[:60], MODEL_TYPES)
+        hint = f"did you mean {closest!r}?" if closest else None
         raise StrettoError(f"model_type {shown(name)} is not one of {', '.join(MODEL_TYPES)}", hint=hint)
     return _read(ConfigKeys(values), kind)
 
@@ -173,9 +173,9 @@ def _read(config: ConfigKeys, kind: ModelType) -> Reading:
     return Reading(shape=shape, kind=kind.name, unknown=tuple(config.unused()), notes=tuple(notes))
 
 
-def _written(shape: ModelShape, kind: ModelType) -> Config:
+def _written(shape: ModelShape, kind: ModelType) -> KeyValues:
     fields = fields_by_name(shape)
-    config: Config = {}
+    config: KeyValues = {}
     for rule in kind.rules:
         rule.write(fields, config)
     return config

@@ -23,7 +23,7 @@ from stretto.spec.huggingface.keys import (
     whole,
 )
 
-Config = dict[str, Any]
+KeyValues = dict[str, Any]
 
 
 class KeyRule(Protocol):
@@ -37,7 +37,7 @@ class KeyRule(Protocol):
         """
         ...
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         """Add the keys of the fields. What they cannot express shows when they are read again."""
         ...
 
@@ -77,7 +77,7 @@ class Key:
             value = self.words[value]
         fields[self.field] = float(value) if self.type in (NUMBER, POSITIVE) and value is not None else value
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if self.field not in fields:
             return
         value = fields[self.field]
@@ -106,7 +106,7 @@ class Fixed:
             listed = " or ".join(dict.fromkeys(values))
             raise config.problem(self.key, f"our modules compute only {listed}", f"{self.key}: {listed}")
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         config[self.key] = self.allowed[0]
 
 
@@ -123,7 +123,7 @@ class EqualSize:
             rule = f"both stacks of our modules have the same sizes, here {value}"
             raise config.problem(self.key, rule, f"{self.key}: {value}")
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         config[self.key] = fields[self.field]
 
 
@@ -136,7 +136,7 @@ class Derived:
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         fields |= self.rule(config, fields)
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         """Write nothing: reading derives them again."""
 
 
@@ -159,7 +159,7 @@ class HiddenScale:
         scaled = config.get(self.key, FLAG, default, default)
         fields[self.field] = fields["hidden"] ** self.power if scaled else 1.0
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         config[self.key] = fields[self.field] != 1.0
 
 
@@ -177,7 +177,7 @@ class Dropout:
             raise StrettoError(f"{listed}: our models have one dropout rate", hint="make them equal")
         fields["dropout"] = rates[self.keys[0]]
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         config |= dict.fromkeys(self.keys, fields["dropout"])
 
 
@@ -195,7 +195,7 @@ class SparseBlocks:
             raise config.problem("mlp_only_layers", rule, "mlp_only_layers: the first ones, as [0, 1]")
         fields |= {"moe.dense_layers": leading, "moe.every": every}
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if "moe.every" in fields:
             config["mlp_only_layers"] = list(range(fields["moe.dense_layers"]))
             config["decoder_sparse_step"] = fields["moe.every"]
@@ -210,7 +210,7 @@ class SharedExperts:
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         fields["moe.shared_ffn"] = config.get("n_shared_experts", COUNT, self.default, 0) * fields["moe.ffn"]
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if "moe.ffn" in fields:
             config["n_shared_experts"] = fields["moe.shared_ffn"] // fields["moe.ffn"]
 
@@ -233,7 +233,7 @@ class ExpertGroups:
             fields |= {"moe.groups": groups, "moe.top_groups": best}
         fields["moe.group_score"] = "max" if self.switch else "top2"
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if "moe.groups" in fields:
             config |= {"n_group": fields["moe.groups"], "topk_group": fields["moe.top_groups"]}
             greedy = "greedy" if fields["moe.groups"] == 1 else "group_limited_greedy"
@@ -260,7 +260,7 @@ class LatentAttention:
             "latent.value_dim": config.get("v_head_dim", EXPERTS),
         }
 
-    def write(self, fields: ShapeFields, config: Config) -> None:
+    def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if "latent.rope_dim" in fields:
             rope = fields["latent.rope_dim"]
             config |= {
