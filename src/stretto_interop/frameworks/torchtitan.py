@@ -33,13 +33,16 @@ from stretto_interop.frameworks.mapping import (
     without_encoder,
 )
 from stretto_interop.frameworks.others import others
-from stretto_interop.frameworks.torchtitan_model import BEGIN, MODEL_FIELDS, read_model, write_model
-from stretto_interop.frameworks.torchtitan_pipeline import (
+from stretto_interop.frameworks.torchtitan_job import (
+    BEGIN,
+    MODEL_FIELDS,
     OPTIONS,
     PIPELINE,
     read_batch,
+    read_model,
     read_pipeline,
     replicas,
+    write_model,
     write_pipeline,
 )
 from stretto_interop.frameworks.torchtitan_text import parse, render

@@ -25,7 +25,7 @@ from stretto.spec.shape import ModelShape
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import emit, read, settings_of, unmapped
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
-from stretto_interop.frameworks.torchtitan_model import FLAVOURS
+from stretto_interop.frameworks.torchtitan_job import FLAVOURS
 
 BF16 = Precision(dtype="bfloat16")
 SMALL = ModelShape(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, vocab=512, sequence=128)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, read_text
 from stretto.run.config.load import run_name
+from stretto.run.config.sources import megatron_prefix
 from stretto.spec.data_parallel import KEEP
-from stretto_interop.frameworks.fields import EXPERTS, JOB, RUN, JobValues
+from stretto_interop.frameworks.fields import EXPERTS, JOB, RATE, RUN, JobValues, name_of
 from stretto_interop.frameworks.mapping import (
     Rule,
     Settings,
@@ -18,14 +21,275 @@ from stretto_interop.frameworks.mapping import (
     Values,
     flag,
     ignored,
+    next_token,
     one_of,
     refused,
     renamed,
     restricted,
     rule,
 )
-from stretto_interop.frameworks.megatron.data import DATA, parted
-from stretto_interop.frameworks.megatron.rate import LEARNING_RATE
+
+# ------------------------------------------------------------------ learning rate and steps
+
+_STYLES = {
+    **{name: name for name in ("cosine", "linear", "constant")},
+    "inverse-sqrt": "inverse-square-root",
+    "wsd": "WSD",
+}
+_SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "sqrt": "minus_sqrt"}
+
+
+def _write_rate(values: JobValues) -> Settings:
+    """The learning rate; what is open stays open, and so does what follows from it."""
+    rate = values.job.optimiser.rate
+    lr, steps = values[JOB.optimiser.lr], values[RUN.train.steps]
+    is_open = values.is_open(JOB.optimiser.lr)
+
+    def of_peak(part: float | None) -> Any:
+        value = lr * (values[part] or 0.0)
+        return Unset(part, value) if is_open else value
+
+    length = Unset(RUN.train.steps, steps) if values.is_open(RUN.train.steps) else steps
+    peak = {"lr": Unset(JOB.optimiser.lr, lr) if is_open else lr, "train-iters": length}
+    if values.is_unsaid(RATE.schedule):
+        return peak
+    part = isinstance(rate.warmup, float)
+    warmup = {"lr-warmup-fraction": rate.warmup} if part else {"lr-warmup-iters": rate.warmup_steps(steps)}
+    values_read: dict[Any, Any] = {
+        **peak,
+        "min-lr": of_peak(RATE.min_ratio),
+        "lr-decay-style": _STYLES[rate.schedule],
+        **warmup,
+        **({} if rate.warmup_init is None else {"lr-warmup-init": of_peak(RATE.warmup_init)}),
+        **({} if rate.decay_steps is None else {"lr-decay-iters": rate.decay_steps}),
+    }
+    if rate.schedule != "wsd":
+        return values_read
+    decayed = rate.decay_length(steps)
+    follows = rate.decay_steps is None and values.is_open(RUN.train.steps)
+    left = Unset(RATE.decay_fraction, decayed) if follows else decayed
+    return {**values_read, "lr-wsd-decay-style": _SHAPES[rate.decay], "lr-wsd-decay-iters": left}
+
+
+def _rate_notes(values: JobValues) -> Iterable[str]:
+    warmup, first = values[RATE.warmup], values[RATE.warmup_init]
+    if warmup and first is None and not values.is_unsaid(RATE.schedule):
+        yield "optim.rate.warmup_init=null: Megatron-LM's first rate is 0, so its warm-up is one step behind"
+
+
+def _updates(settings: Settings, name: str) -> float | None:
+    """An argument that counts iterations, or samples, as updates of full batches."""
+    if (count := settings.get(f"{name}-iters")) is not None:
+        return count
+    samples = settings.get(f"{name}-samples")
+    if samples is None:
+        return None
+    batch = settings.get("global-batch-size")
+    if batch is None:
+        raise StrettoError(f"--{name}-samples needs --global-batch-size", hint=f"or give --{name}-iters")
+    return samples / batch
+
+
+def _read_rate(settings: Settings) -> Values:
+    """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
+    values_read: dict[Any, Any] = {}
+    steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
+    if steps is not None:
+        values_read[RUN.train.steps] = int(steps)
+    if end is not None:
+        values_read[RATE.decay_steps] = int(end)
+    end = int(end if end is not None else steps or 0)
+    style = settings.get("lr-decay-style", "linear")
+    values_read[RATE.schedule] = next(
+        style_here for style_here, style_there in _STYLES.items() if style_there == style
+    )
+    warmup = _read_warmup(settings, end)
+    values_read[RATE.warmup] = warmup
+    lr, lowest = settings.get("lr"), settings.get("min-lr", 0.0)
+    if lr is not None:
+        values_read[JOB.optimiser.lr] = lr
+    if lr is not None or not lowest:
+        values_read[RATE.min_ratio] = _ratio(lowest, lr)
+    if warmup and (lr is not None or "lr-warmup-init" not in settings):
+        values_read[RATE.warmup_init] = _ratio(settings.get("lr-warmup-init", 0.0), lr)
+    if style == "WSD":
+        shape = settings.get("lr-wsd-decay-style", "exponential")
+        values_read[RATE.decay] = next(
+            style_here for style_here, style_there in _SHAPES.items() if style_there == shape
+        )
+        length = _updates(settings, "lr-wsd-decay")
+        if length is not None and end:
+            values_read[RATE.decay_fraction] = length / end
+    return values_read
+
+
+def _ratio(rate: float, peak: float | None) -> float:
+    """A rate as a part of the peak, to the 15 digits that a person writes: 6e-5 of 6e-4 is 0.1."""
+    return float(f"{rate / (peak or 1.0):.15g}")
+
+
+def _read_warmup(settings: Settings, end: int) -> float:
+    """Updates of the warm-up, or the part of the `end` updates until the decay has ended."""
+    part = settings.get("lr-warmup-fraction")
+    if part is None:
+        count = _updates(settings, "lr-warmup") or 0
+        return int(count) if count == int(count) or not end else count / end
+    return part if part < 1 else end
+
+
+_COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
+_RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
+
+LEARNING_RATE = rule(
+    (JOB.optimiser.lr, RUN.train.steps, *(f"optim.rate.{name}" for name in _RATE)),
+    (
+        "lr",
+        "min-lr",
+        "lr-decay-style",
+        *(f"{name}-{unit}" for name in _COUNTED for unit in ("iters", "samples")),
+        "lr-warmup-fraction",
+        "lr-warmup-init",
+        "lr-wsd-decay-style",
+    ),
+    _write_rate,
+    _read_rate,
+    notes=_rate_notes,
+)
+
+
+# ------------------------------------------------------------------ text, tokens and samples
+
+_PARTED = ("train-data-path", "per-split-data-args-path")  # each split with prefixes of its own
+
+
+def parted(settings: Settings) -> bool:
+    """Whether training, validation and test have prefixes of their own."""
+    return not settings.keys().isdisjoint(_PARTED)
+
+
+def _write_data(values: JobValues) -> Settings:
+    """The prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill in."""
+    source = values[RUN.data.source]
+    names: list[str] = [source] if isinstance(source, str) else list(source)
+    prefixes = [megatron_prefix(name) for name in names]
+    if values.is_open(RUN.data.source) or not names or None in prefixes:
+        return {"data-path": Unset(RUN.data.source, "PREFIX")}
+    weights = source.values() if isinstance(source, Mapping) else [None] * len(names)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    pairs = zip(weights, prefixes, strict=True)  # pyright: ignore[reportUnknownArgumentType]
+    return {"data-path": [word for pair in pairs for word in pair if word is not None]}
+
+
+def _read_data(settings: Settings) -> Values:
+    """One prefix, several, or several with weights; of splits that are given apart those of training."""
+    argv = _argv(settings)
+    if not argv:
+        return {name_of(RUN.data.source): "python-stdlib"} if "mock-data" in settings else {}
+    if len(argv) == 1:
+        return {name_of(RUN.data.source): argv[0]}
+    try:
+        weights = [float(word) for word in argv[::2]]
+    except ValueError:
+        return {name_of(RUN.data.source): list(argv)}
+    if len(argv) % 2:
+        raise StrettoError(
+            f"--data-path has {len(weights)} weights for {len(argv) // 2} prefixes",
+            hint="a weight before each prefix, as in 0.7 a 0.3 b",
+        )
+    mixture = dict[str, float]()
+    for weight, prefix in zip(weights, argv[1::2], strict=True):
+        mixture[prefix] = mixture.get(prefix, 0.0) + weight
+    return {name_of(RUN.data.source): mixture}
+
+
+def _argv(settings: Settings) -> Sequence[str]:
+    """The words of --data-path, wherever they stand.
+
+    Raises:
+        StrettoError: the file that has them is not here, or is not such a file.
+    """
+    for name in ("data-path", "train-data-path"):
+        if settings.get(name):
+            return settings[name]
+    if (path := settings.get("data-args-path")) is not None:
+        return read_text(Path(path).expanduser()).split()
+    if (path := settings.get("per-split-data-args-path")) is None:
+        return ()
+    text = read_text(Path(path).expanduser())
+    try:
+        argv = json.loads(text)["train"]
+    except (ValueError, KeyError, TypeError):
+        message = f"--per-split-data-args-path: {path} has no list `train`"
+        raise StrettoError(
+            message, hint='a JSON object, as {"train": ["1.0", "PREFIX"], "valid": ...}'
+        ) from None
+    return argv.split() if isinstance(argv, str) else [str(word) for word in argv]
+
+
+def _read_split(settings: Settings) -> Values:
+    """All is trained on where other splits have other prefixes."""
+    if parted(settings):
+        return {RUN.data.split: "100,0,0"}
+    split = settings.get("split")
+    return {} if split is None else {RUN.data.split: _ratios(split)}
+
+
+def _data_notes(values: JobValues) -> Iterable[str]:
+    left = isinstance(_write_data(values)["data-path"], Unset)
+    if left and RUN.data.source not in values.unsaid | values.open:
+        source = values[RUN.data.source]
+        yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
+
+
+def _write_cache(values: JobValues) -> Settings:
+    cache = values[RUN.data.cache]
+    return {} if cache is None else {"data-cache-path": cache}
+
+
+def _read_cache(settings: Settings) -> Values:
+    return {RUN.data.cache: settings.get("data-cache-path", settings.get("object-storage-cache-path"))}
+
+
+def _ratios(split: str) -> str:
+    """Three numbers, as Megatron-LM finds them: quotes are left out, and those that are missing are 0."""
+    numbers = re.findall(r"[.0-9]+", split)
+    return ",".join([*numbers, "0", "0"][:3])
+
+
+_DOCUMENTS = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
+
+
+def _write_packing(values: JobValues) -> Settings:
+    packing = values[RUN.data.packing]
+    if packing == "none":
+        instead = "Megatron-LM's samples are filled with documents"
+        raise refused(RUN.data.packing, packing, instead, ("stream", "documents"))
+    return dict.fromkeys(_DOCUMENTS, True) if packing == "documents" else {}
+
+
+def _read_packing(settings: Settings) -> Values:
+    """All of the three; why one or two are nothing here is told by `arguments.lost`."""
+    return {RUN.data.packing: "documents"} if all(name in settings for name in _DOCUMENTS) else {}
+
+
+DATA: tuple[Rule, ...] = (
+    rule(
+        RUN.data.source,
+        ("data-path", "data-args-path", *_PARTED, "mock-data", "dataloader-type"),
+        _write_data,
+        _read_data,
+        notes=_data_notes,
+    ),
+    rule(RUN.data.cache, "data-cache-path object-storage-cache-path", _write_cache, _read_cache),
+    rule(
+        RUN.data.split,
+        "split",
+        lambda values: {"split": values[RUN.data.split].replace(" ", "")},
+        _read_split,
+    ),
+    rule(RUN.data.packing, _DOCUMENTS, _write_packing, _read_packing),
+    *next_token("pretrain_gpt.py predicts the next token"),
+)
+
 
 SEED = 1234  # Megatron-LM's usual one; it takes none below 1
 
