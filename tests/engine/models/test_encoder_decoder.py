@@ -19,7 +19,7 @@ from double_precision import in_float64
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.models import LanguageModel, build
-from stretto.engine.models.full import distance_buckets
+from stretto.engine.models.attention import distance_buckets
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
 from stretto.errors import StrettoError
 from stretto.spec.attention import AttentionShape

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.engine.models.attention import merge_heads, split_heads
+from stretto.engine.models.attention import FullAttention, merge_heads, split_heads
 from stretto.engine.models.causal import CausalAttention, causal_probabilities, choose_kernel
-from stretto.engine.models.full import FullAttention
 
 
 def probabilities(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import stretto.engine.compiler as compiler_module
 import stretto.engine.models.compiled as compiled_module
-from stretto.engine.models.regions import HeadSizes, rotate_heads
+from stretto.engine.models.compiled import HeadSizes, rotate_heads
 from stretto.prove.diagnose import Verdict
 from stretto.run.verify.job import verify
 from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
@@ -77,7 +77,7 @@ def forget_the_residual_stream() -> None:
     trace_only()
 
     def add_and_norm(x: Tensor, y: Tensor, *rest: Any) -> Any:
-        from stretto.engine.models.regions import add_and_norm as whole
+        from stretto.engine.models.compiled import add_and_norm as whole
 
         return whole(x.detach(), y, *rest)
 
