@@ -13,7 +13,7 @@ from stretto.recommender.placement import Placements, Split, TableSpec
 from stretto.recommender.planner.job import TableJob, table_job
 from stretto.recommender.planner.network_times import Network, network_of
 from stretto.recommender.planner.place import place_tables, price_tables
-from stretto.recommender.planner.table_times import Program, program_of
+from stretto.recommender.planner.table_times import SoftwareProfile, program_of
 from stretto.recommender.popularity import Popularity, by_skew
 from stretto.recommender.shape import DlrmShape, Table, dlrm_preset, table_specs
 
@@ -81,7 +81,7 @@ class Run:
     splits: Sequence[Split]
     placements: Placements | None = None
 
-    def predicted(self, program: Program | None = None) -> float:
+    def predicted(self, program: SoftwareProfile | None = None) -> float:
         """Samples per second; the placement is computed once, with the first program's profile."""
         job = self.job
         if program is not None:

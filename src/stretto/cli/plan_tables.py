@@ -63,7 +63,7 @@ def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
         ],
         "loads": [
             {
-                "rank": load.rank,
+                "rank": rank,
                 "lookup_s": load.lookup,
                 "update_s": load.update,
                 "fetch_s": load.fetch,
@@ -72,7 +72,7 @@ def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
                 "host_gib": load.host / GIB,
                 "disk_gib": load.disk / GIB,
             }
-            for load in plan.ranks
+            for rank, load in enumerate(plan.ranks)
         ],
         "limits_gib": {name: value / GIB for name, value in vars(job.limits).items()},
         "written": None if written is None else str(written),
@@ -107,10 +107,10 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
     ]
     sizes = {table.name: _size(plan, i) for i, table in enumerate(job.tables)}
     times = {
-        table.name: sum(part[0] + part[1] for part in option.parts)
+        table.name: sum(part.lookup + part.update for part in option.parts)
         for table, option in zip(job.tables, plan.options, strict=True)
     }
-    room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
+    room = job.limits.by_place()
     to.print(
         placement_text(
             job.tables,

@@ -12,11 +12,11 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.recommender.placement import TablePlacement, TableSpec
 from stretto.recommender.planner.job import table_job
 from stretto.recommender.planner.network_times import Network, network_of, network_time
-from stretto.recommender.planner.options import DEVICE, IDS, SENT, option_of
+from stretto.recommender.planner.options import option_of
 from stretto.recommender.planner.place import place_tables
 from stretto.recommender.planner.table_times import (
     OPTIMIZERS,
-    Program,
+    SoftwareProfile,
     TablePart,
     Work,
     copied_load,
@@ -35,12 +35,12 @@ WORK = Work(cluster=A100, ranks=8, local=8, batch=4096, optimizer="adagrad")
 def test_sums_of_mlperf_are_as_published():
     """872 MB of sums for 65536 samples; ids of 4 bytes, not 8, are half of 112 MB."""
     shape = dlrm_preset("dlrm-dcnv2")
-    work = replace(WORK, batch=65536, program=Program(ships="sums"))
+    work = replace(WORK, batch=65536, program=SoftwareProfile(ships="sums"))
     sent = ids = device = 0.0
     for table in table_specs(shape):
         option = option_of(table, by_skew(table.rows, table.hot), work, TablePlacement("table", (0,)))
-        sent, ids = sent + option.parts[0][SENT], ids + option.parts[0][IDS]
-        device += option.parts[0][DEVICE]
+        sent, ids = sent + option.parts[0].sent, ids + option.parts[0].ids
+        device += option.parts[0].device
     published = dlrm_bytes(shape, 65536, 8)
     assert sent == pytest.approx(published.pooled)
     assert ids == pytest.approx(published.ids / 2)
@@ -57,7 +57,7 @@ def test_parts_keep_the_table_and_its_states(split: str, optimizer: str):
     option = option_of(table, by_skew(1000, 3.0, 1.1), work, TablePlacement(split, ranks))  # pyright: ignore[reportArgumentType]
     beside = 4 if optimizer in ("rowwise_adagrad", "lazy_adam") else 0
     copies = 7 * beside * (split == "column")  # a number a row, of each run of columns
-    assert sum(part[DEVICE] for part in option.parts) == pytest.approx(1000 * (256 + states + copies))
+    assert sum(part.device for part in option.parts) == pytest.approx(1000 * (256 + states + copies))
     assert option.alike == (split != "table")
 
 
@@ -131,7 +131,7 @@ def test_networks_take_flops_and_bytes():
     full, half = (network_time(net, device, "tf32", n) for n in (65536, 8192))
     assert 6 < full.seconds / half.seconds < 8.1
     assert network_time(net, device, "fp16", 65536).seconds < full.seconds
-    assert network_time(net, device, "tf32", 65536, passes=2.0).rest > full.rest
+    assert network_time(net, device, "tf32", 65536, passes=2.0).joint > full.joint
     assert (
         network_time(
             Network(bottom=(), top=(4, 1), wide=3, vectors=1, interaction="concat"), device, "fp32", 0

@@ -12,7 +12,13 @@ from stretto.planner.time.constants import chip
 from stretto.recommender.placement import Place, TableSpec
 from stretto.recommender.planner.load_balance import Limits, LoadBalance
 from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTime, network_time
-from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
+from stretto.recommender.planner.table_times import (
+    OPTIMIZERS,
+    SoftwareProfile,
+    TableOptimizer,
+    Work,
+    program_of,
+)
 from stretto.recommender.popularity import Popularity, popularity_of
 
 # Usable shares of capacity. Tables share device memory with activations and buffers.
@@ -76,7 +82,7 @@ def table_job(
     weight_bytes: int = 4,
     wire_bytes: int | None = None,
     precision: Precision | None = None,
-    program: str | Program = "stretto",
+    program: str | SoftwareProfile = "stretto",
     popularity: Mapping[str, Popularity] | None = None,
     ranks_per_node: int | None = None,
     device_bytes: float | None = None,
@@ -108,25 +114,26 @@ def table_job(
         )
     if optimizer not in OPTIMIZERS:
         raise StrettoError(f"optimiser {optimizer!r} is not one of tables", hint=", ".join(OPTIMIZERS))
-    known: TableOptimizer = optimizer
     local = min(ranks, ranks_per_node or cluster.node)
-    how = program if isinstance(program, Program) else program_of(program)
+    table_optimizer: TableOptimizer = optimizer
     work = Work(
         cluster=cluster,
         ranks=ranks,
         local=local,
         batch=batch,
-        optimizer=known,
+        optimizer=table_optimizer,
         weight=weight_bytes,
         wire=wire_bytes or weight_bytes,
-        program=how,
+        program=program if isinstance(program, SoftwareProfile) else program_of(program),
     )
     device, network = cluster.device, network or _NO_NETWORK
-    usual: Precision = "tf32" if "tf32" in device.tflops else "fp32"
-    precision = precision or usual
-    kept = _activations(network, -(-batch // ranks)) * WIDTHS[precision]
+    default: Precision = "tf32" if "tf32" in device.tflops else "fp32"
+    precision = precision or default
+    # elements that a rank stores for the backward pass, and the widest gradients
+    layers = sum(network.bottom) + sum(network.top) + network.cross_layers * 2 * network.wide
+    activations = -(-batch // ranks) * (2 * layers + 4 * network.wide) * WIDTHS[precision]
     limits = Limits(
-        max(0.0, _DEVICE * device.memory - kept) if device_bytes is None else device_bytes,
+        max(0.0, _DEVICE * device.memory - activations) if device_bytes is None else device_bytes,
         _HOST * cluster.host.memory / local if host_bytes is None else host_bytes,
         _DISK * cluster.host.disk / local if disk_bytes is None else disk_bytes,
     )
@@ -142,9 +149,3 @@ def table_job(
         limits=limits,
         places=allowed,
     )
-
-
-def _activations(network: Network, samples: int) -> int:
-    """Elements that a rank keeps for the backward pass, and the widest gradients."""
-    layers = sum(network.bottom) + sum(network.top) + network.cross_layers * 2 * network.wide
-    return samples * (2 * layers + 4 * network.wide)

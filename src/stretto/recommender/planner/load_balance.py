@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.planner.machines.cluster import Cluster, Collective, Group
+from stretto.planner.machines.cluster import Collective, Group
 from stretto.planner.time.collectives import collective_seconds
 from stretto.recommender.planner.network_times import NetworkTime
-from stretto.recommender.planner.options import (
+from stretto.recommender.planner.options import Option
+from stretto.recommender.planner.table_times import (
     DEVICE,
     DISK,
     FETCH,
@@ -24,9 +25,8 @@ from stretto.recommender.planner.options import (
     SENT,
     UPDATE,
     Load,
-    Option,
+    Work,
 )
-from stretto.recommender.planner.table_times import Work
 
 _ROUNDING = 1 + 1e-9  # tolerance for rounding errors of adding and removing parts
 
@@ -39,12 +39,13 @@ class Limits:
     host: float
     disk: float
 
-    def of(self) -> tuple[float, float, float]:
-        return self.device, self.host, self.disk
+    def by_place(self) -> dict[str, float]:
+        """The limits by the place of tables."""
+        return {"device": self.device, "cpu": self.host, "disk": self.disk}
 
 
 @dataclass(frozen=True)
-class StepTime:
+class TableStepTime:
     """Step time in seconds, and its breakdown.
 
     parts: "lookup"; "exchange", exposed time of both all-to-alls; "network", dense layers; "update";
@@ -57,16 +58,15 @@ class StepTime:
 
 
 class LoadBalance:
-    """Loads of all ranks, stored as one list over ranks per field of `PartLoad`."""
+    """Loads of all ranks, stored as one list over ranks per field of `Load`."""
 
     def __init__(self, work: Work, network: NetworkTime, dense: float, limits: Limits) -> None:
         """`dense`: bytes of dense gradients in the all-reduce."""
         self.work = work
         self.network = network
-        self.limits = limits
         ranks = work.ranks
-        fields = zip((DEVICE, HOST, DISK), limits.of(), strict=True)
-        self._limits = [(field, limit * _ROUNDING) for field, limit in fields]
+        limited = zip((DEVICE, HOST, DISK), limits.by_place().values(), strict=True)
+        self._limits = [(field, limit * _ROUNDING) for field, limit in limited]
         self.columns = [[0.0] * ranks for _ in range(8)]
         self.everywhere = [0.0] * 8  # load that every rank has, on top of `columns`
         self.lookup = self.update = self.gathered = 0.0
@@ -75,7 +75,11 @@ class LoadBalance:
         computing = work.cluster.computing
         self._slower = max(1.0, min(work.local, ranks) / computing) if computing else 1.0
         self._reduce = self._collective("all-reduce", dense)
-        self._second_a_byte = 2.0 / _wire(work.cluster, self._group) if ranks > 1 else 0.0
+        self._second_a_byte = 0.0  # of a large all-to-all, forward and backward
+        if ranks > 1:
+            size = float(1 << 26)
+            rate = size / collective_seconds(work.cluster, "all-to-all", size, self._group)
+            self._second_a_byte = 2.0 / rate
 
     def add(self, option: Option, ranks: Sequence[int], sign: float = 1.0) -> None:
         """Add the parts of an option to the ranks in order; with `sign` -1, remove them."""
@@ -87,14 +91,14 @@ class LoadBalance:
             first, other = option.parts[0], option.parts[-1]
             self.everywhere = [old + sign * value for old, value in zip(self.everywhere, other, strict=True)]
             if first is not other:
-                for column, one, rest in zip(self.columns, first, other, strict=True):
-                    column[ranks[0]] += sign * (one - rest)
+                for column, of_first, of_other in zip(self.columns, first, other, strict=True):
+                    column[ranks[0]] += sign * (of_first - of_other)
             return
         for rank, load in zip(ranks, option.parts, strict=True):
             for column, value in zip(self.columns, load, strict=True):
                 column[rank] += sign * value
 
-    def most(self, field: int) -> float:
+    def maximum(self, field: int) -> float:
         """The maximum of a field over all ranks."""
         return max(self.columns[field]) + self.everywhere[field]
 
@@ -108,12 +112,12 @@ class LoadBalance:
     def fits_everywhere(self, load: Load) -> bool:
         """Whether a part fits on every rank."""
         return all(
-            not load[field] or self.most(field) + load[field] <= limit for field, limit in self._limits
+            not load[field] or self.maximum(field) + load[field] <= limit for field, limit in self._limits
         )
 
     def fits(self) -> bool:
         """Whether every rank is within the memory limits."""
-        return all(self.most(field) <= limit for field, limit in self._limits)
+        return all(self.maximum(field) <= limit for field, limit in self._limits)
 
     def loads(self) -> list[float]:
         """Approximate seconds per rank, for ranking candidates."""
@@ -131,16 +135,16 @@ class LoadBalance:
         """Step time."""
         return self.step().seconds
 
-    def step(self) -> StepTime:
+    def step(self) -> TableStepTime:
         """Step time with its breakdown."""
         program = self.work.program
         net = self.network
         slower = self._slower
-        lookup = slower * (self.most(LOOKUP) + self.lookup)
-        update = slower * (self.most(UPDATE) + self.update)
-        sums = self._collective("all-to-all", self.most(SENT))
+        lookup = slower * (self.maximum(LOOKUP) + self.lookup)
+        update = slower * (self.maximum(UPDATE) + self.update)
+        sums = self._collective("all-to-all", self.maximum(SENT))
         bottom, back = slower * net.bottom, slower * net.bottom_back
-        rest, dense = slower * net.rest, slower * net.update
+        joint, dense = slower * net.joint, slower * net.update
         gather = self._collective("all-gather", self.gathered)
         if program.beside:
             exchange = max(0.0, sums - bottom) + max(0.0, sums - back)
@@ -148,31 +152,25 @@ class LoadBalance:
         else:
             exchange, reduce = 2 * sums, self._reduce + gather
         host = program.host + program.each * self.parts / self.work.ranks
-        here = lookup + exchange + bottom + back + rest + dense + update + reduce + host
-        fetch, ids = self.most(FETCH), self._collective("all-to-all", self.most(IDS))
+        step = lookup + exchange + bottom + back + joint + dense + update + reduce + host
+        fetch, ids = self.maximum(FETCH), self._collective("all-to-all", self.maximum(IDS))
         if program.ahead:  # prefetched during the rest of the step; rows and ids share links and memory
             hidden = fetch + ids if program.cached_host else ids
-            fetch = fetch + ids - hidden + max(0.0, hidden - here)
+            fetch = fetch + ids - hidden + max(0.0, hidden - step)
         else:
             fetch += ids
         parts = {
             "lookup": lookup,
             "exchange": exchange,
-            "network": bottom + back + rest + dense,
+            "network": bottom + back + joint + dense,
             "update": update,
             "reduce": reduce,
             "fetch": fetch,
             "program": host,
         }
-        return StepTime(here + fetch, parts)
+        return TableStepTime(step + fetch, parts)
 
     def _collective(self, kind: Collective, size: float) -> float:
         if self.work.ranks == 1 or size < 1.0:  # left over from rounding
             return 0.0
         return collective_seconds(self.work.cluster, kind, size, self._group)
-
-
-def _wire(cluster: Cluster, group: Group) -> float:
-    """Bytes per second of a large all-to-all."""
-    size = float(1 << 26)
-    return size / collective_seconds(cluster, "all-to-all", size, group)

@@ -51,18 +51,18 @@ class NetworkTime:
     Attributes:
         bottom: bottom MLP forward, which overlaps the all-to-all of pooled embeddings.
         bottom_back: bottom MLP backward, which overlaps the all-to-all of gradients.
-        rest: everything that needs pooled embeddings: interaction, top MLP and loss, forward and backward.
+        joint: everything that needs pooled embeddings: interaction, top MLP and loss, forward and backward.
         update: optimiser step of the dense parameters.
     """
 
     bottom: float
     bottom_back: float
-    rest: float
+    joint: float
     update: float
 
     @property
     def seconds(self) -> float:
-        return self.bottom + self.bottom_back + self.rest + self.update
+        return self.bottom + self.bottom_back + self.joint + self.update
 
 
 def network_of(shape: DlrmShape) -> Network:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stretto.recommender.placement import Place, Split, TablePlacement, TableSpec
 from stretto.recommender.planner.table_times import (
-    PartLoad,
+    Load,
     TablePart,
     Work,
     copied_load,
@@ -19,9 +19,6 @@ from stretto.recommender.planner.table_times import (
 from stretto.recommender.planner.uniform import NARROWEST
 from stretto.recommender.popularity import Popularity
 
-Load = tuple[float, float, float, float, float, float, float, float]
-"""The fields of `PartLoad`, in order."""
-LOOKUP, UPDATE, FETCH, SENT, IDS, DEVICE, HOST, DISK = range(8)
 Scope = Literal["any", "node", "all"]
 CACHES = (0.01, 0.1)
 
@@ -80,7 +77,7 @@ def options_of(
     # tables that grow with new ids stay on the device
     for place in places if table.ids != "hash" else ("device",):
         for cache in (0.1,) if place == "device" else CACHES:
-            for split, parts in _cuts(table, work, splits) or [("table", (0,))]:
+            for split, parts in _possible_splits(table, work, splits) or [("table", (0,))]:
                 options.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
     return options
 
@@ -94,28 +91,26 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
             split="data",
             place=placement.place,
             cache=placement.cache,
-            parts=(load.as_tuple(),),
+            parts=(load,),
             scope="all",
             gathered=gathered,
         )
     by_rows = parts if placement.split == "row" else 1
     shipped = table.ids != "hash" and ship_rows(work, popularity, by_rows)
-    loads = [
-        part_load(work, shape, shipped)
-        for shape in _shapes(table, popularity, placement.split, parts, placement)
-    ]
+    loads = [part_load(work, part, shipped) for part in _parts(table, popularity, placement)]
     lookup, update = requester_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
     scope: Scope = "all" if len(set(placement.ranks)) == work.ranks > 1 else "any"
     if placement.split == "row" and 1 < parts == work.local < work.ranks:
         scope = "node"
     if placement.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
-        loads = [_with_squares(load, popularity, work, parts) for load in loads]
-    times = tuple(load.as_tuple() for load in loads)
+        # column shards also exchange squared gradient norms, one FP32 value per row
+        squares = 4.0 * popularity.unique(work.batch * popularity.hot) * (parts - 1) / parts
+        loads = [load._replace(sent=load.sent + squares) for load in loads]
     return Option(
         split=placement.split,
         place=placement.place,
         cache=placement.cache,
-        parts=times,
+        parts=tuple(loads),
         scope=scope,
         lookup=lookup,
         update=update,
@@ -123,32 +118,27 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
     )
 
 
-def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[Split, tuple[int, ...]]]:
+def _possible_splits(
+    table: TableSpec, work: Work, splits: Sequence[Split]
+) -> list[tuple[Split, tuple[int, ...]]]:
     """Possible splits, with placeholder ranks, one per part."""
-    cuts = list[tuple[Split, tuple[int, ...]]]()
-
-    def take(split: Split, parts: int) -> None:
-        if split in splits and (split, tuple(range(parts))) not in cuts:
-            cuts.append((split, tuple(range(parts))))
-
-    take("table", 1)
+    counts: list[tuple[Split, int]] = [("table", 1)]
     if work.ranks > 1:
         parts = 2
         while parts <= work.ranks and table.ids != "hash":
             if table.dim % parts == 0 and table.dim // parts >= NARROWEST:
-                take("column", parts)
+                counts.append(("column", parts))
             parts *= 2
         for parts in (2, 4, work.local, work.ranks):
             if 1 < parts <= min(work.ranks, table.rows):
-                take("row", parts)
-        if "data" in splits and table.ids != "hash":
-            cuts.append(("data", ()))
-    return cuts
+                counts.append(("row", parts))
+        if table.ids != "hash":
+            counts.append(("data", 0))
+    return [(split, tuple(range(parts))) for split, parts in dict.fromkeys(counts) if split in splits]
 
 
-def _shapes(
-    table: TableSpec, popularity: Popularity, split: Split, parts: int, placement: TablePlacement
-) -> list[TablePart]:
+def _parts(table: TableSpec, popularity: Popularity, placement: TablePlacement) -> list[TablePart]:
+    split, parts = placement.split, len(placement.ranks)
     busiest = popularity.busiest(parts) if split == "row" else 1.0
     shapes = list[TablePart]()
     for part in range(parts):
@@ -160,7 +150,6 @@ def _shapes(
         if split == "row":
             rows = -(-table.rows // parts)  # some shards have one row less, which is ignored
             share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
-        by_rows = parts if split == "row" else 1
         shapes.append(
             TablePart(
                 rows=rows,
@@ -169,13 +158,7 @@ def _shapes(
                 popularity=popularity,
                 place=placement.place,
                 cache=placement.cache,
-                parts=by_rows,
+                parts=parts if split == "row" else 1,
             )
         )
     return shapes
-
-
-def _with_squares(load: PartLoad, popularity: Popularity, work: Work, parts: int) -> PartLoad:
-    """Add the exchange of squared gradient norms between column shards, one FP32 value per row."""
-    seen = popularity.unique(work.batch * popularity.hot)
-    return replace(load, sent=load.sent + 4.0 * seen * (parts - 1) / parts)

@@ -14,7 +14,7 @@ from itertools import permutations
 
 from stretto.recommender.planner.job import TableJob
 from stretto.recommender.planner.load_balance import LoadBalance
-from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
+from stretto.recommender.planner.options import Option
 
 _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
@@ -26,7 +26,7 @@ _TRIES = 250_000  # evaluation budget, reduced as the number of ranks grows
 
 
 @dataclass
-class Solution:
+class PlacementSolution:
     """The choice for each table, and the step time in seconds."""
 
     choices: list[Choice]
@@ -42,22 +42,24 @@ class Search:
         self.chosen: list[Choice | None] = [None] * len(options)
         self.left = _TRIES * 30 // (30 + job.work.ranks)
         self.stuck: int | None = None
-        self.score, self.best = float("inf"), Solution([], float("inf"))
+        self.score, self.best = float("inf"), PlacementSolution([], float("inf"))
 
-    def run(self) -> Solution | None:
+    def run(self) -> PlacementSolution | None:
         """The best solution, or None if nothing fits; `stuck` is then the index of the table that did not fit
         in the last attempt.
         """
-        best: Solution | None = None
+        best: PlacementSolution | None = None
         orders = (self._by_time, self._by_density, self._by_size)
         if len(self.options) * self.job.work.ranks > _MANY:
             orders = orders[:1]
-        starts = [(order, mode) for mode in (_whole, _any) for order in orders]
+        starts = [(order, mode) for mode in (_unsplit, _any) for order in orders]
         share = self.left // (len(starts) + 1)
         for order, mode in [*starts, (self._by_size, _spread)]:
             if mode is _spread and best is not None and len(orders) == 1:
                 continue
-            self._clear()
+            for i in range(len(self.chosen)):
+                self._remove(i)
+            self.balance = self.job.balance()
             if self._greedy(sorted(range(len(self.options)), key=order), mode):
                 improved = self._improved(share)
                 if best is None or improved.seconds < best.seconds * (1 - 1e-9):
@@ -77,19 +79,14 @@ class Search:
 
     # Moves.
 
-    def _clear(self) -> None:
-        for i in range(len(self.chosen)):
-            self._take(i)
-        self.balance = self.job.balance()
-
-    def _take(self, i: int) -> Choice | None:
+    def _remove(self, i: int) -> Choice | None:
         choice = self.chosen[i]
         if choice is not None:
             self.balance.add(*choice, -1.0)
             self.chosen[i] = None
         return choice
 
-    def _put(self, i: int, choice: Choice) -> None:
+    def _add(self, i: int, choice: Choice) -> None:
         self.balance.add(*choice)
         self.chosen[i] = choice
 
@@ -106,7 +103,7 @@ class Search:
         """The best of these options for an unplaced table, with its score."""
         balance, loads = self.balance, self.balance.loads()
         order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        whole, squares = sum(loads), sum(load * load for load in loads)
+        total, squares = sum(loads), sum(load * load for load in loads)
         best: tuple[float, Choice] | None = None
         for option in options:
             ranks = ranks_for(balance, option, loads, order)
@@ -115,7 +112,7 @@ class Search:
             balance.add(option, ranks)
             if option.alike:
                 each = balance.busy_seconds(option.parts[-1])
-                more = 2 * each * whole + each * each * len(loads)
+                more = 2 * each * total + each * each * len(loads)
             else:
                 busy = [balance.busy_seconds(part) for part in option.parts]
                 more = sum((2 * loads[r] + b) * b for r, b in zip(ranks, busy, strict=True))
@@ -128,17 +125,17 @@ class Search:
     def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
         """Place all tables in this order, with options of `mode` where they fit and else with any option."""
         for i in order:
-            some = mode(self.options[i])
-            best = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
+            preferred = mode(self.options[i])
+            best = (self._best_for(i, preferred) if preferred else None) or self._best_for(i, self.options[i])
             if best is None:
                 self.stuck = i
                 return False
-            self._put(i, best[1])
+            self._add(i, best[1])
         return True
 
     # Local search.
 
-    def _improved(self, tries: int) -> Solution:
+    def _improved(self, tries: int) -> PlacementSolution:
         """Apply improving moves until none is left or `tries` evaluations are spent."""
         until = self.left - tries
         self.score, self.best = self._score(), self._solution()
@@ -170,7 +167,7 @@ class Search:
         """Try each option of table `i` with the best matching option of table `j`. Returns the improved
         score, or None if nothing improves and both tables are left unchanged.
         """
-        old = self._take(i), self._take(j)
+        old = self._remove(i), self._remove(j)
         assert old[0] is not None
         assert old[1] is not None
         best, score = (old[0], old[1]), self.score * (1 - 1e-9)
@@ -179,14 +176,14 @@ class Search:
             first = self._best_for(i, [option])
             if first is None:
                 continue
-            self._put(i, first[1])
+            self._add(i, first[1])
             second = self._best_for(j, self.options[j])
             if second is not None and second[0] < score:
                 improved, score = True, second[0]
                 best = first[1], second[1]
-            self._take(i)
-        self._put(i, best[0])
-        self._put(j, best[1])
+            self._remove(i)
+        self._add(i, best[0])
+        self._add(j, best[1])
         return score if improved else None
 
     def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
@@ -207,9 +204,9 @@ class Search:
                 break
         return changed
 
-    def _solution(self) -> Solution:
+    def _solution(self) -> PlacementSolution:
         choices = [choice for choice in self.chosen if choice is not None]
-        return Solution(choices, self.balance.seconds())
+        return PlacementSolution(choices, self.balance.seconds())
 
     def _critical(self) -> list[int]:
         """Tables with a part on the busiest rank, heaviest first, at most 16."""
@@ -224,36 +221,36 @@ class Search:
 
     def _moved(self, i: int, score: float) -> float | None:
         """Move a table to a better option or better ranks; returns the new score, None if no better."""
-        old = self._take(i)
+        old = self._remove(i)
         assert old is not None
         best = self._best_for(i, self.options[i])
         if best is not None and best[0] < score * (1 - 1e-9):
-            self._put(i, best[1])
+            self._add(i, best[1])
             return best[0]
-        self._put(i, old)
+        self._add(i, old)
         return None
 
     def _swapped(self, i: int, score: float) -> float | None:
         """Swap an unsplit table with one on a lightly loaded rank; returns the new score or None."""
-        mine = self.chosen[i]
-        if mine is None or len(mine[1]) != 1:
+        choice = self.chosen[i]
+        if choice is None or len(choice[1]) != 1:
             return None
         loads = self.balance.loads()
-        idle = set(sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))[:_IDLE]) - {mine[1][0]}
+        idle = set(sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))[:_IDLE]) - {choice[1][0]}
         for j, other in enumerate(self.chosen):
             if other is None or len(other[1]) != 1 or other[1][0] not in idle:
                 continue
-            self._take(i)
-            self._take(j)
-            self._put(i, (mine[0], other[1]))
-            self._put(j, (other[0], mine[1]))
+            self._remove(i)
+            self._remove(j)
+            self._add(i, (choice[0], other[1]))
+            self._add(j, (other[0], choice[1]))
             new = self._score() if self.balance.fits() else float("inf")
             if new < score * (1 - 1e-9):
                 return new
-            self._take(i)
-            self._take(j)
-            self._put(i, mine)
-            self._put(j, other)
+            self._remove(i)
+            self._remove(j)
+            self._add(i, choice)
+            self._add(j, other)
         return None
 
 
@@ -292,7 +289,7 @@ def ranks_for(
     return (*range(start, node.stop), *range(node.start, start))
 
 
-def _whole(options: Sequence[Option]) -> list[Option]:
+def _unsplit(options: Sequence[Option]) -> list[Option]:
     return [option for option in options if option.split == "table"]
 
 
@@ -302,7 +299,7 @@ def _any(options: Sequence[Option]) -> list[Option]:
 
 def _spread(options: Sequence[Option]) -> list[Option]:
     """Options with the smallest parts, which are easiest to pack."""
-    sizes = [max(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts) for option in options]
+    sizes = [max(part.stored for part in option.parts) for option in options]
     return [option for option, size in zip(options, sizes, strict=True) if size <= 1.01 * min(sizes)]
 
 
@@ -311,4 +308,4 @@ def _least_busy(balance: LoadBalance, options: Sequence[Option]) -> float:
 
 
 def _bytes(option: Option) -> float:
-    return sum(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts)
+    return sum(part.stored for part in option.parts)

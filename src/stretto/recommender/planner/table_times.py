@@ -8,9 +8,9 @@ are fetched from host memory or files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.planner.machines.cluster import Cluster
@@ -36,7 +36,7 @@ OPTIMIZERS = tuple(_STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class SoftwareProfile:
     """The software profile of a training program; `data/tables.yaml` documents each field and its source."""
 
     host: float = 0.0
@@ -71,10 +71,8 @@ class Work:
         ranks: world size, for both samples and tables.
         local: ranks per node.
         batch: global batch size.
-        optimizer: table optimiser.
         weight: bytes per element of tables and their optimiser states.
         wire: bytes per element sent between ranks.
-        program: software profile.
     """
 
     cluster: Cluster
@@ -84,20 +82,18 @@ class Work:
     optimizer: TableOptimizer = "sgd"
     weight: int = 4
     wire: int = 4
-    program: Program = Program()
+    program: SoftwareProfile = SoftwareProfile()
 
     def row_bytes(self, width: int) -> tuple[float, float]:
         """Bytes of weights and of optimiser states in a row of `width` columns."""
-        columns, beside = _STATES[self.optimizer]
-        weight = 2 if self.optimizer == "split_sgd" else self.weight
         if self.optimizer == "split_sgd":
-            return float(weight * width), 2.0 * width
-        return float(weight * width), columns * self.weight * width + beside
+            return 2.0 * width, 2.0 * width
+        per_column, per_row = _STATES[self.optimizer]
+        return float(self.weight * width), per_column * self.weight * width + per_row
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartLoad:
-    """Load of a part on its rank.
+class Load(NamedTuple):
+    """Load on a rank of a table's part, or of all tables.
 
     Attributes:
         lookup, update: seconds per step on the device.
@@ -116,18 +112,14 @@ class PartLoad:
     host: float = 0.0
     disk: float = 0.0
 
-    def as_tuple(self) -> tuple[float, float, float, float, float, float, float, float]:
-        """All fields in order."""
-        return (
-            self.lookup,
-            self.update,
-            self.fetch,
-            self.sent,
-            self.ids,
-            self.device,
-            self.host,
-            self.disk,
-        )
+    @property
+    def stored(self) -> float:
+        """Bytes stored in all memories."""
+        return self.device + self.host + self.disk
+
+
+LOOKUP, UPDATE, FETCH, SENT, IDS, DEVICE, HOST, DISK = range(8)
+"""Indices of the fields of `Load`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,79 +145,71 @@ def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
     return popularity.unique(samples * popularity.hot) < _FEWER * samples * by_rows
 
 
-def part_load(work: Work, part: TablePart, rows_shipped: bool) -> PartLoad:
+def part_load(work: Work, part: TablePart, rows_shipped: bool) -> Load:
     """Load of a part on the rank that stores it."""
     device, rates = work.cluster.device, rates_of(work.cluster.device)
-    hot = part.popularity.hot
-    whole = work.batch * hot  # lookups of all ranks in the whole table
-    lookups = whole * part.share
-    unique = min(float(part.rows), part.popularity.unique(whole) * _share_of_unique(part))
+    table_lookups = work.batch * part.popularity.hot  # of all ranks, in all parts
+    lookups = table_lookups * part.share
+    # fraction of the table's unique ids that belong to the part
+    unique_share = 1.0 if part.parts == 1 else part.share if part.popularity.rows == 1 else 1.0 / part.parts
+    unique = min(float(part.rows), part.popularity.unique(table_lookups) * unique_share)
     # if rows are sent, every rank requests each of its unique ids once
     requested = lookups
     results = float(work.batch)
     if rows_shipped:
-        requested = results = work.ranks * part.popularity.unique(whole / work.ranks) * _share_of_unique(part)
+        requested = results = work.ranks * part.popularity.unique(table_lookups / work.ranks) * unique_share
     weight, state = work.row_bytes(part.width)
+    row = weight + state
     number = work.weight * part.width
-    kept = part.cache if part.place != "device" else 1.0
-    load = PartLoad(
+    load = Load(
         lookup=_read_seconds(device, rates, requested, unique, weight)
         + _copy_seconds(device, results * number),
         update=(
             requested * work.program.each_id
             + _copy_seconds(device, requested * rates.sort_bytes)
             + _read_seconds(device, rates, requested, results, number)
-            + _row_seconds(device, rates, unique, 2 * (weight + state))
+            + _row_seconds(device, rates, unique, 2 * row)
         ),
         sent=results * part.width * work.wire,
         ids=requested * _NUMBER,
-        device=kept * part.rows * (weight + state),
+        device=(part.cache if part.place != "device" else 1.0) * part.rows * row,
     )
     if part.place == "device":
         return load
-    return _off_device_load(work, part, load, lookups, weight + state)
-
-
-def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float, row: float) -> PartLoad:
-    """Load of a part stored in host memory or in files."""
-    rates = rates_of(work.cluster.device)
-    host = work.cluster.host
-    program = work.program
-    whole = part.rows * row
-    if part.place == "cpu" and not program.cached_host:
-        sums = min(load.sent, lookups * part.width * work.wire)
-        link = 2 * sums / host.link
-        return PartLoad(fetch=link + lookups * program.host_row, sent=load.sent, ids=load.ids, host=whole)
-    missed = part.popularity.unique(work.batch * part.popularity.hot, part.cache * part.popularity.rows)
-    missed *= _share_of_unique(part)
+    host, stored = work.cluster.host, part.rows * row
+    if part.place == "cpu" and not work.program.cached_host:
+        link = 2 * min(load.sent, lookups * part.width * work.wire) / host.link
+        fetch = link + lookups * work.program.host_row
+        return Load(fetch=fetch, sent=load.sent, ids=load.ids, host=stored)
+    missed = part.popularity.unique(table_lookups, part.cache * part.popularity.rows) * unique_share
     moved = missed * row  # host to device; evicted rows go back in parallel, as the link is full duplex
     memory = host.bandwidth * rates.host_rows / work.local
     fetch = max(moved / host.link, 2 * moved / memory)
     if part.place == "cpu":
-        return replace(load, fetch=fetch, host=whole)
+        return load._replace(fetch=fetch, host=stored)
     paged = 2 * missed * max(row, rates.page) / (host.disk_bandwidth / work.local)
-    return replace(load, fetch=fetch + paged, disk=whole)
+    return load._replace(fetch=fetch + paged, disk=stored)
 
 
-def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[PartLoad, float]:
+def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[Load, float]:
     """Load of a replicated table on each rank, and the bytes of the all-gather of unique ids and their
-    gradients, or for programs that send what is smaller, of all ids and the gradients of their sums.
+    gradients, or for programs that send the smaller of two, of all ids and the gradients of their sums.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     lookups = work.batch / work.ranks * popularity.hot
-    mine, all_seen = popularity.unique(lookups), popularity.unique(lookups * work.ranks)
+    unique, unique_of_all = popularity.unique(lookups), popularity.unique(lookups * work.ranks)
     weight, state = work.row_bytes(dim)
     number = float(work.weight * dim)
-    gathered = mine * work.ranks
-    load = PartLoad(
-        lookup=_read_seconds(device, rates, lookups, mine, weight)
+    gathered = unique * work.ranks
+    load = Load(
+        lookup=_read_seconds(device, rates, lookups, unique, weight)
         + _copy_seconds(device, work.batch / work.ranks * number),
         update=(
             lookups * work.program.each_id
             + _copy_seconds(device, (lookups + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
             + _read_seconds(device, rates, lookups, work.batch / work.ranks, number)
             + (_copy_seconds(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
-            + _row_seconds(device, rates, all_seen, 2 * (weight + state))
+            + _row_seconds(device, rates, unique_of_all, 2 * (weight + state))
         ),
         device=rows * (weight + state),
     )
@@ -259,32 +243,27 @@ def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int
 @lru_cache(maxsize=256)
 def rates_of(device: Device) -> Rates:
     """Row access rates of a device."""
-    known: dict[str, dict[str, float]] = _constants()["rates"]
+    rates: dict[str, dict[str, float]] = _constants()["rates"]
     # chip() maps every device name that ends in "cpu" to "cpu"
-    return Rates(**{**known["default"], **known.get(chip(device), {})})
+    return Rates(**{**rates["default"], **rates.get(chip(device), {})})
 
 
-def program_of(name: str) -> Program:
+def program_of(name: str) -> SoftwareProfile:
     """The software profile of a program by name.
 
     Raises:
         StrettoError: no such program.
     """
-    known: dict[str, dict[str, Any]] = _constants()["programs"]
-    if name not in known:
-        raise StrettoError(f"program {name!r} is not known", hint=", ".join(known))
+    chosen: dict[str, dict[str, Any]] = _constants()["programs"]
+    if name not in chosen:
+        raise StrettoError(f"program {name!r} is not known", hint=", ".join(chosen))
     fitted: dict[str, dict[str, Any]] = _constants("tables_fitted")
-    return Program(**{**known[name], **fitted.get(name, {})})
+    return SoftwareProfile(**{**chosen[name], **fitted.get(name, {})})
 
 
 @cache
 def _constants(name: str = "tables") -> dict[str, Any]:
     return shipped("stretto.recommender.planner", name) or {}
-
-
-def _share_of_unique(part: TablePart) -> float:
-    """Fraction of the table's unique ids that belong to a part."""
-    return 1.0 if part.parts == 1 else part.share if part.popularity.rows == 1 else 1.0 / part.parts
 
 
 def _row_seconds(device: Device, rates: Rates, rows: float, size: float) -> float:
