@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from browser import Browser
 
+from browser import Browser
 from stretto import Layout
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.view.exchanges import Exchange, exchanges

@@ -21,7 +21,7 @@ from typing import Any, cast
 import yaml
 
 from stretto.errors import StrettoError, nearest
-from stretto.planner.machines.reading import Fields, read_fields
+from stretto.planner.machines.reading import read_fields
 from stretto.recommender.placement import PLACES, SPLITS, Placements, TablePlacement
 
 _FIELDS = ("split", "ranks", "place", "cache")
@@ -54,7 +54,7 @@ def read_placements(
     for name, fields in read_fields(Path(source)).items():
         values = {key: fields.plain(key) for key in _FIELDS if key in fields}
         fields.finish(_FIELDS)
-        placements[name] = _placement(name, values, world, ranks_per_node, _error_in_file(fields))
+        placements[name] = _placement(name, values, world, ranks_per_node, fields.wrong)
     return placements
 
 
@@ -95,8 +95,8 @@ def _placement(
     fields = cast(Mapping[str, object], value)
     for key in fields:
         if key not in _FIELDS:
-            near = nearest(str(key), _FIELDS)
-            raise wrong(key, "is no field", f"did you mean {near}?" if near else ", ".join(_FIELDS))
+            similar = nearest(str(key), _FIELDS)
+            raise wrong(key, "is no field", f"did you mean {similar}?" if similar else ", ".join(_FIELDS))
     if "split" not in fields:
         raise wrong("split", "is missing", ", ".join(SPLITS))
     split = _one_of(fields["split"], SPLITS, "split", wrong)
@@ -114,10 +114,10 @@ def _placement(
     return TablePlacement(split, ranks, place, float(cache))
 
 
-def _one_of(value: object, known: tuple[str, ...], field: str, wrong: _Wrong) -> Any:
-    if value not in known:
-        near = nearest(str(value), known)
-        raise wrong(field, f"is {value!r}", f"did you mean {near}?" if near else ", ".join(known))
+def _one_of(value: object, allowed: tuple[str, ...], field: str, wrong: _Wrong) -> Any:
+    if value not in allowed:
+        similar = nearest(str(value), allowed)
+        raise wrong(field, f"is {value!r}", f"did you mean {similar}?" if similar else ", ".join(allowed))
     return value
 
 
@@ -125,10 +125,10 @@ def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ..
     if value is None:
         return ()
     if isinstance(value, str) and (match := _SPAN.fullmatch(value.strip())):
-        nodes, number = math.ceil(world / node), int(match[2] or 0)
-        if number >= nodes:
+        nodes, index = math.ceil(world / node), int(match[2] or 0)
+        if index >= nodes:
             raise wrong("ranks", f"is {value!r}", f"there are {nodes} nodes, from 0")
-        span = range(world) if match[1] == "all" else range(number * node, min(world, (number + 1) * node))
+        span = range(world) if match[1] == "all" else range(index * node, min(world, (index + 1) * node))
         first = span.start if match[3] is None else int(match[3])
         if first not in span:
             raise wrong("ranks", f"is {value!r}", f"from one of {span.start} to {span.stop - 1}")
@@ -147,13 +147,6 @@ def _error_in_mapping(name: str, value: object) -> _Wrong:
     def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
         message = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
         return StrettoError(message, hint=hint)
-
-    return wrong
-
-
-def _error_in_file(fields: Fields) -> _Wrong:
-    def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
-        return fields.wrong(field, rule, hint)
 
     return wrong
 

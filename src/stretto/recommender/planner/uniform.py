@@ -35,18 +35,18 @@ def uniform(
         split: `table`: whole tables in order of decreasing traffic, each on the least loaded rank (Graham
             1969). `column`: the largest number of equal column shards of at least `NARROWEST` columns.
             `row`: over all ranks. `table-row`: over the ranks of the least loaded node. `data`: replicated.
-        ranks_per_node: for `table-row`; None: all ranks are on one node.
+        ranks_per_node: for `table-row`, ranks of a node; None: all ranks are on one node.
 
     Raises:
         StrettoError: unknown split, or `data` for a table whose rows are assigned to ids by a single rank.
     """
     node = ranks_per_node or world
-    known: dict[str, Split] = {name: "row" if name == "table-row" else name for name in UNIFORM}
-    if split not in known:
-        near = nearest(split, UNIFORM)
+    splits: dict[str, Split] = {name: "row" if name == "table-row" else name for name in UNIFORM}
+    if split not in splits:
+        similar = nearest(split, UNIFORM)
         raise StrettoError(
             f"placement {split!r} is not known",
-            hint=f"did you mean {near}?" if near else f"{', '.join(UNIFORM)}, auto, or a YAML file",
+            hint=f"did you mean {similar}?" if similar else f"{', '.join(UNIFORM)}, auto, or a YAML file",
         )
     load = [0.0] * world
     placements = dict[str, TablePlacement]()
@@ -54,7 +54,7 @@ def uniform(
         ranks = _ranks(table, split, load, node)
         for rank in ranks:
             load[rank] += traffic(table) / len(ranks)
-        placements[table.name] = TablePlacement(known[split], ranks, place, cache)
+        placements[table.name] = TablePlacement(splits[split], ranks, place, cache)
     ordered = {table.name: placements[table.name] for table in tables}
     check_placements(tables, ordered, world)
     return ordered
@@ -65,9 +65,9 @@ def traffic(table: TableSpec) -> float:
     return (table.hot + 1.0) * table.dim
 
 
-def column_parts(dim: int, most: int) -> int:
-    """The largest number of equal column shards, up to `most`, with at least `NARROWEST` columns each."""
-    return max(k for k in range(1, most + 1) if dim % k == 0 and (k == 1 or dim // k >= NARROWEST))
+def column_parts(dim: int, ranks: int) -> int:
+    """The largest number of equal column shards, up to `ranks`, with at least `NARROWEST` columns each."""
+    return max(k for k in range(1, ranks + 1) if dim % k == 0 and (k == 1 or dim // k >= NARROWEST))
 
 
 def _ranks(table: TableSpec, split: str, load: list[float], node: int) -> tuple[int, ...]:
