@@ -29,7 +29,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
 
 
 class SampleSource(Protocol):
-    """Samples by index, such as `run.data.dataset.Samples`."""
+    """Samples by index, such as `run.data.dataset.WindowSamples`."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Samples of one number of tokens."""
