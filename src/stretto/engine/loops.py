@@ -1,4 +1,4 @@
-"""Loops over the elements of tensors in host memory, compiled by numba where it is installed, and their
+"""Loops over the elements of tensors in host memory, compiled by numba if it is installed, and their
 threads.
 """
 
@@ -17,12 +17,12 @@ import torch
 
 @cache
 def has_numba() -> bool:
-    """Whether loops can be compiled."""
+    """Return True if loops can be compiled."""
     return find_spec("numba") is not None
 
 
 def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
-    """Compiles at the first call with each combination of types; cached on disk if the cache is writable.
+    """Compile at the first call with each combination of types; cached on disk if the cache is writable.
 
     Unless `exact`, sums may be reordered for vectorisation (`reassoc`), the same way in every run.
     """
@@ -42,25 +42,25 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
         return numba.njit(**options)(function)
 
 
-def in_parts(call: Callable[[int, int], None], count: int, least: int = 2) -> None:
-    """`call(first, last)` for equal parts of [0, count), one per thread of torch's.
+def in_parts(call: Callable[[int, int], None], count: int, minimum: int = 2) -> None:
+    """Call `call(first, last)` for equal parts of [0, count), one per thread of torch's.
 
     Args:
-        least: count from which on threads save more than they cost.
+        minimum: count from which on threads save more than they cost.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or count < least:
+    if threads == 1 or count < minimum:
         call(0, count)
         return
     edges = [count * i // threads for i in range(threads + 1)]
     pool = _threads(os.getpid(), threads - 1)
-    others = [pool.submit(call, *each) for each in pairwise(edges[1:])]
+    parts = [pool.submit(call, *part) for part in pairwise(edges[1:])]
     call(edges[0], edges[1])
-    for other in others:
-        other.result()
+    for part in parts:
+        part.result()
 
 
 @cache
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """The thread pool of this process; keyed by process because threads do not survive a fork."""
+    """Return the thread pool of this process; keyed by process because threads do not survive a fork."""
     return ThreadPoolExecutor(count, "loops")

@@ -55,8 +55,8 @@ def read_table(path: Path, column_name: Callable[[str], str] = column_name) -> l
     names = dict[str, str]()
     for spelling in header:
         try:
-            known = spelling.startswith(USER_PREFIX) or spelling in ADDED
-            name = spelling if known else column_name(spelling)
+            copied = spelling.startswith(USER_PREFIX) or spelling in ADDED
+            name = spelling if copied else column_name(spelling)
         except StrettoError as error:
             raise StrettoError(f"{path}: {error.message}", hint=error.hint) from None
         if name in names:
@@ -338,8 +338,8 @@ def regret(layouts: Layouts) -> float:
     """Return the measured time of the layout predicted best, over the least measured time, minus 1.
     Among equal predictions the mean counts, since the prediction does not distinguish them.
     """
-    least = min(predicted for predicted, _ in layouts)
-    picked = mean(measured for predicted, measured in layouts if predicted <= least * (1 + 1e-9))
+    fastest = min(predicted for predicted, _ in layouts)
+    picked = mean(measured for predicted, measured in layouts if predicted <= fastest * (1 + 1e-9))
     return picked / min(measured for _, measured in layouts) - 1
 
 

@@ -337,11 +337,11 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
     )
     if name != "stretto":
         # frameworks keep gradients whole until the last microbatch of a pipeline
-        whole = layout.pp > 1 and (dp.mode == "zero2" or (dp.mode == "zero3" and name == "fsdp"))
+        keeps_gradients = layout.pp > 1 and (dp.mode == "zero2" or (dp.mode == "zero3" and name == "fsdp"))
         compiled = cells.get("software", str) in ("compiled", "tuned")
         job = replace(
             job,
-            dp=replace(dp, reduce="step" if whole else "auto"),
+            dp=replace(dp, reduce="step" if keeps_gradients else "auto"),
             loss_chunk=0,
             framework=framework_behaviour(name, dp=dp, precision=precision, compiled=compiled, again=again),
             vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
@@ -486,8 +486,8 @@ def layout_of(cells: Cells, shape: ModelShape, machine: Cluster) -> Layout:
     copies, over = divmod(gpus, tp * cp * pp)
     degrees = f"tp={tp} x cp={cp} x pp={pp}"
     if over or not copies:
-        near = max(1, round(gpus / (tp * cp * pp))) * tp * cp * pp
-        raise StrettoError(f"{degrees} does not divide {gpus} GPUs", hint=f"nearest: gpus={near}")
+        closest = max(1, round(gpus / (tp * cp * pp))) * tp * cp * pp
+        raise StrettoError(f"{degrees} does not divide {gpus} GPUs", hint=f"nearest: gpus={closest}")
     if dp not in (None, copies):
         raise StrettoError(f"{degrees} x dp={dp} is not {gpus} GPUs", hint=f"nearest: dp={copies}")
     if copies > 1:
@@ -547,17 +547,17 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _sharing(cells: Cells, layout: Layout, least: Mode) -> DataParallel:
+def _sharing(cells: Cells, layout: Layout, needed: Mode) -> DataParallel:
     """Return how states are sharded: by default optimizer states, or as much more as makes them fit."""
     modes: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
     zero = cells.get("zero", str) or "0"
     if layout.cp * layout.dp > 1:
-        more = modes.index(least) > 1
-        zero = cells.get_or("zero", str(modes.index(least)) if more else "1", "what fits" if more else "")
+        more = modes.index(needed) > 1
+        zero = cells.get_or("zero", str(modes.index(needed)) if more else "1", "what fits" if more else "")
     mode = modes[int(zero)]
     size, offload = cells.get("shard", int), cells.get("offload", str)
     fields = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
-    shards = {field: size for least, field in fields if size and MODES.index(least) <= MODES.index(mode)}
+    shards = {field: size for start, field in fields if size and MODES.index(start) <= MODES.index(mode)}
     places: dict[str, Offload] = {}
     if offload in ("optimizer", "both"):
         places["offload"] = "cpu"
@@ -573,20 +573,21 @@ def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, F
         StrettoError: an unknown operator, or cells that contradict each other.
     """
     blocks, on_host = cells.get("recompute_layers", int), cells.get("offload_inputs", str) == "cpu"
-    words = [word for word in re.split(r"[+,\s]+", cells.get("recompute_operators", str) or "") if word]
-    for word in words:
-        if word not in OPERATORS:
-            similar = nearest(word, OPERATORS)
+    text = cells.get("recompute_operators", str) or ""
+    operators = [operator for operator in re.split(r"[+,\s]+", text) if operator]
+    for operator in operators:
+        if operator not in OPERATORS:
+            similar = nearest(operator, OPERATORS)
             raise StrettoError(
-                f"recompute_operators has {word!r}, allowed: {allowed_values('recompute_operators')}",
+                f"recompute_operators has {operator!r}, allowed: {allowed_values('recompute_operators')}",
                 hint=f"did you mean {similar!r}?" if similar else None,
             )
     mode = cast("RecomputeMode | None", cells.get("recompute", str))
     if mode is None:
-        mode = "selective" if words else "full" if blocks or on_host else "none"
+        mode = "selective" if operators else "full" if blocks or on_host else "none"
         cells.report("recompute", mode)
     for name, stated, needed in (
-        ("recompute_operators", bool(words), "selective"),
+        ("recompute_operators", bool(operators), "selective"),
         ("offload_inputs", on_host, "full"),
         ("recompute_layers", blocks is not None, "full"),
     ):
@@ -598,8 +599,8 @@ def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, F
     if blocks is not None and blocks >= -(-layers // stages):
         blocks = None
     shard_inputs = bool(cells.get("shard_inputs", bool)) and blocks is None
-    operators = cast("tuple[Operator, ...]", tuple(dict.fromkeys(words))) or CORE
-    framework = Framework(operators=operators, inputs_on_host=on_host)
+    repeated = cast("tuple[Operator, ...]", tuple(dict.fromkeys(operators))) or CORE
+    framework = Framework(operators=repeated, inputs_on_host=on_host)
     return Recompute(mode, blocks=blocks, shard_inputs=shard_inputs), framework
 
 
