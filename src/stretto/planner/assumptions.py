@@ -116,7 +116,7 @@ class Assumptions:
         overlap: reductions and gathers of data parallelism overlap with computation.
         blocking: a rank waits until what it sends to the next stage has arrived.
         products: type of matrix products where training here has none such ("fp4"); None: the job's.
-        reserve: bytes that the process keeps beside tensors; None: the usual ones of the device.
+        reserve: bytes that the process keeps beside tensors; None: the defaults of the device.
         software: launch overheads, kernel efficiency and overlap.
     """
 

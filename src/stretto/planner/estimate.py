@@ -43,7 +43,7 @@ class Estimate:
     """The predicted step of a job.
 
     Attributes:
-        seconds: of a step.
+        seconds: time of a step.
         low, high: the interval that contains the measured step nine times out of ten.
         widths: by source of uncertainty (`planner.interval`), the half width of the interval that it alone
             would make, as a share of the step.
@@ -51,8 +51,8 @@ class Estimate:
         forward, backward: seconds of the busiest pipeline rank in forwards and in backwards, with collectives
             of layers and recomputation; with the parts bubble, data, optimiser and offload they add up to
             `seconds`.
-        precision: of matrix products.
-        memory: of the fullest rank; None: not requested.
+        precision: precision of matrix products.
+        memory: memory of the fullest rank, or None if not requested.
     """
 
     job: Job
@@ -162,7 +162,7 @@ def estimate_of(
     """The estimate of a step that was replayed already.
 
     Args:
-        precision: of matrix products.
+        precision: precision of matrix products.
     """
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}

@@ -15,7 +15,7 @@ from functools import cache
 from math import exp, sqrt
 from typing import Any
 
-from stretto.planner.machines.cluster import Cluster, Link, group_of
+from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.machines.reading import shipped
 from stretto.planner.time.constants import is_fitted
@@ -55,7 +55,7 @@ def interval(
     """The interval of a step with these seconds by part.
 
     Args:
-        scale: of all widths; None: the calibrated one.
+        scale: factor on all widths; None: the calibrated one.
     """
     constants = _constants()
     factor: float = constants["scale"] if scale is None else scale
@@ -85,13 +85,8 @@ def _uncertainty(source: str, job: Job, cluster: Cluster, precision: Precision) 
         if cluster.tables:
             return constants["calibrated"]
         beyond = group_of(job.layout, "tp-cp-dp-pp", cluster.node).nodes > 1
-        return constants["fitted" if all(map(_measured, _links(cluster, beyond))) else "other"]
+        links = (cluster.inner, cluster.outer) if beyond else (cluster.inner,)
+        measured = tuple(_constants()["measured_links"])
+        fitted = all(link.kind.startswith(measured) for link in links)
+        return constants["fitted" if fitted else "other"]
     return constants["calibrated" if cluster.device.kernels else "other"]
-
-
-def _links(cluster: Cluster, beyond: bool) -> tuple[Link, ...]:
-    return (cluster.inner, cluster.outer) if beyond else (cluster.inner,)
-
-
-def _measured(link: Link) -> bool:
-    return link.kind.startswith(tuple(_constants()["measured_links"]))

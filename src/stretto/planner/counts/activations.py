@@ -115,11 +115,11 @@ class ComputeConfig:
 
     @property
     def replicated_routing(self) -> bool:
-        """Whether all tp ranks route the same tokens: experts are split over tp alone, as a dense MLP is."""
+        """True if all tp ranks route the same tokens: experts are split over tp alone, as a dense MLP is."""
         return self.ep == 1 and self.expert_shards == self.tp
 
     def repeats(self, operator: Operator) -> bool:
-        """Whether selective recomputation repeats it."""
+        """True if selective recomputation repeats it."""
         return self.recompute == "selective" and operator in self.framework.operators
 
     def kv_heads(self, shape: ModelShape) -> int:
@@ -278,9 +278,7 @@ def between_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...
 def head_saved(shape: ModelShape, compute: ComputeConfig) -> tuple[Saved, ...]:
     """The tensors that the last norm, the output layer and the loss keep."""
     norm = _norm("norm", shape, compute) if shape.last_norm else ()
-    logits = (
-        () if compute.loss_chunk_tokens(shape) else (*_capped_logits(shape, compute), *_loss(shape, compute))
-    )
+    logits = () if compute.loss_chunk_tokens(shape) else tuple(_loss(shape, compute))
     return (*norm, _shard("out input", compute.element, compute, shape), *logits)
 
 
@@ -297,14 +295,14 @@ def _full(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
 
 
 def composed_norms(shape: ModelShape, compute: ComputeConfig) -> bool:
-    """Whether norms are composed of torch's operators, which keep what is normalised too, and in 16 bits a
+    """True if norms are composed of torch's operators, which keep what is normalised too, and in 16 bits a
     copy of their input in float32: those with a gain of 1 + weight (Gemma's).
     """
     return shape.norm == "rms1p" and compute.framework == STRETTO
 
 
 def keeps_input(shape: ModelShape, compute: ComputeConfig) -> bool:
-    """Whether a norm keeps its input itself, and not a copy of it."""
+    """True if a norm keeps its input itself, and not a copy of it."""
     return compute.element == compute.statistic or not composed_norms(shape, compute)
 
 
@@ -404,7 +402,7 @@ def _latent_vectors(shape: ModelShape, latent: LatentShape, compute: ComputeConf
 
 
 def stores_scores(shape: ModelShape, compute: ComputeConfig) -> bool:
-    """Whether attention keeps its probabilities: where they are dropped, and where scores have a bias that is
+    """True if attention keeps its probabilities: where they are dropped, and where scores have a bias that is
     trained, which torch's fused kernels do not give a gradient.
     """
     return compute.attention == "explicit" or shape.dropout > 0 or shape.relative
@@ -561,15 +559,11 @@ def _experts(shape: ModelShape, moe: ExpertShape, compute: ComputeConfig) -> Ite
         )
 
 
-def _capped_logits(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
-    """The hyperbolic tangent of logits that are soft-capped."""
-    if shape.logit_softcap:
-        size = compute.element * compute.tokens * compute.vocabulary_rows(shape)
-        yield Saved("out capped", size, _formula(compute.element, "sbV", _over(compute, True)))
-
-
 def _loss(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     columns, size = compute.vocabulary_rows(shape), compute.statistic
+    if shape.logit_softcap:  # the hyperbolic tangent
+        capped = compute.element * compute.tokens * columns
+        yield Saved("out capped", capped, _formula(compute.element, "sbV", _over(compute, True)))
     text = _formula(size, "sbV", _over(compute, True))
     if compute.fused_loss:
         text = _formula(compute.element, "sbV", _over(compute, True))

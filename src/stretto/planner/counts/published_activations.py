@@ -19,7 +19,7 @@ class Published:
 
 
 def published_formula(shape: ModelShape, compute: ComputeConfig) -> Published | None:
-    """The closed form of Korthikanti et al. 2022, table 2, for this block, or None where it does not apply.
+    """The closed form of Korthikanti et al. 2022, table 2, for this block, or None if it does not apply.
 
     It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
     parallelism.
@@ -38,7 +38,9 @@ def published_formula(shape: ModelShape, compute: ComputeConfig) -> Published | 
         return None
     t = compute.tp
     sbh = compute.sequence * compute.batch * shape.hidden
-    quadratic = _quadratic(shape, compute)
+    quadratic = 0.0
+    if not compute.repeats("core_attn"):
+        quadratic = 5 * shape.heads * compute.sequence**2 * compute.batch / compute.tp
     if compute.recompute == "full":
         shared = compute.sequence_parallel or compute.shard_inputs
         value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
@@ -52,9 +54,3 @@ def published_formula(shape: ModelShape, compute: ComputeConfig) -> Published | 
         value = sbh * 34 + quadratic
         text = "sbh(34+5as/h)" if quadratic else "34sbh"
     return Published(value, text, "Korthikanti et al. 2022, table 2")
-
-
-def _quadratic(shape: ModelShape, compute: ComputeConfig) -> float:
-    if compute.repeats("core_attn"):
-        return 0.0
-    return 5 * shape.heads * compute.sequence**2 * compute.batch / compute.tp

@@ -52,9 +52,9 @@ class Parameter:
 
     Attributes:
         name: in the plain model.
-        elements: of this rank's part, padding included.
+        elements: size of this rank's part, padding included.
         plain: its shape in the plain model.
-        expert: whether it belongs to a routed expert; those may have another number of copies.
+        expert: belongs to a routed expert; those may have another number of copies.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Parameter:
 
     @property
     def by_muon(self) -> bool:
-        """Whether Muon updates it: a matrix that a block multiplies with, other than the router's."""
+        """True if Muon updates it: a matrix that a block multiplies with, other than the router's."""
         return in_linear_of_block(self.name) and len(self.matrices) > 1
 
 

@@ -156,7 +156,7 @@ class StateUnit:
     state_config: StateConfig
 
     def used_by(self, layer: int) -> bool:
-        """Whether a layer uses one of the parameters."""
+        """True if a layer uses one of the parameters."""
         return layer in self._users
 
     @cached_property
@@ -175,7 +175,7 @@ class StateUnit:
 
     @cached_property
     def frozen(self) -> bool:
-        """Whether the parameters are not trained."""
+        """True if the parameters are not trained."""
         return not self.state_config.trained(self.parameters[0].name)
 
     @property
@@ -206,13 +206,13 @@ class StateUnit:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimiser updates masters instead of the weights themselves."""
+        """True if the optimiser updates masters instead of the weights themselves."""
         narrow = self.element == 2 and not self._wide
         return not self.frozen and (narrow or self.state_config.offload != "none")
 
     @property
     def _wide(self) -> bool:
-        """Whether this rank's shard of the weights has 32 bits, and is gathered in 16."""
+        """True if this rank's shard of the weights has 32 bits, and is gathered in 16."""
         return self.state_config.wide_shards and self.element == 2 and self.sizes.parameters > 1
 
     @property
@@ -236,7 +236,7 @@ class StateUnit:
 
     @property
     def _remainders(self) -> bool:
-        """Whether masters are the 16 bits that the weights lack."""
+        """True if masters are the 16 bits that the weights lack."""
         return self.state_config.remainders and self.element == 2
 
     @property
@@ -297,7 +297,7 @@ class StateUnit:
 
     @property
     def each(self) -> bool:
-        """Whether the gradient of every microbatch is reduced by itself."""
+        """True if the gradient of every microbatch is reduced by itself."""
         return not self.frozen and self.state_config.each and self.sizes.gradients > 1
 
     @cached_property
@@ -367,7 +367,7 @@ class StateUnit:
             at += parameter.elements
 
     def _state(self, parameter: Parameter, elements: int) -> int:
-        """Bytes of the optimiser states for so many elements of a parameter."""
+        """Bytes of the optimiser states for a number of elements of a parameter."""
         state_config, full = self.state_config, self._master * elements
         count = _COUNT
         match state_config.optimiser:

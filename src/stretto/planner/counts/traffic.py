@@ -45,9 +45,12 @@ def block_traffic(
             sends most, for which the others wait.
     """
     core = tuple(_core(shape, compute, cp_index))
-    mlp = tuple(_mlp(shape, compute))
-    cross = tuple(_cross(compute, shape.hidden)) if shape.encoder_layers else ()
-    others = (*_attention_linears(shape, compute), *cross, *mlp)
+    mlp = tuple(_linears(compute, shape.hidden) if shape.moe is None else _experts(shape, compute))
+    others = (*_attention_linears(shape, compute), *mlp)
+    if shape.encoder_layers:  # the linears of cross-attention; keys and values take the encoder's tokens
+        keys_and_values = into_columns(compute.of_memory, shape.hidden)
+        cross = (*_linears(compute, shape.hidden), *keys_and_values)
+        others = (*_attention_linears(shape, compute), *cross, *mlp)
     again = (*core, *others) if compute.recompute == "full" else ()
     if compute.repeats("core_attn"):
         again = core
@@ -165,17 +168,6 @@ def _attention_linears(shape: ModelShape, compute: ComputeConfig) -> Iterator[Me
     yield from out_of_rows(compute, shape.hidden)
 
 
-def _cross(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Traffic of the linears around attention to the encoder's output: of its tokens for keys and values."""
-    yield from _linears(compute, hidden)
-    yield from into_columns(compute.of_memory, hidden)
-
-
-def _mlp(shape: ModelShape, compute: ComputeConfig) -> Iterable[Message]:
-    """Traffic of a block's dense MLP or mixture of experts."""
-    return _linears(compute, shape.hidden) if shape.moe is None else _experts(shape, compute)
-
-
 def _kept_input(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     """The gather of a block's input before it is recomputed, where each tp rank keeps a part of it."""
     if (
@@ -243,7 +235,9 @@ def _experts(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
     if compute.replicated_routing:
-        yield from _replicated_tokens(compute, hidden)
+        # Experts are split as a dense MLP is. The router needs all tokens, so that its gathered input is kept
+        # and not gathered again in W.
+        yield from (message for message in _linears(compute, hidden) if message.phase != "W")
     else:
         yield from _dispatched_tokens(shape, compute)
     length = compute.tokens // compute.batch
@@ -258,15 +252,6 @@ def _experts(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
         yield Message(axis=sample, kind="all-reduce", size=_COUNT * compute.batch * moe.experts, phase=phase)
     if moe.shared_ffn:
         yield from _linears(compute, hidden)
-
-
-def _replicated_tokens(compute: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Experts are split as a dense MLP is. The router needs the tokens whole, so that its gathered input is
-    kept and not gathered again in W.
-    """
-    for message in _linears(compute, hidden):
-        if message.phase != "W":
-            yield message
 
 
 def _dispatched_tokens(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:

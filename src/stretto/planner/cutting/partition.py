@@ -33,11 +33,11 @@ class Partition:
 
     Attributes:
         stages: the layers of each stage, as `Pipeline(cut=...)` takes them.
-        seconds: of a step.
+        seconds: time of a step.
         memory: peak bytes of each rank: states and activations in flight.
         bound: no cut within the memory takes less; equal to `seconds` where the search has proved it.
         starts: simple cuts, by name: equal numbers of layers, of parameters, and equal work.
-        start_seconds: seconds of the simple cuts; inf where memory is not enough.
+        start_seconds: seconds of the simple cuts; inf if memory is not enough.
     """
 
     profile: ModelProfile
@@ -53,7 +53,7 @@ class Partition:
 
     @property
     def proved(self) -> bool:
-        """Whether no cut is better."""
+        """True if no cut is better."""
         return self.bound >= self.seconds * (1 - 1e-6)
 
     @cached_property
@@ -90,7 +90,7 @@ def partition(
     """The cut of a profiled model that makes the program's step shortest.
 
     Args:
-        program: of a schedule, not lowered.
+        program: program of a schedule, not lowered.
         memory: bytes that a rank may hold; temporaries of single actions are not counted.
         states: bytes kept for each byte of weights; 4: weights, gradients and both moments of Adam, all in
             one precision.
@@ -158,7 +158,7 @@ def marks(stages: Sequence[range]) -> Cut:
 
 
 def _timed(sums: StageSums, memory: float | None) -> Callable[[Cut], tuple[float, Callable[[], Row] | None]]:
-    """A function from a cut to its time, inf where it is not allowed, and its critical path."""
+    """A function from a cut to its time, inf if it is not allowed, and its critical path."""
 
     def value(cut: Cut) -> tuple[float, Callable[[], Row] | None]:
         if not _shared_in_one_stage(sums, cut) or (memory is not None and max(sums.memory(cut)) > memory):
@@ -170,7 +170,7 @@ def _timed(sums: StageSums, memory: float | None) -> Callable[[Cut], tuple[float
 
 
 def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
-    """Whether layers that share weights share a stage, as they must where each stage is updated by itself."""
+    """True if layers that share weights share a stage, as they must where each stage is updated by itself."""
     if not sums.program.versions:
         return True
     stage_of = [s for s, (i, j) in enumerate(pairwise(cut)) for _ in range(i, j)]

@@ -19,7 +19,7 @@ class LayerProfile:
         weight: seconds of the backward spent on the gradient of weights; None: half of it.
         parameters: bytes of its weights, including those that it shares with other layers.
         activations: bytes that it keeps from its forward to its backward, beyond what earlier layers keep.
-        input: of `activations`, bytes of its input.
+        input: bytes of its input, a part of `activations`.
         output: bytes of its output.
     """
 

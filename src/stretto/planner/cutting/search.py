@@ -19,7 +19,7 @@ class CutSearch:
 
     Attributes:
         layers, depth: numbers of layers, and of stages.
-        value: of a whole cut, inf where it is not allowed; and a row that is a lower bound for every cut and
+        value: of a whole cut, inf if it is not allowed; and a row that is a lower bound for every cut and
             exact for this one, if there is such a row.
         rows: lower bounds on the value of every cut.
         limits: rows, with the largest value that an allowed cut may have.
@@ -40,7 +40,7 @@ class CutSearch:
     _offered: set[Cut] = field(default_factory=set[Cut])
 
     def offer(self, cut: Cut) -> bool:
-        """Evaluate a whole cut; returns whether it is better than all before."""
+        """Evaluate a cut; return True if it is better than all before."""
         if cut in self._offered or not self._may_be_better(cut):
             return False
         self._offered.add(cut)
@@ -65,7 +65,7 @@ class CutSearch:
             better = any(self.offer(cut) for cut in _neighbours(self.cut))
 
     def prove(self) -> bool:
-        """Go through all cuts that may be better; returns whether the budget sufficed."""
+        """Examine all cuts that may be better; return True if the budget sufficed."""
         self._extend((0,), [], [])
         return self.open == inf
 

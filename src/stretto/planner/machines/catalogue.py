@@ -84,7 +84,7 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
 
 
 def known_by_driver(name: str) -> Device | None:
-    """The device behind a driver's name, as "NVIDIA H100 80GB HBM3". None where that is not certain: a slice
+    """The device behind a driver's name, as "NVIDIA H100 80GB HBM3". None if that is not certain: a slice
     of a card and a slower card of the same chip have its name too.
     """
     for entry in entries():
@@ -247,7 +247,7 @@ def history_path(profile: Path) -> Path:
 
 
 def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
-    """This machine, with so many devices.
+    """This machine, with this number of devices.
 
     Args:
         device: of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone, any other
@@ -275,12 +275,12 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
 
 
 def is_cpu(cluster: Cluster) -> bool:
-    """Whether ranks share the cores of a CPU."""
+    """True if ranks share the cores of a CPU."""
     return cluster.computing is not None
 
 
 def is_measured(cluster: Cluster) -> bool:
-    """Whether it comes from a profile."""
+    """True if it comes from a profile."""
     return bool(cluster.device.kernels)
 
 

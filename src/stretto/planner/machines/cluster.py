@@ -37,7 +37,7 @@ class Host:
 
     Attributes:
         memory: bytes.
-        bandwidth: of all its memory, bytes/s.
+        bandwidth: bandwidth of all its memory, bytes/s.
         link: between the host and one device, bytes/s in one direction.
         disk: bytes of files.
         disk_bandwidth: bytes/s of files.
@@ -64,7 +64,7 @@ class Cluster:
             kind, rows of ranks, local ranks, bytes, seconds.
         price: dollars an hour of one device; None: the device's.
         correction: median of measured over predicted seconds of earlier runs here.
-        host: of every node; a usual one where nothing is known.
+        host: the host of every node; a typical one by default.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Cluster:
         return None if self.nodes is None else self.nodes * self.node
 
     def sized(self, devices: int) -> Cluster:
-        """This cluster with so many devices: whole nodes, or a part of one.
+        """This cluster with this number of devices: whole nodes, or a part of one.
 
         Raises:
             StrettoError: it has fewer.

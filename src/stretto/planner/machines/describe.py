@@ -248,7 +248,7 @@ def _mapping(fields: Fields, name: str, value: object, allowed: tuple[str, ...] 
 
 
 def _rows(fields: Fields, name: str, rows: object, width: int) -> None:
-    """Rows of so many numbers, none below 0, the last of them, which is seconds, above 0."""
+    """Rows of this many numbers, none below 0, the last of them, which is seconds, above 0."""
     if not isinstance(rows, list) or not rows:
         raise fields.wrong(name, "must be a list of rows")
     for i, row in enumerate(cast(list[object], rows), start=1):

@@ -17,10 +17,10 @@ class Device:
         name: in the catalogue, as "a100-80gb-sxm".
         tflops: dense peaks of the vendor by precision, TFLOP/s.
         memory: bytes of device memory, whether the vendor means GB or GiB.
-        bandwidth: of device memory, bytes/s.
+        bandwidth: bandwidth of device memory, bytes/s.
         sustained: TFLOP/s that large matrix products reach, by precision, where measured.
         aliases: other names that tables and drivers use.
-        pattern: regular expression of the driver's name; None: not recognised by its driver.
+        pattern: regular expression of the driver's name, or None.
         unless: regular expression that the driver's name must not match: a slice or a slower card of the same
             chip.
         kernels: measurements of this device (`stretto calibrate`) in place of the constants of
@@ -30,7 +30,7 @@ class Device:
             "layer": seconds of host code beside the kernels of a block, forward and backward, and "action":
             the same of a stage's forward, equal to that of its backward.
         released: the month from which it could be had, "2020-11"; "": not known.
-        price: dollars an hour; None: not known.
+        price: dollars per hour, or None if unknown.
         notes: sources and doubts.
     """
 

@@ -30,8 +30,8 @@ class ParsedName:
 
     Attributes:
         tokens: letters and digits, without vendors and the like.
-        gb: memory as the vendor states it; None: the name has none.
-        count: number of devices; None: the name has none.
+        gb: memory as the vendor states it, or None if the name has none.
+        count: number of devices, or None if the name has none.
         aside: what stood in brackets, such as the system in "V100-32GB(DGX-2)".
     """
 
@@ -41,16 +41,16 @@ class ParsedName:
     aside: str | None
 
     def fits(self, chip: str, gbs: tuple[int, ...], forms: tuple[str, ...]) -> bool:
-        """Whether all parts fit a device of that chip, memory and form."""
+        """True if all parts fit a device of that chip, memory and form."""
         others = self._without(chip)
         return others is not None and others <= set(forms) and (self.gb is None or self.gb in gbs)
 
     def mentions(self, chip: str) -> bool:
-        """Whether the chip is among the words."""
+        """True if the chip is among the words."""
         return self._without(chip) is not None
 
     def _without(self, chip: str) -> set[str] | None:
-        """The words other than the chip's; None where it is not among them. The chip "rtx4090" also matches
+        """The words other than the chip's, or None if it is not among them. The chip "rtx4090" also matches
         the words "rtx", "4090".
         """
         for first in range(len(self.tokens)):

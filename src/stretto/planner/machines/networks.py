@@ -53,9 +53,9 @@ class Network:
     """What a text says about the links of a node to other nodes.
 
     Attributes:
-        kind: of the catalogue, or "InfiniBand" where its generation is open; None: not said.
-        cards: of a node; None: not said.
-        rate: bytes/s in one direction, of one card, or of what `per` says; None: not said.
+        kind: name in the catalogue, "InfiniBand" if its generation is open, or None if unknown.
+        cards: network cards of a node, or None if unknown.
+        rate: bytes/s in one direction, of one card or of `per`, or None if unknown.
         per: whose the rate is where no number of cards is said; None: not said either.
     """
 
@@ -104,7 +104,7 @@ class Network:
 
 
 def parse_network(text: str) -> Network | None:
-    """What a text says about the network between nodes; None where it says that there is none. Links inside
+    """What a text says about the network between nodes, or None if it says that there is none. Links inside
     the node (NVLink, PCIe, ...) beside it are not read.
 
     Raises:

@@ -52,21 +52,21 @@ class Fields:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts; empty where the key is missing."""
+        """A list of texts, empty if the key is missing."""
         value = self._plain(key, [])
         if not isinstance(value, list):
             raise self.wrong(key, "must be a list of texts")
         return tuple(str(item) for item in value)
 
     def flag(self, key: str) -> bool:
-        """True or false; false where the key is missing."""
+        """True or false; false if the key is missing."""
         value = self._plain(key, False)
         if not isinstance(value, bool):
             raise self.wrong(key, f"is {value!r}, must be true or false")
         return value
 
     def number(self, key: str, default: float | None = None, *, minimum: float | None = None) -> float:
-        """A number of at least `minimum`, or above 0 where that is None; required without `default`."""
+        """A number of at least `minimum`, or above 0 if that is None; required without `default`."""
         value = _number(self._plain(key, default))
         if value is None or value < (minimum or 0.0) or (minimum is None and value == 0.0):
             condition = "above 0" if minimum is None else f"of at least {minimum:g}"
@@ -81,7 +81,7 @@ class Fields:
         return int(value)
 
     def plain(self, key: str) -> Any:
-        """The value as plain YAML; None where the key is missing."""
+        """The value as plain YAML, or None if the key is missing."""
         return self._plain(key, None) if key in self._nodes or not self._read.add(key) else None
 
     def inside(self, key: str) -> Fields:
@@ -94,7 +94,7 @@ class Fields:
             yield key, self.inside(key)
 
     def numbers(self, key: str, allowed: tuple[str, ...]) -> dict[Any, float]:
-        """A mapping of names out of `allowed` to numbers above 0; empty where the key is missing."""
+        """A mapping of names out of `allowed` to numbers above 0, empty if the key is missing."""
         if key not in self._nodes:
             self._read.add(key)
             return {}

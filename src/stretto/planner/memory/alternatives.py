@@ -27,7 +27,7 @@ class Advice:
 
     @property
     def cheaper(self) -> bool:
-        """Whether it saves memory."""
+        """True if it saves memory."""
         return self.saved > 0
 
 

@@ -1,4 +1,4 @@
-"""Whether a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
+"""True if a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fit:
 
     @property
     def likely(self) -> bool:
-        """Whether it is more likely to fit than not; plans contain only such layouts."""
+        """True if it is more likely to fit than not; plans contain only such layouts."""
         return self.device.mid <= self.capacity
 
     @property
@@ -73,10 +73,10 @@ def tensor_bytes(device: Device) -> float:
 
 
 def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
-    """Whether the fullest of these ranks fits.
+    """True if the fullest of these ranks fits.
 
     Args:
-        reserve: bytes beside tensors; None: the usual ones, `RESERVE` or, on a CPU, `PROCESS`.
+        reserve: bytes beside tensors; None: `RESERVE` or, on a CPU, `PROCESS`.
     """
     fullest = float(max(rank.total for rank in ranks))
     if device.memory == inf:

@@ -30,7 +30,7 @@ def block_modes(
     Args:
         wanted: `none`, `selective` and `full` hold for all blocks; `auto` chooses for each pipeline rank the
             choice with the fewest extra operations among those that fit.
-        blocks: with `full`, only the first so many blocks of each stage.
+        blocks: with `full`, only the first this many blocks of each stage.
         memory_gib: with `auto`, what a rank may hold, GiB.
 
     Raises:
@@ -101,12 +101,14 @@ def _cheapest(
         if best is None or fullest[0] < best[0]:
             best = fullest[0], f"pipeline rank {fullest[1]}"
     assert best is not None
+    gib = best[0] / GIB
+    step = 10.0 ** (floor(log10(gib)) - 3)  # rounded up to four digits
+    suggestion = float(f"{ceil(gib / step) * step:.4g}")
     raise Problem(
         "recompute.memory_gib",
         f"{budget / GIB:.4g}",
-        f"{best[1]} needs {best[0] / GIB:.4g} GiB whatever is recomputed",
-        f"recompute.memory_gib={_rounded_up(best[0] / GIB)}, a smaller batch.micro_size, "
-        "or more of layout.tp or layout.pp",
+        f"{best[1]} needs {gib:.4g} GiB whatever is recomputed",
+        f"recompute.memory_gib={suggestion}, a smaller batch.micro_size, or more of layout.tp or layout.pp",
     )
 
 
@@ -121,17 +123,18 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     size = 1
     for option in options:
         size *= len(option)
-    choices = product(*options) if size <= _MOST_COMBINATIONS else _equal_shares(blocks)
+    if size <= _MOST_COMBINATIONS:
+        choices = product(*options)
+    else:
+        choices = (
+            tuple((min(full, n), min(few, n - min(full, n))) for n in blocks)
+            for full, few in _counts(max(blocks))
+        )
     yield from sorted(choices, key=lambda choice: sum(f * full + s * selective for f, s in choice))
 
 
 def _counts(blocks: int) -> list[Counts]:
     return [(full, selective) for full in range(blocks + 1) for selective in range(blocks - full + 1)]
-
-
-def _equal_shares(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
-    for full, selective in _counts(max(blocks)):
-        yield tuple((min(full, n), min(selective, n - min(full, n))) for n in blocks)
 
 
 def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
@@ -152,12 +155,6 @@ def _blocks(job: MemoryJob, stage: range) -> list[int]:
     return blocks_among(job.shape, stage)
 
 
-def _rounded_up(gib: float) -> float:
-    """Rounded up to four digits."""
-    step = 10.0 ** (floor(log10(gib)) - 3)
-    return float(f"{ceil(gib / step) * step:.4g}")
-
-
 def memory_of(
     job: Job,
     program: Program | None = None,
@@ -166,7 +163,7 @@ def memory_of(
     """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
 
     Args:
-        program: in which memory is counted; None: `Job.peak_program`.
+        program: the program in which memory is counted; None: `Job.peak_program`.
         separate_gradients: weight gradients are formed apart, as the matrix library of the machine may do.
 
     Raises:

@@ -89,7 +89,7 @@ class LayerMemory:
     Attributes:
         input_bytes: bytes of the first part, where that is the layer's input; of a stage's first layer they
             are counted with the stage before or with the received message.
-        ends: whether this is the embedding or the head.
+        ends: this is the embedding or the head.
         forward: peak bytes of a forward that keeps its input only.
     """
 
@@ -231,9 +231,8 @@ def _head(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -
     gathered = compute.element * compute.tokens * shape.hidden
     weight = size.weight * size.columns * shape.hidden
     extras = _Extras(backward={"norm input": size.norm - size.residual})
-    if chunk_tokens := compute.loss_chunk_tokens(
-        shape
-    ):  # the backward computes logits, loss and gradients by chunks
+    chunk_tokens = compute.loss_chunk_tokens(shape)
+    if chunk_tokens:  # the backward computes logits, loss and gradients by chunks
         logits = chunk_tokens * size.columns
         exact = (
             compute.statistic * logits * (2 if shape.logit_softcap else 1)

@@ -96,8 +96,8 @@ class RankMemory:
     """The memory of one pipeline rank at its peak, bytes.
 
     Attributes:
-        activations: of blocks, from forwards to backwards.
-        ends: of embedding, head and loss.
+        activations: activations of blocks, from forwards to backwards.
+        ends: activations of embedding, head and loss.
         messages: receive buffers, outputs and input gradients that are being sent.
         transient: temporaries of the action `at`.
         masters: weights that the optimiser updates in place of those of 16 bits, or of another device.
@@ -177,7 +177,7 @@ def stage_memory_of(
     """The memory of one stage of one copy.
 
     Args:
-        units: of the stage; by default all of them.
+        units: units of the stage; by default all of them.
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
     shape, compute = job.shape, job.compute
@@ -245,11 +245,19 @@ class _Walk:
 
     def run(self) -> RankMemory:
         states = lasting_bytes(self.job, self.rank)
-        sending = _releases(self.program, self.rank)
-        self.held["messages"] = self._buffers()
+        # the sends whose tensors are freed at the start of each action; the others live to the end
+        sending = dict[Action, list[Action]]()
+        for send, point in send_releases(self.program, self.rank).items():
+            if point is not None:
+                sending.setdefault(point, []).append(send)
+        self.held["messages"] = sum(
+            count * (self.work[stage].enters if kind is ActionKind.RECV_F else self.work[stage].returns)
+            for (stage, kind), count in receive_buffers(self.order).items()
+        )
         for action in self.order:
             for send in sending.get(action, ()):
-                self.held["messages"] -= self._sent(send.stage, send.kind)
+                work = self.work[send.stage]
+                self.held["messages"] -= work.boundary if send.kind is ActionKind.SEND_F else work.enters
             self._act(action)
         self._update()
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
@@ -322,7 +330,7 @@ class _Walk:
                 self.fullest = self.held.copy()
 
     def _note(self, action: Action, during: int) -> None:
-        """Record an action that takes so many bytes beyond what is held."""
+        """Record an action that takes `during` bytes beyond what is held."""
         if (now := self.held.total() + during) > self.peak:
             self.peak = now
             self.at = str(action)
@@ -330,7 +338,7 @@ class _Walk:
             self.fullest = self.held.copy()
 
     def _work(self, stage: int, before: int) -> StageMemory:
-        """The memory of a stage with so many reductions of earlier microbatches under way."""
+        """The memory of a stage while `before` reductions of earlier microbatches run."""
         if (stage, before) not in self.works:
             depth, units = self.program.depth, self.transient.units[stage]
             self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before)
@@ -381,24 +389,13 @@ class _Walk:
             self.held["versions"] -= self.units[stage].weights
 
     def _gradient_is_local(self, action: Action) -> bool:
-        """Whether the next stage is on this rank too and left the gradient here instead of sending it."""
+        """True if the next stage is on this rank too and left the gradient here instead of sending it."""
         stage, _, mb = action
         left_here = needed_by(self.program, Action(stage, ActionKind.B, mb)) is None
         return left_here and not self.program.is_last(stage)
 
     def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"
-
-    def _sent(self, stage: int, kind: ActionKind) -> int:
-        """Bytes of a message that a stage sends."""
-        return self.work[stage].boundary if kind is ActionKind.SEND_F else self.work[stage].enters
-
-    def _buffers(self) -> int:
-        """Bytes of all receive buffers."""
-        return sum(
-            n * (self.work[stage].enters if kind is ActionKind.RECV_F else self.work[stage].returns)
-            for (stage, kind), n in receive_buffers(self.order).items()
-        )
 
 
 class HeldVersions:
@@ -422,7 +419,7 @@ class HeldVersions:
         }
 
     def update(self, stage: int) -> bool:
-        """Whether an update must leave the weights before it in memory."""
+        """True if an update must leave the weights before it in memory."""
         version = self._newest[stage]
         self._newest[stage] += 1
         if self._at.get((stage, version), -1) > self._updates[stage][version]:
@@ -431,7 +428,7 @@ class HeldVersions:
         return False
 
     def done(self, action: Action) -> bool:
-        """Whether a copy of weights is freed with this backward."""
+        """True if a copy of weights is freed with this backward."""
         key = self._last.get(action)
         if key is None or key not in self._copied:
             return False
@@ -455,15 +452,6 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
         for pool in freed.pop(at, ()):
             now[pool] -= 1
     return largest
-
-
-def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
-    """The sends whose tensors are freed at the start of each action; the others live to the end."""
-    sends = dict[Action, list[Action]]()
-    for send, point in send_releases(program, rank).items():
-        if point is not None:
-            sends.setdefault(point, []).append(send)
-    return sends
 
 
 def step_ids(job: MemoryJob, microbatches: int) -> int:

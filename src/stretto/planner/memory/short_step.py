@@ -82,9 +82,9 @@ def _peak_flights(program: Program) -> list[int]:
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
-    """Whether a job's memory fits, counted on a short step.
+    """True if a job's memory fits, counted on a short step.
 
     Args:
-        every: of every pipeline rank; else of those that may be the fullest.
+        every: check every pipeline rank, not only those that may be the fullest.
     """
     return fit(short_step_memory(job, every), device, assumptions.reserve)

@@ -38,7 +38,7 @@ class StageMemory:
         saved, ends: bytes from the forward on, of blocks, and of embedding, head and loss; without the
             stage's input.
         queued: bytes between I and W.
-        lent: whether the incoming gradient is needed until W, in addition to `queued`.
+        lent: the incoming gradient is needed until W, in addition to `queued`.
         boundary: bytes of the activation that it hands on.
         enters, returns: bytes of what it receives, and of the gradients that it receives: within a decoder
             beside an encoder also those of the memory, which it hands on as it is.

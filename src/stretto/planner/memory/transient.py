@@ -25,7 +25,7 @@ class StageUnits:
 
     Attributes:
         layers: layers of the stage.
-        gather: whether sharded parameters are gathered by layers or by stages.
+        gather: gather sharded parameters by layers or by stages, or None.
         head: the layer whose product is with the tied weight; -1: there is none.
     """
 
@@ -58,7 +58,7 @@ class StageUnits:
 
     def flying(self, inputs: bool | None = None) -> tuple[int, ...]:
         """Bytes of each unit's gradient during its reduction, in the order in which a backward starts them;
-        empty where gradients are reduced once a step.
+        empty if gradients are reduced once a step.
 
         Args:
             inputs: of a backward in halves, whether of the one for inputs; None: of the whole backward.
@@ -68,7 +68,7 @@ class StageUnits:
         )
 
     def _in_products(self, unit: StateUnit) -> bool:
-        """Whether a gradient of the unit is a product that a split backward leaves to W."""
+        """True if a gradient of the unit is a product that a split backward leaves to W."""
         return any(
             (".attn." in p.name and not p.name.endswith(".relative"))
             or ".cross." in p.name
@@ -114,7 +114,7 @@ class StageUnits:
             packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
             # a tied weight is reduced in the middle of the head's backward, as soon as its gradient is there
-            sent = sum(u.full_gradient for u in self._each if u.complete < layer and _ends_with(u, layer))
+            sent = sum(u.full_gradient for u in self._each if u.complete < layer and _is_tied_head(u, layer))
             resident.append(
                 Resident(
                     forward=self._of(self.layers[at : at + 2]),
@@ -159,8 +159,8 @@ class StageUnits:
         )
 
 
-def _ends_with(unit: StateUnit, layer: int) -> bool:
-    """Whether the unit is the tied weight alone, and the layer the head."""
+def _is_tied_head(unit: StateUnit, layer: int) -> bool:
+    """True if the unit is the tied weight alone, and the layer the head."""
     return [p.name for p in unit.parameters] == [TIED] and max(unit.layers[0]) == layer
 
 
@@ -205,7 +205,7 @@ class TransientMemory:
     """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names.
 
     Attributes:
-        units: of each stage, without a weight that several of the stages share.
+        units: units of each stage, without a weight that several of the stages share.
     """
 
     def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
@@ -215,7 +215,10 @@ class TransientMemory:
         self._shared = set(tied) if len(tied) > 1 else set[int]()
         self._tied = next(iter(tied.values())) if self._shared else None
         self.units = {
-            s: _without_tied(of_stage) if s in self._shared else of_stage for s, of_stage in units.items()
+            s: replace(stage, units=tuple(u for u in stage.units if u.parameters[0].name != TIED))
+            if s in self._shared
+            else stage
+            for s, stage in units.items()
         }
         self._waiting, self._gathered = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
@@ -224,7 +227,7 @@ class TransientMemory:
     # ------------------------------------------------------------------ weights
 
     def waits(self, stage: int) -> bool:
-        """Whether the weights of the stage's last layer are still gathered since a forward."""
+        """True if the weights of the stage's last layer are still gathered since a forward."""
         return stage in self._waiting
 
     def forward(self, stage: int) -> None:
@@ -310,7 +313,3 @@ class TransientMemory:
     def end(self) -> None:
         """All gradients have arrived."""
         self.held["open"] = 0
-
-
-def _without_tied(units: StageUnits) -> StageUnits:
-    return replace(units, units=tuple(unit for unit in units.units if unit.parameters[0].name != TIED))

@@ -85,7 +85,7 @@ class EachMicrobatch:
         units: by stage; under `SHARED` those of parameters that several stages share.
         tp: ranks that split layers; biases added after a sum over them get their gradients in I.
         tied: by stage, the halves of a backward ("I" as an embedding, `head` as a head) that make a gradient
-            of the tied weight; empty where none is.
+            of the tied weight; empty if none does.
         head: the half in which the head's weight gets its gradient: I where the loss is computed in chunks.
     """
 
@@ -134,7 +134,7 @@ class EachMicrobatch:
                 yield unit
 
     def _half(self, name: str) -> str:
-        """Whether a parameter gets its gradient in I or in W."""
+        """True if a parameter gets its gradient in I or in W."""
         if name == "head.out.weight":
             return self.head
         products = any(part in name for part in (".attn.", ".cross.", ".mlp."))
@@ -163,24 +163,18 @@ class LayerGathers:
         """A unit for every time that it is gathered."""
         for stage, kind, _ in order:
             if kind is ActionKind.F:
-                self._forward(stage)
+                layers = len(self.stages[stage].layers)
+                for index in range(layers):
+                    self._gather_layer(stage, index, index + 1)
+                    if index < layers - 1:  # the last layer's backward may come next
+                        self._release_layer(stage, index, index + 1)
             elif kind in (ActionKind.B, ActionKind.I):
-                self._backward(stage)
+                for index in reversed(range(len(self.stages[stage].layers))):
+                    self._gather_layer(stage, index, index - 1)
+                    self._release_layer(stage, index, index - 1)
             if kind in (ActionKind.B, ActionKind.I, ActionKind.W):
                 self._release(stage, set(self._of_stage[stage]))
         return self.calls
-
-    def _forward(self, stage: int) -> None:
-        layers = self.stages[stage].layers
-        for at in range(len(layers)):
-            self._gather_layer(stage, at, at + 1)
-            if at < len(layers) - 1:  # the last layer's backward may come next
-                self._release_layer(stage, at, at + 1)
-
-    def _backward(self, stage: int) -> None:
-        for at in reversed(range(len(self.stages[stage].layers))):
-            self._gather_layer(stage, at, at - 1)
-            self._release_layer(stage, at, at - 1)
 
     def _units(self, stage: int, at: int) -> dict[str, StateUnit]:
         """The units with parameters of a layer."""

@@ -19,7 +19,6 @@ from stretto.planner.counts.activations import ComputeConfig, stores_scores
 from stretto.planner.counts.rank_parameters import layer_parameters
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import (
-    Message,
     between_traffic,
     block_traffic,
     embedding_traffic,
@@ -195,9 +194,9 @@ class Counts:
     """One rank's step.
 
     Attributes:
-        flops: of matrix products, by phase ("forward", "recompute", "backward") and kind ("products",
+        flops: FLOPs of matrix products, by phase ("forward", "recompute", "backward") and kind ("products",
             "attention").
-        bytes: of every collective, whole, and of each message sent, by the axes of its group and by kind.
+        bytes: size of every collective and of each message sent, by the axes of its group and by kind.
         calls: number of calls, by the same keys.
         sent: bytes that leave the rank if collectives are bandwidth-optimal, as
             `stretto.engine.parallel.traffic` counts them.
@@ -224,7 +223,7 @@ _COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate du
 
 
 def countable(job: Job, memory_job: MemoryJob) -> bool:
-    """Whether `counts` covers all that the job does."""
+    """True if `counts` covers all that the job does."""
     simple = job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
     return simple and not memory_job.program.versions
 
@@ -247,7 +246,7 @@ def counts(job: Job, rank: int = 0, memory_job: MemoryJob | None = None) -> Coun
     """What a rank does in every step but the first, which also makes what lasts.
 
     Args:
-        memory_job: of `planner.memory.job.memory_of`, where it is made already.
+        memory_job: the result of `planner.memory.job.memory_of`, if it exists already.
 
     Raises:
         StrettoError: the schedule cannot be made.
@@ -266,7 +265,7 @@ class _Counting:
     sent: float = 0.0
 
     def run(self) -> Counts:
-        self._all_layers()
+        self._layers()
         self._messages()
         self._reductions()
         self._gathers()
@@ -295,10 +294,6 @@ class _Counting:
     def layers(self, stage: int) -> range:
         return self.memory.stages[stage % self.memory.program.depth]
 
-    def _collective(self, axes: str, kind: str, size: int, count: int = 1) -> None:
-        """Count calls of the rank's group along these axes of the layout."""
-        self._call(self.job.layout.group(self.rank, axes), kind, size, count)
-
     def _call(self, ranks: list[int], kind: str, size: int, count: int = 1) -> None:
         if len(ranks) > 1 and count:
             key = axes_of(self.job.layout, ranks), kind
@@ -308,12 +303,12 @@ class _Counting:
 
     # ------------------------------------------------------------------ layers
 
-    def _all_layers(self) -> None:
+    def _layers(self) -> None:
         for stage in self.stages:
             times = sum(action.stage == stage and action.kind is ActionKind.F for action in self.order)
-            first = stage % self.memory.program.depth > 0
-            for at, layer in enumerate(self.layers(stage)):
-                self._layer(layer, times, received=first and at == 0)
+            inner_stage = stage % self.memory.program.depth > 0
+            for index, layer in enumerate(self.layers(stage)):
+                self._layer(layer, times, received=inner_stage and index == 0)
 
     def _layer(self, layer: int, times: int, received: bool) -> None:
         shape = self.memory.shape
@@ -322,18 +317,25 @@ class _Counting:
         kind, block = chain_layer.kind, chain_layer.shape
         compute = compute.at(chain_layer)
         flops = layer_flops(block, kind, compute, self.coordinates["cp"])
-        traffic = self._traffic(block, kind, compute, received)
-        if self._partly_frozen(block):
-            upstream = self._trained_before(layer)
-            trained = self.memory.state_config.trained
+        if kind == "block":  # an input that came from another stage is kept whole
+            sharded = compute.shard_inputs and not received
+            traffic = block_traffic(block, replace(compute, shard_inputs=sharded), self.coordinates["cp"])
+        else:
+            traffic = _TRAFFIC[kind](block, compute)
+        trained = self.memory.state_config.trained
+        # frozen parameters of experts and of latent attention count as trained
+        if not (trained.everything or block.moe or block.latent):
+            earlier = (layer_parameters(shape, at, self.memory.shares) for at in range(layer))
+            # else the layer's input has no gradient
+            upstream = any(trained(parameter.name) for parameters in earlier for parameter in parameters)
             traffic = frozen_traffic(shape, layer, compute, trained, upstream=upstream, traffic=traffic)
             if kind != "embed":
                 forward, backward = frozen_flops(shape, layer, compute, trained, upstream)
-                attention, chain_layer = reached_parts(shape, layer, trained, upstream)
+                attention, reached = reached_parts(shape, layer, trained, upstream)
                 again = (forward, flops.again[1]) if compute.recompute == "full" else flops.again
                 flops = LayerFlops(
                     (forward, flops.forward[1]),
-                    again if chain_layer else (0, 0),
+                    again if reached else (0, 0),
                     (backward, flops.backward[1] * attention),
                 )
         for phase, operations in (
@@ -344,28 +346,8 @@ class _Counting:
             for name, count in zip(("products", "attention"), operations, strict=True):
                 self.flops[phase, name] += times * count
         for message in traffic:
-            self._collective(message.axis, message.kind, message.size, times * message.count)
-
-    def _partly_frozen(self, block: ModelShape) -> bool:
-        """Whether some parameters are frozen, in a layer where that is followed: experts and latent attention
-        count as trained.
-        """
-        return not (self.memory.state_config.trained.everything or block.moe or block.latent)
-
-    def _trained_before(self, layer: int) -> bool:
-        """Whether anything before a layer is trained, so that its input has a gradient."""
-        trained = self.memory.state_config.trained
-        before = (layer_parameters(self.memory.shape, at, self.memory.shares) for at in range(layer))
-        return any(trained(parameter.name) for of_layer in before for parameter in of_layer)
-
-    def _traffic(
-        self, shape: ModelShape, kind: str, compute: ComputeConfig, received: bool
-    ) -> tuple[Message, ...]:
-        if kind != "block":
-            return _TRAFFIC[kind](shape, compute)
-        if received:  # an input that came from another stage is kept whole
-            compute = replace(compute, shard_inputs=False)
-        return block_traffic(shape, compute, self.coordinates["cp"])
+            group = self.job.layout.group(self.rank, message.axis)
+            self._call(group, message.kind, message.size, times * message.count)
 
     def _messages(self) -> None:
         """Sends between stages."""
@@ -387,7 +369,7 @@ class _Counting:
 
     @cached_property
     def tied_apart(self) -> bool:
-        """Whether the tied weight belongs to several stages of this rank, or to copies of them."""
+        """True if the tied weight belongs to several stages of this rank, or to copies of them."""
         using = [
             s for s, stage in self.stage_units.items() for u in stage.units if u.parameters[0].name == TIED
         ]
@@ -438,18 +420,16 @@ class _Counting:
 
     def _reductions(self) -> None:
         for unit in self.units:
-            for call in (*once_a_step(unit), *(published(unit) if self._moves(unit) else ())):
+            # the optimiser works on something other than the parameters themselves
+            server = unit.state_config.mode == "server" and unit.copies > 1
+            moves = not unit.sizes.whole or unit.has_masters or server
+            for call in (*once_a_step(unit), *(published(unit) if moves else ())):
                 self._digit_collective(unit, call)
         tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
         each = EachMicrobatch(self.by_stage, self.memory.compute.tp, tied, self._head_half)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
                 self._digit_collective(unit, call)
-
-    def _moves(self, unit: StateUnit) -> bool:
-        """Whether the optimiser works on anything other than the parameters themselves."""
-        server = unit.state_config.mode == "server" and unit.copies > 1
-        return not unit.sizes.whole or unit.has_masters or server
 
     def _gathers(self) -> None:
         if self.memory.gather == "stage":

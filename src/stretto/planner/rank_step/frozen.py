@@ -26,7 +26,7 @@ def frozen_flops(
 
     Args:
         layer: 1 the first block, then the others, then the head.
-        upstream: whether anything before this layer is trained.
+        upstream: something before this layer is trained.
     """
     forward = backward = 0
     reached, inside = upstream, False
@@ -67,8 +67,8 @@ def frozen_traffic(
 
     Args:
         layer: 0 the embedding, then the blocks, then the head.
-        upstream: whether anything before this layer is trained.
-        traffic: of the layer where all is trained.
+        upstream: something before this layer is trained.
+        traffic: messages of the layer if all of it were trained.
     """
     kind = layer_of(shape, layer).kind
     if kind in ("embed", "between"):
@@ -97,7 +97,7 @@ def reached_parts(
 
 
 def is_column(name: str) -> bool:
-    """Whether a parameter belongs to a linear, or its adapter, that is split by output features."""
+    """True if a parameter belongs to a linear, or its adapter, that is split by output features."""
     return not any(f".{linear}." in name for linear in _ROWS)
 
 

@@ -49,7 +49,7 @@ class PeakState:
 
     Attributes:
         in_flight: for each of its stages, microbatches between forward and backward, this one included.
-        waiting: for each, microbatches between I and W.
+        waiting: for each stage, microbatches between I and W.
         at: index of the stage that begins the backward.
     """
 
@@ -80,7 +80,7 @@ def sampled_ranks(pp: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> dict[int, tuple[PeakState, ...]]:
     """For each of the sampled ranks the fullest states at which each of its stages begins a backward, the
-    fullest of all first; empty where the schedule does not exist for so many microbatches, or is searched
+    fullest of all first; empty if the schedule does not exist for this number of microbatches, or is searched
     for.
     """
     if is_searched(choice.name):
@@ -94,7 +94,7 @@ def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> dict[int,
 
 @lru_cache(maxsize=4096)
 def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
-    """Whether each of two ranks holds the whole batch at once."""
+    """True if each of two ranks holds the whole batch at once."""
     options = tuple((name, value) for name, value in choice.options if name != "group")
     states = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
     return bool(states) and all(
@@ -131,7 +131,7 @@ class MemoryBound:
 
     Attributes:
         states: weights, gradients, masters, optimiser states.
-        activations: of microbatches in flight, and temporaries of the current backward.
+        activations: activations of microbatches in flight, and temporaries of the current backward.
     """
 
     states: int
@@ -142,7 +142,7 @@ class MemoryBound:
         return self.states + self.activations
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
-        """How the bound fits the device: where even this does not fit, no such candidate does."""
+        """How the bound fits the device: if even this does not fit, no such candidate does."""
         nothing = RankMemory(
             rank=0,
             weights=self.states,
@@ -165,11 +165,11 @@ class _Rank:
     """What a bound needs to know of a pipeline rank.
 
     Attributes:
-        counts: of each stage, how many blocks it has of each kind.
-        finals: of each, the kind of its last block, the first that its backward comes to.
+        counts: number of blocks of each kind, for each stage.
+        finals: kind of each stage's last block, with which its backward begins.
         ends: of each, how many of `MemoryBounds.ends` it has: embedding, head, and what lies between two
             stacks.
-        first, last: whether a stage begins with a layer that is no block, and ends with the head.
+        first, last: for each stage, True if it begins with a layer that is no block, or ends with the head.
         peaks: its peak states.
     """
 

@@ -247,7 +247,7 @@ def rank_candidates(
 def rank_candidate(
     feasible: Feasible, best: Estimate | None, task: Task, times: Mapping[Candidate, Estimate]
 ) -> Ranked:
-    """A candidate with the reason for its distance to the best; None: it is the best itself."""
+    """A candidate with the reason for its distance to the best; None if it is the best itself."""
     result = replace(times[feasible.candidate], memory=feasible.fit)
     return _ranked(feasible.candidate, result, _losses(result, best) if best else _strengths(result), task)
 

@@ -110,7 +110,7 @@ class _Search:
         return self._plan_of(run, self._verify_leaders(chosen), baselines, widened)
 
     def _find_baselines(self) -> dict[str, Feasible | None]:
-        """The fastest of each kind of layout that people use; None: none fits, or none is legal."""
+        """The fastest of each kind of layout that people use, or None if none fits or is legal."""
         narrowed = baseline_tasks(self.task)
         fastest = dict[str, Feasible | None]()
         for index, (name, task) in enumerate(narrowed.items(), 1):

@@ -55,12 +55,12 @@ class RankLayers:
     """The layers of a pipeline rank.
 
     Attributes:
-        ends: how many of the layers that are no blocks its stages have, in their order.
-        stages: their numbers in the model.
-        blocks: of each of them, how many blocks it has of each kind.
-        before: of each kind, the blocks that forwards pass before the rank's first forward, and gradients
+        ends: for each layer that is no block, how many of its stages have it.
+        stages: indices of its stages in the model.
+        blocks: number of blocks of each kind, for each stage.
+        before: blocks of each kind that forwards pass before the rank's first forward, and gradients
             after its last backward.
-        inside: of the layers that are no blocks, which are among them.
+        inside: for each layer that is no block, 1 if forwards pass it before, else 0.
     """
 
     ends: tuple[int, ...]
@@ -150,7 +150,7 @@ class Layers:
     ends: tuple[LayerSeconds, ...]
 
     def work(self, counts: Sequence[int]) -> float:
-        """The least work of so many blocks of each kind."""
+        """The least work of these counts of blocks of each kind."""
         return sum(n * block.work for n, block in zip(counts, self.blocks, strict=True))
 
     def forward(self, counts: Sequence[int]) -> float:
@@ -186,7 +186,7 @@ class TimeBounds:
         self._drains = not task.asynchronous and not any(map(updates_within, names))  # every schedule
 
     def cluster(self, world: int) -> Cluster:
-        """The task's cluster with so many devices: one object for each number, since caches compare clusters
+        """The task's cluster with `world` devices: one object for each number, since caches compare clusters
         by identity.
         """
         if world == self.task.devices:
@@ -333,8 +333,8 @@ class TimeBounds:
         computation, on the first, the middle and the last rank.
 
         Args:
-            each: whether gradients are reduced with each microbatch, where that is known.
-            program: of the job, where it is made already; it tells how often a stage's weights are gathered.
+            each: gradients are reduced with each microbatch; None if that is not known.
+            program: the job's program, if it exists already; it tells how often weights are gathered.
         """
         parallelism = candidate.parallelism
         layout = candidate.parallelism.layout

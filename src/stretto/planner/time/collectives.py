@@ -70,7 +70,7 @@ class LinkModel:
     switch: SwitchReduction | None
 
     def ring(self, link: Link, ranks: int, node: int) -> float:
-        """Bytes/s that one rank forwards in a large ring of so many ranks."""
+        """Bytes/s that one rank forwards in a large ring of this size."""
         share = self.share - self.fewer / ranks
         if self.by_ranks and node == self.wired:
             share = self.by_ranks.get(ranks, share)
@@ -79,7 +79,7 @@ class LinkModel:
         return share * link.bandwidth
 
     def across(self, link: Link, nodes: int, ring: bool = True) -> float:
-        """Bytes/s of one network card in a large ring, or tree, over so many nodes."""
+        """Bytes/s of one network card in a large ring, or tree, over this many nodes."""
         return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
 
 
@@ -136,19 +136,15 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
         if measured is not None:
             return measured
     if kind == "send":
-        return _send(cluster, size, group)
+        link = cluster.inner if group.nodes == 1 else cluster.outer
+        model = link_model(cluster, group.nodes > 1)
+        return model.send + link.latency + size / (model.send_share * link.bandwidth)
     if kind == "all-to-all":
         return _exchange(cluster, size, group)
     best = _ring(cluster, kind, size, group)
     if kind == "all-reduce":
         best = min([best, *_all_reduce_alternatives(cluster, size, group)])
     return best
-
-
-def _send(cluster: Cluster, size: float, group: Group) -> float:
-    link = cluster.inner if group.nodes == 1 else cluster.outer
-    compute = link_model(cluster, group.nodes > 1)
-    return compute.send + link.latency + size / (compute.send_share * link.bandwidth)
 
 
 @lru_cache(maxsize=4096)
@@ -164,7 +160,7 @@ def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
 
 
 def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
-    """Seconds of so many steps of a few bytes, inside nodes and between them."""
+    """Seconds of this many steps of a few bytes, inside nodes and between them."""
     return inside * link_model(cluster, False).step + outside * link_model(cluster, True).step
 
 

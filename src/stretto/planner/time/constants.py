@@ -1,4 +1,4 @@
-"""The constants of the time model, by chip and by kind of link, read once from the files in `data/`."""
+"""The constants of the time model, by chip and by kind of link, read once from `data/`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
 
 
 def is_fitted(device: Device) -> bool:
-    """Whether matrix products were measured on the device's chip, or on one that stands in for it."""
+    """True if matrix products were measured on the device's chip, or on one that stands in for it."""
     alike: Mapping[str, str] = constants("operators")["alike"]
     table = constants("operators")["products"]
     return chip(device) in table or alike.get(chip(device), "") in table

@@ -189,11 +189,11 @@ def _gather(cluster: Cluster, sharding: _Sharding, size: float, group: Group, si
 
 
 def part_of(group: Group, ranks: int) -> Group:
-    """The group of the first so many ranks of a group."""
+    """The group of the first `ranks` ranks of a group."""
     return Group(ranks, min(ranks, group.local))
 
 
 def across(group: Group, ranks: int) -> Group:
-    """The group of ranks of a group that are so many apart."""
+    """The group of ranks of a group that are `ranks` apart."""
     count = max(1, group.ranks // ranks)
     return Group(count, max(1, min(count, group.local // ranks)))

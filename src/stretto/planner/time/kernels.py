@@ -45,10 +45,10 @@ class KernelTimes:
     """Seconds of a layer's kernels, without launch overhead.
 
     Attributes:
-        forward, back, weight: of forward, input gradient and weight gradient.
-        core: of the forward of softmax(q k^T) v, which selective recomputation repeats.
-        core_back: of its backward.
-        products: of the products of the input gradients, which can hide communication.
+        forward, back, weight: seconds of forward, input gradient and weight gradient.
+        core: seconds of the forward of softmax(q k^T) v, which selective recomputation repeats.
+        core_back: seconds of its backward.
+        products: seconds of the products of input gradients, which can hide communication.
         kernels: number of kernels that a forward launches.
     """
 
@@ -171,7 +171,7 @@ def _block(
 
 
 def _fused_softmax(shape: ModelShape, compute: ComputeConfig, kernel: Kernel) -> bool:
-    """Whether the softmax of stored scores runs as one kernel with scale and mask."""
+    """True if the softmax of stored scores runs as one kernel with scale and mask."""
     *_, fused = kernel
     return compute.attention != "explicit" or (
         fused and compute.batch * shape.heads // compute.tp % _MATRICES == 0
@@ -309,7 +309,7 @@ def _core(
 
 
 def _fused_attention(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:
-    """Whether one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
+    """True if one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
     where FlexAttention does not cap them.
     """
     capped = shape.attention.softcap is not None and compute.framework == STRETTO
@@ -317,7 +317,7 @@ def _fused_attention(shape: ModelShape, compute: ComputeConfig, device: Device) 
 
 
 def _by_flex(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:
-    """Whether FlexAttention computes it: where it was asked for, and soft-capped scores on accelerators, but
+    """True if FlexAttention computes it: where it was asked for, and soft-capped scores on accelerators, but
     in a ring, whose rounds take other kernels. That it trains on the device is assumed.
     """
     if (

@@ -162,7 +162,7 @@ def _from_table(
 
 
 _ROWS = 128  # queries that one multiprocessor works on at a time
-_HEAD = 32  # fused kernels are made for multiples of so many features, and compute the next larger one
+_HEAD = 32  # fused kernels are made for multiples of this many features, and compute the next larger one
 BACKWARD = 2.5  # products of a fused backward over the forward's two: scores again, and four gradients
 
 
@@ -189,7 +189,7 @@ def attention_seconds(
         flash: one fused kernel (Dao 2022), whose backward recomputes the scores: 2.5 times the products of
             the forward. Else the matrix of scores is written out, and softmax, mask and dropout pass over it.
         backward: time the backward instead of the forward.
-        fused_softmax: of stored scores: scale, mask and softmax are one kernel.
+        fused_softmax: scale, mask and softmax of stored scores are one kernel.
     """
     rows: Any = device.kernels.get("attention")
     if rows and flash:

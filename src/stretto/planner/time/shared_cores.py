@@ -52,8 +52,8 @@ class SharedStep:
     """A step of ranks that share cores, in seconds; afterwards gradients are reduced and weights updated.
 
     Attributes:
-        data: of reductions and gathers.
-        update: of the optimiser.
+        data: seconds of reductions and gathers.
+        update: seconds of the optimiser.
     """
 
     compute: SharedReplay
@@ -75,7 +75,7 @@ def shared_replay(
     than there are cores, as while a pipeline fills and drains, some cores idle.
 
     Args:
-        seconds: of an action on one core.
+        seconds: returns the seconds of an action on one core.
         processes: processes that compute at once where one pipeline rank does.
         cores: cores that all of them share.
     """
@@ -107,7 +107,7 @@ def shared_replay(
 
 
 def _ready(program: Program, action: Action, done: set[Action]) -> bool:
-    """Whether the input that an action takes from another stage is there."""
+    """True if the input that an action takes from another stage is there."""
     stage, kind, mb = action
     if kind is ActionKind.F:
         return program.is_first(stage) or Action(stage - 1, ActionKind.F, mb) in done
@@ -137,7 +137,7 @@ def shared_step(
     mode: Mode,
     each: bool,
 ) -> SharedStep | None:
-    """The shortest step where ranks share cores; None where each rank has a device to itself.
+    """The shortest step where ranks share cores, or None if each rank has its own device.
 
     Args:
         mode: recomputation of a layer.
@@ -181,8 +181,8 @@ def shared_step(
 
 
 def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
-    """Seconds of host code beside the kernels of a stage's forward, and of its backward, with so many blocks;
-    0 where the host runs ahead of the device.
+    """Seconds of host code beside the kernels of the forward and of the backward of a stage with a number of
+    blocks; 0 if the host runs ahead of the device.
     """
     layer, action = (_seconds_of(device, name) for name in ("layer", "action"))
     return action + _FORWARD * layer * blocks, action + (1 - _FORWARD) * layer * blocks

@@ -52,7 +52,7 @@ class StepTime:
     """A step, in seconds; that of an asynchronous schedule has its share of filling and draining.
 
     Attributes:
-        parts: of the busiest pipeline rank, by the names of `estimate.PARTS`; they add up to `seconds`.
+        parts: seconds of the busiest pipeline rank by the names of `PARTS`; they add up to `seconds`.
         forward, backward: the parts within the busiest rank's forwards and backwards.
         timeline: the replay of one step's program.
     """
@@ -78,7 +78,7 @@ def step_time(
     `job.steps_between_drains` steps, of which the first fills the pipeline and the last drains it.
 
     Args:
-        modes: recomputation of each block; None: as the job says, with `auto` taken as none.
+        modes: recomputation of each block; None: the job's, with `auto` taken as none.
         stages: the layers of each stage; None: the job's.
     """
     program = job.program()
@@ -109,7 +109,7 @@ def _mean_of_window(job: Job, single_step: StepTime, times: Callable[[int], Step
 
     Args:
         single_step: a window of one step.
-        times: the replay of so many steps.
+        times: replays this many steps.
     """
     ranks, length = single_step.timeline.program.ranks, max(1.0, job.steps_between_drains)
     steps = min(floor(length), ceil(_FILLED * ranks / single_step.timeline.program.microbatches))
@@ -199,7 +199,7 @@ def stage_time(
 
     Args:
         unsplit: backwards are not split, and hide communication behind their products.
-        data: data-parallel times of the stage; None: there are no other replicas.
+        data: data-parallel times of the stage, or None without other replicas.
         each: gradients are reduced with each microbatch.
     """
     phases = [defaultdict[str, float](float) for _ in range(3)]
