@@ -163,3 +163,22 @@ def test_public_code_imports_public_names_only(name: str) -> None:
         if exported not in public.get(module, ())
     ]
     assert not private
+
+
+def test_exported_names_leave_a_users_own_words_alone() -> None:
+    """After `from stretto import *` a program still has its own batches, rows, runs and kinds."""
+    common = {
+        "Batch",
+        "Column",
+        "Group",
+        "Kind",
+        "Model",
+        "Part",
+        "Row",
+        "Run",
+        "Step",
+        "Style",
+        "Table",
+        "Vocabulary",
+    }
+    assert not common & set(stretto.__all__)
