@@ -51,7 +51,7 @@ def test_any_samples_may_be_taken() -> None:
     ahead = Prefetcher(numbers, 4)
     places = [0, 2, 4, 6, 100, 102, 104, 106, 3, 7, 11, 0, 2]
     assert [ahead.batch(range(at, at + 2)) for at in places] == [[at, at + 1] for at in places]
-    assert len(ahead._coming) <= 4, "what was read for another position is dropped"
+    assert len(ahead._pending) <= 4, "what was read for another position is dropped"
     ahead.close()
 
 
