@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import small_gpt
 import torch
@@ -35,8 +36,9 @@ from stretto.engine.checkpoint.storage import Entry
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.control import gather_json
 from stretto.run.data.dataset import Batch
-from stretto.run.train.replica import tensors_of
-from stretto.run.train.step import TrainingStep
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.rank_model import tensors_of
+from stretto.run.train.trainer import Trainer
 
 
 @dataclass
@@ -85,15 +87,18 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
     """On each rank: the times of all rounds but the first."""
     small_gpt.resize(hidden)
     replica = small_gpt.replica(small_gpt.config(layout__dp=ranks))
-    training, source = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000)), InMemory()
     background = BackgroundSave(torch.device("cpu"))
+    trainer = Trainer(
+        LanguageTask(replica, InMemory(), LearningRate.of(replica.job.optimiser, 1000)), TextProgress()
+    )
+    trainer.checkpointer = cast("Any", SimpleNamespace(background=background, advance=lambda: None))
     background._memory = memory = TimedCopy(torch.device("cpu"))
     what: dict[str, Any] = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}
     times, draw = Times(), random.Random(0)
 
     def step() -> bool:
         """Whether the ranks have agreed on it that a save can go on."""
-        return training.run(source, step=0, seen=0, saving=background)[-1].save_ready
+        return trainer.step()[-1].agreed.save_ready
 
     def no_save(_: int) -> None:
         times.step.append(timed(step))

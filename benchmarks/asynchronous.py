@@ -30,6 +30,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Boundary, Pipeline, ReplicatedWeights
 from stretto.layout import Layout
 from stretto.program import schedule
+from stretto.run.train.language_task import apply_gradients
 from stretto.run.train.metrics import read_lines
 
 STEPS = 20
@@ -120,7 +121,7 @@ class _Contestant:
                 replica.advance(lambda _: (inputs, targets, scale), steps)
             else:
                 replica.step(inputs, targets, scale)
-                replica.update(1e-3, float(replica.gradient_norm()))
+                apply_gradients(replica, 1e-3, float(replica.gradient_norm()))
         replica.states.ready()
         barrier()
         return time.perf_counter() - start
@@ -178,7 +179,8 @@ def loss(steps: int, optimizer: str, factors: Sequence[float]) -> None:
 def _losses(name: str, steps: int, words: Sequence[str]) -> tuple[float, float]:
     """The mean loss of a run's last 20 steps, and its held-out loss."""
     from stretto.run.config.load import load
-    from stretto.run.train.job import run_job
+    from stretto.run.train.language_job import LANGUAGE
+    from stretto.run.train.launch import run_job
 
     with TemporaryDirectory() as folder:
         config = load(
@@ -190,7 +192,7 @@ def _losses(name: str, steps: int, words: Sequence[str]) -> tuple[float, float]:
                 *(f"run.dir={folder}", *words),
             ],
         )
-        run_job(config, quiet=True)
+        run_job(LANGUAGE, config, quiet=True)
         run = config.run.folder
         last = mean([row["loss"] for row in read_lines(run / "metrics.jsonl")][-20:])
         return last, [row["loss"] for row in read_lines(run / "eval.jsonl")][-1]

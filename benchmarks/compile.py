@@ -17,7 +17,7 @@ from harness import Step, Timing, arguments, on_ranks, race, report
 
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.train.assemble import assemble
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.data_parallel import Dtype, Precision
 from stretto.spec.families import FAMILY_DEFAULTS, Family
 from stretto.spec.job import Job
@@ -41,7 +41,7 @@ def shape_of(family: Family, hidden: int, sequence: int) -> ModelShape:
     )
 
 
-def step_of(replica: Replica) -> Step:
+def step_of(replica: RankModel) -> Step:
     """Forward and backward of one microbatch."""
     job = replica.job
     ids = torch.randint(

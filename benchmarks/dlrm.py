@@ -27,7 +27,7 @@ from stretto.recommender.placement import Placements
 from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.worker import keep_freed_memory
+from stretto.recommender.train.job import keep_freed_memory
 from stretto.run.config.validation import read_section
 
 DIM, BATCH, BATCHES = 64, 2048, 10
@@ -83,7 +83,8 @@ def stretto_step(
 
     def step() -> None:
         nonlocal at
-        recommender.step(batches[at % BATCHES], batches[(at + 1) % BATCHES])
+        recommender.forward_backward(batches[at % BATCHES], batches[(at + 1) % BATCHES])
+        recommender.update(1.0, recommender.gradient_norm())
         at += 1
 
     return step

@@ -25,8 +25,9 @@ from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
-from stretto.run.train.held import held_by
-from stretto.run.train.step import TrainingStep
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.rank_model import replicated_tensors
+from stretto.run.train.trainer import Trainer
 
 
 class Samples:
@@ -54,22 +55,24 @@ def measure(ranks: int, rounds: int) -> Costs:
     """On rank 0 what each costs, as a median."""
     dist.init_process_group("gloo")
     replica = small_gpt.replica(small_gpt.config(layout__dp=ranks))
-    training = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000))
-    copies, memory, samples = ReplicaConsistencyCheck(), MemoryCheck(), Samples()
+    trainer = Trainer(
+        LanguageTask(replica, Samples(), LearningRate.of(replica.job.optimiser, 1000)), TextProgress()
+    )
+    copies, memory = ReplicaConsistencyCheck(), MemoryCheck()
     steps, comparisons, checksums = list[float](), list[float](), list[float]()
     for number in range(rounds + 2):
         started = time.process_time()
-        training.run(samples, step=number, seen=0)
+        trainer.step()
         stepped = time.process_time()
-        assert not copies.differences(held_by(replica))
+        assert not copies.differences(replicated_tensors(replica))
         compared = time.process_time()
-        memory.begin({name: tensor for name, (tensor, _) in held_by(replica).items()})
+        memory.begin({name: tensor for name, (tensor, _) in replicated_tensors(replica).items()})
         assert not memory.changed(torch.device("cpu"))
         if number > 1:
             steps.append(stepped - started)
             comparisons.append(compared - stepped)
             checksums.append(time.process_time() - compared)
-    held = sum(tensor.nbytes for tensor, _ in held_by(replica).values())
+    held = sum(tensor.nbytes for tensor, _ in replicated_tensors(replica).values())
     replica.close()
     dist.destroy_process_group()
     return Costs(

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from harness import Step, Timing, arguments, compare, laps, on_ranks, table, where
 from small_gpt import SAMPLES, batch, config, replica, resize
 
-from stretto.run.train.replica import Replica
+from stretto.run.train.language_task import apply_gradients
+from stretto.run.train.rank_model import RankModel
 
 MEMORY = "in memory"
 WHERE = {MEMORY: "none", "host memory": "cpu", "files": "nvme"}
@@ -63,7 +64,7 @@ class Result:
     files: list[Files]  # by rank
 
 
-def one_step(contestant: Replica, size: Size) -> Step:
+def one_step(contestant: RankModel, size: Size) -> Step:
     """A training step including its last wait, so that no work spills into another contestant's time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = batch()
@@ -73,13 +74,13 @@ def one_step(contestant: Replica, size: Size) -> Step:
 
     def step() -> None:
         contestant.step(x, y, scale)
-        contestant.update(1e-3, float(contestant.gradient_norm()))
+        apply_gradients(contestant, 1e-3, float(contestant.gradient_norm()))
         contestant.states.ready()
 
     return step
 
 
-def counters(contestant: Replica) -> Files:
+def counters(contestant: RankModel) -> Files:
     """Seconds of transfers and waits so far."""
     files = contestant.optimizer.sharded[0].files
     assert files is not None

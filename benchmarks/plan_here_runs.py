@@ -26,7 +26,7 @@ from stretto.run.config.check import find_problems
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 
 RANKS = 4
 # (tp, cp, dp, pp) with this product
@@ -134,7 +134,7 @@ def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path
                 file.write(json.dumps({"layout": name, "round": at, **timed}) + "\n")
 
 
-def _timed(replica: Replica, steps: int) -> Mapping[str, float]:
+def _timed(replica: RankModel, steps: int) -> Mapping[str, float]:
     walls, cpus = list[float](), list[float]()
     for step in range(steps + 1):
         barrier()

@@ -34,7 +34,8 @@ from stretto.run.data.prefetch import Prefetcher
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.batches import SampleSource
-from stretto.run.train.step import TrainingStep
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.trainer import Trainer
 
 BATCHES, BATCH, SEQUENCE = 20, 32, 4096
 
@@ -62,19 +63,18 @@ def reader(samples: TrainingSamples) -> Step:
     return step
 
 
-class Trainer:
+class TimedTrainer:
     """Trains on the next global batch, and counts the seconds of its steps and those spent on samples."""
 
     def __init__(self, samples: SampleSource) -> None:
         replica = small_gpt.replica(small_gpt.config())
-        self._training = TrainingStep(replica, LearningRate.of(replica.job.optimiser, 1000))
-        self._size = replica.job.global_batch
-        self._samples, self._steps = samples, count()
+        task = LanguageTask(replica, self, LearningRate.of(replica.job.optimiser, 1000))
+        self._trainer, self._samples = Trainer(task, TextProgress()), samples
         self.seconds = self.waited = 0.0
 
     def __call__(self) -> None:
-        at, started = next(self._steps), time.perf_counter()
-        self._training.run(self, step=at, seen=at * self._size)
+        started = time.perf_counter()
+        self._trainer.step()
         self.seconds += time.perf_counter() - started
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -150,9 +150,9 @@ def main() -> None:
         size, length = small_gpt.MICROBATCHES * small_gpt.SAMPLES, small_gpt.SEQUENCE
         windows: Callable[[], WindowSamples] = lambda: WindowSamples(sources["a"], "train", length)  # noqa: E731
         steps = {
-            "random tokens in memory": Trainer(InMemory(windows(), 2 * size)),
-            "read ahead": Trainer(Prefetcher(windows(), size)),
-            "read in the step": Trainer(windows()),
+            "random tokens in memory": TimedTrainer(InMemory(windows(), 2 * size)),
+            "read ahead": TimedTrainer(Prefetcher(windows(), size)),
+            "read in the step": TimedTrainer(windows()),
         }
         timings = race(steps, "random tokens in memory", rounds=args.rounds)
         report("training steps of the small GPT", timings, "random tokens in memory", args.out)

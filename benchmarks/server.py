@@ -22,6 +22,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.traffic import traffic
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
+from stretto.run.train.language_task import apply_gradients
 from stretto.run.train.memory_measured import measure
 
 MIB = 2**20
@@ -55,7 +56,7 @@ def one_rank(mode: str, hidden: int) -> Rank:
 
     def step() -> None:
         contestant.step(inputs[mine], targets[mine], scale)
-        contestant.update(1e-3, float(contestant.gradient_norm()))
+        apply_gradients(contestant, 1e-3, float(contestant.gradient_norm()))
         contestant.states.ready()
 
     step()

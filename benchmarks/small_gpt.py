@@ -19,7 +19,8 @@ from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import assemble
-from stretto.run.train.replica import Replica
+from stretto.run.train.language_task import apply_gradients
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.shape import ModelShape
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 256, 4, 128, 8192
@@ -74,13 +75,13 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(parameters), lr=1e-3, weight_decay=0.01, fused=True)
 
 
-def replica(config: TrainConfig) -> Replica:
+def replica(config: TrainConfig) -> RankModel:
     """Stretto's contestant on this rank."""
     job = replace(job_of(config), shape=SHAPE)
     return assemble(job, Mesh(job.layout), seed=config.train.seed)
 
 
-def stretto_step(replica: Replica, dp: int = 1) -> Step:
+def stretto_step(replica: RankModel, dp: int = 1) -> Step:
     """One training step of Stretto, update included."""
     inputs, targets = batch()
     d = replica.mesh.index("dp")
@@ -89,7 +90,7 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
 
     def step() -> Tensor | None:
         losses = replica.pipeline.step(inputs[mine], targets[mine], scale)
-        replica.update(1e-3, float(replica.gradient_norm()))
+        apply_gradients(replica, 1e-3, float(replica.gradient_norm()))
         replica.states.ready()  # pending transfers would take time from the next contestant
         return losses
 

@@ -36,9 +36,9 @@ os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tes
 # has not imported, every rank of every test would import again, for seconds each time.
 local.PRELOAD = (
     *local.PRELOAD,
-    "stretto.run.train.worker",
+    "stretto.run.train.async_step",
     "stretto.run.verify.prove",
-    "stretto.recommender.train.worker",
+    "stretto.recommender.train.task",
     "stretto.recommender.verify.prove",
     "stretto.recommender.train.registered",
     "stretto.cli.main",

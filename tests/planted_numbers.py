@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train_runs import Hook
+from stretto.engine.parallel.control import this_rank
+from train_runs import Hook, around_step
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
@@ -31,51 +32,49 @@ def plant(step: int, rank: int | None, what: str, value: str = "nan", name: str 
 
 
 def _plant(step: int, rank: int | None, what: str, value: float, name: str | None) -> None:
-    from stretto.run.train.session import Session
+    done = list[int]()
 
-    inner, done = Session._step, list[int]()
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        here = self.position.step + 1 == step and rank in (None, self.mesh.rank) and not done
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        here = self.progress.step + 1 == step and rank in (None, this_rank()) and not done
         if here:
             done.append(1)
             globals()["_" + what.replace(" ", "_")](self, value, name)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
-def _parameter(session: Any, name: str | None) -> Tensor:
+def _parameter(trainer: Any, name: str | None) -> Tensor:
     """By default a norm's, which every token meets, or, of a rank without one, the first; of gathered weights
     the rank's own part.
     """
-    here = [(n, p) for n, p in session.replica.parameters.items() if p.untyped_storage().size()]
-    here += [(f.name, f.parameter) for f in session.replica.fragments if f.parameter.numel()]
+    here = [(n, p) for n, p in trainer.task.model.parameters.items() if p.untyped_storage().size()]
+    here += [(f.name, f.parameter) for f in trainer.task.model.fragments if f.parameter.numel()]
     held = [(n, p) for n, p in here if p.numel()]
     wanted = [p for n, p in held if (n == name if name else "norm" in n)]
     return wanted[0] if wanted or name else held[0][1]
 
 
 @torch.no_grad()
-def _weight(session: Any, value: float, name: str | None) -> None:
-    session.replica.states.ready()  # else what arrives may overwrite it
-    weight = _parameter(session, name)
+def _weight(trainer: Any, value: float, name: str | None) -> None:
+    trainer.task.model.states.ready()  # else what arrives may overwrite it
+    weight = _parameter(trainer, name)
     weight.view(-1)[weight.numel() // 2] = value
 
 
-def _gradient(session: Any, value: float, name: str | None) -> None:
+def _gradient(trainer: Any, value: float, name: str | None) -> None:
     """In the gradient of what a module computes, in the first microbatch: loss and activations are right."""
 
     def spoil(out: Tensor) -> Tensor:
         out.register_hook(lambda gradient: _spoiled(gradient, value))
         return out
 
-    _in_forward(session, spoil)
+    _in_forward(trainer, spoil)
 
 
-def _activation(session: Any, value: float, name: str | None) -> None:
+def _activation(trainer: Any, value: float, name: str | None) -> None:
     """In what a module computes, in the first microbatch."""
-    _in_forward(session, lambda out: _spoiled(out, value))
+    _in_forward(trainer, lambda out: _spoiled(out, value))
 
 
 def _spoiled(tensor: Tensor, value: float) -> Tensor:
@@ -84,9 +83,9 @@ def _spoiled(tensor: Tensor, value: float) -> Tensor:
     return spoiled
 
 
-def _in_forward(session: Any, change: Callable[[Tensor], Tensor]) -> None:
+def _in_forward(trainer: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Change what a norm of the rank's last stage puts out, once."""
-    stage = list(session.replica.pipeline.stages.values())[-1]
+    stage = list(trainer.task.model.pipeline.stages.values())[-1]
     module = next(m for name, m in stage.named_modules() if name.endswith("norm1"))
 
     def changed(_: Any, __: Any, out: Any) -> Any:
@@ -96,9 +95,9 @@ def _in_forward(session: Any, change: Callable[[Tensor], Tensor]) -> None:
     handle = module.register_forward_hook(changed)
 
 
-def _loss(session: Any, value: float, name: str | None) -> None:
+def _loss(trainer: Any, value: float, name: str | None) -> None:
     """In the loss that the rank reports, of its first microbatch: the gradients are as they were."""
-    replica, done = session.replica, list[int]()
+    replica, done = trainer.task.model, list[int]()
 
     def spoiling(inner: Any) -> Any:
         def step(*arguments: Any, **named: Any) -> Any:
@@ -114,9 +113,9 @@ def _loss(session: Any, value: float, name: str | None) -> None:
     replica.step, replica.advance = spoiling(replica.step), spoiling(replica.advance)
 
 
-def _no_update(session: Any, value: float, name: str | None) -> None:
+def _no_update(trainer: Any, value: float, name: str | None) -> None:
     """The step is bad by decree, on every rank alike."""
-    guard = session.guard
+    guard = trainer.guard
     inner = guard.spike
 
     def spike(loss: float, norm: float | None) -> str:
@@ -128,24 +127,22 @@ def _no_update(session: Any, value: float, name: str | None) -> None:
 
 
 def flip_bit(step: int, rank: int, name: str | None, *, element: int, bit: int) -> Hook:
-    """Flip one bit of what a rank holds, before a step: of a tensor by its name in `held_by`, or, where it is
-    None, of one by its number in order of names.
+    """Flip one bit of what a rank holds, before a step: of a tensor by its name in `Task.tensors`, or
+    without a name, of one by its number in order of names.
     """
     return _flip_bit, (step, rank, name, element, bit)
 
 
 def _flip_bit(step: int, rank: int, name: str | None, element: int, bit: int) -> None:
-    from stretto.run.train.session import Session
+    done = list[int]()
 
-    inner, done = Session._step, list[int]()
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.position.step + 1 == step and rank == self.mesh.rank and not done:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if self.progress.step + 1 == step and rank == this_rank() and not done:
             done.append(1)
-            flip(self._held()[name][0], element, bit)
+            flip(self.task.tensors("replicas")[name][0], element, bit)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
 @torch.no_grad()
@@ -164,12 +161,10 @@ def watch(step: int, folder: str) -> Hook:
 
 
 def _watch(step: int, folder: str) -> None:
-    from stretto.run.train.session import Session
+    done = list[int]()
 
-    inner, done = Session._step, list[int]()
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.position.step + 1 != step or done:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if self.progress.step + 1 != step or done:
             return inner(self, stop)
         done.append(1)
         before = _in_memory(self)
@@ -180,16 +175,16 @@ def _watch(step: int, folder: str) -> None:
             changed = [name for name, bits in before.items() if not torch.equal(bits, after[name])]
             spoiled = [name for name in before if _finite(before[name]) and not _finite(after[name])]
             line = json.dumps({"changed": changed, "spoiled": spoiled, "watched": len(before)})
-            Path(folder, str(self.mesh.rank)).write_text(line)
+            Path(folder, str(this_rank())).write_text(line)
             dist.barrier()  # a rank that fails first has the others killed
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
-def _in_memory(session: Any) -> dict[str, Tensor]:
+def _in_memory(trainer: Any) -> dict[str, Tensor]:
     """Copies of what the rank holds in memory, as the bytes of their elements."""
     there = dict[str, Tensor]()
-    for name, (tensor, _) in session._held().items():
+    for name, (tensor, _) in trainer.task.tensors("replicas").items():
         if tensor.numel() and tensor.untyped_storage().size() >= tensor.numel() * tensor.element_size():
             there[name] = (
                 tensor.detach()
@@ -216,21 +211,19 @@ def flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) -> 
 
 
 def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) -> None:
-    from stretto.run.train.session import Session
+    left = list(flips)
 
-    inner, left = Session._step, list(flips)
-
-    def wrapped(self: Session, stop: Any) -> bool:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         for one in list(left):
             step, rank, number, element, bit = one
-            if self.position.step + 1 == step and rank == self.mesh.rank:
+            if self.progress.step + 1 == step and rank == this_rank():
                 left.remove(one)
-                held = {name: tensor for name, (tensor, _) in self._held().items()}
+                held = {name: tensor for name, (tensor, _) in self.task.tensors("replicas").items()}
                 # weights beside masters and shards are written anew by every update
                 shared = (n for n in self._copies._place or () if not n.startswith("weights."))
-                names = sorted(shared if copies else self._updated())
+                names = sorted(shared if copies else self.task.tensors("memory"))
                 there = [n for n in names if held[n].numel() and held[n].untyped_storage().size()]
                 flip(held[there[number % len(there)]], element, bit)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)

@@ -124,6 +124,16 @@ def run_all(jobs: Sequence[Job]) -> list[Outcome]:
     return [run(job) for job in jobs]
 
 
+def train_step(
+    recommender: Recommender, batch: ClickBatch, following: ClickBatch | None = None
+) -> tuple[torch.Tensor, float | None]:
+    """A step at the peak learning rates; returns this rank's share of the loss, and the norm."""
+    loss = recommender.forward_backward(batch, following)
+    norm = recommender.gradient_norm()
+    recommender.update(1.0, norm)
+    return loss.clone(), norm
+
+
 def run(job: Job) -> Outcome:
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
@@ -135,12 +145,11 @@ def run(job: Job) -> Outcome:
     batches = [batch_of(job, step).part(*rank_slice(SAMPLES, rank, world)) for step in range(job.steps)]
     losses, norms = list[float](), list[float | None]()
     for at, batch in enumerate(batches):
-        result = recommender.step(batch, batches[at + 1] if at + 1 < job.steps else None)
-        loss = result.loss_sum.clone()
+        loss, norm = train_step(recommender, batch, batches[at + 1] if at + 1 < job.steps else None)
         if world > 1:
             dist.all_reduce(loss)
         losses.append(float(loss))
-        norms.append(result.norm)
+        norms.append(norm)
     outcome = Outcome(
         losses,
         norms,

@@ -6,29 +6,31 @@ import json
 import time
 from typing import Any
 
+from stretto.engine.parallel.control import this_rank
+
 
 def slow_down(rank: int, factor: float, first: int) -> None:
     """From step `first` on, this rank computes `factor` times as long: it spins for the rest."""
-    from stretto.run.train.session import Session
+    from stretto.run.train.trainer import Trainer
 
-    inner = Session.__init__
+    inner = Trainer.__init__
 
-    def built(self: Session, *arguments: Any, **named: Any) -> None:
+    def built(self: Any, *arguments: Any, **named: Any) -> None:
         inner(self, *arguments, **named)
-        step = self.replica.step
+        step = self.task.model.step
 
         def slower(*arguments: Any) -> Any:
             began = time.thread_time()  # of work, however many jobs share the core
             result = step(*arguments)
             ended = time.thread_time()
-            if self.position.step + 1 >= first and self.mesh.rank == rank:
+            if self.progress.step + 1 >= first and this_rank() == rank:
                 while time.thread_time() < ended + (factor - 1) * (ended - began):
                     pass
             return result
 
-        self.replica.step = slower
+        self.task.model.step = slower
 
-    Session.__init__ = built
+    Trainer.__init__ = built
 
 
 def keep_busy_times(path: str) -> None:

@@ -222,7 +222,8 @@ def test_light_modules_import_no_torch() -> None:
     ]
     light += [
         "stretto.run.launch.slurm",
-        "stretto.run.train.job",  # starts the server that imports torch for the ranks, at the same time
+        "stretto.run.train.launch",  # starts the server that imports torch for the ranks, at the same time
+        "stretto.run.train.language_job",
         "stretto.recommender.train.job",
         *(f"stretto.engine.checkpoint.{name}" for name in ("folder", "manifest", "index")),
         *(f"stretto.autosplit.{name}" for name in ("network", "costs", "solver", "plan", "picture")),

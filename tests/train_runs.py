@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from stretto.engine.checkpoint.read import read_whole
+from stretto.engine.parallel.control import this_rank
 from stretto.run.config import TrainConfig
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.local import prepare, run_ranks
-from stretto.run.train.job import PRELOAD, local_rank
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.language_job import train_language_rank
+from stretto.run.train.launch import PRELOAD
 from stretto.run.train.metrics import read_lines
 
 Hook = tuple[Callable[..., None], tuple[Any, ...]]
@@ -33,25 +36,43 @@ def train(config: TrainConfig, *hooks: Hook) -> dict[str, Any]:
 def hooked(hooks: Sequence[Hook], config: TrainConfig, source: TokenSource) -> dict[str, Any]:
     for plant, arguments in hooks:
         plant(*arguments)
-    return local_rank(config, True, source)
+    with StopRequest() as stop:
+        return train_language_rank(config, source, stop, True)
+
+
+def with_hooks(run_ranks: Callable[..., list[Any]], hooks: Sequence[Hook]) -> Callable[..., list[Any]]:
+    """What the launcher calls instead of `run_ranks`, so that ranks of language models have hooks."""
+
+    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        *watched, _, run_rank, config, data, _, _ = (function, *arguments)
+        assert run_rank is train_language_rank
+        return run_ranks(ranks, *watched, hooked, list(hooks), config, data, **options)
+
+    return planted
+
+
+def around_step(wrapper: Callable[[Any, Any, Any], Any]) -> None:
+    """Replace the step of all trainers in this process by `wrapper(step, trainer, stop)`."""
+    from stretto.run.train.async_step import AsyncTrainer
+    from stretto.run.train.trainer import Trainer
+
+    for kind in (Trainer, AsyncTrainer):
+        inner = kind.step
+        kind.step = lambda self, stop=None, inner=inner: wrapper(inner, self, stop)
 
 
 def at_step(step: int, rank: int | None, act: Callable[..., None], *arguments: Any) -> Hook:
-    """Call `act(session, *arguments)` on `rank` (None: all) before the step."""
+    """Call `act(trainer, *arguments)` on `rank` (None: all) before the step."""
     return _before_step, (step, rank, act, arguments)
 
 
 def _before_step(step: int, rank: int | None, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    from stretto.run.train.session import Session
-
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.position.step + 1 == step and rank in (None, self.mesh.rank):
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if self.progress.step + 1 == step and rank in (None, this_rank()):
             act(self, *arguments)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
 def send_self(_: Any, number: int) -> None:
@@ -62,9 +83,9 @@ def fail(_: Any) -> None:
     raise KeyError("planted")
 
 
-def spoil_a_weight(session: Any) -> None:
+def spoil_a_weight(trainer: Any) -> None:
     with torch.no_grad():
-        next(iter(session.replica.parameters.values())).fill_(float("nan"))
+        next(iter(trainer.task.model.parameters.values())).fill_(float("nan"))
 
 
 def linger(_: Any, seconds: float) -> None:
@@ -95,19 +116,15 @@ def keep_samples(path: str) -> Hook:
 
 
 def _keep_samples(path: str) -> None:
-    from stretto.run.train.session import Session
-
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        step, stopped = self.position.step + 1, inner(self, stop)
-        if all(self.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp")):
-            seen = [i for microbatch in self.replica.samples for i in microbatch]
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        step, stopped = self.progress.step + 1, inner(self, stop)
+        if all(self.task.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp")):
+            seen = [i for microbatch in self.task.model.samples for i in microbatch]
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps([step, seen]) + "\n")
         return stopped
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
 def losses(config: TrainConfig) -> dict[int, float]:

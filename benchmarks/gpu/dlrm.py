@@ -148,7 +148,8 @@ def stretto(size: Size, data: list[Raw], setting: Setting, *, overlap: bool) -> 
     def step() -> None:
         nonlocal coming
         batch, coming = coming, next(turn)
-        made.step(batch, coming)
+        made.forward_backward(batch, coming)
+        made.update(1.0, made.gradient_norm())
 
     return step
 

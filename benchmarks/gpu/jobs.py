@@ -20,10 +20,12 @@ from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import config_fields
 from stretto.run.data.dataset import Batch
+from stretto.run.train import trainer as training
 from stretto.run.train.assemble import assemble
+from stretto.run.train.async_step import AsyncTrainer
 from stretto.run.train.batches import SampleSource, read_ahead
-from stretto.run.train.replica import Replica
-from stretto.run.train.step import StepResult, TrainingStep
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
 
@@ -268,22 +270,18 @@ class Trainer:
         if quick:
             fill(self.replica)
         self.replica.pipeline.train()
-        self._step = TrainingStep(self.replica, LearningRate.of(job.optimiser, 1_000_000))
         self._samples = read_ahead(Samples(job) if samples is None else samples, self.replica)
-        self._count = 0
+        task = LanguageTask(self.replica, self._samples, LearningRate.of(job.optimiser, 1_000_000))
+        kind = AsyncTrainer if self.replica.asynchronous else training.Trainer
+        self._trainer = kind(task, TextProgress())
         self.losses: list[float] = []
         self.norms: list[float] = []
 
     def step(self) -> None:
         """The next step. Collective."""
-        count, size = self._count, self.replica.job.global_batch
-        done = self._step.run(self._samples, step=count, seen=count * size)
-        self._count += 1
-        self._note(done)
-
-    def _note(self, done: Sequence[StepResult]) -> None:
-        self.losses += [one.loss for one in done]
-        self.norms += [one.norm for one in done if one.norm is not None]
+        results = self._trainer.step()
+        self.losses += [result.loss for result in results]
+        self.norms += [result.norm for result in results if result.norm is not None]
 
     def close(self) -> None:
         """Free everything."""
@@ -292,7 +290,7 @@ class Trainer:
 
 
 @torch.no_grad()
-def fill(replica: Replica) -> None:
+def fill(replica: RankModel) -> None:
     """Initial values drawn where the weights lie: the seeded ones of billions of parameters, the same on
     every device, take the host minutes.
     """

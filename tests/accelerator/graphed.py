@@ -22,8 +22,10 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.assemble import assemble
-from stretto.run.train.replica import Replica
-from stretto.run.train.step import TrainingStep
+from stretto.run.train.async_step import AsyncTrainer
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.rank_model import RankModel
+from stretto.run.train.trainer import Trainer
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.optimiser import Optimiser
@@ -90,11 +92,12 @@ class Trained:
 def trained(job: Job) -> Trained:
     """After `STEPS` steps, with evaluations of other shapes before and between them."""
     replica = assemble(job, Mesh(job.layout, NPU, timedelta(seconds=30)), seed=0)
-    step, samples = TrainingStep(replica, LearningRate.of(job.optimiser, STEPS)), Samples(job)
+    samples = Samples(job)
+    task = LanguageTask(replica, samples, LearningRate.of(job.optimiser, STEPS))
+    trainer = (AsyncTrainer if replica.asynchronous else Trainer)(task, TextProgress())
     numbers, scales = [held_out(replica, samples, 0)], list[float]()
     for number in range(STEPS):
-        done = step.run(samples, step=number, seen=number * job.global_batch)
-        numbers += [x for one in done for x in (one.loss, one.norm) if x is not None]
+        numbers += [x for one in trainer.step() for x in (one.loss, one.norm) if x is not None]
         if number % 2:  # an evaluation waits for the weights, which a step must do by itself
             numbers.append(held_out(replica, samples, number))
         if number == STEPS // 2:
@@ -108,7 +111,7 @@ def trained(job: Job) -> Trained:
     return Trained(numbers, scales, trained)
 
 
-def held_out(replica: Replica, samples: Samples, number: int) -> float:
+def held_out(replica: RankModel, samples: Samples, number: int) -> float:
     """The loss of a batch of other sizes than those of a step."""
     batch = samples.batch(range(100 + number, 103 + number))
     inputs, targets = moved(batch.inputs, NPU), moved(batch.targets, NPU)

@@ -27,15 +27,15 @@ from stretto.engine.parallel.recompute import RandomState, recompute
 from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.errors import StrettoError
-from stretto.recommender.train import job as recommender
+from stretto.recommender.train.job import RECOMMENDER
 from stretto.run.calibrate import collectives, kernels, profile
 from stretto.run.config import TrainConfig
 from stretto.run.launch.local import run_ranks
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.job import run_job
-from stretto.run.train.session import Session
-from stretto.run.train.worker import train_rank
+from stretto.run.train.language_job import LANGUAGE, train_language_rank
+from stretto.run.train.launch import run_job
 from tiny_job import GPT, LLAMA, MOE, job
+from train_runs import around_step
 
 plugin: Any = sys.modules["stretto_fake_npu"]  # torch has loaded it
 NPU = torch.device("npu", 0)
@@ -185,20 +185,20 @@ def noted(waits: Waits, synchronize: Callable[..., None]) -> Callable[..., None]
 
 def waiting_rank(config: TrainConfig) -> list[dict[str, int]]:
     """A rank of a job: of each step, where the host waits for the device."""
-    steps, step = list[dict[str, int]](), Session._step
+    steps = list[dict[str, int]]()
     waits = Waits("npu")
     for owner in (plugin.Devices, plugin.Stream, plugin.Event):
         owner.synchronize = noted(waits, owner.synchronize)
 
-    def counted(self: Session, stop: StopRequest) -> bool:
+    def counted(inner: Any, self: Any, stop: Any) -> Any:
         waits.counts.clear()
         with waits:
-            stopped = step(self, stop)
+            stopped = inner(self, stop)
         steps.append(dict(waits.counts))
         return stopped
 
-    Session._step = counted
-    train_rank(config, StopRequest(), quiet=True)
+    around_step(counted)
+    train_language_rank(config, None, StopRequest(), True)
     return steps
 
 
@@ -264,7 +264,11 @@ def trained(folder: Path, model: str, *words: str) -> dict[str, Any]:
     for kind in ("npu", "cpu"):
         place = folder / kind
         place.mkdir(parents=True)
-        run_job(job(place, "train.dtype=float64", f"train.device={kind}", *words, model=model), quiet=True)
+        run_job(
+            LANGUAGE,
+            job(place, "train.dtype=float64", f"train.device={kind}", *words, model=model),
+            quiet=True,
+        )
         result[kind] = losses(place)
         result[f"{kind}_memory"] = lines(place)[-1]["memory_gib"]
     return result
@@ -280,7 +284,7 @@ def pipelines(folder: Path) -> dict[str, Any]:
     place.mkdir()
     config = job(place, *words, "train.device=cpu")
     config = replace(config, checkpoint=replace(config.checkpoint, resume=str(first)))
-    run_job(config, quiet=True)
+    run_job(LANGUAGE, config, quiet=True)
     return {**result, "resumed": losses(place)}
 
 
@@ -290,12 +294,12 @@ def resumed_graphs(folder: Path) -> dict[str, Any]:
     result = dict[str, Any]()
     for name, value in (("plain", "off"), ("graphed", "microbatch")):
         (folder / name).mkdir()
-        run_job(job(folder / name, *words, "eval.every=2", f"train.graphs={value}"), quiet=True)
+        run_job(LANGUAGE, job(folder / name, *words, "eval.every=2", f"train.graphs={value}"), quiet=True)
         result[name] = losses(folder / name)
     (first,) = (folder / "graphed").glob("runs/*/checkpoints/step-00000003")
     place = folder / "resumed"
     place.mkdir()
-    run_job(job(place, *words, "train.graphs=microbatch", f"checkpoint.resume={first}"), quiet=True)
+    run_job(LANGUAGE, job(place, *words, "train.graphs=microbatch", f"checkpoint.resume={first}"), quiet=True)
     return {**result, "resumed": losses(place)}
 
 
@@ -326,7 +330,7 @@ def tables(folder: Path) -> dict[str, Any]:
     result = dict[str, Any]()
     for kind in ("npu", "cpu"):
         config = config_of(folder / kind, f"train.device={kind}", "tables.place=cpu", "tables.cache=0.3")
-        recommender.run_job(config, quiet=True)
+        run_job(RECOMMENDER, config, quiet=True)
         result[kind] = losses(folder / kind)
     return result
 

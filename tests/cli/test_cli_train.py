@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import stretto.run.train.job as job_module
+import stretto.run.train.launch as launch_module
 import train_runs
 from stretto.cli.main import run
 from stretto.run.data.build import build
@@ -97,7 +97,7 @@ def test_bad_text_ends_with_2_before_ranks_start(
 
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch_module, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
 
 
 def check_error(capfd: pytest.CaptureFixture[str], says: str) -> None:
@@ -236,14 +236,10 @@ def test_suggested_next_commands_are_legal(
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[..., None]]:
     """Let ranks run with hooks."""
-    before = job_module.run_ranks
+    before = launch_module.run_ranks
 
     def plant(*hooks: train_runs.Hook) -> None:
-        def planted(ranks: int, *words: Any, **options: Any) -> list[Any]:
-            *watch, _, config, _, tokens = words
-            return before(ranks, *watch, train_runs.hooked, list(hooks), config, tokens, **options)
-
-        monkeypatch.setattr(job_module, "run_ranks", planted)
+        monkeypatch.setattr(launch_module, "run_ranks", train_runs.with_hooks(before, hooks))
 
     return plant
 

@@ -13,7 +13,7 @@ from stretto.cli import main
 from stretto.planner.machines import catalogue
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
-from stretto.run.train.prediction import Forecast, first_line
+from stretto.run.train.prediction import StepTimePrediction, first_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLUSTER = "dgx-h100:16"
@@ -129,7 +129,7 @@ def test_a_run_begins_with_what_predict_says_of_its_config(
     path = str(CONFIGS / f"{name}.yaml")
     (row,) = run_json(capsys, "predict", path, "--cluster", "here")["rows"]
     config = load(path)
-    forecast = Forecast(job_of(config), config).estimate
+    forecast = StepTimePrediction(job_of(config), config).estimate
     assert forecast is not None
     assert (forecast.seconds, forecast.low, forecast.high) == (row["step_time_s"], row["low"], row["high"])
     assert (forecast.bubble, dict(forecast.parts)) == (row["bubble"], row["parts"])

@@ -14,27 +14,27 @@ from typing import Any
 
 from stretto.cli.main import main
 from stretto.engine.parallel.control import gather_json
-from stretto.run.train.session import Session
+from train_runs import around_step
 
 SLOW_S = 0.25
 
 
 def keep_a_ledger(path: Path) -> None:
-    inner, attempt = Session._step, list[Any]()
+    attempt = list[Any]()
 
-    def step(self: Session, stop: Any) -> bool:
+    def step(inner: Any, self: Any, stop: Any) -> Any:
         if not attempt:
             attempt.append(gather_json([os.getpid(), time.time()])[0])
         if not path.with_suffix(".fast").exists():
             time.sleep(SLOW_S)
-        number, stopped = self.position.step + 1, inner(self, stop)
-        if all(self.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp")):
-            seen = [i for microbatch in self.replica.samples for i in microbatch]
+        number, stopped = self.progress.step + 1, inner(self, stop)
+        if all(self.task.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp")):
+            seen = [i for microbatch in self.task.model.samples for i in microbatch]
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([*attempt, self.mesh.layout.world, number, seen]) + "\n")
+                file.write(json.dumps([*attempt, self.task.mesh.layout.world, number, seen]) + "\n")
         return stopped
 
-    Session._step = step
+    around_step(step)
 
 
 if __name__ == "__main__":

@@ -354,7 +354,7 @@ def run_metadata(folder: Path) -> Parser:
     from stretto.engine.checkpoint.manifest import problems, read_manifest
     from stretto.engine.checkpoint.read import shape_of
     from stretto.errors import StrettoError
-    from stretto.run.train.position import counted_from
+    from stretto.run.train.checkpointing import restored_progress
     from stretto.run.train.resume import read_meta
 
     checkpoint = run_checkpoint(folder)
@@ -368,7 +368,9 @@ def run_metadata(folder: Path) -> Parser:
         if wrong := problems(checkpoint):
             raise StrettoError(wrong[0])
         read_again = read_meta(checkpoint, ("step", "samples", "tokens"))
-        return shape_of(checkpoint, read_manifest(checkpoint).meta), counted_from(read_again, 4)
+        return shape_of(checkpoint, read_manifest(checkpoint).meta), restored_progress(read_again, 4)[
+            "counted_from"
+        ]
 
     return _json(META, read)
 

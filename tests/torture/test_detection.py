@@ -17,15 +17,16 @@ import pytest
 from counts import record
 
 from recommender_job import config_of as recommender_config
-from stretto.recommender.train.job import run_job
+from stretto.engine.parallel.control import this_rank
+from stretto.recommender.train.job import RECOMMENDER
 from stretto.run.data.prepare import prepare_data
 from stretto.run.launch import local
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
-from stretto.run.train.job import PRELOAD
+from stretto.run.train.launch import PRELOAD, run_job
 from stretto.run.watch.local import watching
 from tiny_job import job
-from train_runs import hooked
+from train_runs import around_step, hooked
 
 STEP = 5
 LAYOUTS = {
@@ -54,8 +55,8 @@ def loop(_: Any) -> None:
         pass
 
 
-def read_slowly(session: Any) -> None:
-    session._training.batches.take = lambda *_, **__: time.sleep(1000)
+def read_slowly(trainer: Any) -> None:
+    trainer.task.batches.take = lambda *_, **__: time.sleep(1000)
 
 
 HANGS = (stop, hold_the_lock, loop, read_slowly)
@@ -63,7 +64,7 @@ HANGS = (stop, hold_the_lock, loop, read_slowly)
 
 def leave_out_a_call(_: Any) -> None:
     """The rank's next all-reduce of the step's report does not happen."""
-    from stretto.run.train import loop as module
+    from stretto.run.train import agreement as module
 
     class Done:
         def wait(self) -> None:
@@ -83,7 +84,7 @@ def call_another(_: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from stretto.run.train import loop as module
+    from stretto.run.train import agreement as module
 
     inner = module.dist.all_reduce
 
@@ -97,17 +98,14 @@ def call_another(_: Any) -> None:
 
 def plant(rank: int, act: Callable[[Any], None], at: str) -> None:
     """Do it on a rank in step STEP; the time goes into a file."""
-    from stretto.run.train.session import Session
 
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.position.step + 1 == STEP and rank == self.mesh.rank:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if self.progress.step + 1 == STEP and rank == this_rank():
             Path(at).write_text(str(time.time()), encoding="utf-8")
             act(self)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
 def failure_of(folder: Path, layout: str, act: Callable[[Any], None], rank: int) -> tuple[Failure, float]:
@@ -224,7 +222,7 @@ def test_a_stopped_rank_of_a_recommender(tmp_path: Path, monkeypatch: pytest.Mon
         path = config.run.folder / "metrics.jsonl"
         threading.Thread(target=stop_one, args=(path, rank, stopped), daemon=True).start()
         with pytest.raises(RankFailed) as caught:
-            run_job(config, quiet=True)
+            run_job(RECOMMENDER, config, quiet=True)
         named += (caught.value.failure.rank, caught.value.failure.kind) == (rank, "hung")
         longest = max(longest, time.time() - stopped[0])
     record(

@@ -14,7 +14,7 @@ from counts import record
 from slow_ranks import keep_busy_times, slow_down
 from stretto.run.data.prepare import prepare_data
 from stretto.run.launch.local import prepare, run_ranks
-from stretto.run.train.job import PRELOAD
+from stretto.run.train.launch import PRELOAD
 from stretto.run.watch.slow import EVERY, WINDOW
 from tiny_job import job
 from train_runs import hooked

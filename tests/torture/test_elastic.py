@@ -14,17 +14,20 @@ import counts
 import pytest
 import torch
 
+import train_runs
 from recommender_job import config_of
 from stretto.engine.checkpoint.read import read_whole
+from stretto.engine.parallel.control import this_rank
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.train.job import run_job as run_clicks
+from stretto.recommender.train.job import RECOMMENDER
 from stretto.run.config import TrainConfig
 from stretto.run.launch import restart
-from stretto.run.train import job as job_module
-from stretto.run.train.job import local_rank, run_job
+from stretto.run.train import launch as launch_module
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from stretto.run.train.replan import for_ranks
 from tiny_job import LLAMA, job
-from train_runs import Hook, at_step, hooked, keep_samples, losses, send_self, tensors, train
+from train_runs import Hook, around_step, at_step, keep_samples, losses, send_self, tensors, train
 
 pytestmark = pytest.mark.apart
 
@@ -104,15 +107,9 @@ def test_a_rank_that_dies_again_is_done_without(
     words = (PLANNED, "run.name=broken", "checkpoint.every=2", "train.restarts=5")
     config = for_ranks(job(folder, *EXACT, *words, model=LLAMA), 3, print)
     hooks: list[Hook] = [at_step(3, 2, dies)]
-    inner = job_module.run_ranks
-
-    def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        *watched, trains, config, _, source = (function, *arguments)
-        assert trains is local_rank
-        return inner(ranks, *watched, hooked, hooks, config, source, **options)
-
-    monkeypatch.setattr(job_module, "run_ranks", broken)
-    result = run_job(config, quiet=True)
+    broken = train_runs.with_hooks(launch_module.run_ranks, hooks)
+    monkeypatch.setattr(launch_module, "run_ranks", broken)
+    result = run_job(LANGUAGE, config, quiet=True)
     assert (result.restarts, result.stopped) == (2, False)
     lines = capfd.readouterr().err.splitlines()
     said = [line for line in lines if line.startswith(("restart ", "elastic", "going on"))]
@@ -134,14 +131,14 @@ def test_a_recommender_goes_on_with_a_rank_less(
     """The third rank dies whenever it is there."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
     whole, parts = (clicks(folder, f"run.name={name}", "train.restarts=3") for name in ("all", "less"))
-    expected = run_clicks(whole, quiet=True)
-    inner = job_module.run_ranks
+    expected = run_job(RECOMMENDER, whole, quiet=True)
+    inner = launch_module.run_ranks
 
     def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
         return inner(ranks, dies_as_third, function, arguments, **options)
 
-    monkeypatch.setattr(job_module, "run_ranks", broken)
-    result = run_clicks(parts, quiet=True)
+    monkeypatch.setattr(launch_module, "run_ranks", broken)
+    result = run_job(RECOMMENDER, parts, quiet=True)
     assert result.restarts == 2
     assert "going on with 2 of 3 ranks" in capfd.readouterr().err
     assert result.outcome is not None
@@ -157,14 +154,10 @@ def test_a_recommender_goes_on_with_a_rank_less(
 
 
 def dies_as_third(function: Any, arguments: tuple[Any, ...]) -> Any:
-    from stretto.recommender.train.session import Session
-
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.rank == 2 and self.position.step + 1 == 4:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if this_rank() == 2 and self.progress.step + 1 == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
     return function(*arguments)

@@ -20,13 +20,15 @@ import counts
 import pytest
 from test_restarts import running_ranks
 
+import train_runs
 from stretto.run.config import TrainConfig
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train import job as job_module
-from stretto.run.train.job import Result, exit_code, local_rank, run_job
+from stretto.run.train import launch as launch_module
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import Result, exit_code, run_job
 from stretto.run.train.restarts import newest_checkpoint
 from tiny_job import job
-from train_runs import Hook, at_step, hooked, keep_notes, linger, losses, same, send_self, tensors
+from train_runs import Hook, at_step, keep_notes, linger, losses, same, send_self, tensors
 
 pytestmark = pytest.mark.apart
 
@@ -83,11 +85,11 @@ def preempted(folder: Path, seed: int) -> int:
     layout = LAYOUTS[seed % len(LAYOUTS)]
     whole = long_job(folder, f"whole-{seed % len(LAYOUTS)}", *layout)
     if not whole.run.folder.exists():
-        run_job(whole, quiet=True)
+        run_job(LANGUAGE, whole, quiet=True)
     parts, draw, stops = long_job(folder, f"stopped-{seed}", *layout), random.Random(seed), 0
     while True:
         with signals(parts, draw):
-            result = run_job(parts, quiet=True)
+            result = run_job(LANGUAGE, parts, quiet=True)
         if not result.stopped:
             break
         stops += 1
@@ -123,7 +125,7 @@ def test_a_stop_without_time_for_a_save_names_the_last_one(
     words = ("layout.dp=2", "train.steps=8", "checkpoint.every=4", "eval.every=null")
     whole = long_job(folder, "whole-grace", *words)
     if not whole.run.folder.exists():
-        run_job(whole, quiet=True)
+        run_job(LANGUAGE, whole, quiet=True)
     parts = long_job(folder, "grace", *words, "train.grace_s=0.5")
     notes = folder / "notes"
     hooks = ((save_slowly, (0.7,)), keep_notes(str(notes)), at_step(6, 1, send_self, signal.SIGUSR1))
@@ -133,7 +135,7 @@ def test_a_stop_without_time_for_a_save_names_the_last_one(
     assert (result.outcome["step"], Path(result.outcome["checkpoint"]).name) == (6, "step-00000004")
     assert "s of train.grace_s are left; none is begun, the last is" in notes.read_text()
     monkeypatch.undo()
-    assert not run_job(parts, quiet=True).stopped
+    assert not run_job(LANGUAGE, parts, quiet=True).stopped
     assert same(tensors(whole, 8), tensors(parts, 8))
 
 
@@ -150,16 +152,10 @@ def test_ranks_that_do_not_stop_in_time_are_ended_with_75(
 
 
 def with_hooks(monkeypatch: pytest.MonkeyPatch, config: TrainConfig, *hooks: Hook) -> Result:
-    inner = job_module.run_ranks
-
-    def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        *watched, trains, config, _, source = (function, *arguments)
-        assert trains is local_rank
-        return inner(ranks, *watched, hooked, list(hooks), config, source, **options)
-
-    monkeypatch.setattr(job_module, "run_ranks", planted)
+    planted = train_runs.with_hooks(launch_module.run_ranks, hooks)
+    monkeypatch.setattr(launch_module, "run_ranks", planted)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
-    return run_job(config, quiet=True)
+    return run_job(LANGUAGE, config, quiet=True)
 
 
 def interrupt_launcher(_: Any) -> None:
@@ -167,12 +163,12 @@ def interrupt_launcher(_: Any) -> None:
 
 
 def save_slowly(seconds: float) -> None:
-    from stretto.run.train.session import Session
+    from stretto.run.train.checkpointing import Checkpointer
 
-    inner = Session._write_checkpoint
+    inner = Checkpointer._write
 
-    def slow(self: Session, save: Any) -> Path:
+    def slow(self: Checkpointer, write: Any) -> Path:
         time.sleep(seconds)
-        return inner(self, save)
+        return inner(self, write)
 
-    Session._write_checkpoint = slow
+    Checkpointer._write = slow

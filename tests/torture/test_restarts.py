@@ -19,12 +19,14 @@ from typing import Any
 import counts
 import pytest
 
+from stretto.engine.parallel.control import this_rank
 from stretto.run.config import TrainConfig
 from stretto.run.launch import restart
-from stretto.run.train import job as job_module
-from stretto.run.train.job import run_job
+from stretto.run.train import launch as launch_module
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import job
-from train_runs import hooked, losses, same, tensors
+from train_runs import around_step, hooked, losses, same, tensors
 
 pytestmark = pytest.mark.apart
 
@@ -121,12 +123,12 @@ def killed_and_compared(folder: Path, layout: str, kills: int, seed: int, steps:
     """Restarts of a job with so many kills, whose end must be that of the undisturbed run."""
     whole = long_job(folder, f"whole-{layout}-{steps}", *LAYOUTS[layout], steps=steps)
     if not whole.run.folder.exists():
-        run_job(whole, quiet=True)
+        run_job(LANGUAGE, whole, quiet=True)
     parts = long_job(
         folder, f"killed-{layout}-{seed}", *LAYOUTS[layout], f"train.restarts={kills}", steps=steps
     )
     with killing(parts, kills, seed) as killer:
-        result = run_job(parts, quiet=True)
+        result = run_job(LANGUAGE, parts, quiet=True)
     assert not result.stopped
     assert same(tensors(whole, steps), tensors(parts, steps))
     assert losses(whole) == losses(parts)
@@ -179,17 +181,17 @@ def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
 def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt makes one step more than the one before, and dies: no process, port or file stays open."""
     whole = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
-    run_job(whole, quiet=True)
+    run_job(LANGUAGE, whole, quiet=True)
     parts = long_job(folder, "fifty", *LAYOUTS["dp"], "checkpoint.every=1", "train.restarts=50", steps=52)
-    inner, held = job_module.run_ranks, list[tuple[int, int, int]]()
+    inner, held = launch_module.run_ranks, list[tuple[int, int, int]]()
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
         held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks())))
-        *watched, _, config, _, source = (function, *arguments)
+        *watched, _, _, config, source, _, _ = (function, *arguments)
         return inner(ranks, *watched, hooked, [(die_after_two_steps, ())], config, source, **options)
 
-    monkeypatch.setattr(job_module, "run_ranks", planted)
-    result = run_job(parts, quiet=True)
+    monkeypatch.setattr(launch_module, "run_ranks", planted)
+    result = run_job(LANGUAGE, parts, quiet=True)
     assert (result.restarts, result.stopped) == (50, False)
     assert len(set(held[1:])) == 1, held
     assert held[-1][2] == 0
@@ -205,16 +207,14 @@ def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch:
 
 
 def die_after_two_steps() -> None:
-    from stretto.run.train.session import Session
+    attempt = restart.restart_count()
 
-    inner, attempt = Session._step, restart.restart_count()
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if attempt < 50 and self.position.step == attempt + 1 and self.mesh.rank == attempt % 2:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if attempt < 50 and self.progress.step == attempt + 1 and this_rank() == attempt % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)
 
 
 @pytest.mark.slow
@@ -225,15 +225,15 @@ def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
     steps = 2000
     config = long_job(folder, "soak", *LAYOUTS["zero3"], "eval.every=50", steps=steps)
     notes = folder / "held.jsonl"
-    inner = job_module.run_ranks
+    inner = launch_module.run_ranks
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        *watched, _, config, _, source = (function, *arguments)
+        *watched, _, _, config, source, _, _ = (function, *arguments)
         hooks = [(keep_what_is_held, (str(notes),))]
         return inner(ranks, *watched, hooked, hooks, config, source, **options)
 
-    monkeypatch.setattr(job_module, "run_ranks", planted)
-    assert not run_job(config, quiet=True).stopped
+    monkeypatch.setattr(launch_module, "run_ranks", planted)
+    assert not run_job(LANGUAGE, config, quiet=True).stopped
     rows = [json.loads(line) for line in notes.read_text().splitlines()]
     growth = list[float]()
     for rank in range(2):
@@ -254,15 +254,12 @@ def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
 
 def keep_what_is_held(notes: str) -> None:
     """Append what each rank holds before every hundredth step."""
-    from stretto.run.train.session import Session
 
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
-        if self.position.step % 100 == 0:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
+        if self.progress.step % 100 == 0:
             facts = {
-                "rank": self.mesh.rank,
-                "step": self.position.step,
+                "rank": this_rank(),
+                "step": self.progress.step,
                 "pages": int(Path("/proc/self/statm").read_text().split()[1]),
                 "descriptors": len(os.listdir("/proc/self/fd")),
                 "threads": len(os.listdir("/proc/self/task")),
@@ -271,4 +268,4 @@ def keep_what_is_held(notes: str) -> None:
                 file.write(json.dumps(facts) + "\n")
         return inner(self, stop)
 
-    Session._step = wrapped
+    around_step(wrapped)

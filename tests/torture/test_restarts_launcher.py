@@ -19,7 +19,8 @@ import counts
 import pytest
 
 from stretto.run.config import TrainConfig
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from stretto.run.train.metrics import recorded_steps
 from tiny_job import job, job_file
 from train_runs import losses, same, tensors
@@ -77,7 +78,7 @@ def killed(launcher: subprocess.Popen[bytes], how: str, draw: random.Random) -> 
 def test_a_killed_launcher_leaves_no_process_and_the_next_one_goes_on(folder: Path, layout: str) -> None:
     words = ("checkpoint.every=4", "metrics.every=100", f"train.steps={STEPS}", *LAYOUTS[layout])
     whole, parts = (job(folder, *words, f"run.name={name}-{layout}") for name in ("whole", "parts"))
-    run_job(whole, quiet=True)
+    run_job(LANGUAGE, whole, quiet=True)
     command = [sys.executable, "-m", "stretto.cli.main", "train", str(job_file(folder)), *words]
     command += [f"run.name=parts-{layout}", "sample.tokens=0", "--resume", "auto", "--restarts", "3"]
     kills, draw, log = dict.fromkeys(BEFORE, 0), random.Random(layout), folder / f"{layout}.log"

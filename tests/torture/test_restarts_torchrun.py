@@ -15,7 +15,8 @@ import counts
 import pytest
 
 from stretto.run.launch.local import _listen
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import job, job_file
 from train_runs import losses, same, tensors
 
@@ -61,7 +62,7 @@ def killed_under_torchrun(folder: Path, rendezvous: str, layout: str, rank: int)
     ranks = int(layout[-1])
     whole = job(folder, *EVERY, layout, f"run.name=whole-{layout}")
     if not whole.run.folder.exists():
-        run_job(whole, quiet=True)
+        run_job(LANGUAGE, whole, quiet=True)
     parts = job(folder, *EVERY, layout, f"run.name={rendezvous}-{layout}-{rank}")
     words = [sys.executable, "-m", "torch.distributed.run", *options(rendezvous)]
     words += [f"--nproc-per-node={ranks}", "--max-restarts=2", "-m", "stretto.cli.main", "train"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stretto.recommender.serve.job import Request as ClickRequest
     from stretto.run.evaluate.job import Request
     from stretto.run.evaluate.trained import Trained
-    from stretto.run.train.job import Result
+    from stretto.run.train.launch import Result
 
 app = command_app()
 
@@ -88,7 +88,7 @@ def evaluate(
     if os.environ.get("RANK", "0") == "0":
         _report(trained, result, data, as_json)
     if result.stopped:
-        from stretto.run.train.job import exit_code
+        from stretto.run.train.launch import exit_code
 
         raise typer.Exit(exit_code(result))
 

@@ -131,7 +131,7 @@ def generate(
     with failures_reported():
         result = run_generation(request, port)
     if result.outcome is None:
-        from stretto.run.train.job import exit_code
+        from stretto.run.train.launch import exit_code
 
         raise typer.Exit(exit_code(result))
     if not live and os.environ.get("RANK", "0") == "0":

@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.train.job import Result
+    from stretto.run.train.launch import JobType
 
 # heading of the recommenders' part of the reference
 _RECOMMENDERS = """
@@ -67,19 +67,19 @@ def ranks_of(config: AnyConfig) -> tuple[int, str]:
 
 
 def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
-    """The job on so many ranks, or on as many as torchrun has started where the config says what to do with
-    them; None: on those of its layout.
+    """Re-plan the job for `ranks` ranks. Without `ranks`: under torchrun, use its world size if the config
+    has an `elastic` section; otherwise keep the configured layout.
 
     Args:
-        quiet: say what was chosen on stderr, not on stdout.
+        quiet: print what was chosen to stderr, not to stdout.
 
     Raises:
-        StrettoError: the config is for other numbers.
+        StrettoError: the config has no layout of so many ranks.
     """
     from stretto.recommender.config import schema as recommender
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.launch.rendezvous import Meeting
-    from stretto.run.train.job import under_torchrun
+    from stretto.run.launch.rendezvous import RendezvousInfo
+    from stretto.run.train.launch import under_torchrun
 
     def note(text: str) -> None:
         print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
@@ -89,7 +89,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
         if ranks is not None:
             raise StrettoError("torchrun has started the ranks already", hint="leave --ranks out")
         elastic = config.elastic.layouts if language else config.elastic.ranks
-        ranks = Meeting.of(os.environ).world if elastic else None
+        ranks = RendezvousInfo.of(os.environ).world if elastic else None
     if ranks is None:
         return config
     if not language:
@@ -99,22 +99,17 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     return join_for_ranks(config, note) if joins else for_ranks(config, ranks, note)
 
 
-def run_job(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
-    """Train, as one rank under torchrun, otherwise on local ranks that this process starts.
-
-    Raises:
-        StrettoError: bad input.
-        RankFailed: a rank failed.
-    """
+def job_type(config: AnyConfig) -> JobType[Any, Any]:
+    """How the ranks of the config's job are prepared, started and run (`stretto.run.train.launch`)."""
     from stretto.run.config.schema import TrainConfig
 
     if isinstance(config, TrainConfig):
-        from stretto.run.train.job import run_job as run_language
+        from stretto.run.train.language_job import LANGUAGE
 
-        return run_language(config, quiet, port)
-    from stretto.recommender.train.job import run_job as run_recommender
+        return LANGUAGE
+    from stretto.recommender.train.job import RECOMMENDER
 
-    return run_recommender(config, quiet, port)
+    return RECOMMENDER
 
 
 def reference() -> str:

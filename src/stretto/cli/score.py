@@ -60,7 +60,7 @@ def score(
     from stretto.recommender.serve.output import STDOUT, check_output
     from stretto.run.config.schema import TrainConfig
     from stretto.run.evaluate.trained import find_trained
-    from stretto.run.train.job import exit_code
+    from stretto.run.train.launch import exit_code
 
     if on_error not in ("fatal", "nan"):
         near = nearest(on_error, ("fatal", "nan"))

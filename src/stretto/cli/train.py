@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.train.job import Result
+    from stretto.run.train.launch import Result
 
 
 _QUALITY = ("auc", "logloss", "entropy", "best_entropy", "best_auc", "calibration")
@@ -111,15 +111,15 @@ def train(
     Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 finish the step and save; the exit code is then 130 or 75,
     and the same command with --resume auto continues. A third Ctrl-C ends it at once.
     """
-    with _ending_early():
+    with exit_on_signal():
         words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
         words += [f"train.restarts={restarts}"] if restarts is not None else []
         _train(path, words, resume, ranks, port=port, as_json=as_json)
 
 
 @contextmanager
-def _ending_early() -> Generator[None]:
-    """Let a signal that asks to stop end this process with 75 as long as there is nothing to save."""
+def exit_on_signal() -> Generator[None]:
+    """Exit with code 75 on SIGTERM or SIGUSR until training has something to save."""
     from stretto.run.launch.slurm import SAVED
 
     def end(*_: object) -> None:
@@ -147,7 +147,7 @@ def _train(
 ) -> None:
     from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
-    from stretto.run.train.job import exit_code, under_torchrun
+    from stretto.run.train.launch import exit_code, under_torchrun
 
     requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
     if under_torchrun():
@@ -167,15 +167,15 @@ def _launch(
     path: str, words: Sequence[str], requested: AnyConfig, quiet: bool, port: int
 ) -> tuple[AnyConfig, Result]:
     """Train on local ranks; returns the config with the run's final name, and the result."""
-    from stretto.cli.jobs import run_job
+    from stretto.cli.jobs import job_type
     from stretto.cli.output import print_failure
     from stretto.engine.checkpoint.folder import checkpoints
     from stretto.run.launch.local import RankFailed
-    from stretto.run.train.job import free_name
+    from stretto.run.train.launch import free_name, run_job
 
     started = free_name(requested)
     try:
-        return started, run_job(started, quiet, port)
+        return started, run_job(job_type(started), started, quiet, port)
     except RankFailed as error:
         saved = checkpoints(started.run.folder / "checkpoints")
         go_on = f"to go on from {saved[0].name}: {_again(path, words, requested, started)}" if saved else None
@@ -188,16 +188,17 @@ def _join(config: AnyConfig, ranks: int | None, quiet: bool) -> tuple[AnyConfig,
 
     An error that all ranks meet is printed once: rank 0 prints first, and torchrun then ends the others.
     """
-    from stretto.cli.jobs import for_ranks, run_job
+    from stretto.cli.jobs import for_ranks, job_type
     from stretto.engine.offload.scratch import OffloadError
     from stretto.engine.parallel.control import CollectiveError
     from stretto.run.launch.failure import TrainingFailed
-    from stretto.run.launch.rendezvous import Meeting
+    from stretto.run.launch.rendezvous import RendezvousInfo
+    from stretto.run.train.launch import run_job
 
-    rank = Meeting.of(os.environ).rank
+    rank = RendezvousInfo.of(os.environ).rank
     try:
         config = for_ranks(config, ranks, quiet)
-        return config, run_job(config, quiet)
+        return config, run_job(job_type(config), config, quiet)
     except StrettoError as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)

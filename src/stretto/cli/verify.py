@@ -137,14 +137,14 @@ def _prove_layouts(
     """Prove layouts of a language model."""
     from stretto.run.config.check import check
     from stretto.run.launch.local import check_ranks
-    from stretto.run.train.job import check_attention
+    from stretto.run.train.language_job import check_attention
     from stretto.run.verify.cases import cases_from_file, configured_job, smaller
     from stretto.run.verify.every import Every
     from stretto.run.verify.job import verify as prove
     from stretto.spec.devices import HOST
 
     check(config)
-    check_attention(config, HOST)
+    check_attention(config.train.attention, HOST)
     impossible: Sequence[Impossible] = ()
     if layouts is None:
         cases = [configured_job(config)]

@@ -24,9 +24,10 @@ from stretto.recommender.serve.log import RawLog
 from stretto.recommender.train.clicks import prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Quality
-from stretto.recommender.train.job import run_job
+from stretto.recommender.train.job import RECOMMENDER
 from stretto.recommender.train.placement import place
-from stretto.recommender.train.position import load_weights
+from stretto.recommender.train.task import load_weights
+from stretto.run.train.launch import run_job
 from stretto.run.train.metrics import read_lines
 
 LINES = log_lines(700, ids=30)
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "log").write_text("\n".join(LINES) + "\n")
     (folder / "new").write_text("\n".join(NEW) + "\n")
     (folder / "bare").write_text("".join(line.partition("\t")[2] + "\n" for line in NEW))
-    run_job(job(folder), quiet=True)
+    run_job(RECOMMENDER, job(folder), quiet=True)
     return folder
 
 
@@ -171,7 +172,9 @@ def test_columns_by_name_with_and_without_labels(tmp_path: Path, capfd: pytest.C
     bare.write_text("item,age\n" + "".join("{2},{1}\n".format(*row.split(",")) for row in rows))
     columns = "data.columns={label: clicked, numbers: [age], features: [item]}"
     sources = (f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "batch.global_size=9")
-    run_job(config_of(tmp_path, *sources, columns, "model.tables=null", "model.dense=1"), quiet=True)
+    run_job(
+        RECOMMENDER, config_of(tmp_path, *sources, columns, "model.tables=null", "model.dense=1"), quiet=True
+    )
     facts = [
         scored(capfd, tmp_path, each, "--out", tmp_path / f"{each.stem}.npy", "layout.ranks=1")
         for each in (log, bare)

@@ -11,6 +11,7 @@ from test_recommender_run import train
 from recommender_job import config_of
 from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, checkpoints
 from stretto.engine.checkpoint.manifest import load_manifest
+from stretto.engine.parallel.control import this_rank
 from stretto.recommender.config.schema import RecommenderConfig
 
 pytestmark = pytest.mark.apart
@@ -21,7 +22,7 @@ def shards(config: RecommenderConfig) -> dict[str, list[bytes]]:
     return {path.name: [file.read_bytes() for file in sorted(path.glob("shard-*"))] for path in folders}
 
 
-def lag(session: Any) -> None:
+def lag(trainer: Any) -> None:
     """The thread of rank 1 that writes takes until a later step."""
     import threading
     import time
@@ -31,7 +32,7 @@ def lag(session: Any) -> None:
     close = CheckedWriter.close
 
     def late(self: CheckedWriter) -> FileEntry:
-        if threading.current_thread() is not threading.main_thread() and session.rank == 1:
+        if threading.current_thread() is not threading.main_thread() and this_rank() == 1:
             time.sleep(0.2)
         return close(self)
 

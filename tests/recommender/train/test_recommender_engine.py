@@ -105,7 +105,7 @@ def test_the_comparison_sees_a_row_that_differs() -> None:
 
 def test_a_batch_that_was_not_announced_is_taken_all_the_same() -> None:
     """The announced one is dropped, and hash tables have not counted it."""
-    from recommender_jobs import batch_of, rows_of
+    from recommender_jobs import batch_of, rows_of, train_step
 
     def trained(wrong: bool) -> object:
         job = Job(ids="hash")
@@ -113,8 +113,8 @@ def test_a_batch_that_was_not_announced_is_taken_all_the_same() -> None:
         tables = config.table_specs()
         recommender = Recommender.build(config, tables, placements_of(job, tables, 1))
         batches = [batch_of(job, step) for step in range(3)]
-        recommender.step(batches[0], batches[2] if wrong else batches[1])
-        recommender.step(batches[1])
+        train_step(recommender, batches[0], batches[2] if wrong else batches[1])
+        train_step(recommender, batches[1])
         rows = rows_of(recommender)
         recommender.close()
         return rows
@@ -123,18 +123,18 @@ def test_a_batch_that_was_not_announced_is_taken_all_the_same() -> None:
 
 
 def test_a_prediction_changes_nothing() -> None:
-    from recommender_jobs import batch_of, rows_of
+    from recommender_jobs import batch_of, rows_of, train_step
 
     job = Job("adagrad", ids="hash", place="cpu")
     config = config_of(job, 1)
     tables = config.table_specs()
     recommender = Recommender.build(config, tables, placements_of(job, tables, 1))
     batches = [batch_of(job, step) for step in range(3)]
-    recommender.step(batches[0], batches[1])
+    train_step(recommender, batches[0], batches[1])
     before = rows_of(recommender)
     recommender.predict(batches[2])
     assert rows_of(recommender) == before
-    recommender.step(batches[1])
+    train_step(recommender, batches[1])
     assert rows_of(recommender) != before
     recommender.close()
 

@@ -13,14 +13,17 @@ import torch
 from planted_numbers import flip
 from recommender_job import config_of
 from stretto.engine.checkpoint.read import read_whole
+from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.recommender.config.check import check
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import prepare_clicks
-from stretto.recommender.train.job import PRELOAD, local_rank
+from stretto.recommender.train.job import PRELOAD, train_recommender_rank
 from stretto.recommender.train.placement import place
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import read_lines
+from train_runs import around_step
 
 pytestmark = pytest.mark.apart
 
@@ -34,24 +37,23 @@ def train(config: RecommenderConfig, *plans: Plan) -> dict[str, Any]:
 
 
 def planted(plans: tuple[Plan, ...], config: RecommenderConfig, ready: Any) -> dict[str, Any]:
-    from stretto.recommender.train.session import Session
+    left = list(plans)
 
-    inner, left = Session._step, list(plans)
-
-    def wrapped(self: Session, stop: Any) -> bool:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         for plan in list(left):
             step, rank, what = plan
-            if self.position.step + 1 == step and rank in (None, self.rank):
+            if self.progress.step + 1 == step and rank in (None, this_rank()):
                 left.remove(plan)
                 spoil(self, what)
         return inner(self, stop)
 
-    Session._step = wrapped
-    return local_rank(config, True, ready)
+    around_step(wrapped)
+    with StopRequest() as stop:
+        return train_recommender_rank(config, ready, stop, True)
 
 
-def spoil(session: Any, what: str) -> None:
-    recommender = session.recommender
+def spoil(trainer: Any, what: str) -> None:
+    recommender = trainer.task.recommender
     if what == "weight":
         with torch.no_grad():
             next(recommender.net.parameters()).view(-1)[0] = float("nan")
@@ -70,7 +72,7 @@ def spoil(session: Any, what: str) -> None:
         parameter = list(recommender.net.parameters())[-1]
         handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
     else:
-        guard, inner = session.guard, session.guard.spike
+        guard, inner = trainer.guard, trainer.guard.spike
 
         def decreed(loss: float, norm: float | None) -> str:
             guard.spike = inner

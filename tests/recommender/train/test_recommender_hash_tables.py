@@ -10,9 +10,10 @@ import pytest
 from recommender_job import config_of
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import prepare_clicks
-from stretto.recommender.train.job import PRELOAD, local_rank
+from stretto.recommender.train.job import PRELOAD, train_recommender_rank
 from stretto.recommender.train.placement import place
 from stretto.run.launch.local import prepare, run_ranks
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import read_lines
 
 pytestmark = pytest.mark.apart
@@ -28,7 +29,7 @@ def train(config: RecommenderConfig) -> dict[str, Any]:
     prepare(PRELOAD)
     data = prepare_clicks(config, quiet=True)
     ready = (data, place(config, data))
-    return run_ranks(config.layout.ranks, local_rank, config, True, ready, stoppable=True)[0]
+    return run_ranks(config.layout.ranks, train_recommender_rank, config, ready, StopRequest(), True)[0]
 
 
 def losses(config: RecommenderConfig) -> dict[int, float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ranks import on_ranks
-from stretto.recommender.train.worker import keep_freed_memory
+from stretto.recommender.train.job import keep_freed_memory
 
 
 def faults(keep: bool) -> tuple[bool, float]:

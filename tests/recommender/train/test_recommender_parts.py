@@ -328,7 +328,7 @@ def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) ->
     pytest.importorskip("tensorboard")
     out = StringIO()
     with Metrics(
-        tmp_path, steps=4, every=2, board=tmp_path / "tensorboard", out=out, words=SAMPLES
+        tmp_path, steps=4, every=2, board=tmp_path / "tensorboard", out=out, log_format=SAMPLES
     ) as metrics:
         for step in range(1, 5):
             metrics.step(

@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 
 from recommender_job import config_of, folder_of
+from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.serve.job import Request, run_pass
 from stretto.recommender.train.clicks import prepare_clicks
-from stretto.recommender.train.job import PRELOAD, local_rank, run_job
+from stretto.recommender.train.job import PRELOAD, RECOMMENDER, train_recommender_rank
 from stretto.recommender.train.placement import place
 from stretto.run.evaluate.trained import find_trained
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
-from stretto.run.train.job import free_name
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.launch import free_name, run_job
 from stretto.run.train.metrics import read_lines
+from train_runs import around_step
 
 pytestmark = pytest.mark.apart
 
@@ -37,18 +40,15 @@ def train(config: RecommenderConfig, *hooks: Hook) -> dict[str, Any]:
 
 
 def hooked(hooks: tuple[Hook, ...], config: RecommenderConfig, ready: Any) -> dict[str, Any]:
-    from stretto.recommender.train.session import Session
-
-    inner = Session._step
-
-    def wrapped(self: Session, stop: Any) -> bool:
+    def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         for step, rank, act, arguments in hooks:
-            if self.position.step + 1 == step and rank in (None, self.rank):
+            if self.progress.step + 1 == step and rank in (None, this_rank()):
                 act(self, *arguments)
         return inner(self, stop)
 
-    Session._step = wrapped
-    return local_rank(config, True, ready)
+    around_step(wrapped)
+    with StopRequest() as stop:
+        return train_recommender_rank(config, ready, stop, True)
 
 
 def send_self(_: Any, number: int) -> None:
@@ -59,38 +59,37 @@ def fail(_: Any) -> None:
     raise KeyError("planted")
 
 
-def spoil(session: Any) -> None:
-    next(iter(session.recommender.net.parameters())).data.fill_(float("nan"))
+def spoil(trainer: Any) -> None:
+    next(iter(trainer.task.recommender.net.parameters())).data.fill_(float("nan"))
 
 
-def spoil_after(session: Any) -> None:
-    step = session.recommender.step
+def spoil_after(trainer: Any) -> None:
+    update = trainer.task.recommender.update
 
-    def spoiled(*arguments: Any) -> Any:
-        result = step(*arguments)
-        spoil(session)
-        return result
+    def spoiled(*arguments: Any) -> None:
+        update(*arguments)
+        spoil(trainer)
 
-    session.recommender.step = spoiled
+    trainer.task.recommender.update = spoiled
 
 
-def keep_samples(session: Any, path: str) -> None:
-    read = session._training.source.batch
+def keep_samples(trainer: Any, path: str) -> None:
+    read = trainer.task.source.batch
 
     def batch(first: int, count: int, part: tuple[int, int]) -> Any:
-        with open(f"{path}.{session.rank}", "a", encoding="utf-8") as file:
+        with open(f"{path}.{this_rank()}", "a", encoding="utf-8") as file:
             file.write(json.dumps([first + part[0], first + part[1]]) + "\n")
         return read(first, count, part)
 
-    session._training.source.batch = batch
+    trainer.task.source.batch = batch
 
 
-def keep_notes(session: Any, path: str) -> None:
+def keep_notes(trainer: Any, path: str) -> None:
     def note(text: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    session.note = note
+    trainer.log = trainer.task.log = note
 
 
 def losses(config: RecommenderConfig) -> list[float]:
@@ -210,7 +209,9 @@ def test_another_model_or_optimiser_is_refused_before_ranks_start(
     whole: tuple[RecommenderConfig, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = whole[0].run.folder
-    monkeypatch.setattr("stretto.run.train.job.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "stretto.run.train.launch.run_ranks", lambda *_, **__: pytest.fail("ranks were started")
+    )
     for override, says in (
         ("model.bottom=[8, 8]", "of another model: its bottom is [16, 8]"),
         ("model.tables=[{rows: 41}, {rows: 60, hot: 2}]", "its rows of table C1 is 40, the config's is 41"),
@@ -220,7 +221,7 @@ def test_another_model_or_optimiser_is_refused_before_ranks_start(
     ):
         config = config_of(folder.parent.parent, override, f"checkpoint.resume={folder}", "layout.ranks=1")
         with pytest.raises(StrettoError) as caught:
-            run_job(config, quiet=True)
+            run_job(RECOMMENDER, config, quiet=True)
         assert says in caught.value.message
 
 
@@ -243,7 +244,7 @@ def test_tables_whose_rows_are_of_other_ids_are_not_resumed(tmp_path: Path) -> N
     train(first)
     again = job("uvwxyz", f"checkpoint.resume={first.run.folder}", "train.steps=3")  # as many ids, and others
     with pytest.raises(StrettoError, match="rows belong to other ids than those of"):
-        run_job(again, quiet=True)
+        run_job(RECOMMENDER, again, quiet=True)
     with pytest.raises(StrettoError, match="rows belong to other ids"):
         run_pass(again, Request(trained=find_trained(first.run.folder, None)), quiet=True)
 
@@ -258,7 +259,10 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_rank(tmp_path: Path) -
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         train(config_of(tmp_path, "train.steps=1"), (1, None, spoil_after, ()))
-    assert "after step 1: weights of" in caught.value.failure.message
+    assert (
+        "after step 1: weights are not finite; first bottom.0.weight on all ranks"
+        in caught.value.failure.message
+    )
     assert not (tmp_path / "runs/tiny/checkpoints").exists()
 
 
@@ -279,6 +283,6 @@ def test_as_ranks_of_torchrun_they_make_all_ready_themselves(
 
 
 def joined(config: RecommenderConfig) -> int:
-    outcome = run_job(config, quiet=True).outcome
+    outcome = run_job(RECOMMENDER, config, quiet=True).outcome
     assert outcome is not None
     return outcome["step"]

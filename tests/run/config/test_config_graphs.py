@@ -14,7 +14,8 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.program import schedule
 from stretto.run.config.check import check
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import LLAMA, job
 
 
@@ -47,7 +48,9 @@ def test_what_graphs_do_not_go_with(tmp_path: Path, words: tuple[str, ...], rule
 def test_auto_that_turns_out_to_be_a_cpu_is_refused_before_ranks_start(tmp_path: Path) -> None:
     assert not has_graphs("cpu")
     with pytest.raises(StrettoError, match="no graphs for device cpu"):
-        run_job(job(tmp_path, "train.graphs=microbatch", "train.device=auto", model=LLAMA), quiet=True)
+        run_job(
+            LANGUAGE, job(tmp_path, "train.graphs=microbatch", "train.device=auto", model=LLAMA), quiet=True
+        )
 
 
 def test_a_pipeline_refuses_graphs_that_it_cannot_make() -> None:

@@ -13,7 +13,8 @@ from stretto.run.config.check import check
 from stretto.run.config.load import dump, parse
 from stretto.run.config.required import check_required, comment_required_markers
 from stretto.run.data.prepare import check_vocabulary, prepare_data
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import job
 
 OPEN = """
@@ -36,7 +37,7 @@ def test_marked_fields_take_their_defaults_and_are_written_back() -> None:
 
 def test_training_refuses_and_names_every_open_field() -> None:
     with pytest.raises(StrettoError) as caught:
-        run_job(parse(OPEN))
+        run_job(LANGUAGE, parse(OPEN))
     assert caught.value.message == (
         "2 fields are marked REQUIRED in the config, and training needs them: train.steps, optim.lr"
     )
@@ -67,11 +68,11 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_refused(tmp_path: Path) -> 
     """One that the run trains is judged before the text is read, any other by its entries."""
     config = job(tmp_path, "model.vocab=400")
     with pytest.raises(StrettoError, match=r"model\.vocab is 400: .* has 300 entries, so 100 rows"):
-        run_job(config)
+        run_job(LANGUAGE, config)
     assert not (tmp_path / "cache").exists()
     check_vocabulary(job(tmp_path, "model.vocab=310"))
     tokens = Path(prepare_data(job(tmp_path), quiet=True).name)
     for source in (f"data.source={tokens}", f"data.tokenizer={tokens / 'tokenizer.json'}"):
         for vocab, said in ((400, "so 100 rows"), (200, "and each needs a row")):
             with pytest.raises(StrettoError, match=rf"model\.vocab is {vocab}: .* 300 entries, {said}"):
-                run_job(job(tmp_path, source, f"model.vocab={vocab}", "data.vocab=257"))
+                run_job(LANGUAGE, job(tmp_path, source, f"model.vocab={vocab}", "data.vocab=257"))

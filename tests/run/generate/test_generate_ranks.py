@@ -223,7 +223,7 @@ def test_errors_come_before_any_process(
 ) -> None:
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr("stretto.run.train.job.run_ranks", None)
+    monkeypatch.setattr("stretto.run.train.launch.run_ranks", None)
     assert run(["generate", str(runs / "zero3"), *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

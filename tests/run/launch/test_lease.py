@@ -27,8 +27,8 @@ from stretto.run.launch import lease as module
 from stretto.run.launch.lease import LEASE, RunFolderLost, check_lease, lease, share
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.imported import import_model
-from stretto.run.train.job import run_job
-from stretto.run.train.session import Session
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import job
 from train_runs import at_step, train
 
@@ -302,7 +302,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 def refusal(config: TrainConfig) -> str:
     """What a rank is told that another launcher has started."""
     with pytest.raises(StrettoError) as caught:
-        run_job(config, quiet=True)
+        run_job(LANGUAGE, config, quiet=True)
     return str(caught.value)
 
 
@@ -315,8 +315,8 @@ def test_all_ranks_are_refused_as_rank_0_is(tmp_path: Path) -> None:
     assert "hint: wait until it has ended, or give another run.name" in first
 
 
-def lose_the_lease(session: Session) -> None:
-    record(session.config.run.folder)
+def lose_the_lease(trainer: Any) -> None:
+    record(trainer.checkpointer._config.run.folder)
     os.environ["STRETTO_LEASE"] = "ours"
 
 

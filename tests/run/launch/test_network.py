@@ -14,19 +14,19 @@ from torch.distributed import TCPStore
 
 from ranks import on_ranks
 from stretto.engine.parallel import control
-from stretto.engine.parallel.control import CollectiveError, gather_json
+from stretto.engine.parallel.control import CollectiveError, gather_json, this_rank
 from stretto.engine.parallel.signed import KEY, is_genuine, signature
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.launch import rendezvous
 from stretto.run.launch.arrivals import RANK_0
 from stretto.run.launch.network import (
+    bind_to_loopback,
     check_interfaces,
     describe,
     local_environment,
     loopback,
     loopback_listener,
-    stay_inside,
 )
 from tiny_job import job
 from train_runs import at_step, train
@@ -55,10 +55,10 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
-def keep_listening(session: Any, path: str) -> None:
+def keep_listening(trainer: Any, path: str) -> None:
     """Note where this rank and its parent, the launcher's server, listen in the middle of a step loop."""
     found = listening([os.getpid()])
-    Path(path, str(session.mesh.rank)).write_text(" ".join(sorted(found)))
+    Path(path, str(this_rank())).write_text(" ".join(sorted(found)))
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
@@ -189,10 +189,10 @@ def test_interfaces_that_are_not_there_are_named() -> None:
 
 def test_one_machine_of_torchrun_stays_inside_and_several_do_not() -> None:
     inside = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    stay_inside(inside)
+    bind_to_loopback(inside)
     assert inside["GLOO_SOCKET_IFNAME"] == loopback()
     outside = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29400"}
-    stay_inside(outside)
+    bind_to_loopback(outside)
     assert "GLOO_SOCKET_IFNAME" not in outside
     says = describe(outside, "gloo")
     assert says.startswith("network: rendezvous at host1:29400; gloo listens on the interface of this host's")

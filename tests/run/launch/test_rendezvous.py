@@ -163,7 +163,7 @@ def test_what_another_program_wrote_is_refused() -> None:
 def test_an_environment_that_describes_no_job_is_refused(changes: dict[str, str], said: str) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(StrettoError, match=said):
-        rendezvous.Meeting.of(environment | changes)
+        rendezvous.RendezvousInfo.of(environment | changes)
 
 
 def attempt(rank: int, store: Any) -> rendezvous.Attempt:

@@ -7,16 +7,14 @@ import time
 from typing import Any
 
 from stretto.cli.main import main
-from stretto.run.train.session import Session
-
-_step = Session._step
+from train_runs import around_step
 
 
-def _slow(self: Session, stop: Any) -> bool:
+def _slow(step: Any, trainer: Any, stop: Any) -> Any:
     time.sleep(float(os.environ["SLOW_STEPS"]))
-    return _step(self, stop)
+    return step(trainer, stop)
 
 
 if __name__ == "__main__":
-    Session._step = _slow
+    around_step(_slow)
     main()

@@ -14,6 +14,7 @@ import pytest
 from stretto.engine.checkpoint.files import FileEntry
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import latest
+from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.launch.local import RankFailed
@@ -33,7 +34,7 @@ def steps(config: TrainConfig) -> list[int]:
     return [int(path.name[5:]) for path in checkpoints(config.run.folder / "checkpoints")]
 
 
-def lag(session: Any, rank: int, seconds: float) -> None:
+def lag(trainer: Any, rank: int, seconds: float) -> None:
     """The thread of the rank that writes takes so much longer."""
     from stretto.engine.checkpoint.files import CheckedWriter
 
@@ -44,17 +45,17 @@ def lag(session: Any, rank: int, seconds: float) -> None:
             time.sleep(seconds)
         return close(self)
 
-    if session.mesh.rank == rank:
+    if this_rank() == rank:
         CheckedWriter.close = late
 
 
-def break_writing(session: Any, rank: int) -> None:
+def break_writing(trainer: Any, rank: int) -> None:
     from stretto.engine.checkpoint.files import CheckedWriter
 
     def full(self: CheckedWriter, _: memoryview) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(self._path))
 
-    if session.mesh.rank == rank:
+    if this_rank() == rank:
         CheckedWriter._some = full
 
 

@@ -43,7 +43,7 @@ def replica_on(device: str) -> Any:
         samples=[],
         documents=[],
         decoders=[],
-        place=lambda _: slice(0, 2),
+        slots=lambda _: slice(0, 2),
     )
 
 

@@ -15,7 +15,7 @@ from stretto.run.config.check import check
 from stretto.run.config.schema import GuardConfig
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.local import RankFailed
-from stretto.run.train.guard import Guard, deviations, with_range
+from stretto.run.train.guard import Guard, add_range, deviations
 from stretto.run.train.metrics import read_lines
 from tiny_job import job
 from train_runs import keep_notes, keep_samples, losses, same, tensors, train
@@ -129,7 +129,7 @@ def judge(losses: list[float], norms: list[float] | None = None, **fields: Any) 
     for step, loss in enumerate(losses):
         norm = None if norms is None else norms[step]
         if guard.spike(loss, norm) is None:
-            guard.good(step + 1, loss, norm)
+            guard.record_good_step(step + 1, loss, norm)
         else:
             bad.append(step)
     return bad
@@ -178,9 +178,9 @@ def test_a_spike_is_skipped_and_judged_alike_behind_a_checkpoint(folder: Path) -
 
 
 def test_ranges_that_touch_become_one() -> None:
-    assert with_range([(0, 4)], range(4, 8)) == [(0, 8)]
-    assert with_range([(0, 4)], range(5, 8)) == [(0, 4), (5, 8)]
-    assert with_range([(0, 4)], range(4, 4)) == [(0, 4)]
+    assert add_range([(0, 4)], range(4, 8)) == [(0, 8)]
+    assert add_range([(0, 4)], range(5, 8)) == [(0, 4), (5, 8)]
+    assert add_range([(0, 4)], range(4, 4)) == [(0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,17 @@ def test_rules_that_the_job_does_not_allow_are_refused(
 
 def test_stop_names_the_step_and_no_checkpoint_has_its_update(folder: Path) -> None:
     with pytest.raises(TrainingFailed, match="step 7: x"):
-        Guard(GuardConfig(), []).refuse(7, "x", spike=False, samples=range(4), suspects=[range(4)])
+        Guard(GuardConfig(), []).handle_bad_step(7, "x", spike=False, samples=range(4), suspects=[range(4)])
 
 
 def test_steps_that_a_rollback_repeats_do_not_end_a_row_of_bad_ones() -> None:
     """Else a run that fails at the same step again and again would go back for ever."""
     guard = Guard(GuardConfig(on_nonfinite="rollback", max_skips=2), [])
     for _ in range(2):
-        guard.refuse(5, "x", spike=False, samples=range(4), suspects=[range(4)])
-        guard.good(3, 1.0, 1.0)
-        guard.good(4, 1.0, 1.0)
+        guard.handle_bad_step(5, "x", spike=False, samples=range(4), suspects=[range(4)])
+        guard.record_good_step(3, 1.0, 1.0)
+        guard.record_good_step(4, 1.0, 1.0)
     with pytest.raises(TrainingFailed, match="these are 3 bad steps in a row"):
-        guard.refuse(5, "x", spike=False, samples=range(4), suspects=[range(4)])
-    guard.good(6, 1.0, 1.0)
-    guard.refuse(7, "x", spike=False, samples=range(4), suspects=[range(4)])
+        guard.handle_bad_step(5, "x", spike=False, samples=range(4), suspects=[range(4)])
+    guard.record_good_step(6, 1.0, 1.0)
+    guard.handle_bad_step(7, "x", spike=False, samples=range(4), suspects=[range(4)])

@@ -28,9 +28,10 @@ from stretto.run.launch import restart
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
 from stretto.run.launch.rendezvous import attempt_store
-from stretto.run.train import job as job_module
+from stretto.run.train import launch as launch_module
 from stretto.run.train import replan
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from stretto.run.train.replan import for_ranks, join_for_ranks
 from tiny_job import LLAMA, job
 
@@ -216,8 +217,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(devices=4)
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr(job_module, "_devices", machine.count)
-    monkeypatch.setattr(job_module, "run_ranks", machine.run)
+    monkeypatch.setattr(launch_module, "_device_count", machine.count)
+    monkeypatch.setattr(launch_module, "run_ranks", machine.run)
     return machine
 
 
@@ -228,7 +229,7 @@ def test_a_job_goes_on_with_the_devices_that_are_left(
     tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str], elastic: str, then: int
 ) -> None:
     config = job(tmp_path, "layout.dp=4", "train.restarts=3", elastic, model=LLAMA)
-    assert run_job(config).restarts == 1
+    assert run_job(LANGUAGE, config).restarts == 1
     assert machine.ranks == [4, then]
     assert f"going on with {then} of 4 ranks, for this machine has 3 devices now" in capsys.readouterr().out
 
@@ -237,7 +238,7 @@ def test_too_few_devices_without_a_layout_end_the_job(tmp_path: Path, machine: M
     with pytest.raises(
         StrettoError, match="this machine has 3 devices now, and there is no layout of so few"
     ):
-        run_job(job(tmp_path, "layout.dp=4", "train.restarts=3", model=LLAMA))
+        run_job(LANGUAGE, job(tmp_path, "layout.dp=4", "train.restarts=3", model=LLAMA))
     assert machine.ranks == [4]
 
 

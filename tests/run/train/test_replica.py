@@ -16,7 +16,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.run.calibrate.host import random_step_done
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
-from stretto.run.train.replica import Replica, tensors_of
+from stretto.run.train.rank_model import RankModel, tensors_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job
 from stretto.spec.optimiser import Optimiser
@@ -25,7 +25,7 @@ from stretto.spec.shape import ModelShape
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
 
 
-def sharded(mode: Any, layers: int = 2, **more: Any) -> Replica:
+def sharded(mode: Any, layers: int = 2, **more: Any) -> RankModel:
     """A replica of two ranks that share gradients."""
     dp = DataParallel(mode=mode, reduce="step", **more)
     shape, optimiser = replace(SHAPE, layers=layers), Optimiser(clip=None)
@@ -33,7 +33,7 @@ def sharded(mode: Any, layers: int = 2, **more: Any) -> Replica:
     return assemble(job, Mesh(job.layout, torch.device("cpu"), timedelta(seconds=20)), seed=0)
 
 
-def coming(replica: Replica) -> int:
+def coming(replica: RankModel) -> int:
     """How many units' weights are still being gathered."""
     return sum(unit._coming is not None for unit in replica.states._all())
 

@@ -16,10 +16,12 @@ import torch
 from run_checkpoints import forge
 from stretto.engine.checkpoint.manifest import load_manifest
 from stretto.engine.checkpoint.read import read_whole
+from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.config.section import plain_section
-from stretto.run.train.job import free_name, run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import free_name, run_job
 from stretto.run.train.resume import _check_optimizer
 from tiny_job import GPT, LLAMA, job, write_text
 from train_runs import at_step, keep_notes, keep_samples, losses, same, send_self, tensors, train
@@ -72,13 +74,13 @@ def test_states_of_generators_in_a_checkpoint_come_from_the_seed(folder: Path) -
     assert torch.equal(loaded.per_rank["cpu"], unused)
 
 
-def draw(session: Any) -> None:
+def draw(trainer: Any) -> None:
     """As a layer of a user, draw numbers that differ by rank."""
-    torch.rand(session.mesh.rank + 1)
+    torch.rand(this_rank() + 1)
 
 
-def keep_state(session: Any, path: str) -> None:
-    torch.save(torch.get_rng_state(), f"{path}-{session.mesh.rank}")
+def keep_state(trainer: Any, path: str) -> None:
+    torch.save(torch.get_rng_state(), f"{path}-{this_rank()}")
 
 
 def test_generators_go_on_where_they_were_or_begin_anew_on_other_ranks(folder: Path, tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_samples_are_counted_from_where_the_batch_has_changed(folder: Path, tmp_
     )
     forge(last, meta=meta | {"samples": 7})
     with pytest.raises(StrettoError, match="samples is 7 at step 6, and steps of 8 from 8 at step 2 make 40"):
-        run_job(replace(more, checkpoint=resume_at(more, last)))
+        run_job(LANGUAGE, replace(more, checkpoint=resume_at(more, last)))
 
 
 def resume_at(config: TrainConfig, path: Path) -> Any:
@@ -268,7 +270,7 @@ def test_a_finished_run_has_nothing_to_do(folder: Path) -> None:
     overrides = ("run.name=finished", "train.steps=2", "optim.rate.warmup=1")
     config = job(folder, *overrides)
     first = train(config)
-    again = run_job(job(folder, *overrides, "checkpoint.resume=auto"), quiet=True).outcome
+    again = run_job(LANGUAGE, job(folder, *overrides, "checkpoint.resume=auto"), quiet=True).outcome
     assert again is not None
     assert again == {**first, "tokens_per_s": None}
     assert list(losses(config)) == [1, 2]
@@ -299,9 +301,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_ranks_start(
     config = job(folder, "run.name=mine")
     if not config.run.folder.exists():
         train(config, STOP_AT_3)
-    monkeypatch.setattr("stretto.run.train.job.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "stretto.run.train.launch.run_ranks", lambda *_, **__: pytest.fail("ranks were started")
+    )
     with pytest.raises(StrettoError) as caught:
-        run_job(job(folder, *overrides, "run.name=mine", "checkpoint.resume=auto"), quiet=True)
+        run_job(LANGUAGE, job(folder, *overrides, "run.name=mine", "checkpoint.resume=auto"), quiet=True)
     assert says in caught.value.message
     assert hint in (caught.value.hint or "")
 

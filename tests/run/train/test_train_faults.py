@@ -8,12 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import stretto.run.train.job as job_module
+import stretto.run.train.launch as launch_module
 from planted_numbers import plant
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import verify
@@ -21,7 +22,8 @@ from stretto.run.config import TrainConfig
 from stretto.run.diagnose.dump import read_dumps
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.local import RankFailed, RanksStopped
-from stretto.run.train.job import exit_code, run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import exit_code, run_job
 from tiny_job import MOE, job
 from train_runs import at_step, fail, linger, losses, send_self, spoil_a_weight, train
 
@@ -153,10 +155,10 @@ def test_a_gradient_of_experts_is_blamed_on_the_rank_where_it_arose(folder: Path
     assert "first bad gradient: blocks.1.mlp.experts.down on rank 3" in error.failure.message
 
 
-def spoil_an_expert(session: Any) -> None:
-    weight = session.replica.parameters["blocks.1.mlp.experts.down"]
+def spoil_an_expert(trainer: Any) -> None:
+    weight = trainer.task.model.parameters["blocks.1.mlp.experts.down"]
     every = [
-        gradient for buffer in session.replica.pipeline.buffers.values() for gradient in buffer.gradients
+        gradient for buffer in trainer.task.model.pipeline.buffers.values() for gradient in buffer.gradients
     ]
     gradient = next(one for one in every if any(p is weight for p in one.unit.parameters))
     reduce = gradient.reduce
@@ -168,14 +170,14 @@ def spoil_an_expert(session: Any) -> None:
     gradient.reduce = spoiled
 
 
-def spoil_a_gradient(session: Any) -> None:
-    norm = session.replica.gradient_norm
+def spoil_a_gradient(trainer: Any) -> None:
+    norm = trainer.task.model.gradient_norm
 
     def spoiled() -> Any:
-        session.replica.parameters["blocks.1.mlp.up.weight"].grad[0, 0] = float("nan")
+        trainer.task.model.parameters["blocks.1.mlp.up.weight"].grad[0, 0] = float("nan")
         return norm()
 
-    session.replica.gradient_norm = spoiled
+    trainer.task.model.gradient_norm = spoiled
 
 
 def test_a_failure_leaves_the_last_checkpoint_whole(folder: Path) -> None:
@@ -225,7 +227,7 @@ def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, 
     name = "-".join(map(str, numbers))
     config = job(folder, *PP2_DP2, "train.steps=100000", f"run.name=signal-{name}")
     thread = signal_when(has_steps(config, 2), *numbers, pause=0.0)
-    result = run_job(config, quiet=True)
+    result = run_job(LANGUAGE, config, quiet=True)
     thread.join()
     assert result.stopped
     assert result.signal == numbers[0]
@@ -240,7 +242,7 @@ def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, 
 def test_a_signal_during_a_save_takes_effect_after_it(folder: Path) -> None:
     config = job(folder, "layout.dp=2", "train.steps=100000", "checkpoint.every=2", "run.name=saving")
     thread = signal_when(lambda: any(config.run.folder.glob("checkpoints/*")), signal.SIGTERM)
-    result = run_job(config, quiet=True)
+    result = run_job(LANGUAGE, config, quiet=True)
     thread.join()
     assert result.outcome is not None
     assert result.stopped
@@ -253,14 +255,12 @@ def test_a_signal_before_the_first_step_stops_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = job(folder, "layout.dp=2", "train.steps=100000", "run.name=early")
-    say_first = job_module._say_first
 
-    def say(*arguments: Any) -> None:
-        say_first(*arguments)
+    def print_start(*arguments: Any) -> None:
+        LANGUAGE.print_start(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(job_module, "_say_first", say)
-    result = run_job(config, quiet=True)
+    result = run_job(replace(LANGUAGE, print_start=print_start), config, quiet=True)
     assert result.outcome is not None
     assert (result.stopped, result.outcome["step"], exit_code(result)) == (True, 0, 75)
     assert result.outcome["checkpoint"] is None
@@ -268,15 +268,13 @@ def test_a_signal_before_the_first_step_stops_before_it(
 
 def test_a_signal_while_text_is_read_starts_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = job(folder, "data.vocab=280", "run.name=reading")  # not tokenised yet
-    monkeypatch.setattr(job_module, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    prepare = job_module.prepare_data
+    monkeypatch.setattr(launch_module, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
 
     def interrupted(config: TrainConfig, stop: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return prepare(config, stop)
+        return LANGUAGE.prepare(config, stop)
 
-    monkeypatch.setattr(job_module, "prepare_data", interrupted)
-    result = run_job(config, quiet=True)
+    result = run_job(replace(LANGUAGE, prepare=interrupted), config, quiet=True)
     assert result.outcome is None
     assert (result.stopped, exit_code(result)) == (True, 130)
     assert not config.run.folder.exists()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planted_numbers import flip, flip_bit
+from stretto.engine.parallel.control import this_rank
 from stretto.run.launch.local import RankFailed
 from stretto.run.train.metrics import read_lines
 from tiny_job import LLAMA, MOE, job
@@ -24,18 +25,18 @@ def flip_before_saving(step: int, rank: int, name: str, *, element: int, bit: in
 
 
 def _flip_before_saving(step: int, rank: int, name: str, element: int, bit: int) -> None:
-    from stretto.run.train.session import Session
+    from stretto.run.train.checkpointing import Checkpointer
 
-    inner, done = Session._write_checkpoint, list[int]()
+    inner, done = Checkpointer._write, list[int]()
 
-    def wrapped(self: Session, save: Any) -> Path:
-        if self.position.step == step and not done:
+    def wrapped(self: Checkpointer, write: Any) -> Path:
+        if self._progress.step == step and not done:
             done.append(1)
-            if rank == self.mesh.rank:
-                flip(self._held()[name][0], element, bit)
-        return inner(self, save)
+            if rank == this_rank():
+                flip(self._task.tensors("replicas")[name][0], element, bit)
+        return inner(self, write)
 
-    Session._write_checkpoint = wrapped
+    Checkpointer._write = wrapped
 
 
 def test_a_shard_that_changes_is_undone_and_no_checkpoint_has_it(tmp_path: Path) -> None:

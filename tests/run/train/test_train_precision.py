@@ -85,7 +85,7 @@ def test_float16_clips_the_gradients_without_their_loss_scale(tmp_path: Path):
     assert 0.7 * longest < moved**0.5 < 1.001 * longest
 
 
-def see_what_is_summed(session: Any) -> None:
+def see_what_is_summed(trainer: Any) -> None:
     """Raise where gradients that are to be summed in float32 are sent in the weights' type."""
     from stretto.engine.parallel.data import reduction
 
@@ -94,14 +94,14 @@ def see_what_is_summed(session: Any) -> None:
 
         def summed(x: Any, *rest: Any, inner: Any = inner) -> Any:
             assert x.dtype == torch.float32, f"summed in {x.dtype}"
-            session.summed = True
+            trainer.summed = True
             return inner(x, *rest)
 
         setattr(reduction, name, summed)
 
 
-def see_that_some_was(session: Any) -> None:
-    assert session.summed
+def see_that_some_was(trainer: Any) -> None:
+    assert trainer.summed
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])

@@ -14,7 +14,7 @@ from stretto.planner.machines.describe import save_cluster
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.train import prediction
-from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, Forecast, first_line, predict
+from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, StepTimePrediction, first_line, predict
 from tiny_job import job
 
 
@@ -35,7 +35,7 @@ def keep_profile(path: Path, correction: float = 1.0) -> None:
 
 def run(config: TrainConfig, seconds: list[float]) -> str | None:
     config.run.folder.mkdir(parents=True, exist_ok=True)
-    forecast = Forecast(job_of(config), config)
+    forecast = StepTimePrediction(job_of(config), config)
     for one in seconds:
         forecast.add(one)
     return forecast.end()
@@ -119,7 +119,7 @@ def test_nothing_that_goes_wrong_stops_a_training(
     assert "no prediction: " in first_line(job_of(config), config.train)
     assert run(config, [1.0] * 9) is None
     place.unlink()
-    forecast = Forecast(job_of(config), config)
+    forecast = StepTimePrediction(job_of(config), config)
     for _ in range(9):
         forecast.add(1.0)
     monkeypatch.setattr(prediction, "FILE", "no/such/folder.json")
@@ -130,4 +130,4 @@ def test_nothing_that_goes_wrong_stops_a_training(
 
     monkeypatch.setattr(prediction, "estimate", fails)
     assert first_line(job_of(config), config.train) == "no prediction: of a planner"
-    assert Forecast(job_of(config), config).end() is None
+    assert StepTimePrediction(job_of(config), config).end() is None

@@ -18,7 +18,8 @@ import pytest
 
 from stretto.run.config import TrainConfig
 from stretto.run.launch.local import run_ranks
-from stretto.run.train.job import run_job
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import run_job
 from tiny_job import job, job_file
 from train_runs import losses, train
 
@@ -142,7 +143,7 @@ def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
 
 
 def joined(config: TrainConfig) -> int:
-    outcome = run_job(config, quiet=True).outcome
+    outcome = run_job(LANGUAGE, config, quiet=True).outcome
     assert outcome is not None
     return outcome["step"]
 

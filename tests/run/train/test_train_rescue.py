@@ -20,11 +20,12 @@ from stretto.run.config import TrainConfig
 from stretto.run.launch import lease as lease_module
 from stretto.run.launch.lease import LEASE
 from stretto.run.launch.local import prepare
-from stretto.run.train import job as job_module
-from stretto.run.train.job import PRELOAD, run_job
+from stretto.run.train import launch as launch_module
+from stretto.run.train.language_job import LANGUAGE
+from stretto.run.train.launch import PRELOAD, run_job
 from stretto.run.train.metrics import EVENTS, STEPS, Metrics, StepRecord, read_lines
 from tiny_job import job
-from train_runs import Hook, at_step, hooked, losses, same, tensors
+from train_runs import Hook, at_step, losses, same, tensors, with_hooks
 
 pytestmark = pytest.mark.apart
 
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(folder: Path) -> TrainConfig:
     """An undisturbed run."""
     config = job(folder, "layout.dp=2", "run.name=whole")
-    run_job(config, quiet=True)
+    run_job(LANGUAGE, config, quiet=True)
     return config
 
 
@@ -48,23 +49,17 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def run(config: TrainConfig, *hooks: Hook) -> str:
         prepare(PRELOAD)
-        inner = job_module.run_ranks
-
-        def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-            *watched, _, config, _, source = (function, *arguments)
-            return inner(ranks, *watched, hooked, list(hooks), config, source, **options)
-
-        monkeypatch.setattr(job_module, "run_ranks", planted)
+        monkeypatch.setattr(launch_module, "run_ranks", with_hooks(launch_module.run_ranks, hooks))
         with pytest.raises(StrettoError) as caught:
-            run_job(config, quiet=True)
+            run_job(LANGUAGE, config, quiet=True)
         monkeypatch.undo()
         return str(caught.value)
 
     return run
 
 
-def lose(session: Any, how: str) -> None:
-    run = session.config.run.folder
+def lose(trainer: Any, how: str) -> None:
+    run = trainer.checkpointer._config.run.folder
     if how == "lease":
         lease_module._RETRY_S = 0.1
         (run / LEASE).unlink()
@@ -108,7 +103,7 @@ def test_a_lost_folder_ends_the_job_and_what_it_held_goes_on_elsewhere(
     assert done == list(range(1, len(done) + 1))
     assert step <= len(done)
     assert not (again.run.folder / EVENTS).exists()
-    run_job(again, quiet=True)
+    run_job(LANGUAGE, again, quiet=True)
     assert same(tensors(whole, 6), tensors(again, 6))
     assert losses(whole) == losses(again)
 
@@ -121,19 +116,19 @@ def test_a_rollback_that_finds_no_folder_rescues_the_run(folder: Path, lost: Cal
     assert [path.name for path in (again.run.folder / "checkpoints").iterdir()] == ["step-00000004"]
     assert [facts["step"] for facts in read_lines(again.run.folder / EVENTS)] == [4]
     assert not config.run.folder.exists()
-    run_job(again, quiet=True)
+    run_job(LANGUAGE, again, quiet=True)
     assert len(losses(again)) == 6
 
 
-def nan_once(session: Any) -> None:
+def nan_once(trainer: Any) -> None:
     """The next step's loss is not a number."""
-    inner = session.replica.step
+    inner = trainer.task.model.step
 
     def step(*arguments: Any, **named: Any) -> Any:
-        session.replica.step = inner
+        trainer.task.model.step = inner
         return inner(*arguments, **named) * float("nan")
 
-    session.replica.step = step
+    trainer.task.model.step = step
 
 
 def test_weights_that_cannot_be_saved_are_named(folder: Path, lost: Callable[..., str]) -> None:
@@ -143,13 +138,13 @@ def test_weights_that_cannot_be_saved_are_named(folder: Path, lost: Callable[...
     assert len(list(read_lines(rescued(config).run.folder / STEPS))) == 6
 
 
-def block_saves(session: Any) -> None:
+def block_saves(trainer: Any) -> None:
     from stretto.engine.parallel.control import CollectiveError
 
     def refuse(save: Any) -> Path:
         raise CollectiveError("rank 0: planted")
 
-    session._write_checkpoint = refuse
+    trainer.checkpointer._write = refuse
 
 
 def written(folder: Path) -> Metrics:

@@ -17,7 +17,7 @@ from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
-from stretto.run.train.optimizer import scales, update_numbers
+from stretto.run.train.rank_model import loss_scales, update_numbers
 from stretto.run.verify.reference import build_reference
 from tiny_job import EIGHT, LLAMA, job
 from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
@@ -92,11 +92,11 @@ def test_runs_resume_across_synchronous_and_asynchronous_schedules(folder: Path)
     assert by_step[6] < by_step[1]
 
 
-def counted(session: object) -> None:
+def counted(trainer: object) -> None:
     """3 updates of 1f1b, and 4 in each of 2 steps of pipedream."""
     steps = {
         int(state["step"])
-        for optimizer in session.replica.optimizers  # type: ignore[attr-defined]
+        for optimizer in trainer.task.model.optimizers  # type: ignore[attr-defined]
         for state in optimizer.state.values()
     }
     assert steps == {11}, steps
@@ -131,11 +131,11 @@ def test_weights_that_are_not_finite_end_the_run(folder: Path) -> None:
         train(llama(folder, "overflowed", *STASHING), at_step(2, 1, overflow))
 
 
-def overflow(session: object) -> None:
+def overflow(trainer: object) -> None:
     """The last update of the step overflows; all losses were finite."""
     import torch
 
-    optimizer = session.replica.optimizers[0]  # type: ignore[attr-defined]
+    optimizer = trainer.task.model.optimizers[0]  # type: ignore[attr-defined]
     inner, calls = optimizer.step, list[int]()
 
     def step() -> None:
@@ -147,9 +147,9 @@ def overflow(session: object) -> None:
     optimizer.step = step
 
 
-def overflow_of_a_replica(session: object) -> None:
+def overflow_of_a_replica(trainer: object) -> None:
     """A gradient of rank 3 alone overflows: of the second stage in the second replica."""
-    optimizer = session.replica.optimizer  # type: ignore[attr-defined]
+    optimizer = trainer.task.model.optimizer  # type: ignore[attr-defined]
     inner, calls = optimizer._overflows, list[int]()
 
     def overflows(stage: int) -> bool:
@@ -262,5 +262,10 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
 
 
 def test_the_loss_of_a_microbatch_is_scaled_by_the_tokens_of_its_update() -> None:
-    assert scales([0, 1, 0, 1], torch.tensor([3.0, 0.0, 1.0, 8.0])).tolist() == [0.25, 0.125, 0.25, 0.125]
-    assert scales([0, 1], torch.tensor([0.0, 4.0])).tolist() == [1.0, 0.25]
+    assert loss_scales([0, 1, 0, 1], torch.tensor([3.0, 0.0, 1.0, 8.0])).tolist() == [
+        0.25,
+        0.125,
+        0.25,
+        0.125,
+    ]
+    assert loss_scales([0, 1], torch.tensor([0.0, 4.0])).tolist() == [1.0, 0.25]

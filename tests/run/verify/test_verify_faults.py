@@ -14,8 +14,8 @@ from torch import Tensor
 import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.pipeline.pipeline as pipeline_module
 import stretto.engine.pipeline.shared as shared_module
-import stretto.run.train.optimizer as optimizer_module
-import stretto.run.train.step as step_module
+import stretto.run.train.language_task as task_module
+import stretto.run.train.rank_model as model_module
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.dispatch import Dispatch
@@ -26,7 +26,7 @@ from stretto.engine.pipeline.compute import ComputeCalls
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.cases import describe
 from stretto.run.verify.job import verify
 from stretto.spec.job import Job
@@ -167,7 +167,7 @@ def shift_dropout() -> None:
 
 
 def decay_all_weights() -> None:
-    build = optimizer_module.build_optimizer
+    build = model_module.build_optimizer
 
     def decayed(named: Any, optimiser: Optimiser) -> torch.optim.Optimizer:
         optimizer = build(named, optimiser)
@@ -175,19 +175,19 @@ def decay_all_weights() -> None:
             group["weight_decay"] = optimiser.weight_decay
         return optimizer
 
-    optimizer_module.build_optimizer = decayed
+    model_module.build_optimizer = decayed
 
 
 def lose_the_second_update() -> None:
-    update = Replica.update
+    update = RankModel.update
     done = list[int]()
 
-    def once(self: Replica, rate: float, norm: float) -> None:
+    def once(self: RankModel, rate: float, norm: float) -> None:
         done.append(1)
         if len(done) == 1:
             update(self, rate, norm)
 
-    Replica.update = once
+    RankModel.update = once
 
 
 PP2_DP2, TP2, PP2 = (
@@ -443,7 +443,7 @@ def last_update_is_lost() -> None:
 
 def scale_by_the_whole_step() -> None:
     """The loss is scaled by the tokens of the step, not of the update."""
-    step_module.scales = lambda updates, tokens: (1.0 / tokens.sum()).expand(len(tokens))
+    task_module.loss_scales = lambda updates, tokens: (1.0 / tokens.sum()).expand(len(tokens))
 
 
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")

@@ -21,7 +21,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.styles import ShardedPositions
 from stretto.layout.shards import ShardSizes
 from stretto.prove.diagnose import TOLERANCE, Verdict
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from tiny_job import EIGHT, LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
@@ -77,10 +77,10 @@ def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
 def show_the_padding(patch: pytest.MonkeyPatch) -> None:
     """Padding has a target."""
 
-    def share(self: Replica, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def share(self: RankModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return self.split.take(inputs, 1, 0), self.split.take(targets, 1, 0)
 
-    patch.setattr(Replica, "share", share)
+    patch.setattr(RankModel, "share", share)
 
 
 ALL = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import stretto.engine.parallel.late as late_module
 import stretto.run.train.batches as batches_module
-import stretto.run.train.replica as replica_module
+import stretto.run.train.language_task as task_module
 from planted_faults import Planted, parameters, prove_planted, selected
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.unit import FlatParameter
@@ -104,10 +104,8 @@ def count_own_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def clip_before_unscaling(patch: pytest.MonkeyPatch) -> None:
-    right = replica_module.ratio
-    patch.setattr(
-        replica_module, "ratio", lambda norm, largest, scale=1.0: right(norm * scale, largest, scale)
-    )
+    right = task_module.ratio
+    patch.setattr(task_module, "ratio", lambda norm, largest, scale=1.0: right(norm * scale, largest, scale))
 
 
 ALL = [

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from stretto.engine.progress import PROGRESS
-from stretto.run.watch.slow import BusyTime, SlowRanks, _Clocks, news
+from stretto.run.watch.slow import BusyTime, SlowRanks, _Clocks, slow_rank_changes
 
 ALIKE = [[0, 1, 2, 3]]
 ALONE = [[0], [1], [2], [3]]
@@ -75,7 +75,7 @@ def test_a_rank_that_recovers_is_told_too() -> None:
         steps(3, 4, 0.05, lambda s, r: 2 if r == 1 and 60 <= s < 400 else 1), range(500), strict=False
     ):
         before = judge.slow
-        told += news(before, judge.add(busy, 0.2), ["a", "b", "c", "d"])
+        told += slow_rank_changes(before, judge.add(busy, 0.2), ["a", "b", "c", "d"])
     assert len(told) == 2
     assert told[0].startswith("rank 1 on host b is slow: its own work takes ")
     assert told[1] == "rank 1 on host b is as fast as usual again"

@@ -6,8 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.serve.log import OnError, open_log
 from stretto.recommender.serve.output import discard_partial
 from stretto.recommender.train.clicks import ClickData, open_clicks, prepare_clicks
-from stretto.recommender.train.job import PRELOAD
+from stretto.recommender.train.job import PRELOAD, table_folder
 from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_fits
 from stretto.run.config.schema import CheckpointConfig, EvalConfig, GuardConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_click_folder
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import Stopped, StopRequest
-from stretto.run.train.job import Kind, Result, run_kind
+from stretto.run.train.launch import JobType, Result, run_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,52 +102,31 @@ def run_pass(config: RecommenderConfig, request: Request, quiet: bool = False, p
         StrettoError: bad input; what can be known without ranks, before any is started.
         RankFailed: a rank failed.
     """
+
+    def print_start(config: RecommenderConfig, data: Ready, quiet: bool) -> None:
+        trained, ranks = request.trained, config.layout.ranks
+        text = ", ".join(request.log or ())
+        if request.log is None:
+            text = f"the {request.split} split of {', '.join(config.data.sources)}"
+            text += "" if request.limit is None else f", at most {request.limit} batches"
+        line = (
+            f"step {trained.step} of {trained.folder} on {text}; {config.train.dtype}, "
+            f"{ranks} rank{'s' * (ranks > 1)}, batches of {config.batch.global_size}"
+        )
+        print(line, file=sys.stderr if quiet or request.out == "-" else sys.stdout, flush=True)
+
+    job = JobType[RecommenderConfig, Ready](
+        preload=(*PRELOAD, "stretto.recommender.serve.job"),
+        ranks=lambda config: config.layout.ranks,
+        check=lambda config, world, devices: check(config, world=world, devices=devices),
+        prepare=lambda serving, stop: _make_ready(serving, config, request, stop),
+        print_start=print_start,
+        run_rank=partial(_pass_rank, config, request),
+    )
     try:
-        return run_kind(_Pass(config, request), serving_config(config, request), quiet, port)
+        return run_job(job, serving_config(config, request), quiet, port)
     finally:
         discard_partial(request.out, request.process)
-
-
-class _Pass(Kind[RecommenderConfig]):
-    preload = (*PRELOAD, "stretto.recommender.serve.job")
-
-    def __init__(self, training: RecommenderConfig, request: Request) -> None:
-        self._training, self._request = training, request
-
-    def ranks(self, config: RecommenderConfig) -> int:
-        return config.layout.ranks
-
-    def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
-        check(config, world=world, devices=devices)
-
-    def prepare(self, config: RecommenderConfig, stop: StopRequest) -> Ready:
-        return _make_ready(config, self._training, self._request, stop)
-
-    def agree(self, config: RecommenderConfig, data: Ready) -> None:
-        pass  # `prepare` has checked it, for torchrun too
-
-    def say(self, config: RecommenderConfig, data: Ready, quiet: bool) -> None:
-        request, trained = self._request, self._request.trained
-        if request.log is None:
-            what = f"the {request.split} split of {', '.join(config.data.sources)}"
-            what += "" if request.limit is None else f", at most {request.limit} batches"
-        else:
-            what = ", ".join(request.log)
-        line = f"step {trained.step} of {trained.folder} on {what}; {config.train.dtype}, "
-        ranks = config.layout.ranks
-        text = f"{line}{ranks} rank{'s' * (ranks > 1)}, batches of {config.batch.global_size}"
-        to = sys.stderr if quiet or request.out == "-" else sys.stdout
-        print(text, file=to, flush=True)
-
-    def local(self, config: RecommenderConfig, data: Ready, quiet: bool) -> tuple[Any, ...]:
-        return local_rank, config, self._request, data, quiet
-
-    def join(self, config: RecommenderConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
-        from stretto.engine.parallel.control import gather_json
-
-        gather_json(None)  # rank 0 has prepared the clicks
-        ready = _make_ready(config, self._training, self._request, stop)
-        return _stoppable(config, self._request, ready, stop, quiet)
 
 
 def _make_ready(
@@ -204,43 +184,45 @@ def _transform_of(config: RecommenderConfig, trained: Trained) -> ClickTransform
     return None if data.path is None else ClickFolder(data.path).transform
 
 
-def local_rank(config: RecommenderConfig, request: Request, ready: Ready, quiet: bool) -> dict[str, Any]:
-    """One rank of this machine."""
-    with StopRequest() as stop:
-        return _stoppable(config, request, ready, stop, quiet)
-
-
-def _stoppable(
-    config: RecommenderConfig, request: Request, ready: Ready, stop: StopRequest, quiet: bool
-) -> dict[str, Any]:
-    try:
-        return {"stopped": False, **_pass_rank(config, request, ready, stop, quiet)}
-    except Stopped:
-        return {"stopped": True}
-
-
 def _pass_rank(
-    config: RecommenderConfig, request: Request, ready: Ready, stop: StopRequest, quiet: bool
+    training: RecommenderConfig,
+    request: Request,
+    config: RecommenderConfig,
+    ready: Ready | None,
+    stop: StopRequest,
+    quiet: bool,
 ) -> dict[str, Any]:
-    """Load the model as one rank of the job that RANK and WORLD_SIZE describe, and make the pass."""
+    """Load the model as one rank of the job that RANK and WORLD_SIZE describe, and make the pass.
+
+    Args:
+        training: the config of training.
+        config: that of the pass.
+        ready: None under torchrun, whose rank 0 has prepared the clicks.
+    """
     import torch.distributed as dist
 
+    from stretto.engine.parallel.control import gather_json
     from stretto.recommender.serve.scoring import check_stop, score
     from stretto.recommender.train.engine import Recommender
     from stretto.recommender.train.evaluate import Evaluation
-    from stretto.recommender.train.position import load_weights
-    from stretto.recommender.train.worker import disk_folder, remove_empty
+    from stretto.recommender.train.task import load_weights
     from stretto.run.evaluate.progress import PassBar
-    from stretto.run.train.loop import process_group
+    from stretto.run.train.start import process_group
 
+    if ready is None:
+        gather_json(None)
+        ready = _make_ready(config, training, request, stop)
     step = request.trained.step
     with ExitStack() as cleanup:
+        cleanup.enter_context(suppress(Stopped))
         device = cleanup.enter_context(process_group(config.train))
-        folder = disk_folder(config)
-        if config.tables.folder is None:
-            cleanup.callback(remove_empty, folder)
         recommender = Recommender.build(
-            config, ready.data.tables, ready.placements, device, fresh=False, folder=folder
+            config,
+            ready.data.tables,
+            ready.placements,
+            device,
+            fresh=False,
+            folder=table_folder(config, cleanup),
         )
         cleanup.callback(recommender.close)
         load_weights(recommender, request.trained.checkpoint, step)
@@ -248,8 +230,8 @@ def _pass_rank(
         if request.log is not None:
             log = open_log(request.log, ready.transform, config, request.on_error)
             bar = cleanup.enter_context(PassBar("score", log.total, silent))
-            job = request.process
-            return score(config, recommender, log, request.out, job=job, stop=stop, bar=bar)
+            scored = score(config, recommender, log, request.out, job=request.process, stop=stop, bar=bar)
+            return {"stopped": False, **scored}
         evaluation = Evaluation(config, ready.data, recommender, split=request.split, limit=request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, silent))
         started = time.perf_counter()
@@ -260,4 +242,5 @@ def _pass_rank(
 
         record = evaluation.run(step, show)
         dist.barrier()
-        return record.facts()
+        return {"stopped": False, **record.facts()}
+    return {"stopped": True}

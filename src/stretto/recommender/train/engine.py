@@ -7,10 +7,8 @@ placement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from math import isfinite
 from pathlib import Path
 
 import torch
@@ -28,7 +26,7 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense
 from stretto.recommender.optim.rules import TableRule, build_rule, options_of
-from stretto.recommender.optim.updater import TableUpdater, gradients_by_shard
+from stretto.recommender.optim.updater import PoolGradient, TableUpdater, gradients_by_shard
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.tables.kernels.cpu import kernels_for
@@ -151,25 +149,6 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What is known of a step before its update.
-
-    Attributes:
-        loss_sum: this rank's share of the loss; the sum over ranks is the mean over the global batch.
-        norm: of all gradients, tables included, before clipping; None where it is not computed.
-        bad_gradient: the first gradient of this rank that is not finite; None: there is none.
-    """
-
-    loss_sum: Tensor
-    norm: float | None = None
-    bad_gradient: str | None = None
-
-
-Permit = Callable[[StepResult], bool]
-"""Whether to apply the update of a step; asked on every rank, and every rank must get the same answer."""
-
-
 class Recommender:
     """One rank of a job. Every rank makes the same calls in the same order.
 
@@ -198,10 +177,13 @@ class Recommender:
         self._groups = groups
         self.record = record
         self._updater = TableUpdater(tables, rule, groups[1])
-        self._pending: tuple[ClickBatch, TableBatch] | None = None
+        self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
         self._sent_finite = True  # the gradients of the lookups of the last step
+        self._following: tuple[ClickBatch, TableBatch] | None = None
+        # of the step under way: its lookups, and the tables' gradients if they are summed before the update
+        self._lookups: TableBatch | None = None
+        self._summed: list[PoolGradient] | None = None
         self.updates = 0
-        self.factor = 1.0
         self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
         self.looked_up: Tensor | None = None
 
@@ -265,14 +247,14 @@ class Recommender:
         """This rank's shards of tables."""
         return self.tables.local_shards
 
-    def step(
-        self, batch: ClickBatch, following: ClickBatch | None = None, permit: Permit = lambda _: True
-    ) -> StepResult:
-        """Train on this rank's samples of a global batch.
+    def forward_backward(self, batch: ClickBatch, following: ClickBatch | None = None) -> Tensor:
+        """Compute loss and gradients of this rank's samples of a global batch. Collective.
 
         Args:
-            following: those of the next step, whose ids are exchanged meanwhile.
-            permit: asked before the update; it may be collective.
+            following: the samples of the next step, whose ids are exchanged meanwhile.
+
+        Returns:
+            This rank's share of the loss: the sum over ranks is the mean over the global batch.
         """
         lookups, overlap = self._table_batch(batch), self.config.tables.overlap
         batch = self._to_device(batch)
@@ -301,12 +283,58 @@ class Recommender:
         vectors.register_post_accumulate_grad_hook(lambda tensor: self._on_vector_gradient(lookups, tensor))
         loss.backward()
         self.dense.bottom.reduce()
-        result = self._update(lookups, loss.detach(), permit)
+        for requested in lookups.lookups:
+            requested.grouped()  # while gradients are being received
+        lookups.receive_gradient()
+        self._lookups = lookups
+        self._following = None if coming is None or following is None else (following, coming)
+        return loss.detach()
+
+    def gradient_norm(self) -> float | None:
+        """The norm of all gradients, tables included, before clipping; None if neither clipping nor a record
+        needs it. Collective.
+        """
+        assert self._lookups is not None, "no step is under way"
+        if self.config.optim.clip is None and not self.record:
+            self.dense.wait()
+            return None
+        with torch.no_grad():
+            self._summed = self._updater.pool_gradients(self._lookups)
+            if self.record:
+                self.recorded = gradients_by_shard(self._summed)
+            self.dense.wait()
+            squares = self._updater.norm_squared(self._summed)
+            if self._groups[2] is not None:
+                dist.all_reduce(squares, group=self._groups[2])
+            return float(squares + self.dense.norm_squared()) ** 0.5
+
+    def update(self, factor: float, norm: float | None, apply: bool = True) -> None:
+        """Clip the gradients and apply them, or drop them; this ends the step.
+
+        Args:
+            factor: of the peak learning rates.
+            norm: what `gradient_norm` returned.
+            apply: the same on every rank.
+        """
+        lookups, summed = self._lookups, self._summed
+        clip = self.config.optim.clip
+        assert lookups is not None, "no step is under way"
+        rate, scale = self.config.optim.tables.lr * factor, 1.0
+        if clip is not None and norm is not None:
+            scale = min(1.0, clip / (norm + 1e-6))
+        if apply:
+            with torch.no_grad():
+                if summed is None:
+                    self._updater.update(lookups, rate)
+                else:
+                    self._updater.apply(summed, rate, scale)
+            self.dense.update(factor, scale)
+        elif summed is None:
+            lookups.refuse()
         lookups.release()
         self.updates += 1
-        if coming is not None and following is not None:
-            self._pending = following, coming
-        return result
+        self._pending, self._following = self._following, None
+        self._lookups = self._summed = None
 
     def _table_batch(self, batch: ClickBatch) -> TableBatch:
         """The batch's lookups, begun now unless they were prefetched."""
@@ -325,13 +353,14 @@ class Recommender:
         vectors.grad = None
         self.dense.above.reduce()
 
-    def _bad_gradient(self, batch: TableBatch) -> str | None:
-        """The first gradient of this rank that is not finite: of what it looked up, of the rows that it
-        stores, where they may have overflowed on the way, or of the dense networks.
+    def bad_gradient(self) -> str | None:
+        """The first gradient of this rank that is not finite, or None: of what it looked up, of the rows that
+        it stores, if they may have overflowed on the way, or of the dense networks.
         """
+        assert self._lookups is not None, "no step is under way"
         if not self._sent_finite:
             return "of the rows looked up"
-        arrived = [each.gradient for each in batch.lookups if each.gradient is not None]
+        arrived = [each.gradient for each in self._lookups.lookups if each.gradient is not None]
         if self.config.tables.wire == "float16" and not finite(arrived):
             return "of the rows stored"
         named = {name: p for name, p in self.net.named_parameters() if p.grad is not None}
@@ -343,38 +372,6 @@ class Recommender:
         return next(
             (f"of {n}{SUMMED}" for n, p in named.items() if p.grad is not None and not finite([p.grad])), None
         )
-
-    def _update(self, batch: TableBatch, loss: Tensor, permit: Permit) -> StepResult:
-        clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
-        for lookups in batch.lookups:
-            lookups.grouped()  # while gradients are being received
-        batch.receive_gradient()
-        if clip is None and not self.record:
-            self.dense.wait()
-            result = StepResult(loss, None, self._bad_gradient(batch))
-            if permit(result):
-                with torch.no_grad():
-                    self._updater.update(batch, rate)
-                self.dense.update(self.factor)
-            else:
-                batch.refuse()
-            return result
-        with torch.no_grad():
-            summed = self._updater.pool_gradients(batch)
-            if self.record:
-                self.recorded = gradients_by_shard(summed)
-            self.dense.wait()
-            squares = self._updater.norm_squared(summed)
-            if self._groups[2] is not None:
-                dist.all_reduce(squares, group=self._groups[2])
-            norm = float(squares + self.dense.norm_squared()) ** 0.5
-            result = StepResult(loss, norm, None if isfinite(norm) else self._bad_gradient(batch))
-            if not permit(result):
-                return result
-            scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-            self._updater.apply(summed, rate, scale)
-        self.dense.update(self.factor, scale)
-        return result
 
     @torch.no_grad()
     def predict(self, batch: ClickBatch) -> Tensor:

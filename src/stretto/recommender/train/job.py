@@ -1,91 +1,202 @@
-"""A recommender's training job from its config: checks, clicks, placement, ranks, outcome."""
+"""Training a recommender from its config: checks, clicks and placement before the ranks start, and what each
+rank builds. Imports torch only on the ranks.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stretto.recommender.clicks.index import TRANSFORM, VOCABULARY
 from stretto.recommender.config.check import check, check_tables
 from stretto.recommender.config.schema import RecommenderConfig, for_ranks, rank_choices
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
-from stretto.recommender.train.placement import place
-from stretto.recommender.train.report import banner
-from stretto.recommender.train.resume import check_resume
+from stretto.recommender.train.placement import file_text, from_json, place, to_json
+from stretto.recommender.train.report import SAMPLES, banner
+from stretto.recommender.train.resume import check_fits, check_resume
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.job import Kind, Result, check_fresh, run_kind
-from stretto.run.train.replan import Note
+from stretto.run.train.launch import Elastic, JobType, check_fresh
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    import torch
+
+    from stretto.run.train.task import Log, OpenedRun
 
 PRELOAD = (
-    "stretto.recommender.train.worker",
+    "stretto.recommender.train.task",
+    "stretto.run.train.trainer",
     "stretto.recommender.train.registered",
     "torch._dynamo",
     "numpy.random",
     "stretto.cli.main",
 )
 
-Ready = tuple[ClickData, Placements]
+PlacedClicks = tuple[ClickData, Placements]
 
 
-def run_job(config: RecommenderConfig, quiet: bool = False, port: int = 0) -> Result:
-    """Run a job: as one rank under torchrun, else on local ranks that this process starts.
-
-    Raises:
-        StrettoError: bad input, as far as possible before any rank is started.
-        RankFailed: a rank failed.
+def _prepare(config: RecommenderConfig, stop: StopRequest) -> PlacedClicks:
+    """The clicks, which fit the model and the checkpoint that the run resumes from, and the placement of the
+    tables.
     """
-    return run_kind(_Recommender(), config, quiet, port)
+    data = prepare_clicks(config, stop)
+    for problem in check_tables(config, list(data.tables)):
+        raise problem
+    placements = place(config, data)
+    check_held_out(config, data)
+    check_resume(config, data.tables, data.same)
+    return data, placements
 
 
-def local_rank(config: RecommenderConfig, quiet: bool, ready: Ready) -> dict[str, Any]:
-    """One rank on this machine. Imports inside, so that the parent process need not load torch."""
-    from stretto.recommender.train.worker import train_rank
-
-    with StopRequest() as stop:
-        return train_rank(config, stop, quiet, ready)
+def _print_start(config: RecommenderConfig, data: PlacedClicks, quiet: bool) -> None:
+    print(banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
-class _Recommender(Kind[RecommenderConfig]):
-    preload = PRELOAD
+def _for_ranks(config: RecommenderConfig, ranks: int, log: Log) -> RecommenderConfig:
+    other = for_ranks(config, ranks)
+    check(other)
+    return other
 
-    def ranks(self, config: RecommenderConfig) -> int:
-        return config.layout.ranks
 
-    def rank_choices(self, config: RecommenderConfig) -> list[int]:
-        return rank_choices(config)
+def open_clicks_and_placement(config: RecommenderConfig) -> PlacedClicks:
+    """Prepare the clicks on one rank of each machine, and place the tables on rank 0. Collective."""
+    from stretto.engine.parallel.control import gather_json, run_on_first
 
-    def for_ranks(self, config: RecommenderConfig, ranks: int, note: Note) -> RecommenderConfig:
-        other = for_ranks(config, ranks)
-        check(other)
-        return other
+    data = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+    gather_json(None)  # barrier: the clicks are prepared
+    data = data or prepare_clicks(config, quiet=True)
+    return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
-    def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
-        check(config, world=world, devices=devices)
 
-    def writes_to(self, config: RecommenderConfig) -> Path | None:
-        return config.run.folder
+def train_recommender_rank(
+    config: RecommenderConfig, data: PlacedClicks | None, stop: StopRequest, quiet: bool
+) -> dict[str, Any]:
+    """Train as one rank of the job that RANK and WORLD_SIZE describe.
 
-    def check_fresh(self, config: RecommenderConfig) -> None:
-        check_fresh(config)
+    Args:
+        data: the clicks and the placement; None to prepare them on one rank of each machine.
 
-    def prepare(self, config: RecommenderConfig, stop: StopRequest) -> Ready:
-        data = prepare_clicks(config, stop)
-        for problem in check_tables(config, list(data.tables)):
-            raise problem
-        return data, place(config, data)
+    Returns:
+        `TrainResult.as_dict`.
+    """
+    from stretto.run.train.trainer import train_rank
 
-    def agree(self, config: RecommenderConfig, data: Ready) -> None:
-        check_held_out(config, data[0])
-        check_resume(config, data[0].tables, data[0].same)
+    def open_run(data: PlacedClicks, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
+        return open_recommender_run(config, data, device, cleanup, log)
 
-    def say(self, config: RecommenderConfig, data: Ready, quiet: bool) -> None:
-        print(banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True)
+    keep_freed_memory()
+    return train_rank(
+        config,
+        layout=None,
+        open_data=lambda: open_clicks_and_placement(config) if data is None else data,
+        open_run=open_run,
+        stop=stop,
+        quiet=quiet,
+    )
 
-    def local(self, config: RecommenderConfig, data: Ready, quiet: bool) -> tuple[Any, ...]:
-        return local_rank, config, quiet, data
 
-    def join(self, config: RecommenderConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
-        from stretto.recommender.train.worker import train_rank
+def open_recommender_run(
+    config: RecommenderConfig, data: PlacedClicks, device: torch.device, cleanup: ExitStack, log: Log
+) -> OpenedRun:
+    """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
+    from stretto.recommender.train.engine import Recommender
+    from stretto.recommender.train.task import ClickProgress, ClickRun
+    from stretto.run.train.checkpointing import find_checkpoint
+    from stretto.run.train.task import OpenedRun
+    from stretto.run.train.trainer import Trainer
 
-        return train_rank(config, stop, quiet)
+    clicks, placements = data
+    checkpoint = find_checkpoint(config, log)
+    if checkpoint is not None:
+        check_fits(checkpoint, config, clicks.tables, clicks.same)
+    recommender = Recommender.build(
+        config,
+        clicks.tables,
+        placements,
+        device,
+        fresh=checkpoint is None,
+        folder=table_folder(config, cleanup),
+    )
+    cleanup.callback(recommender.close)
+    task, progress = ClickRun(config, recommender, clicks, placements, device), ClickProgress()
+    cleanup.callback(task.close)
+    if checkpoint is not None:
+        task.log = log
+        progress = task.restore(checkpoint)
+    placement = file_text(config, placements)
+    return OpenedRun(
+        task=task,
+        progress=progress,
+        checkpoint=checkpoint,
+        write_files=lambda run: _write_transform(run, placement, clicks.path),
+        log_format=SAMPLES,
+        trainer=Trainer,
+    )
+
+
+def _write_transform(run: Path, placement: str, clicks: Path | None) -> None:
+    """Write what scoring needs besides checkpoints: the placement, and the log's transform if it exists."""
+    (run / "placement.yaml").write_text(placement, encoding="utf-8")
+    for name in (TRANSFORM, VOCABULARY) if clicks is not None else ():
+        if clicks is not None and (clicks / name).is_file():
+            written = run / f"{name}.new"
+            shutil.copyfile(clicks / name, written)
+            written.replace(run / name)
+
+
+def table_folder(config: RecommenderConfig, cleanup: ExitStack) -> Path:
+    """The folder for tables on disk, in which each rank makes its own files; removed at the end if it is
+    empty and not named in the config.
+    """
+    if config.tables.folder:
+        return Path(config.tables.folder).expanduser()
+    folder = config.run.folder / "tables"
+
+    def remove_empty() -> None:
+        with suppress(OSError):
+            folder.rmdir()
+
+    cleanup.callback(remove_empty)
+    return folder
+
+
+RECOMMENDER = JobType[RecommenderConfig, PlacedClicks](
+    preload=PRELOAD,
+    ranks=lambda config: config.layout.ranks,
+    check=lambda config, world, devices: check(config, world=world, devices=devices),
+    prepare=_prepare,
+    print_start=_print_start,
+    run_rank=train_recommender_rank,
+    folder=lambda config: config.run.folder,
+    check_fresh=check_fresh,
+    elastic=Elastic(choices=rank_choices, for_ranks=_for_ranks),
+)
+
+
+# of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST = 1 << 25  # the most that it takes for the second
+
+
+def keep_freed_memory() -> bool:
+    """Makes this process keep freed memory instead of returning pages and faulting them in at every step.
+
+    Blocks of 32 MiB and more are still returned. The process stays at its peak size.
+
+    Returns:
+        Whether the system supports it: glibc on Linux.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        set_ = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    return bool(set_(_MMAP_THRESHOLD, _LARGEST)) and bool(set_(_TRIM_THRESHOLD, 2**31 - 1))

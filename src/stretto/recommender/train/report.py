@@ -10,7 +10,7 @@ from stretto.recommender.placement import Placements, physical_tables
 from stretto.recommender.shape import count_dlrm
 from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.view import placement_text
-from stretto.run.train.metrics import Words, number, percent
+from stretto.run.train.metrics import LogFormat, number, percent
 from stretto.run.train.prediction import accelerator_named
 
 
@@ -142,4 +142,4 @@ def _or_none(value: float | None) -> str:
     return "none" if value is None else number(value, 4)
 
 
-SAMPLES = Words(step_line, eval_line, "samples/s")
+SAMPLES = LogFormat(step_line, eval_line, "samples/s")

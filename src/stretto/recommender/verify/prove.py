@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import nan
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.step import TrainedStep, TrainingStep
+from stretto.recommender.train.task import ClickProgress, RecommenderTask
 from stretto.recommender.verify.cases import Case
 from stretto.recommender.verify.diagnose import (
     Evidence,
@@ -42,6 +41,8 @@ from stretto.recommender.verify.local_shards import (
     shard_rows,
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids
+from stretto.run.train.task import StepResult
+from stretto.run.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +179,10 @@ class Proof:
     def _read_steps(self, record: bool) -> list[TableVerdict]:
         """A verdict after each step, up to the first that differs: later ones would only follow from it."""
         verdicts = list[TableVerdict]()
-        with self._training(record=record) as (recommender, training):
+        with self._training(record=record) as (recommender, trainer):
             self._initial = self._compare_initial(recommender, shard_rows(recommender, self.trained.known))
             for number in range(len(self.trained.snapshots)):
-                trained = self._step(training, number)
+                (trained,) = trainer.step()
                 verdicts.append(self._verdict(self._evidence(recommender, number, trained)))
                 if not verdicts[-1].equal:
                     break
@@ -189,11 +190,11 @@ class Proof:
 
     def _unread_steps(self) -> TableVerdict:
         """The verdict on steps between which nothing is read."""
-        with self._training(record=False) as (recommender, training):
-            steps = [self._step(training, number) for number in range(len(self.trained.snapshots))]
+        with self._training(record=False) as (recommender, trainer):
+            steps = [result for _ in self.trained.snapshots for result in trainer.step()]
             verdict = self._verdict(self._evidence(recommender, len(steps) - 1, steps[-1]))
         pairs = list(zip(steps, self.trained.snapshots, strict=True))
-        losses = [relative(_loss_of(trained), expected.loss) for trained, expected in pairs]
+        losses = [relative(trained.loss, expected.loss) for trained, expected in pairs]
         norms = [relative(t.norm, expected.norm) for t, expected in pairs if t.norm is not None]
         verdict = replace(verdict, loss_error=max(losses), norm_error=max(norms, default=None))
         if verdict.equal:
@@ -207,7 +208,7 @@ class Proof:
         )
 
     @contextmanager
-    def _training(self, record: bool) -> Generator[tuple[Recommender, TrainingStep]]:
+    def _training(self, record: bool) -> Generator[tuple[Recommender, Trainer]]:
         """This rank of the job from the beginning; where nothing is recorded, it reads samples ahead."""
         recommender = Recommender.build(
             self.config,
@@ -217,16 +218,13 @@ class Proof:
             record=record,
             folder=self._folder,
         )
-        training = TrainingStep(self.config, recommender, self.trained.samples, torch.device("cpu"))
+        task = RecommenderTask(self.config, recommender, self.trained.samples, torch.device("cpu"))
         try:
             with ThreadPoolExecutor(1) as pool:
-                training.reader = None if record else pool
-                yield recommender, training
+                task.reader = None if record else pool
+                yield recommender, Trainer(task, ClickProgress())
         finally:
             recommender.close()
-
-    def _step(self, training: TrainingStep, number: int) -> TrainedStep:
-        return training.run(step=number, seen=number * self.config.batch.global_size)
 
     def _slice(self, batch: ClickBatch) -> tuple[int, int]:
         return rank_slice(batch.samples, _rank(), self.case.ranks)
@@ -241,7 +239,7 @@ class Proof:
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
         return wrong, _wrong(compared, self.case.placements)
 
-    def _evidence(self, recommender: Recommender, number: int, trained: TrainedStep) -> Evidence:
+    def _evidence(self, recommender: Recommender, number: int, trained: StepResult) -> Evidence:
         """What a step shows, the last one that was made."""
         expected = self.trained.snapshots[number]
         shards = shard_rows(recommender, self.trained.known)
@@ -267,7 +265,7 @@ class Proof:
             copied=copied,
             by_columns=self._of_split("column"),
             initial=self._initial[0],
-            loss=_loss_of(trained),
+            loss=trained.loss,
             reference_loss=expected.loss,
             vectors=self._looked_up(recommender, expected),
             gradients=gradients,
@@ -397,11 +395,6 @@ def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
         worst_state=state.worst_state,
         predict_error=max(v.predict_error for v in verdicts),
     )
-
-
-def _loss_of(trained: TrainedStep) -> float:
-    """Of the global batch; not a number where it is not finite on a rank."""
-    return nan if trained.agreed.bad_microbatches else trained.agreed.loss
 
 
 def _rank() -> int:

@@ -24,7 +24,7 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.train.step import rate_of
+from stretto.recommender.train.task import rate_of
 
 
 @dataclass

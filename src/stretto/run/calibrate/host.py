@@ -23,7 +23,7 @@ from stretto.planner.time.kernels import kernel_times
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.job import VOCAB_MULTIPLE, Job
 from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
@@ -102,7 +102,7 @@ def _job(blocks: int, microbatches: int) -> Job:
 
 
 @contextmanager
-def replica_of(job: Job) -> Generator[Replica]:
+def replica_of(job: Job) -> Generator[RankModel]:
     """The job's replica on this rank. Collective over all ranks."""
     replica = assemble(job, Mesh(job.layout), seed=0)
     try:
@@ -112,7 +112,7 @@ def replica_of(job: Job) -> Generator[Replica]:
         replica.close()
 
 
-def random_step_done(replica: Replica, step: int) -> None:
+def random_step_done(replica: RankModel, step: int) -> None:
     """One training step on random tokens, until its updated weights are on all ranks."""
     random_step(replica, step)
     replica.states.ready()

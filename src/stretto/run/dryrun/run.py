@@ -23,7 +23,7 @@ from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, w
 from stretto.run.dryrun.repeats import PhaseRecorder, repeating, tiles_once
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.job import Job
 
 _KINDS = {"re-gather": "all-gather"}  # the cost model counts both as one kind
@@ -184,7 +184,7 @@ def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) 
     )
 
 
-def _repeated(replica: Replica, order: Sequence[Action]) -> frozenset[int]:
+def _repeated(replica: RankModel, order: Sequence[Action]) -> frozenset[int]:
     """Microbatches that need not be run; none where what one does depends on those before it: weights that
     change or are gathered, and gradients that every microbatch reduces, of which half a backward leaves some.
     """
@@ -200,7 +200,7 @@ def _step(progress: Progress, number: int, actions: int) -> Callable[[int], None
     return lambda done: progress(f"step {number} of 2", done, actions)
 
 
-def _coming_and_going(replica: Replica) -> list[Tensor]:
+def _coming_and_going(replica: RankModel) -> list[Tensor]:
     """Whole weights and gradients that exist only transiently."""
     units = [unit for units in replica.states.units.values() for unit in units]
     if any(unit.split for unit in units) or any(
@@ -211,7 +211,7 @@ def _coming_and_going(replica: Replica) -> list[Tensor]:
 
 
 @contextmanager
-def _again(replica: Replica, following: Following) -> Generator[None]:
+def _again(replica: RankModel, following: Following) -> Generator[None]:
     """While inside, forwards that a backward runs again count as a phase of their own."""
     checkpointed = [
         forward

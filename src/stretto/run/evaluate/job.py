@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -19,7 +20,7 @@ from stretto.run.config.schema import (
     TrainConfig,
 )
 from stretto.run.config.sources import vocabulary_is_known
-from stretto.run.data.mixture import HeldOut, held_out
+from stretto.run.data.mixture import held_out
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.sentinels import vocabulary
 from stretto.run.data.split import ALL
@@ -27,7 +28,7 @@ from stretto.run.data.token_source import TokenData
 from stretto.run.data.tokenizer import TOKENIZER
 from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.job import PRELOAD, Kind, Result, run_kind
+from stretto.run.train.launch import PRELOAD, JobType, Result, run_job
 from stretto.run.train.resume import check_model
 from stretto.spec.job import Recompute
 from stretto.spec.optimiser import Optimiser
@@ -119,53 +120,35 @@ def run_evaluation(config: TrainConfig, request: Request, quiet: bool = False, p
         StrettoError: bad input; what can be known without ranks, before any is started.
         RankFailed: a rank failed.
     """
-    return run_kind(_Evaluation(request), config, quiet, port)
 
-
-class _Evaluation(Kind[TrainConfig]):
-    preload = PRELOAD
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def ranks(self, config: TrainConfig) -> int:
-        return config.layout.to_layout().world
-
-    def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
-        check(config, world=world, devices=devices)
-
-    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenData:
+    def prepare(config: TrainConfig, stop: StopRequest) -> TokenData:
         source = prepare_data(config, stop)
-        _check_tokens(config, self._request, source)
+        _check_tokens(config, request, source)
         return source
 
-    def agree(self, config: TrainConfig, data: TokenData) -> None:
-        pass  # `prepare` has checked it, for torchrun too
-
-    def say(self, config: TrainConfig, data: TokenData, quiet: bool) -> None:
-        trained, splits = self._request.trained, _splits(config, self._request, data)
-        part = "all" if self._request.split == ALL else f"the {self._request.split} split"
-        tokens = sum(len(one.split.range) for one in splits)
-        limit = self._request.limit
-        some = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
+    def print_start(config: TrainConfig, data: TokenData, quiet: bool) -> None:
+        trained, splits = request.trained, held_out(data, config, request.split)
+        part = "all" if request.split == ALL else f"the {request.split} split"
+        tokens, limit = sum(len(part.split.range) for part in splits), request.limit
+        limited = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
         print(
             f"evaluate step {trained.step} of {trained.folder} on {part} of "
             f"{', '.join(config.data.sources)}: "
-            f"{tokens:,} of {data.size:,} tokens in sequences of {config.data.sequence}{some}; "
+            f"{tokens:,} of {data.size:,} tokens in sequences of {config.data.sequence}{limited}; "
             f"{config.train.dtype}, {config.layout.to_layout().describe()}",
             file=sys.stderr if quiet else sys.stdout,
             flush=True,
         )
 
-    def local(self, config: TrainConfig, data: TokenData, quiet: bool) -> tuple[Any, ...]:
-        return local_rank, config, self._request, quiet, data
-
-    def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
-        return _evaluate_rank(config, self._request, stop, quiet)
-
-
-def _splits(config: TrainConfig, request: Request, source: TokenData) -> list[HeldOut]:
-    return held_out(source, config, request.split)
+    job = JobType[TrainConfig, TokenData](
+        preload=PRELOAD,
+        ranks=lambda config: config.layout.to_layout().world,
+        check=lambda config, world, devices: check(config, world=world, devices=devices),
+        prepare=prepare,
+        print_start=print_start,
+        run_rank=partial(_evaluate_rank, request),
+    )
+    return run_job(job, config, quiet, port)
 
 
 def _check_tokens(config: TrainConfig, request: Request, source: TokenData) -> None:
@@ -187,31 +170,24 @@ def _check_tokens(config: TrainConfig, request: Request, source: TokenData) -> N
             hint="name the model's tokenizer.json with data.tokenizer=FILE",
         )
     check_model(checkpoint, config.shape(vocabulary(source, config)), source)
-    _splits(config, request, source)
-
-
-def local_rank(config: TrainConfig, request: Request, quiet: bool, source: TokenData) -> dict[str, Any]:
-    """One rank of this machine."""
-    with StopRequest() as stop:
-        return _evaluate_rank(config, request, stop, quiet, source)
+    held_out(source, config, request.split)
 
 
 def _evaluate_rank(
-    config: TrainConfig, request: Request, stop: StopRequest, quiet: bool, source: TokenData | None = None
+    request: Request, config: TrainConfig, source: TokenData | None, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
     """Evaluate as one rank of the job that RANK and WORLD_SIZE describe."""
     import torch.distributed as dist
 
-    from stretto.engine.optim.rate import LearningRate
     from stretto.engine.parallel.mesh import Mesh
     from stretto.run.config.job import job_of
     from stretto.run.evaluate.progress import PassBar
     from stretto.run.train.assemble import assemble
+    from stretto.run.train.batches import Batches
     from stretto.run.train.evaluate import Evaluation
-    from stretto.run.train.loop import process_group
-    from stretto.run.train.position import load_weights
-    from stretto.run.train.step import TrainingStep
-    from stretto.run.train.worker import open_data
+    from stretto.run.train.language_job import open_data
+    from stretto.run.train.language_task import load_weights
+    from stretto.run.train.start import process_group
 
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config.train))
@@ -219,11 +195,11 @@ def _evaluate_rank(
         # one pass does not earn back what compiling takes, and this machine may have no compiler
         job = replace(job_of(config, vocab=vocabulary(source, config)), compile="off", graphs="off")
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
-        replica = assemble(job, mesh, seed=config.train.seed, fresh=False)
-        cleanup.callback(replica.close)
-        load_weights(replica, request.trained.checkpoint)
-        step = TrainingStep(replica, LearningRate.of(job.optimiser, 1))
-        evaluation = Evaluation(step, _splits(config, request, source), request.limit)
+        model = assemble(job, mesh, seed=config.train.seed, fresh=False)
+        cleanup.callback(model.close)
+        load_weights(model, request.trained.checkpoint)
+        splits = held_out(source, config, request.split)
+        evaluation = Evaluation(model, Batches(model), splits, request.limit)
         bar = cleanup.enter_context(PassBar("evaluate", evaluation.batches, quiet or mesh.rank > 0))
 
         def show(batches: int, losses: float, tokens: int) -> None:

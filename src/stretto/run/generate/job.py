@@ -22,8 +22,8 @@ from stretto.layout.layout import Layout
 from stretto.run.config.schema import LoopConfig
 from stretto.run.generate.text import Prompt, Sampling, Wording, Writer, shape_of
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.job import PRELOAD, Kind, Result, run_kind, under_torchrun
-from stretto.run.train.loop import process_group
+from stretto.run.train.launch import PRELOAD, JobType, Result, run_job, under_torchrun
+from stretto.run.train.start import process_group
 from stretto.spec.data_parallel import Dtype
 from stretto.spec.job import Job
 from stretto.spec.rules import problems
@@ -66,7 +66,16 @@ def run_generation(request: Request, port: int = 0) -> Result:
         RankFailed: a rank failed.
     """
     if request.tp > 1 or under_torchrun():
-        return run_kind(_Generation(), request, port=port)
+        job = JobType[Request, None](
+            preload=(*PRELOAD, "stretto.run.generate.job"),
+            ranks=lambda request: request.tp,
+            check=check_request,
+            prepare=lambda request, stop: None,  # prompts are tokens already
+            print_start=lambda request, data, quiet: None,  # stdout is for the text
+            run_rank=generate_rank,
+            orderly=False,
+        )
+        return run_job(job, request, port=port)
     check_request(request)
     return Result(_generate(request, Mesh(Layout(), rank_device(request.train.device))))
 
@@ -83,35 +92,11 @@ def check_request(request: Request, world: int | None = None, devices: int | Non
         raise StrettoError(f"--tp {request.tp}: {problem.rule}", hint=fix or None)
 
 
-class _Generation(Kind[Request]):
-    preload = (*PRELOAD, "stretto.run.generate.job")
-    orderly = False
-
-    def ranks(self, config: Request) -> int:
-        return config.tp
-
-    def check(self, config: Request, world: int | None, devices: int | None) -> None:
-        check_request(config, world, devices)
-
-    def prepare(self, config: Request, stop: StopRequest) -> None:
-        pass  # prompts are tokens already
-
-    def agree(self, config: Request, data: None) -> None:
-        pass
-
-    def say(self, config: Request, data: None, quiet: bool) -> None:
-        pass  # stdout is for the text
-
-    def local(self, config: Request, data: None, quiet: bool) -> tuple[Any, ...]:
-        return generate_rank, config
-
-    def join(self, config: Request, stop: StopRequest, quiet: bool) -> dict[str, Any]:
-        return generate_rank(config)
-
-
-def generate_rank(request: Request) -> dict[str, Any]:
+def generate_rank(
+    request: Request, data: None = None, stop: StopRequest | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Generate as one rank of the job that RANK and WORLD_SIZE describe. All ranks sample and follow the text
-    to its end; the first one writes it.
+    to its end; the first one writes it. `data`, `stop` and `quiet` are not used.
     """
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(request.train))

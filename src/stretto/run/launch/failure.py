@@ -148,7 +148,7 @@ def doing(what: str) -> Generator[None]:
 
 
 @contextmanager
-def cause_first(stop: StopRequest) -> Generator[None]:
+def report_root_cause_first(stop: StopRequest) -> Generator[None]:
     """Under torchrun, let the rank that caused a failure report it first.
 
     When a rank dies, its peers fail within milliseconds. Each of them waits here before it raises, until

@@ -62,7 +62,7 @@ def on_one_machine(environment: Mapping[str, str]) -> bool:
     return environment.get("LOCAL_WORLD_SIZE", world) == world
 
 
-def stay_inside(environment: MutableMapping[str, str]) -> None:
+def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
     """Bind ranks of a job on one machine to its loopback interface, where the environment names no other."""
     if on_one_machine(environment):
         for name in INTERFACE.values():

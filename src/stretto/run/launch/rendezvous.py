@@ -140,9 +140,9 @@ def await_start(attempt: Attempt, limit_s: float, check: Callable[[], None]) -> 
 def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Attempt:
     from torch.distributed import PrefixStore
 
-    meeting = Meeting.of(os.environ)
-    me, clock = Member.here(meeting.rank, meeting.world), Clock(start_s, to_stderr, check)
-    store = _host(meeting, me, start_s) if meeting.hosts_store else _reach(meeting, me, clock)
+    rendezvous = RendezvousInfo.of(os.environ)
+    me, clock = Member.here(rendezvous.rank, rendezvous.world), Clock(start_s, to_stderr, check)
+    store = _host(rendezvous, me, start_s) if rendezvous.hosts_store else _reach(rendezvous, me, clock)
     store.set_timeout(timeout)
     name, ended = register(store, me, clock), threading.Event()
     if me.rank == 0:
@@ -151,7 +151,7 @@ def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Atte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RendezvousInfo:
     """What the environment says of this rank's job.
 
     Attributes:
@@ -165,7 +165,7 @@ class Meeting:
     hosts_store: bool
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Meeting:
+    def of(cls, environment: Mapping[str, str]) -> RendezvousInfo:
         """Read it; raises StrettoError for what is missing or no number."""
         world = _number(environment, "WORLD_SIZE", 1, 1 << 24)
         rank = _number(environment, "RANK", 0, world - 1)
@@ -200,17 +200,17 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int) ->
     return int(text)
 
 
-def _host(meeting: Meeting, me: Member, start_s: float) -> TCPStore:
+def _host(rendezvous: RendezvousInfo, me: Member, start_s: float) -> TCPStore:
     """Open the store on this host: where MASTER_ADDR is a loopback address, on that interface alone; torch
     itself would listen on all.
     """
     from torch.distributed import DistNetworkError, TCPStore
 
     try:
-        listener = loopback_listener(meeting.host, meeting.port)
+        listener = loopback_listener(rendezvous.host, rendezvous.port)
         return TCPStore(
-            meeting.host,
-            meeting.port,
+            rendezvous.host,
+            rendezvous.port,
             is_master=True,
             timeout=timedelta(seconds=start_s),  # of its own connection to MASTER_ADDR
             wait_for_workers=False,
@@ -221,26 +221,26 @@ def _host(meeting: Meeting, me: Member, start_s: float) -> TCPStore:
         taken = getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
         if not taken:
             raise StrettoError(
-                f"rank 0 on {me.place} cannot open the rendezvous store at {meeting.address}: "
+                f"rank 0 on {me.place} cannot open the rendezvous store at {rendezvous.address}: "
                 f"{str(error).partition('Exception raised')[0].strip()}",
                 hint="MASTER_ADDR is the host of rank 0, and MASTER_PORT a free port there",
             ) from None
-    raise _port_taken(meeting, me)
+    raise _port_taken(rendezvous, me)
 
 
-def _port_taken(meeting: Meeting, me: Member) -> StrettoError:
+def _port_taken(rendezvous: RendezvousInfo, me: Member) -> StrettoError:
     """Why the port of the store is not free."""
     with contextlib.suppress(RuntimeError, StrettoError):
-        store = _client(meeting, _PROBE_S)
+        store = _client(rendezvous, _PROBE_S)
         if store is not None and store.check([RANK_0]):
             return started_twice(me, Member.read(store.get(RANK_0)))
     return StrettoError(
-        f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {meeting.port}",
+        f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {rendezvous.port}",
         hint="give the job another MASTER_PORT",
     )
 
 
-def _client(meeting: Meeting, seconds: float) -> TCPStore | None:
+def _client(rendezvous: RendezvousInfo, seconds: float) -> TCPStore | None:
     """A connection to the store; None: what listens there does not answer as a store does."""
     from torch.distributed import TCPStore
 
@@ -249,7 +249,9 @@ def _client(meeting: Meeting, seconds: float) -> TCPStore | None:
     def connect() -> None:
         with contextlib.suppress(RuntimeError):
             limit = timedelta(seconds=seconds)
-            connected.append(TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False))
+            connected.append(
+                TCPStore(rendezvous.host, rendezvous.port, timeout=limit, wait_for_workers=False)
+            )
 
     thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
     thread.start()
@@ -257,17 +259,17 @@ def _client(meeting: Meeting, seconds: float) -> TCPStore | None:
     return connected[0] if connected else None
 
 
-def _reach(meeting: Meeting, me: Member, clock: Clock) -> TCPStore:
+def _reach(rendezvous: RendezvousInfo, me: Member, clock: Clock) -> TCPStore:
     """Connect to the store, once it is there."""
     why = ""
 
     def waiting() -> str:
-        return f"rank {me.rank} on {me.place} waits for rank 0 to open {meeting.address}: {why}"
+        return f"rank {me.rank} on {me.place} waits for rank 0 to open {rendezvous.address}: {why}"
 
     while True:
         try:
-            socket.create_connection((meeting.host, meeting.port), _PROBE_S).close()
-            if (store := _client(meeting, _CONNECT_S)) is not None:
+            socket.create_connection((rendezvous.host, rendezvous.port), _PROBE_S).close()
+            if (store := _client(rendezvous, _CONNECT_S)) is not None:
                 return store
             why = "what listens there is no rendezvous store"
         except (OSError, UnicodeError) as error:
@@ -275,6 +277,6 @@ def _reach(meeting: Meeting, me: Member, clock: Clock) -> TCPStore:
         if clock.over(waiting):
             raise missing_ranks(
                 f"rank 0 of {me.world} has not come within {clock.start_s:g} s (train.start_s): "
-                f"rank {me.rank} on {me.place} cannot reach {meeting.address}: {why}"
+                f"rank {me.rank} on {me.place} cannot reach {rendezvous.address}: {why}"
             )
         time.sleep(_AGAIN_S)

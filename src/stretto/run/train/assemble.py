@@ -39,8 +39,7 @@ from stretto.engine.pipeline.shared import Tie, find_ties
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
-from stretto.run.train.optimizer import ReplicaOptimizer
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel, StageOptimizers
 from stretto.spec.chain import layer_of
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job
@@ -100,7 +99,7 @@ class _Stages:
     parameters: dict[str, nn.Parameter]
 
 
-def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: bool = False) -> Replica:
+def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: bool = False) -> RankModel:
     """Build this rank's replica: plain model, sharding, stages, weights, optimiser. Collective over all
     ranks.
 
@@ -109,7 +108,7 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: b
         seed: of initial values and dropout.
         fresh: initialise the parameters; False where a checkpoint fills them, "adapters" where it fills all
             but these.
-        guarded: no rank updates where gradients are not finite on another; see `ReplicaOptimizer`.
+        guarded: no rank updates where gradients are not finite on another; see `StageOptimizers`.
     """
     setup = _Setup(
         job=job,
@@ -125,13 +124,13 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: b
     table = _shard(setup, model)
     stages = _cut_stages(setup, model, table)
     states = _share_weights(setup, stages, table)
-    optimizer = ReplicaOptimizer(states, job, together=guarded)
+    optimizer = StageOptimizers(states, job, together=guarded)
     if setup.program.versions:  # an asynchronous schedule updates each stage within the step
         states.stage_update = optimizer.step_stage
     pipeline = _connect(setup, model, table, stages, states)
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
     _begin_optimizer(setup, optimizer, pipeline, elsewhere, fresh)
-    return Replica(
+    return RankModel(
         job=job,
         mesh=mesh,
         pipeline=pipeline,
@@ -289,7 +288,7 @@ def _boundaries(setup: _Setup, stages: _Stages, stream: torch.dtype) -> Boundary
 
 
 def _begin_optimizer(
-    setup: _Setup, optimizer: ReplicaOptimizer, pipeline: Pipeline, elsewhere: frozenset[int], fresh: Fresh
+    setup: _Setup, optimizer: StageOptimizers, pipeline: Pipeline, elsewhere: frozenset[int], fresh: Fresh
 ) -> None:
     """Initialise the weights, and make the optimiser over the fragments that this rank updates.
 

@@ -23,7 +23,7 @@ from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.collectives import all_sum
 from stretto.run.data.dataset import Batch, indices_after
 from stretto.run.data.prefetch import Prefetcher
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 
 Pairs = list[tuple[Tensor, Tensor]]  # inputs and targets of microbatches
 
@@ -51,7 +51,7 @@ class _Arriving(NamedTuple):
     there: torch.Event
 
 
-class _Copies:
+class _DeviceCopies:
     """Samples that are copied to a device from page-locked memory, on a stream of their own."""
 
     def __init__(self, samples: SampleSource, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class CopiedAhead:
 
     def __init__(self, samples: SampleSource, device: torch.device, stride: int) -> None:
         self._device = device
-        self._ahead = Prefetcher(_Copies(samples, device), stride)
+        self._ahead = Prefetcher(_DeviceCopies(samples, device), stride)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples of a range of indices, for the current stream."""
@@ -92,11 +92,11 @@ class CopiedAhead:
         self._ahead.close()
 
 
-def read_ahead(samples: SampleSource, replica: Replica) -> Closing:
+def read_ahead(samples: SampleSource, model: RankModel) -> Closing:
     """The samples, those of a replica's next step read while it computes this one, and copied to its
     accelerator where that has streams.
     """
-    device, stride = replica.mesh.device, replica.job.global_batch
+    device, stride = model.mesh.device, model.job.global_batch
     return CopiedAhead(samples, device, stride) if has_streams(device) else Prefetcher(samples, stride)
 
 
@@ -107,11 +107,11 @@ class Batches:
     them and scatters them; otherwise every rank reads its samples itself.
     """
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.mesh = replica.mesh
-        self._microbatches = replica.pipeline.program.microbatches
-        self._served = replica.job.dp.mode == "server" and self.mesh.group("dp") is not None
+    def __init__(self, model: RankModel) -> None:
+        self.model = model
+        self.mesh = model.mesh
+        self._microbatches = model.pipeline.program.microbatches
+        self._served = model.job.dp.mode == "server" and self.mesh.group("dp") is not None
 
     def take(
         self, samples: SampleSource, seen: int, keyed: bool, number: int = 0
@@ -126,13 +126,13 @@ class Batches:
             number: of the step in a window of steps without a drain between them.
         """
         mesh, d = self.mesh, self.mesh.index("dp")
-        place = self.replica.place(number)
+        place = self.model.slots(number)
 
         def to_device(values: Tensor) -> Tensor:
             return moved(values, mesh.device)
 
         if keyed:
-            self.replica.samples[place] = self.indices(seen, d)
+            self.model.samples[place] = self.indices(seen, d)
         group = mesh.group("dp")
         if self._served and group is not None:
             pairs, begins, counts = self._from_server(samples, seen, group)
@@ -140,14 +140,14 @@ class Batches:
             whole = self._read(samples, seen, d)
             counts = self._count([one.targets for one in whole])
             # taken apart on the device: copies from pinned memory do not wait
-            pairs = [self.replica.share(to_device(one.inputs), to_device(one.targets)) for one in whole]
+            pairs = [self.model.share(to_device(one.inputs), to_device(one.targets)) for one in whole]
             begins = [one.begins for one in whole if one.begins is not None]
-            self.replica.decoders[place] = [
+            self.model.decoders[place] = [
                 (to_device(one.decoder), None if one.lengths is None else to_device(one.lengths))
                 for one in whole
                 if one.decoder is not None
             ]
-        self.replica.documents[place] = map(DocumentStarts, begins)
+        self.model.documents[place] = map(DocumentStarts, begins)
         return ([inputs for inputs, _ in pairs], [targets for _, targets in pairs]), counts
 
     def indices(self, seen: int, replica: int) -> list[range]:
@@ -159,7 +159,7 @@ class Batches:
                 microbatch=j,
                 dp_rank=replica,
                 dp=self.mesh.size("dp"),
-                micro_batch=self.replica.job.micro_batch,
+                micro_batch=self.model.job.micro_batch,
                 microbatches=m,
             )
             for j in range(m)
@@ -177,8 +177,8 @@ class Batches:
         self, samples: SampleSource, seen: int, group: ProcessGroup
     ) -> tuple[Pairs, list[Tensor], Tensor]:
         m = self._microbatches
-        empty = torch.zeros(self.replica.job.micro_batch, self.replica.job.sequence, dtype=torch.int64)
-        shape = self.replica.share(empty, empty)[0].shape
+        empty = torch.zeros(self.model.job.micro_batch, self.model.job.sequence, dtype=torch.int64)
+        shape = self.model.share(empty, empty)[0].shape
         counts = torch.zeros(m + 1, dtype=torch.float64, device=self.mesh.device)  # and whether packed
         mine = torch.empty(m, 2, *shape, dtype=torch.int64, device=self.mesh.device)
         begins = torch.empty(m, *empty.shape, dtype=torch.int64, device=self.mesh.device)
@@ -188,7 +188,7 @@ class Batches:
                 whole = self._read(samples, seen, replica)
                 counted = torch.stack([(one.targets != IGNORED).sum() for one in whole])
                 counts[:m] += moved(counted.double(), counts.device)
-                shared = [torch.stack(self.replica.share(one.inputs, one.targets)) for one in whole]
+                shared = [torch.stack(self.model.share(one.inputs, one.targets)) for one in whole]
                 parts.append(moved(torch.stack(shared), mine.device))
                 if of := [one.begins for one in whole if one.begins is not None]:
                     edges.append(moved(torch.stack(of), begins.device))

@@ -28,7 +28,7 @@ def run_folder(checkpoint: Path) -> Path:
     return next((folder for folder in around if (folder / TOKENIZER).is_file()), around[-1])
 
 
-def copy_companions(source: Path, target: Path) -> list[Path]:
+def copy_tokenizer_files(source: Path, target: Path) -> list[Path]:
     """Copy what `source` has and `target` lacks, without the tokenizer itself; returns the copies."""
     copies = list[Path]()
     templates = (path.relative_to(source) for path in sorted((source / _FOLDER).glob("*.jinja")))
@@ -83,7 +83,7 @@ def export_companions(run: Path, out: Path, positions: int, decoder: bool = Fals
     if not (run / TOKENIZER).is_file():
         return []
     shutil.copyfile(run / TOKENIZER, out / TOKENIZER)
-    files = [out / TOKENIZER, *copy_companions(run, out)]
+    files = [out / TOKENIZER, *copy_tokenizer_files(run, out)]
     files += write_generation(out, special_ids(run, decoder))
     if not (out / TOKENIZER_CONFIG).exists():
         described = {"model_max_length": positions, "clean_up_tokenization_spaces": False}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
+from stretto.engine.device import peak_memory
+from stretto.engine.progress import PROGRESS, label
 from stretto.errors import StrettoError
 from stretto.run.data.mixture import HeldOut
+from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.batches import read_ahead
-from stretto.run.train.loop import StepAgreement
+from stretto.run.train.agreement import StepAgreement, agree, describe_bad_loss
+from stretto.run.train.batches import Batches, read_ahead
 from stretto.run.train.metrics import EvalRecord
-from stretto.run.train.step import TrainingStep
+from stretto.run.train.rank_model import RankModel
 
+_AGREEING = label("agreement on the step")
 Progress = Callable[[int, float, int], object]  # batches done; of the source: summed losses in nats, tokens
 
 
@@ -28,17 +33,19 @@ class Evaluation:
     sequences (tp, cp, ep).
 
     Args:
-        step: the replica's, whose batches and agreement are used; nothing is trained.
+        batches: loads the microbatches of the model's ranks.
         parts: the split of each source.
         limit: global batches, of which each source of a mixture has its share and at least one; None: the
             whole split.
     """
 
-    def __init__(self, step: TrainingStep, parts: Sequence[HeldOut], limit: int | None = None) -> None:
-        self._step = step
-        self._size = step.replica.job.global_batch
+    def __init__(
+        self, model: RankModel, batches: Batches, parts: Sequence[HeldOut], limit: int | None = None
+    ) -> None:
+        self._model, self._loader = model, batches
+        self._size = model.job.global_batch
         self._parts = [(part, self._batches(part, limit)) for part in parts]
-        self._read_ahead = {part.name: read_ahead(part.split, step.replica) for part in parts}
+        self._read_ahead = {part.name: read_ahead(part.split, model) for part in parts}
         self.batches = sum(batches for _, batches in self._parts)
         self.memory_gib: float | None = None  # peak of the fullest rank
 
@@ -101,7 +108,15 @@ class Evaluation:
         self, part: HeldOut, first: int, after: int, stop: StopRequest | None
     ) -> tuple[StepAgreement, int]:
         """The summed loss of one global batch, and its tokens."""
-        (inputs, targets), counts = self._step.batches.take(self._read_ahead[part.name], first, keyed=False)
-        losses = self._step.replica.pipeline.evaluate(inputs, targets)
-        agreed = self._step.agree(losses, f"evaluation after step {after}", stop, [counts.sum()[None]])
-        return agreed, int(agreed.known[0])
+        (inputs, targets), counts = self._loader.take(self._read_ahead[part.name], first, keyed=False)
+        losses, device = self._model.pipeline.evaluate(inputs, targets), self._model.mesh.device
+        report = replace(
+            self._model.loss_report(losses),
+            stop=stop is not None and stop.signal is not None,
+            memory_gib=peak_memory(device),
+        )
+        PROGRESS.mark(_AGREEING)
+        agreed = agree(report, device, {"targets": counts.sum()[None]})
+        if agreed.bad_microbatches:
+            raise TrainingFailed(f"evaluation after step {after}: {describe_bad_loss(agreed)}")
+        return agreed, int(agreed.statistic("targets") or 0)

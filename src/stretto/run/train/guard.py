@@ -46,7 +46,7 @@ class BadStep:
     whole: bool = True
     before: int | None = None
 
-    def facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """As a line of `guard.jsonl`."""
         return {
             "step": self.step,
@@ -89,8 +89,8 @@ class Guard:
                 return f"the {name} is {value:.6g}, {times:.1f} standard deviations above {median(past):.6g}"
         return None
 
-    def good(self, step: int, loss: float, norm: float | None) -> None:
-        """Note a step that was applied, by its number from 1."""
+    def record_good_step(self, step: int, loss: float, norm: float | None) -> None:
+        """Count a step that was applied, by its number from 1."""
         if step >= self._furthest:
             self._bad = 0
         if self.config.on_spike != "off":
@@ -98,7 +98,7 @@ class Guard:
             self.history.append((loss, norm if finite else None))
             del self.history[: -self.config.spike_window]
 
-    def refuse(
+    def handle_bad_step(
         self,
         step: int,
         reason: str,
@@ -169,7 +169,7 @@ def deviations(value: float, past: Sequence[float]) -> float:
     return (log(max(value, 1e-300)) - middle) / spread
 
 
-def with_range(ranges: Iterable[tuple[int, int]], added: range) -> list[tuple[int, int]]:
+def add_range(ranges: Iterable[tuple[int, int]], added: range) -> list[tuple[int, int]]:
     """Ranges [first, end) and one more behind them; those that touch become one."""
     joined = list(ranges)
     if joined and joined[-1][1] == added.start:

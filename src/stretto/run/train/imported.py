@@ -26,7 +26,7 @@ from stretto.run.config.written import model_section
 from stretto.run.data.prepare import LEAST_USED
 from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.launch.lease import lease
-from stretto.run.train.companions import TOKENIZER, copy_companions, write_generation
+from stretto.run.train.companions import TOKENIZER, copy_tokenizer_files, write_generation
 from stretto.run.train.resume import differing
 from stretto.spec.shape import ModelShape
 
@@ -100,7 +100,7 @@ def import_model(
             if tokenizer is not None:
                 yield run / TOKENIZER
                 shutil.copyfile(source / TOKENIZER, run / TOKENIZER)
-            yield from copy_companions(source, run)
+            yield from copy_tokenizer_files(source, run)
             yield from write_generation(run, model.config)
 
         imported = make_run(

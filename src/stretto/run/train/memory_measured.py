@@ -24,8 +24,8 @@ from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble
-from stretto.run.train.optimizer import scales, update_numbers
-from stretto.run.train.replica import Replica
+from stretto.run.train.language_task import apply_gradients
+from stretto.run.train.rank_model import RankModel, loss_scales
 from stretto.spec.job import Job
 
 OTHER = "other"
@@ -203,20 +203,20 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> RankHeld:
     """
     memory = HeldMemory()
     with memory:
-        replica = assemble(replace(job, compile="off"), mesh, seed=0)
+        model = assemble(replace(job, compile="off"), mesh, seed=0)
         try:
-            replica.pipeline.train()
+            model.pipeline.train()
             for step in range(1, steps):
-                random_step(replica, step)
-            name_kinds(memory, replica)
-            memory.watch(passing_flats(replica))
+                random_step(model, step)
+            name_kinds(memory, model)
+            memory.watch(passing_flats(model))
             recorder = HeldRecorder(memory, mesh.device)
             memory.restart()
-            random_step(replica, steps, recorder)
+            random_step(model, steps, recorder)
             if dist.is_initialized():
                 dist.barrier()  # no rank closes its groups while others still use them
         finally:
-            replica.close()
+            model.close()
     held = max(sample.held for sample in recorder.samples)
     kinds = {kind: size for kind, size in memory.at_peak.items() if size}
     return RankHeld(
@@ -229,53 +229,53 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> RankHeld:
     )
 
 
-def passing_flats(replica: Replica) -> Iterator[Tensor]:
+def passing_flats(model: RankModel) -> Iterator[Tensor]:
     """Whole weights and gradients, which may have memory only transiently."""
-    units = (unit.flat for units in replica.states.units.values() for unit in units)
-    gradients = (one.flat for buffer in replica.pipeline.buffers.values() for one in buffer.gradients)
+    units = (unit.flat for units in model.states.units.values() for unit in units)
+    gradients = (one.flat for buffer in model.pipeline.buffers.values() for one in buffer.gradients)
     yield from (flat for flat in (*units, *gradients) if flat is not None)
 
 
-def name_kinds(memory: HeldMemory, replica: Replica) -> None:
-    """Name which of a replica's storages are weights, gradients and optimiser states."""
-    units = [unit for units in replica.states.units.values() for unit in units]
-    memory.name("masters", (fragment.parameter.data for fragment in replica.fragments))
-    memory.name("weights", (p.data for p in replica.parameters.values()))
+def name_kinds(memory: HeldMemory, model: RankModel) -> None:
+    """Name which of a rank's storages are weights, gradients and optimiser states."""
+    units = [unit for units in model.states.units.values() for unit in units]
+    memory.name("masters", (fragment.parameter.data for fragment in model.fragments))
+    memory.name("weights", (p.data for p in model.parameters.values()))
     split = [unit for unit in units if unit.split]
     memory.name("gathered", (unit.flat for unit in split if unit.flat is not None))
     memory.name("weights", (unit.shard for unit in split if unit.shard is not None))
-    memory.name("gradients", replica.gradients())
-    states = (state for o in replica.optimizers for of in o.state.values() for state in of.values())
+    memory.name("gradients", model.gradients())
+    states = (state for o in model.optimizers for of in o.state.values() for state in of.values())
     memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
 
 
-def random_step(replica: Replica, step: int, recorder: Recorder | None = None) -> None:
+def random_step(model: RankModel, step: int, recorder: Recorder | None = None) -> None:
     """One training step on random tokens, its update included.
 
     Args:
         step: seeds the tokens.
     """
-    job, m = replica.job, replica.pipeline.program.microbatches
+    job, m = model.job, model.pipeline.program.microbatches
     size, target = job.micro_batch, job.target_sequence
     rate = job.optimiser.lr
     random = torch.Generator().manual_seed(step)
-    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
+    model.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
 
     def draw(length: int) -> Tensor:
-        return torch.randint(replica.shape.vocab, (size, length), generator=random)
+        return torch.randint(model.shape.vocab, (size, length), generator=random)
 
-    pairs = [replica.share(draw(job.sequence), draw(target)) for _ in range(m)]
-    device = replica.mesh.device
-    if replica.shape.encoder_layers:
-        replica.decoders[:] = [(draw(target).to(device).clone(), None) for _ in range(m)]
+    pairs = [model.share(draw(job.sequence), draw(target)) for _ in range(m)]
+    device = model.mesh.device
+    if model.shape.encoder_layers:
+        model.decoders[:] = [(draw(target).to(device).clone(), None) for _ in range(m)]
     inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
     del pairs
     tokens = torch.full((m,), job.global_batch * target / m, dtype=torch.float64)
-    if replica.asynchronous:
-        replica.set_rate(rate)
-    replica.step(inputs, targets, scales(update_numbers(replica.pipeline.program), tokens), recorder)
-    if not replica.asynchronous:
-        replica.update(rate, float(replica.gradient_norm()))
+    if model.asynchronous:
+        model.set_rate(rate)
+    model.step(inputs, targets, loss_scales(model.update_numbers, tokens), recorder)
+    if not model.asynchronous:
+        apply_gradients(model, rate, float(model.gradient_norm()))
 
 
 def measure_rank(job: Job, train: LoopConfig) -> RankHeld:

@@ -63,7 +63,7 @@ class AnyEval(Protocol):
 
 
 @dataclass(frozen=True)
-class Words:
+class LogFormat:
     """How records are worded in a terminal.
 
     step, evaluation: the line of a record, with the steps of the whole run.
@@ -339,15 +339,15 @@ class Display(Protocol):
         ...
 
 
-def display(steps: int, start: int, out: TextIO, words: Words | None = None) -> Display:
+def display(steps: int, start: int, out: TextIO, log_format: LogFormat | None = None) -> Display:
     """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
-    words = words or TOKENS
+    log_format = log_format or TOKENS
     if not out.isatty():
-        return Lines(steps, out, words)
+        return Lines(steps, out, log_format)
     from rich.console import Console
 
     console = Console(file=out, highlight=False)
-    return Bar(steps, start, console, words) if console.is_terminal else Lines(steps, out, words)
+    return Bar(steps, start, console, log_format) if console.is_terminal else Lines(steps, out, log_format)
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -388,7 +388,7 @@ def eval_line(record: EvalRecord, steps: int) -> str:
     return " | ".join(parts)
 
 
-TOKENS = Words(step_line, eval_line, "tokens/s")
+TOKENS = LogFormat(step_line, eval_line, "tokens/s")
 
 
 def number(value: float, digits: int) -> str:
@@ -406,13 +406,13 @@ def percent(ratio: float) -> str:
 class Lines:
     """Plain lines, flushed one by one, so that a log can be followed."""
 
-    def __init__(self, steps: int, out: TextIO, words: Words) -> None:
-        self._steps, self._words = steps, words
+    def __init__(self, steps: int, out: TextIO, log_format: LogFormat) -> None:
+        self._steps, self._format = steps, log_format
         self._out = out
 
     def step(self, record: AnyStep, line: bool) -> None:
         if line:
-            self.line(self._words.step(record, self._steps))
+            self.line(self._format.step(record, self._steps))
 
     def line(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -424,17 +424,17 @@ class Lines:
 class Bar:
     """A bar that moves with every step, with the lines that stay above it."""
 
-    def __init__(self, steps: int, start: int, console: Console, words: Words) -> None:
+    def __init__(self, steps: int, start: int, console: Console, log_format: LogFormat) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._steps, self._words = steps, words
+        self._steps, self._format = steps, log_format
         # the last minute predicts the remaining time better than the whole run with its warm-up
         self._progress = Progress(
             TextColumn("train"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} " + words.unit),
+            TextColumn("{task.fields[speed]} " + log_format.unit),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
@@ -448,7 +448,7 @@ class Bar:
         loss, speed = number(record.loss, 4), number(record.speed, 0)
         self._progress.update(self._task, completed=record.step, loss=loss, speed=speed)
         if line:
-            self.line(self._words.step(record, self._steps))
+            self.line(self._format.step(record, self._steps))
 
     def line(self, text: str) -> None:
         # the text may hold brackets that rich would take for its markup
@@ -466,7 +466,7 @@ class Metrics:
 
     `folder` is the run's, `steps` are the whole run's, `start` are those a resumed run has behind it: what
     the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone);
-    `words` say how records are told. `keep` writes into a folder what else belongs to the run.
+    `log_format` formats records. `write_files` writes into a folder what else belongs to the run.
 
     If the run's folder is removed or replaced, `lost` says so from the next record on, `on_loss` is called
     once, and `rescue` writes all records elsewhere.
@@ -486,11 +486,11 @@ class Metrics:
         every: int = 1,
         board: Path | None = None,
         out: TextIO | None = None,
-        words: Words = TOKENS,
-        keep: Callable[[Path], object] = lambda _: None,
+        log_format: LogFormat = TOKENS,
+        write_files: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        self._words = words
-        self._keep = keep
+        self._format = log_format
+        self._write_files = write_files
         self.lost: str | None = None
         self.on_loss: Callable[[], object] = lambda: None
         self._steps = steps
@@ -499,7 +499,7 @@ class Metrics:
         self._events = RecordFile(folder / EVENTS)
         self._open(start)
         self._identity = identity(folder)
-        self._display = display(steps, start, sys.stdout if out is None else out, words)
+        self._display = display(steps, start, sys.stdout if out is None else out, log_format)
 
     def _open(self, start: int) -> None:
         self._first = start + 1
@@ -531,7 +531,7 @@ class Metrics:
     def evaluation(self, record: AnyEval) -> None:
         """Report an evaluation."""
         self._write(self._eval, record.facts())
-        self._display.line(self._words.evaluation(record, self._steps))
+        self._display.line(self._format.evaluation(record, self._steps))
         if self._board is not None:
             self._board.evaluation(record)
             self._board.flush()
@@ -554,7 +554,7 @@ class Metrics:
         """Write all records, and what else belongs to the run, into another folder; returns the names of
         those of which only the newest lines are left.
         """
-        self._keep(folder)
+        self._write_files(folder)
         files = (self._train, self._eval, self._events)
         return [file.path.name for file in files if not file.copy_to(folder / file.path.name)]
 

@@ -80,7 +80,7 @@ def first_line(job: Job, train: LoopConfig) -> str:
     return f"predicted: {expected}, from profile {cluster.name}{corrected}"
 
 
-class Forecast:
+class StepTimePrediction:
     """One run's prediction beside its steps, on the rank that reports.
 
     Attributes:
@@ -178,4 +178,4 @@ def _reason(error: Exception) -> str:
     return " ".join(str(text).split())[:200]
 
 
-__all__ = ["Forecast", "accelerator_named", "first_line", "kind_here", "machine_of", "predict"]
+__all__ = ["StepTimePrediction", "accelerator_named", "first_line", "kind_here", "machine_of", "predict"]

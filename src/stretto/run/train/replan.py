@@ -23,7 +23,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.validation import read_section
 from stretto.run.config.written import laid_over
-from stretto.run.launch.rendezvous import Meeting, join_early
+from stretto.run.launch.rendezvous import RendezvousInfo, join_early
 from stretto.run.train.prediction import kind_here
 
 SEARCH_S = 5.0  # of wall-clock time; the job waits for it
@@ -55,7 +55,7 @@ def join_for_ranks(config: TrainConfig, note: Note) -> TrainConfig:
     """As `for_ranks`, on each rank of a job that torchrun has started. Rank 0 plans, since a search that time
     cuts short may end differently elsewhere, and tells the others. Collective.
     """
-    world = Meeting.of(os.environ).world
+    world = RendezvousInfo.of(os.environ).world
     if config.elastic.layouts != "auto" or world == config.layout.to_layout().world:
         return listed(config, world)
     attempt = join_early(config.train.start_s, timedelta(seconds=config.train.timeout_s))

@@ -40,7 +40,7 @@ _OTHER = "use another checkpoint"
 _MOST_FIXES = 24  # overrides in a hint
 
 
-def place_of(config: JobConfig) -> Path:
+def checkpoint_path(config: JobConfig) -> Path:
     """The path that `checkpoint.resume` stands for: one checkpoint, or a folder of checkpoints."""
     wanted = config.checkpoint.resume
     if wanted == "auto":
@@ -49,12 +49,14 @@ def place_of(config: JobConfig) -> Path:
     return named if is_checkpoint(named) else resolve(named)
 
 
-def starts_afresh(config: JobConfig) -> bool:
+def is_fresh_run(config: JobConfig) -> bool:
     """Whether the run does not continue in its folder. A job that was started again goes on there."""
     if restart_count():
         return False
     wanted, folder = config.checkpoint.resume, config.run.folder.absolute()
-    return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(folder))
+    return wanted == "never" or (
+        wanted != "auto" and not checkpoint_path(config).absolute().is_relative_to(folder)
+    )
 
 
 def wanted_checkpoint(config: JobConfig) -> Path | None:
@@ -66,10 +68,10 @@ def wanted_checkpoint(config: JobConfig) -> Path | None:
     wanted = config.checkpoint.resume
     if wanted == "never":
         return None
-    place = place_of(config)
+    place = checkpoint_path(config)
     candidates = [place] if is_checkpoint(place) else checkpoints(place)
     if not candidates and wanted != "auto":
-        raise none_at(wanted)
+        raise no_checkpoint_error(wanted)
     return next((path for path in candidates if not quick_problems(path)), None)
 
 
@@ -203,7 +205,7 @@ def _fix(name: str, value: Any) -> str:
     return f"model.{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def none_at(wanted: str) -> StrettoError:
+def no_checkpoint_error(wanted: str) -> StrettoError:
     """The error for a path that was named and holds no checkpoint."""
     return StrettoError(
         f"checkpoint.resume is {wanted}: no checkpoint there",

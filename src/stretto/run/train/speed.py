@@ -20,7 +20,7 @@ from stretto.engine.device import model_name, on_accelerator
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
 from stretto.run.train.metrics import StepRecord
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.spec.flops import model_flops_per_token
 
 
@@ -38,20 +38,20 @@ class ExpertReport:
     busiest: float
 
 
-def expert_facts(replica: Replica, tokens: float) -> Tensor | None:
+def expert_statistics(model: RankModel, tokens: float) -> Tensor | None:
     """The fields of `ExpertReport` of the last step, float64 [3] on the device, the same on every rank; None
     for a model without experts. Collective.
 
     Args:
         tokens: of the global batch.
     """
-    moe = replica.shape.moe
+    moe = model.shape.moe
     if moe is None:
         return None
-    auxiliary = replica.auxiliary
-    loads = auxiliary.table(replica.shape.layers, moe.experts)
+    auxiliary = model.auxiliary
+    loads = auxiliary.table(model.shape.layers, moe.experts)
     facts = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
-    if replica.mesh.layout.world > 1:
+    if model.mesh.layout.world > 1:
         dist.all_reduce(facts)
     return _report(facts[0], facts[1], facts[2:].view_as(loads), tokens)
 
@@ -70,20 +70,15 @@ class Speed:
 
     Args:
         peak: TFLOP/s of one device, or None to look an accelerator's up.
-
-    `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
     """
 
-    def __init__(self, replica: Replica, peak: float | None) -> None:
-        self.fullest: float | None = None
-        self._flops = model_flops_per_token(
-            replica.shape, replica.job.sequence, target=replica.job.target_sequence
-        )
-        self._ranks = replica.mesh.layout.world
-        self._device = replica.mesh.device
+    def __init__(self, model: RankModel, peak: float | None) -> None:
+        self._flops = model_flops_per_token(model.shape, model.job.sequence, target=model.job.target_sequence)
+        self._ranks = model.mesh.layout.world
+        self._device = model.mesh.device
         self._peak = peak
         if peak is None and on_accelerator(self._device):
-            self._peak = peak_tflops(model_name(self._device), _precision(replica.job.precision.dtype))
+            self._peak = peak_tflops(model_name(self._device), _precision(model.job.precision.dtype))
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
     @property
@@ -102,6 +97,7 @@ class Speed:
         targets: int,
         tokens: int,
         seconds: float,
+        memory_gib: float | None,
     ) -> StepRecord:
         """The record of one step of `tokens` tokens in `seconds`; `seen` tokens and `targets` since the start
         of the run.
@@ -119,7 +115,7 @@ class Speed:
             tokens_per_s=speed,
             step_time_s=seconds,
             mfu=mfu,
-            memory_gib=self.fullest,
+            memory_gib=memory_gib,
         )
 
 

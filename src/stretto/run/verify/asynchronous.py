@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.prove.compare import Comparison, compare
 from stretto.prove.diagnose import Verdict
 from stretto.prove.optimizer import ReferenceOptimizer
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Loads, Snapshot, Trial, build_reference
 from stretto.run.verify.step import wrongly_held
@@ -229,7 +229,7 @@ def _first_steps(windows: Sequence[int], steps: int) -> tuple[int, ...]:
 
 
 def _observe(
-    replica: Replica,
+    replica: RankModel,
     trial: Trial,
     *,
     delays: Delays,
@@ -260,14 +260,14 @@ def _observe(
     )
 
 
-def _diagnosis(replica: Replica, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
+def _diagnosis(replica: RankModel, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
     where = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
     if loss <= tolerance:
         return f"the losses are equal, but {where}"
     return where
 
 
-def _likely(replica: Replica, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
+def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
     """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
     one_by_one = (1,) * sum(windows)
     tried = [(f"of updates {said}", other, windows) for said, other in _others(delays)]

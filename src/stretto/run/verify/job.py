@@ -15,7 +15,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
-from stretto.run.train.job import PRELOAD
+from stretto.run.train.launch import PRELOAD
 from stretto.spec.devices import HOST
 from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters

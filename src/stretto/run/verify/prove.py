@@ -18,7 +18,7 @@ from stretto.prove.diagnose import Verdict, routed
 from stretto.prove.outputs import beside_positions, first_difference, recorded, row_factors
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed, windows_of
 from stretto.run.verify.cases import describe, describe_layout
 from stretto.run.verify.every import content
@@ -29,13 +29,13 @@ from stretto.run.verify.reference import (
     run_reference,
     share_all,
 )
-from stretto.run.verify.step import TrialStep
+from stretto.run.verify.step import TrialTask, trial_trainer
 from stretto.run.verify.synchronous import prove_synchronous
 from stretto.spec.flops import layer_names
 from stretto.spec.job import Job
 
 
-def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
+def modules_of(replica: RankModel) -> list[tuple[str, nn.Module]]:
     """Every module held here, by its name in the plain model."""
     names = layer_names(replica.shape)
     modules = list[tuple[str, nn.Module]]()
@@ -122,7 +122,7 @@ def _prove(job: Job, references: References) -> Verdict:
 
 
 @contextmanager
-def _assembled(job: Job, trial: Trial) -> Generator[Replica]:
+def _assembled(job: Job, trial: Trial) -> Generator[RankModel]:
     """A new replica with its initial weights. Collective."""
     replica = assemble(job, Mesh(job.layout, timeout=trial.timeout), seed=trial.seed)
     try:
@@ -144,7 +144,7 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
         padding, reference = replica.split.padded > replica.split.length, None
         # late: steps that use messages wrongly might hang as they come
         with delay_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
-            TrialStep(replica, trial).make(0)
+            trial_trainer(TrialTask(replica, trial)).step()
         if replica.mesh.rank == 0:
             plain, first = build_reference(job, trial.seed), trial.batches[0].take(slice(0, job.micro_batch))
             plain.begin(range(job.micro_batch), first)

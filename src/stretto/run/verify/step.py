@@ -14,8 +14,11 @@ from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 from stretto.prove.compare import misplaced, relative
 from stretto.run.data.dataset import Batch
-from stretto.run.train.replica import Replica
-from stretto.run.train.step import StepResult, TrainingStep
+from stretto.run.train.async_step import AsyncTrainer
+from stretto.run.train.language_task import LanguageTask, TextProgress
+from stretto.run.train.rank_model import RankModel
+from stretto.run.train.task import StepResult
+from stretto.run.train.trainer import Trainer
 from stretto.run.verify.reference import Snapshot, Trial
 from stretto.spec.finetune import is_router_correction
 
@@ -33,50 +36,63 @@ class TrialSamples:
         return self._all.take(list(indices))
 
 
-class TrialStep(TrainingStep):
-    """Training's step on the samples of a trial.
+class TrialTask(LanguageTask):
+    """Training's task on the samples of a trial.
 
     Attributes:
         observed: read the gradients of a step before it updates.
         gradients: of the last step that was observed, without the loss scale.
     """
 
-    def __init__(self, replica: Replica, trial: Trial) -> None:
-        super().__init__(replica, trial.rate(replica.job))
-        self._samples = TrialSamples(trial.batches)
+    def __init__(self, model: RankModel, trial: Trial) -> None:
+        super().__init__(model, TrialSamples(trial.batches), trial.rate(model.job))
         self.observed = False
-        self.gradients = Held({}, {})
+        self.gradients = PlacedTensors({}, {})
 
-    def make(self, step: int, until: int | None = None) -> list[StepResult]:
-        """One step of the trial, and the results that are known by then. Collective.
-
-        Args:
-            until: the step before which an asynchronous schedule need not drain; None: it drains.
-
-        Raises:
-            TrainingFailed: as training does.
-        """
-        seen = step * self.replica.job.global_batch
-        return self.run(self._samples, step=step, seen=seen, until=until)
-
-    def update(self, rate: float, norm: float, where: str) -> None:
+    def update(self, step: int, norm: float | None, apply: bool) -> None:
         """As training; the gradients are kept before, if they are observed."""
         if self.observed:
-            factor = 1.0 if self.replica.loss_scale is None else self.replica.loss_scale.value
-            self.gradients = gradients_of(self.replica, factor)
-        super().update(rate, norm, where)
+            self.gradients = gradients_of(self.model, self.model.loss_factor)
+        super().update(step, norm, apply)
 
     def scale_losses(self) -> bool:
-        """Scale the loss as float16 does, if this replica could train in float16; returns whether it does."""
-        if self.replica.optimizer.eager:
+        """Scale the loss as float16 does, if this model could train in float16; returns whether it does."""
+        if self.model.optimizer.eager:
             return False
-        self.replica.loss_scale = LossScale(value=SCALE)
+        self.model.loss_scale = LossScale(value=SCALE)
         return True
+
+
+class TrialAsyncTrainer(AsyncTrainer):
+    """Training with an asynchronous schedule that drains before the steps `drains`, from 0, and otherwise
+    after each step.
+    """
+
+    drains: Sequence[int] = ()
+
+    def next_drain(self, step: int) -> int:
+        """The next of these steps."""
+        return next((drain for drain in self.drains if drain > step), step + 1)
+
+
+def trial_trainer(task: TrialTask, first: int = 0, drains: Sequence[int] = ()) -> Trainer:
+    """Training's own trainer for a trial.
+
+    Args:
+        first: the step to begin with, from 0; the model has made those before.
+        drains: steps before which an asynchronous schedule drains.
+    """
+    progress = TextProgress(step=first, samples=first * task.global_batch)
+    if not task.model.asynchronous:
+        return Trainer(task, progress)
+    trainer = TrialAsyncTrainer(task, progress)
+    trainer.drains = drains
+    return trainer
 
 
 def loss_of(done: StepResult) -> float:
     """The loss of a step with what layers add to it."""
-    return done.loss + (0.0 if done.experts is None else done.experts.loss)
+    return done.loss + (done.agreed.statistic("experts") or 0.0)
 
 
 def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
@@ -86,26 +102,26 @@ def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
     return [max(ranks, key=lambda one: relative(one, float(expected.norm))) for ranks, expected in of_steps]
 
 
-def gradients_of(replica: Replica, factor: float = 1.0) -> Held:
+def gradients_of(replica: RankModel, factor: float = 1.0) -> PlacedTensors:
     """The reduced gradients of what this rank's optimiser updates, over `factor`; zero where it has none."""
-    gradients = Held({}, {})
+    gradients = PlacedTensors({}, {})
     for fragment in replica.fragments:
         there = fragment.gradient
         gradients.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there / factor)
     return gradients
 
 
-def masters_of(replica: Replica) -> Held:
+def masters_of(replica: RankModel) -> PlacedTensors:
     """The values that this rank's optimiser updates, by plain name, with what norm and checkpoints count."""
-    masters = Held({}, {})
+    masters = PlacedTensors({}, {})
     for fragment in replica.fragments:
         masters.add(fragment, at_hand(fragment.parameter.detach()).clone())  # files give one at a time
     return masters
 
 
-def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
+def own_part(weights: Mapping[str, Tensor], replica: RankModel) -> PlacedTensors:
     """Of the weights that modules compute with, what this rank's own optimiser updates; as whole tensors."""
-    updated = Held({}, {})
+    updated = PlacedTensors({}, {})
     for fragment in replica.fragments:
         name, shape = fragment.name, fragment.placed.shape
         whole = torch.zeros(shape, dtype=weights[name].dtype)
@@ -118,7 +134,7 @@ def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
 
 
 @dataclass
-class Held:
+class PlacedTensors:
     """Tensors by plain name, and where they lie."""
 
     tensors: dict[str, Tensor]
@@ -129,12 +145,12 @@ class Held:
         self.tensors[fragment.name], self.places[fragment.name] = tensor, fragment.counted
 
 
-def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str, str]:
+def wrongly_held(replica: RankModel, reference: Mapping[str, Tensor]) -> dict[str, str]:
     """What is wrong with who holds and counts what: of the optimisers' values, once in each copy of the
     states, of the weights, once in each copy of them, and of what checkpoints write of frozen weights, once
     in each copy of their shards. Collective.
     """
-    masters, frozen = masters_of(replica), Held({}, {})
+    masters, frozen = masters_of(replica), PlacedTensors({}, {})
     for fragment in replica.states.frozen:
         frozen.add(fragment, fragment.parameter)
     trained = {name: weight for name, weight in reference.items() if replica.job.trained(name)}
@@ -157,7 +173,7 @@ def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def copies_of(replica: Replica, over: str) -> tuple[int, int]:
+def copies_of(replica: RankModel, over: str) -> tuple[int, int]:
     """How many copies there are of parameters that are spread over given axes, and of their states."""
     mesh, states = replica.mesh, replica.states
     copies = mesh.layout.world // (mesh.size(over) * mesh.size("pp"))

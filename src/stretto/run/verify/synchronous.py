@@ -8,16 +8,17 @@ from dataclasses import replace
 from stretto.prove.compare import Comparison, compare, relative
 from stretto.prove.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
 from stretto.run.launch.failure import TrainingFailed
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.cases import describe
 from stretto.run.verify.reference import Snapshot, Trial
 from stretto.run.verify.step import (
     SCALE,
-    TrialStep,
+    TrialTask,
     copies_of,
     loss_of,
     masters_of,
     own_part,
+    trial_trainer,
     worst,
     wrongly_held,
 )
@@ -73,7 +74,7 @@ def _with(verdict: Verdict, ran: Ran) -> Verdict:
 
 
 def observe(
-    replica: Replica,
+    replica: RankModel,
     trial: Trial,
     reference: Sequence[Snapshot],
     wrong: Mapping[str, str],
@@ -90,17 +91,18 @@ def observe(
     """
     job, verdicts = replica.job, list[Verdict]()
     experts = _experts(replica, reference[0])
-    training = TrialStep(replica, trial)
-    training.observed = True
-    scaled = scaled and training.scale_losses()
+    task = TrialTask(replica, trial)
+    task.observed = True
+    scaled = scaled and task.scale_losses()
+    trainer = trial_trainer(task, first)
     for step in range(first, len(reference)):
         expected = reference[step]
         try:
-            (done,) = training.make(step)
+            (done,) = trainer.step()
         except TrainingFailed as failed:
             verdicts.append(failed_verdict(describe(job), str(failed)))
             break
-        loss, local = loss_of(done), training.gradients
+        loss, local = loss_of(done), task.gradients
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
         assert done.norm is not None
         (norm,) = worst([done.norm], [expected])
@@ -135,7 +137,7 @@ def observe(
     return _worst(verdicts)
 
 
-def _tied(replica: Replica) -> list[str]:
+def _tied(replica: RankModel) -> list[str]:
     """Names of parameters that several layers share."""
     shape = replica.shape
     stacks = ["encoder", "blocks"] if shape.relative else []
@@ -158,7 +160,7 @@ def failed_verdict(layout: str, failure: str) -> Verdict:
     )
 
 
-def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
+def _weights(replica: RankModel, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
     """What modules compute with, what optimisers updated, and where these are not the same, what of the first
     is each rank's own to update.
     """
@@ -172,7 +174,7 @@ def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparis
         return weights, masters, compare(part.tensors, part.places, expected.weights, expected.weight_scales)
 
 
-def _shards(replica: Replica) -> list[Sum]:
+def _shards(replica: RankModel) -> list[Sum]:
     """What the gradients of shards are summed over, each rank keeping a part."""
     copies = copies_of(replica, "tp")[0]
     if replica.states.dp.mode == "server":
@@ -183,7 +185,7 @@ def _shards(replica: Replica) -> list[Sum]:
     return [one for one in sums if one.holders > 1]
 
 
-def _sums(replica: Replica) -> list[Sum]:
+def _sums(replica: RankModel) -> list[Sum]:
     """What the gradients of all but experts are summed over, beside microbatches."""
     return [
         Sum(replica.pipeline.program.copies, "copies of the weights", "the sum over the copies"),
@@ -193,7 +195,7 @@ def _sums(replica: Replica) -> list[Sum]:
     ]
 
 
-def _same_shards(replica: Replica) -> list[Sum]:
+def _same_shards(replica: RankModel) -> list[Sum]:
     """Copies of shards, of which the gradients are summed as well."""
     copies, states = copies_of(replica, "tp")
     sharded = replica.states.dp.mode != "server" and 1 < states < copies
@@ -201,7 +203,7 @@ def _same_shards(replica: Replica) -> list[Sum]:
     return [Sum(states, "ranks that keep the same shards", said)] if sharded else []
 
 
-def _experts(replica: Replica, reference: Snapshot) -> list[str]:
+def _experts(replica: RankModel, reference: Snapshot) -> list[str]:
     """Names of the parameters of routed experts; none of them is held anywhere else."""
     return [name for name in reference.weights if ".experts." in name] if replica.shape.moe else []
 

@@ -21,11 +21,11 @@ from stretto.engine.parallel.late import delay_messages
 from stretto.prove.compare import Comparison, compare, relative
 from stretto.prove.diagnose import Verdict
 from stretto.run.launch.failure import TrainingFailed
-from stretto.run.train.replica import Replica
+from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.reference import Snapshot, Trial
-from stretto.run.verify.step import TrialStep, loss_of, worst
+from stretto.run.verify.step import TrialTask, loss_of, trial_trainer, worst
 
-Fresh = Callable[[], AbstractContextManager[Replica]]  # a new replica, closed at the end
+Fresh = Callable[[], AbstractContextManager[RankModel]]  # a new replica, closed at the end
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Ran:
 
 
 def run_steps(
-    replica: Replica,
+    replica: RankModel,
     trial: Trial,
     reference: Sequence[Snapshot],
     *,
@@ -92,17 +92,16 @@ def run_steps(
     return ran
 
 
-def _run(replica: Replica, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
-    training, ran = TrialStep(replica, trial), Ran()
-    ends = list(accumulate(windows))
+def _run(replica: RankModel, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
+    task, ran = TrialTask(replica, trial), Ran()
+    trainer = trial_trainer(task, drains=list(accumulate(windows)))
     if replica.asynchronous:
-        training.scale_losses()
+        task.scale_losses()
     digest = hashlib.blake2b(digest_size=16)
     made = list[tuple[float, float | None]]()
     try:
-        for step in range(len(reference)):
-            until = next((end for end in ends if end > step), None)
-            for done in training.make(step, until):
+        for _ in reference:
+            for done in trainer.step():
                 made.append((loss_of(done), done.norm))
     except TrainingFailed as failed:
         ran.failure = str(failed)

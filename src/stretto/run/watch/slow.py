@@ -179,7 +179,9 @@ def _is_slow(ratios: Sequence[float], before: bool) -> bool:
     return median(ratios) >= SLOW and sum(ratio >= _CLEARLY for ratio in ratios) >= _OF_WINDOW * len(ratios)
 
 
-def news(before: Mapping[int, float], now: Mapping[int, float], hosts: Sequence[str]) -> list[str]:
+def slow_rank_changes(
+    before: Mapping[int, float], now: Mapping[int, float], hosts: Sequence[str]
+) -> list[str]:
     """What to tell of a change, one line a rank."""
     lines = [
         f"rank {rank} on host {hosts[rank]} is slow: its own work takes {factor:.2f} times the usual time, "

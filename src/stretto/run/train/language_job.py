@@ -1,0 +1,196 @@
+"""Training a language model from its config: checks and data before the ranks start, and what each rank
+builds. Imports torch only on the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import Problem
+from stretto.run.config.check import check
+from stretto.run.config.device_checks import no_graphs
+from stretto.run.config.for_ranks import rank_choices
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
+from stretto.run.data.sentinels import vocabulary
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.launch import PRELOAD, Elastic, JobType, check_fresh
+from stretto.run.train.prediction import first_line
+from stretto.run.train.replan import for_ranks
+from stretto.run.train.resume import check_fits, check_resume, is_base
+from stretto.spec.devices import HOST
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    import torch
+
+    from stretto.run.data.token_source import TokenData
+    from stretto.run.train.task import Log, OpenedRun
+
+
+def _check(config: TrainConfig, world: int | None, devices: int | None) -> None:
+    check(config, world=world, devices=devices)
+    check_vocabulary(config)
+    if config.train.graphs != "off":
+        from stretto.engine.device import device_kind, has_graphs
+
+        if not has_graphs(kind := device_kind(config.train.device)):
+            raise Problem("train.graphs", config.train.graphs, no_graphs(kind), "train.graphs=off")
+
+
+def _prepare(config: TrainConfig, stop: StopRequest) -> TokenData:
+    """The tokenised text, which fits the model and the checkpoint that the run resumes from."""
+    data = prepare_data(config, stop)
+    check_vocabulary(config, data)
+    check_attention(config.train.attention, config.train.device)
+    check_resume(config, config.shape(vocabulary(data, config)), data)
+    check_samples(config, data)
+    return data
+
+
+def check_attention(attention: str, device: str) -> None:
+    """Raise StrettoError if FlexAttention is asked for on CPUs, and torch has no backward of it there."""
+    if attention == "flex":
+        from stretto.engine.device import device_kind
+        from stretto.engine.flex import check_trains_on_host
+
+        if device_kind(device) == HOST:
+            check_trains_on_host()
+
+
+def _print_start(config: TrainConfig, data: TokenData, quiet: bool) -> None:
+    from stretto.run.train.banner import banner
+
+    job = job_of(config, vocab=vocabulary(data, config))
+    lines = [banner(config, job, data), *describe_samples(config, data), first_line(job, config.train)]
+    print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
+
+
+def open_data(config: TrainConfig) -> TokenData:
+    """Prepare the data on one rank of each machine, if need be; then open it on all. Collective."""
+    import torch.distributed as dist
+
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        prepare_data(config)
+    dist.barrier()
+    return prepare_data(config)
+
+
+def train_language_rank(
+    config: TrainConfig, data: TokenData | None, stop: StopRequest, quiet: bool
+) -> dict[str, Any]:
+    """Train as one rank of the job that RANK and WORLD_SIZE describe.
+
+    Args:
+        data: the tokenised text; None to let one rank of each machine prepare it.
+
+    Returns:
+        `TrainResult.as_dict`.
+    """
+    from stretto.run.train.trainer import train_rank
+
+    def open_run(data: TokenData, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
+        return open_language_run(config, data, device, cleanup, log)
+
+    return train_rank(
+        config,
+        layout=config.layout.to_layout(),
+        open_data=lambda: open_data(config) if data is None else data,
+        open_run=open_run,
+        stop=stop,
+        quiet=quiet,
+    )
+
+
+def open_language_run(
+    config: TrainConfig, data: TokenData, device: torch.device, cleanup: ExitStack, log: Log
+) -> OpenedRun:
+    """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
+    from datetime import timedelta
+
+    import torch
+
+    from stretto.engine.parallel.mesh import Mesh
+    from stretto.run.train.assemble import assemble
+    from stretto.run.train.async_step import AsyncTrainer
+    from stretto.run.train.checkpointing import find_checkpoint
+    from stretto.run.train.language_task import LanguageRun, TextProgress, restore
+    from stretto.run.train.metrics import TOKENS
+    from stretto.run.train.task import OpenedRun
+    from stretto.run.train.trainer import Trainer
+
+    torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
+    check_vocabulary(config, data)
+    job = job_of(config, vocab=vocabulary(data, config))
+    mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
+    checkpoint, base = find_checkpoint(config, log), False
+    if checkpoint is not None:
+        base = is_base(check_fits(checkpoint, config, job.shape, data), job.shape)
+    model = assemble(
+        job,
+        mesh,
+        seed=config.train.seed,
+        fresh="adapters" if checkpoint is not None and base else checkpoint is None,
+        guarded=config.guard.keeps_on,
+    )
+    cleanup.callback(model.close)
+    progress = TextProgress()
+    if checkpoint is not None:
+        progress = restore(config, model, data, checkpoint, log=log)
+    task = LanguageRun(config, model, data, progress, reports=mesh.rank == 0)
+    cleanup.callback(task.close)
+    return OpenedRun(
+        task=task,
+        progress=progress,
+        checkpoint=checkpoint,
+        write_files=lambda run: _write_tokenizer(data, checkpoint, run),
+        log_format=TOKENS,
+        trainer=AsyncTrainer if model.asynchronous else Trainer,
+    )
+
+
+def _write_tokenizer(data: TokenData, checkpoint: Path | None, run: Path) -> None:
+    """Write what the run's text needs: the tokenizer of its tokens, with the chat template that rendered
+    them; and from the run that it starts from generation settings, and a template if the tokens have none.
+
+    Files are written under another name, then renamed: an interrupted run leaves the old one or the new.
+    """
+    from stretto.run.train.companions import (
+        CHAT_TEMPLATE,
+        TOKENIZER_CONFIG,
+        copy_tokenizer_files,
+        run_folder,
+    )
+
+    files = dict(data.companions())
+    start = None if checkpoint is None else run_folder(checkpoint)
+    has_template = "chat_template" in json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    if start is not None and not has_template and (start / TOKENIZER_CONFIG).is_file():
+        files.pop(TOKENIZER_CONFIG, None)  # the model's own says more
+    for name, content in files.items():
+        written = run / f"{name}.new"
+        written.write_bytes(content)
+        written.replace(run / name)
+    if start is not None and start.resolve() != run.resolve():
+        copy_tokenizer_files(start, run)
+    if has_template:
+        (run / CHAT_TEMPLATE).unlink(missing_ok=True)  # it would come before the one in the config
+
+
+LANGUAGE = JobType[TrainConfig, "TokenData"](
+    preload=PRELOAD,
+    ranks=lambda config: config.layout.to_layout().world,
+    check=_check,
+    prepare=_prepare,
+    print_start=_print_start,
+    run_rank=train_language_rank,
+    folder=lambda config: config.run.folder,
+    check_fresh=check_fresh,
+    elastic=Elastic(choices=rank_choices, for_ranks=for_ranks),
+)
