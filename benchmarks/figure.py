@@ -18,8 +18,9 @@ from published.figure_page import figure_html, figure_svg, summary_line
 from published.figures import FIGURES, Comparison, Point, compare, find_figure
 from rich.console import Console
 
-from stretto.cli.output import check_writable, fitting_table, print_error, write_bytes, write_text
-from stretto.cli.predict_table import table_csv
+from stretto.cli.output import check_writable, print_error, write_bytes, write_text
+from stretto.cli.predict import table_csv
+from stretto.cli.report import ColumnStyle, CommandReport
 from stretto.errors import StrettoError
 from stretto.view.svg import png_of
 
@@ -40,19 +41,20 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 
 def show(to: Console, comparison: Comparison) -> None:
     """Print every point beside its prediction, and the scores."""
-    to.print(comparison.figure.title)
-    to.print(f"{comparison.figure.measure}; error: of the step time")
     rows = [_row(point) for point in comparison.points]
-    shown = [name for name in rows[0] if any(row[name] for row in rows)]
-    table = fitting_table(
-        to,
-        [{name: row[name] for name in shown} for row in rows],
-        left=("model", "at", "series", "layout", _STRIP),
+    texts = ("model", "at", "series", "layout", _STRIP)
+    report = CommandReport({})
+    report.line(comparison.figure.title)
+    report.line(f"{comparison.figure.measure}; error: of the step time")
+    report.table(
+        [ColumnStyle(name, left=name in texts) for name in rows[0]],
+        [list(row.values()) for row in rows],
         optional=("layout", _STRIP, "interval"),
+        drop_empty=True,
     )
-    to.print(table, soft_wrap=True)
-    to.print(summary_line(comparison))
-    to.print(f"source: {comparison.source}")
+    report.line(summary_line(comparison))
+    report.line(f"source: {comparison.source}")
+    report.render(to)
 
 
 _WORST = 20  # percent at the ends of a strip

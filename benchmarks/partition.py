@@ -107,7 +107,7 @@ def main() -> None:
             reference = "layers" if "layers" in cuts else "planned"
             timings = compare(Laps(walls, cpus), reference)
             print(table(f"{shape}, {name}: {[len(s) for s in planned.stages]}", timings, reference))
-            predicted = {**planned.beside, "planned": planned.seconds}
+            predicted = {**planned.start_seconds, "planned": planned.seconds}
             rows = []
             for timing in timings:
                 ms = 1e3 * predicted[timing.name]

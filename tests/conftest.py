@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from command_line import CommandLine
 from stretto.run.launch import local
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +115,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # the order above
     return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.fixture
+def stretto(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """Runs a command line: `stretto("layout", "--world", "8")`."""
+    return CommandLine(capsys)

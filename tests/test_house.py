@@ -356,7 +356,6 @@ def test_files_and_functions_are_short() -> None:
 # variadic by nature: of equal things, or arguments are passed on unchanged
 VARIADIC = {"max", "min", "zip", "print", "chain", "product", "gcd", "lcm", "join", "joinpath", "map"}
 VARIADIC |= {"apply", "save_for_backward", "partial", "run_ranks", "add_row", "Progress"}
-VARIADIC |= {"side_table", "plain_table"}
 # what is called with positions alone: torch's private operators, and loops that numba has compiled
 POSITIONAL = ("_aten.", "torch.", "Variable._execution_engine", "_run_backward", "_lookups")
 COMPILED = {"_count_ids", "_find_due", "Lookups", "call", "over", "over_chunks"}

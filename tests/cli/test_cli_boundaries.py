@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from stretto.cli.main import run
+from command_line import CommandLine
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.run.generate.text import Wording
 from tiny_job import LLAMA, job_file
@@ -40,23 +40,22 @@ def command(folder: Path, *words: str, at: str = "data") -> list[str]:
 ENDS = ("data.end_of_text=<eos>", "data.begin_of_text=<bos>")
 
 
-def test_a_run_asks_says_keeps_and_compares_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(command(folder)) == 2
-    said = capsys.readouterr().err
+def test_a_run_asks_says_keeps_and_compares_them(folder: Path, stretto: CommandLine) -> None:
+    said = stretto.error(*command(folder))
     assert "no end-of-text token that the model's files agree on; in question: <turn> (258)" in said
     assert "data.end_of_text=TOKEN" in said
-    assert run(command(folder, *ENDS, "sample.tokens=0")) == 0
-    assert "texts end with <eos> (257) and begin with <bos> (256); " in capsys.readouterr().out
+    assert "texts end with <eos> (257) and begin with <bos> (256); " in stretto(
+        *command(folder, *ENDS, "sample.tokens=0")
+    )
     meta: dict[str, Any] = read_manifest(folder / "runs" / "tiny" / "checkpoints" / "step-00000002").meta
     assert (meta["end_of_text"], meta["begin_of_text"]) == (257, 256)
     more = ["train.steps=3", "checkpoint.resume=auto", "sample.tokens=0"]
-    assert run(command(folder, ENDS[0], "data.begin_of_text=''", *more)) == 2
-    said = capsys.readouterr().err
+    said = stretto.error(*command(folder, ENDS[0], "data.begin_of_text=''", *more))
     assert (
         "texts end with token 257 and begin with token 256 there, and here texts end with token 257" in said
     )
     assert "data.end_of_text=257 data.begin_of_text=256" in said
-    assert run(command(folder, "data.end_of_text=257", "data.begin_of_text=256", *more)) == 0
+    stretto(*command(folder, "data.end_of_text=257", "data.begin_of_text=256", *more))
 
 
 def test_prompts_begin_as_texts_do(folder: Path) -> None:
@@ -67,11 +66,10 @@ def test_prompts_begin_as_texts_do(folder: Path) -> None:
     assert wording.stops == [257]
 
 
-def test_evaluation_reads_text_with_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_reads_text_with_the_same(folder: Path, stretto: CommandLine) -> None:
     other = folder / "other.txt"
     other.write_text("abc " * 20)
-    assert run(["evaluate", str(folder / "runs" / "tiny"), "--data", str(other), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = stretto.json("evaluate", str(folder / "runs" / "tiny"), "--data", str(other))
     assert facts["tokens"] == 81  # predicted: 80 bytes and the end, after the begin
     built = [
         "data",
@@ -82,26 +80,26 @@ def test_evaluation_reads_text_with_the_same(folder: Path, capsys: pytest.Captur
         "--out",
         str(folder / "tokens"),
     ]
-    assert run([*built, "--end-of-text", "<eos>", "--begin-of-text", "", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["boundaries"] == "texts end with <eos> (257)"
-    assert run(["evaluate", str(folder / "runs" / "tiny"), "--data", str(folder / "tokens")]) == 2
-    assert "texts end with <eos> (257), and the config says" in capsys.readouterr().err
+    assert (
+        stretto.json(*built, "--end-of-text", "<eos>", "--begin-of-text", "")["boundaries"]
+        == "texts end with <eos> (257)"
+    )
+    assert "texts end with <eos> (257), and the config says" in stretto.error(
+        "evaluate", str(folder / "runs" / "tiny"), "--data", str(folder / "tokens")
+    )
 
 
-def test_an_export_has_them(folder: Path) -> None:
+def test_an_export_has_them(folder: Path, stretto: CommandLine) -> None:
     out = folder / "exported"
-    assert run(["checkpoint", "export", str(folder / "runs" / "tiny"), "--out", str(out)]) == 0
+    stretto("checkpoint", "export", str(folder / "runs" / "tiny"), "--out", str(out))
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"]) == (257, 256)
     kept = json.loads((out / "tokenizer_config.json").read_text())
     assert (kept["eos_token"], kept["bos_token"], kept["add_bos_token"]) == ("<eos>", "<bos>", True)
 
 
-def test_tokens_of_another_tokenizer_than_the_config_names(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_of_another_tokenizer_than_the_config_names(folder: Path, stretto: CommandLine) -> None:
     other = folder / "text.txt"
-    assert run(["data", "build", str(other), "--vocab", "300", "--out", str(folder / "trained")]) == 0
-    assert run(command(folder, f"data.source={folder / 'trained'}", "run.name=other")) == 2
-    said = capsys.readouterr().err
+    stretto("data", "build", str(other), "--vocab", "300", "--out", str(folder / "trained"))
+    said = stretto.error(*command(folder, f"data.source={folder / 'trained'}", "run.name=other"))
     assert f"data.tokenizer is {folder / 'model'}: the tokens of {folder / 'trained'} are of another" in said

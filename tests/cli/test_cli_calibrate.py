@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 from stretto.planner.machines.catalogue import add_history, find_cluster, history_path, profile_path
 from stretto.planner.machines.cluster import Cluster
 from stretto.run.calibrate import profile
@@ -33,13 +32,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_profile_is_written_to_its_usual_place(
-    measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stretto: CommandLine,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     add_history(profile_path(), {"cluster": "mine", "ratio": 2.0})
-    assert main.run(["calibrate", "--ranks", "3", "--device", "npu"]) == 0
+    text = " ".join(stretto("calibrate", "--ranks", "3", "--device", "npu").split())
     assert calls[-1] == (3, False, False, "npu")
-    text = " ".join(capsys.readouterr().out.split())
     assert f"profile: {profile_path()}" in text
     assert "a block 1000 us, an action 500 us; ranks share 2 cores" in text
     assert find_cluster("here").name == "mine"
@@ -47,12 +48,11 @@ def test_the_profile_is_written_to_its_usual_place(
 
 
 def test_json_is_one_object_with_profile_and_path(
-    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measured: None, tmp_path: Path, stretto: CommandLine
 ) -> None:
     out = tmp_path / "my.yaml"
-    assert main.run(["calibrate", "--quick", "--json", "--out", str(out)]) == 0
+    facts = stretto.json("calibrate", "--quick", "--out", out)
     assert calls[-1] == (None, True, True, "auto")
-    facts = json.loads(capsys.readouterr().out)
     assert facts["path"] == str(out)
     assert facts["profile"]["layer_us"] == pytest.approx(1000)
     assert facts["profile"]["collectives"]["all-reduce"][0] == [4, 4, 4096, 0.002]
@@ -70,21 +70,17 @@ def test_json_is_one_object_with_profile_and_path(
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(
-    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+    measured: None, tmp_path: Path, stretto: CommandLine, words: list[str], says: str
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
     before = len(calls)
-    assert main.run(["calibrate", *(word.format(tmp=tmp_path) for word in words)]) == 2
-    error = capsys.readouterr().err
+    error = stretto.error("calibrate", *(word.format(tmp=tmp_path) for word in words))
     assert error.startswith("error: ")
     assert says in error
     assert len(calls) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(
-    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_permission_is_refused(measured: None, tmp_path: Path, stretto: CommandLine) -> None:
     tmp_path.chmod(0o500)
-    assert main.run(["calibrate", "--out", str(tmp_path / "here.yaml")]) == 2
-    assert "cannot be written to" in capsys.readouterr().err
+    assert "cannot be written to" in stretto.error("calibrate", "--out", str(tmp_path / "here.yaml"))

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stretto.cli.main import run
+from command_line import CommandLine
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
@@ -36,15 +34,10 @@ def damage(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
-    assert run(["checkpoint", *map(str, arguments), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 @pytest.mark.parametrize("command", ["list", "verify"])
-def test_whole(folder: Path, capsys: pytest.CaptureFixture[str], command: str, inner: str) -> None:
-    answered = answer(capsys, 0, command, folder / inner)
+def test_whole(folder: Path, stretto: CommandLine, command: str, inner: str) -> None:
+    answered = stretto.json("checkpoint", command, folder / inner)
     assert answered["ok"]
     assert [(one["step"], one["ok"], one["world"]) for one in answered["checkpoints"]] == [
         (20, True, 1),
@@ -53,24 +46,27 @@ def test_whole(folder: Path, capsys: pytest.CaptureFixture[str], command: str, i
     assert answered["checkpoints"][0]["meta"] == {"model": shape_to_record(SHAPE)}
 
 
-def test_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage(folder: Path, stretto: CommandLine) -> None:
     damage(folder)
-    answered = answer(capsys, 1, "verify", folder)
+    answered = stretto.json("checkpoint", "verify", folder, code=1)
     assert [one["ok"] for one in answered["checkpoints"]] == [False, True]
     assert "shard-00000.safetensors: crc32 is" in answered["checkpoints"][0]["problems"][0]
-    assert answer(capsys, 0, "list", folder)["ok"], "list does not read contents"
-    assert answer(capsys, 0, "verify", folder / "checkpoints" / "step-00000010")["ok"]
+    assert stretto.json("checkpoint", "list", folder)["ok"], "list does not read contents"
+    assert stretto.json("checkpoint", "verify", folder / "checkpoints" / "step-00000010")["ok"]
     (folder / "checkpoints" / "step-00000020" / "manifest.json").unlink()
-    answered = answer(capsys, 0, "list", folder)
+    answered = stretto.json("checkpoint", "list", folder)
     assert not answered["ok"]
     assert answered["checkpoints"][0]["problems"] == ["file manifest.json is missing"]
-    assert answer(capsys, 1, "verify", folder / "checkpoints" / "step-00000020")["ok"] is False
+    assert (
+        stretto.json("checkpoint", "verify", folder / "checkpoints" / "step-00000020", code=1)["ok"] is False
+    )
 
 
-def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text(folder: Path, stretto: CommandLine) -> None:
     damage(folder)
-    assert run(["checkpoint", "verify", str(folder)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = [
+        line for line in stretto("checkpoint", "verify", str(folder), code=1).splitlines() if line.strip(" ─")
+    ]
     assert lines[0].split() == ["step", "size", "ranks", "saved", "state"]
     assert (lines[1].split()[0], lines[1].split()[-1]) == ("20", "damaged")
     assert (lines[2].split()[0], lines[2].split()[-1]) == ("10", "whole")
@@ -78,16 +74,19 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, stretto: CommandLine
 ) -> None:
     damage(folder)
-    answered = answer(capsys, 0, "export", folder, "--out", tmp_path / "hf")
+    answered = stretto.json("checkpoint", "export", folder, "--out", tmp_path / "hf")
     assert answered["checkpoints"][0]["path"].endswith("step-00000010")
     assert all(Path(file).is_file() for file in answered["files"])
-    answered = answer(capsys, 0, "import", tmp_path / "hf", "--out", tmp_path / "new")
-    assert answer(capsys, 0, "verify", tmp_path / "new")["checkpoints"][0]["path"] == answered["path"]
-    assert run(["checkpoint", "export", str(folder), "--out", str(tmp_path / "hf2")]) == 0
-    assert "step-00000020 is damaged" in capsys.readouterr().err
+    answered = stretto.json("checkpoint", "import", tmp_path / "hf", "--out", tmp_path / "new")
+    assert (
+        stretto.json("checkpoint", "verify", tmp_path / "new")["checkpoints"][0]["path"] == answered["path"]
+    )
+    assert "step-00000020 is damaged" in stretto.error(
+        "checkpoint", "export", str(folder), "--out", str(tmp_path / "hf2"), code=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,12 @@ def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
 def test_bad_input(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    stretto: CommandLine,
     arguments: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["checkpoint", *arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = stretto.error("checkpoint", *arguments).splitlines()
     assert message in lines[0]
     assert lines[0].startswith("error: ")
     assert len(lines) == 2
@@ -132,9 +130,8 @@ NAMES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_help_of_import_names_every_family(family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["checkpoint", "import", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+def test_the_help_of_import_names_every_family(family: str, stretto: CommandLine) -> None:
+    said = " ".join(stretto("checkpoint", "import", "--help").split())
     assert NAMES.get(family, family.capitalize()) in said
 
 
@@ -147,9 +144,7 @@ def test_list_and_verify_import_no_torch(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_distributed_checkpoints_go_out_and_come_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_distributed_checkpoints_go_out_and_come_back(tmp_path: Path, stretto: CommandLine) -> None:
     shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
     weights = dict(build(shape).named_parameters())
     state = {f"model.{n}": (w, ShardPlacement.unsharded(n, tuple(w.shape))) for n, w in weights.items()}
@@ -160,32 +155,33 @@ def test_distributed_checkpoints_go_out_and_come_back(
         "data: {source: python-stdlib, vocab: 300, sequence: 16}\n"
     )
     out = tmp_path / "dcp"
-    answered = answer(capsys, 0, "export", tmp_path / "run", "--format", "dcp", "--out", out)
+    answered = stretto.json("checkpoint", "export", tmp_path / "run", "--format", "dcp", "--out", out)
     assert [Path(file).name for file in answered["files"]] == [".metadata", "__0_0.distcp"]
     assert answered["notes"] == ["the checkpoint has no states of an optimiser: the model alone was written"]
-    back = answer(capsys, 0, "import", out, "--format", "dcp", "--model", model, "--out", tmp_path / "back")
+    back = stretto.json(
+        "checkpoint", "import", out, "--format", "dcp", "--model", model, "--out", tmp_path / "back"
+    )
     assert (back["path"], back["dtype"]) == (str(tmp_path / "back/checkpoints/step-00000000"), "float32")
-    assert answer(capsys, 0, "verify", tmp_path / "back")["ok"]
+    assert stretto.json("checkpoint", "verify", tmp_path / "back")["ok"]
     for arguments, said in (
         (["--format", "dcp"], "--format dcp needs --model"),
         (["--format", "dcp", "--model", "llama3-8b"], "tok_embeddings.weight has shape [300, 8] in"),
         (["--model", str(model)], "--model and --weights-only are of --format dcp"),
         ([], "is a checkpoint of torch.distributed.checkpoint"),
     ):
-        assert run(["checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")]) == 2
-        assert said in capsys.readouterr().err
+        assert said in stretto.error(
+            "checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")
+        )
         assert not (tmp_path / "no").exists()
 
 
-def test_checkpoints_of_megatron_go_out_and_come_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_of_megatron_go_out_and_come_back(tmp_path: Path, stretto: CommandLine) -> None:
     shape = ModelShape(family="llama", layers=2, hidden=8, heads=2, ffn=8, vocab=300, sequence=16)
     weights = dict(build(shape).named_parameters())
     state = {f"model.{n}": (w, ShardPlacement.unsharded(n, tuple(w.shape))) for n, w in weights.items()}
     save(tmp_path / "run" / "checkpoints", 10, state, {"model": shape_to_record(shape)})
     out = tmp_path / "megatron"
-    answered = answer(capsys, 0, "export", tmp_path / "run", "--format", "megatron", "--out", out)
+    answered = stretto.json("checkpoint", "export", tmp_path / "run", "--format", "megatron", "--out", out)
     names = [Path(file).name for file in answered["files"]]
     assert names == [
         ".metadata",
@@ -194,15 +190,16 @@ def test_checkpoints_of_megatron_go_out_and_come_back(
         "metadata.json",
         "latest_checkpointed_iteration.txt",
     ]
-    back = answer(capsys, 0, "import", out, "--format", "megatron", "--out", tmp_path / "back")
+    back = stretto.json("checkpoint", "import", out, "--format", "megatron", "--out", tmp_path / "back")
     assert (back["path"], back["dtype"]) == (str(tmp_path / "back/checkpoints/step-00000000"), "float32")
-    assert answer(capsys, 0, "verify", tmp_path / "back")["ok"]
+    assert stretto.json("checkpoint", "verify", tmp_path / "back")["ok"]
     shapes = [read_manifest(path).meta["model"] for path in (tmp_path / "back/checkpoints").glob("step-*")]
     assert shapes[0]["ffn"] == 8
     for arguments, said in (
         ([], "is a checkpoint of Megatron"),
         (["--format", "megatron", "--model", "llama3-8b"], "has shape"),
     ):
-        assert run(["checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")]) == 2
-        assert said in capsys.readouterr().err
+        assert said in stretto.error(
+            "checkpoint", "import", str(out), *arguments, "--out", str(tmp_path / "no")
+        )
         assert not (tmp_path / "no").exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from command_line import CommandLine
 from compared_here import command_here
 from stretto.cli import main
 from stretto.run.compare import runs
@@ -42,7 +43,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_runs_are_measured_beside_predictions_and_not_run_twice(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, stretto: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The warm-up of the rate is longer than the run: it is shortened."""
     words = [str(job_file(place)), *TP, "optim.rate.warmup=500", "--steps", "3", "--warmup", "1"]
@@ -75,8 +76,7 @@ def test_runs_are_measured_beside_predictions_and_not_run_twice(
     page = html.read_text()
     assert "tp=2 (baseline)" in page
     assert "refused: tp=3: layout.tp is 3" in page
-    assert main.run(["compare", *words]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("compare", *words)
     assert "1*" in shown or "2*" in shown
     assert "* baseline: tp=1" in shown
 
@@ -125,8 +125,5 @@ def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]
         (["optim.lr=REQUIRED"], "1 field is marked REQUIRED"),
     ],
 )
-def test_bad_input_starts_nothing(
-    words: list[str], said: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["compare", str(job_file(place)), *words]) == 2
-    assert said in capsys.readouterr().err
+def test_bad_input_starts_nothing(words: list[str], said: str, place: Path, stretto: CommandLine) -> None:
+    assert said in stretto.error("compare", str(job_file(place)), *words)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from stretto.cli import main
 
 QUICK = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -35,10 +36,9 @@ def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -
     assert "rank 0 of 4" in text
 
 
-def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_say_how_far_it_is(stretto: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.cli.dryrun._EVERY", 0.0)
-    assert main.run(["dryrun", QUICK, *SMALL, "--quick"]) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = stretto.error("dryrun", QUICK, *SMALL, "--quick", code=0).splitlines()
     assert [line for line in lines if line.startswith("step 1 of 2: 50%, ")]
     assert lines[-1].startswith("the planner's counts")
     assert [line for line in lines if line.startswith("step 2 of 2: 100%, ")]
@@ -48,13 +48,11 @@ def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch
     ("words", "error"),
     [(["--rank", "4"], "rank 4 is outside the layout"), (["layout.tp=3"], "layout.tp is 3")],
 )
-def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], error: str) -> None:
-    assert main.run(["dryrun", QUICK, *words]) == 2
-    err = capsys.readouterr().err
+def test_bad_input(stretto: CommandLine, words: list[str], error: str) -> None:
+    err = stretto.error("dryrun", QUICK, *words)
     assert error in err
     assert "hint: " in err
 
 
-def test_uncounted_operations_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["dryrun", QUICK, *SMALL, "optim.name=muon", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["predicted"]["flops"] is None
+def test_uncounted_operations_are_not_listed(stretto: CommandLine) -> None:
+    assert stretto.json("dryrun", QUICK, *SMALL, "optim.name=muon")["predicted"]["flops"] is None

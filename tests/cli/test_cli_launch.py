@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from stretto.cli import main
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 
-def test_ranks_are_shared_out_over_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["launch", "slurm", CONFIG, "optim.lr=2e-4", "--nodes", "2", "--time", "2:00:00"]) == 0
-    text = capsys.readouterr().out
+def test_ranks_are_shared_out_over_the_nodes(stretto: CommandLine) -> None:
+    text = stretto("launch", "slurm", CONFIG, "optim.lr=2e-4", "--nodes", "2", "--time", "2:00:00")
     assert text.startswith("#!/bin/bash\n")
     assert "--nnodes=2 --nproc-per-node=2 " in text
     assert "# 2 nodes x 2 ranks = 4 ranks\n" in text
@@ -51,25 +50,27 @@ def test_a_rank_has_a_gpu_unless_said_otherwise(
         (["run.name=llama-7b", "--job-name", "l7"], "--job-name=l7\n"),
     ],
 )
-def test_the_job_has_the_run_s_name(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", "--requeues", "7", *words]) == 0
-    text = capsys.readouterr().out
+def test_the_job_has_the_run_s_name(words: list[str], says: str, stretto: CommandLine) -> None:
+    text = stretto("launch", "slurm", CONFIG, "--nodes", "2", "--requeues", "7", *words)
     assert says in text
     assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 7 ]' in text
 
 
-def test_srun_takes_further_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_srun_takes_further_options(stretto: CommandLine) -> None:
     options = ["--srun=--cpu-bind=cores", "--srun=--container-image=a b.sqsh"]
-    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", *options]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("srun "))
+    line = next(
+        line
+        for line in stretto("launch", "slurm", CONFIG, "--nodes", "2", *options).splitlines()
+        if line.startswith("srun ")
+    )
     assert line == "srun --kill-on-bad-exit=1 --cpu-bind=cores '--container-image=a b.sqsh' \\"
-    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", "--srun", "exclusive"]) == 2
-    assert "hint: write --exclusive" in capsys.readouterr().err
+    assert "hint: write --exclusive" in stretto.error(
+        "launch", "slurm", CONFIG, "--nodes", "2", "--srun", "exclusive"
+    )
 
 
-def test_json_holds_the_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["launch", "slurm", CONFIG, "--nodes", "1", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_json_holds_the_script(stretto: CommandLine) -> None:
+    facts = stretto.json("launch", "slurm", CONFIG, "--nodes", "1")
     assert facts["ranks_per_node"] == 4
     assert facts["script"].endswith("\n")
 
@@ -92,11 +93,11 @@ def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.C
     assert hint in lines[-1]
 
 
-def test_ranks_know_how_long_they_have_to_save(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_know_how_long_they_have_to_save(stretto: CommandLine) -> None:
     command = ["launch", "slurm", CONFIG, "train.grace_s=45.5", "--nodes", "2"]
-    assert main.run(command) == 0
-    text = capsys.readouterr().out
+    text = stretto(*command)
     assert "--signal=B:TERM@46\n" in text
     assert "train.grace_s=45.5 --resume auto" in text
-    assert main.run([*command, "--signal-seconds", "30"]) == 2
-    assert "train.grace_s is 45.5, and ranks have only --signal-seconds=30" in capsys.readouterr().err
+    assert "train.grace_s is 45.5, and ranks have only --signal-seconds=30" in stretto.error(
+        *command, "--signal-seconds", "30"
+    )

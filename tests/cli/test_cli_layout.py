@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from pages import commands, text_of, unprinted
 from stretto import Layout
-from stretto.cli import main
 from stretto.view.exchanges import exchanges
 from stretto.view.grid import grid_svg
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type: ignore[type-arg]
-    assert main.run(["layout", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_json_has_the_layout_s_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, "--world", "16", "--tp", "2", "--pp", "4", "--order", "tp-pp-dp")
+def test_json_has_the_layout_s_groups(stretto: CommandLine) -> None:
+    facts = stretto.json("layout", "--world", "16", "--tp", "2", "--pp", "4", "--order", "tp-pp-dp")
     layout = Layout(tp=2, pp=4, dp=2, order="tp-pp-dp")
     assert facts["world"] == 16
     assert facts["sizes"] == {"tp": 2, "cp": 1, "ep": 1, "dp": 2, "pp": 4}
@@ -31,17 +25,16 @@ def test_json_has_the_layout_s_groups(capsys: pytest.CaptureFixture[str]) -> Non
     assert facts["groups"]["pp"][0] == [0, 2, 4, 6]
 
 
-def test_experts_are_added(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, "--world", "8", "--tp", "2", "--ep", "2")
+def test_experts_are_added(stretto: CommandLine) -> None:
+    facts = stretto.json("layout", "--world", "8", "--tp", "2", "--ep", "2")
     assert facts["groups"]["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert facts["expert"]["sizes"] == {"tp": 2, "ep": 2, "dp": 2, "pp": 1}
     assert facts["expert"]["groups"]["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert facts["expert"]["coordinates"][2] == {"tp": 0, "ep": 1, "dp": 0, "pp": 0}
 
 
-def test_text_shows_every_rank_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["layout", "--world", "16", "--pp", "4"]) == 0
-    shown = capsys.readouterr().out
+def test_text_shows_every_rank_with_its_place(stretto: CommandLine) -> None:
+    shown = stretto("layout", "--world", "16", "--pp", "4")
     assert "\x1b" not in shown
     layout = Layout(dp=4, pp=4)
     for rank in range(16):
@@ -50,34 +43,31 @@ def test_text_shows_every_rank_with_its_place(capsys: pytest.CaptureFixture[str]
     assert "[0, 4, 8, 12]" in shown
 
 
-def test_many_ranks_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["layout", "--world", "100000", "--tp", "8", "--pp", "10"]) == 0
-    shown = capsys.readouterr().out
+def test_many_ranks_are_summed_up(stretto: CommandLine) -> None:
+    shown = stretto("layout", "--world", "100000", "--tp", "8", "--pp", "10")
     assert len(shown.splitlines()) < 40
     assert "stage 9    ranks 90000-99999" in shown
     assert "more nodes" in shown
 
 
-def test_svg_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_svg_is_drawn(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "layout.svg"
-    assert main.run(["layout", "--world", "16", "--pp", "4", "--svg", str(path)]) == 0
-    assert f"wrote {path}" in capsys.readouterr().out
+    assert f"wrote {path}" in stretto("layout", "--world", "16", "--pp", "4", "--svg", str(path))
     assert ET.parse(path).getroot().tag.endswith("svg")
 
 
-def test_groups_over_any_axes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_over_any_axes_are_listed(stretto: CommandLine) -> None:
     """As Megatron-LM's RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1).get_ranks("tp-pp")."""
     layout = ("--world", "16", "--tp", "2", "--pp", "4")
-    assert main.run(["layout", *layout, "--groups", "tp-pp,dp"]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("layout", *layout, "--groups", "tp-pp,dp")
     assert "tp-pp: 2 groups of 8\n   0  2 nodes   [0, 1, 4, 5, 8, 9, 12, 13]\n" in shown
     assert "\ndp: 8 groups of 2\n   0  1 node    [0, 2]\n" in shown
-    facts = run_json(capsys, *layout, "--groups", "tp-pp")
+    facts = stretto.json("layout", *layout, "--groups", "tp-pp")
     assert facts["groups"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
 
 
-def test_json_says_what_is_sent_where(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, "--world", "32", "--tp", "8", "--pp", "2", "--cluster", "dgx-h100")
+def test_json_says_what_is_sent_where(stretto: CommandLine) -> None:
+    facts = stretto.json("layout", "--world", "32", "--tp", "8", "--pp", "2", "--cluster", "dgx-h100")
     assert facts["ranks_per_node"] == 8
     lying = {each["axes"]: (each["size"], each["count"], each["inside"]) for each in facts["exchanges"]}
     assert lying == {"tp": (8, 4, 4), "dp": (2, 16, 0), "pp": (2, 16, 0)}
@@ -90,32 +80,31 @@ def test_json_says_what_is_sent_where(capsys: pytest.CaptureFixture[str]) -> Non
     assert facts["cluster"]["links"]["between"]["bandwidth"] == 5e10
 
 
-def test_a_page_and_a_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_and_a_picture_are_written(tmp_path: Path, stretto: CommandLine) -> None:
     svg, html = tmp_path / "layout.svg", tmp_path / "layout.html"
     words = ["--world", "16", "--pp", "4", "--groups", "tp-pp", "--svg", str(svg), "--html", str(html)]
-    assert main.run(["layout", *words]) == 0
-    assert capsys.readouterr().out.endswith(f"\nwrote {svg}\nwrote {html}\n")
+    assert stretto("layout", *words).endswith(f"\nwrote {svg}\nwrote {html}\n")
     assert "tp-pp: 4 groups of 4" in svg.read_text()
     assert "<title>Layout dp4 pp4</title>" in html.read_text()
-    assert main.run(["layout", "--world", "16", "--html", str(tmp_path / "none" / "page.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot write" in stretto.error(
+        "layout", "--world", "16", "--html", str(tmp_path / "none" / "page.html")
+    )
 
 
-def test_an_encoder_has_the_first_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_has_the_first_stages(tmp_path: Path, stretto: CommandLine) -> None:
     svg, html = tmp_path / "layout.svg", tmp_path / "layout.html"
     layout = ["--world", "8", "--pp", "4", "--encoder-pp", "1"]
-    assert main.run(["layout", *layout, "--svg", str(svg), "--html", str(html)]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("layout", *layout, "--svg", str(svg), "--html", str(html))
     assert "rank, then p stage, d replica; encoder: stage 0, decoder: stages 1 to 3" in shown
     assert "encoder: stage 0, decoder: stages 1 to 3" in svg.read_text()
     assert "in the decoder the memory too" in svg.read_text()
     assert '"encoder":1' in html.read_text()
-    facts = run_json(capsys, *layout)
+    facts = stretto.json("layout", *layout)
     assert facts["encoder_pp"] == 1
     pp = next(each for each in facts["exchanges"] if each["axes"] == "pp")
     memory = [send["stages"] for send in pp["sends"] if "memory" in send["what"]]
     assert memory == [[1, 4], [2, 4]]
-    assert "encoder_pp" not in run_json(capsys, *layout[:4])
+    assert "encoder_pp" not in stretto.json("layout", *layout[:4])
 
 
 @pytest.mark.parametrize(
@@ -134,17 +123,15 @@ def test_an_encoder_has_the_first_stages(tmp_path: Path, capsys: pytest.CaptureF
         (["--cluster", "dgx-h100:8"], "has 8 devices, not 16"),
     ],
 )
-def test_what_is_wrong_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["layout", "--world", "16", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_is_wrong_is_said(words: list[str], message: str, stretto: CommandLine) -> None:
+    assert message in stretto.error("layout", "--world", "16", *words)
 
 
 def test_the_page_on_layouts_shows_what_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = commands(text_of("docs/layout.md"))
-    assert main.run(command.words[1:]) == 0
-    assert not unprinted(command, capsys.readouterr().out)
+    assert not unprinted(command, stretto(*command.words[1:]))
     svg = grid_svg(layout := Layout(tp=2, dp=2, pp=4), groups=exchanges(layout, 8))
     assert text_of("docs/pictures/layout.svg") == svg

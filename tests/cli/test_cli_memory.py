@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK = str(CONFIGS / "quickstart.yaml")
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main.run(["memory", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, QUICK)
+def test_json_adds_up(stretto: CommandLine) -> None:
+    facts = stretto.json("memory", QUICK)
     assert len(facts["ranks"]) == 2
     for rank in facts["ranks"]:
         kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
@@ -36,12 +29,11 @@ def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mlp.down input" in names
 
 
-def test_a_paper_s_formula_stands_beside_the_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_paper_s_formula_stands_beside_the_tensors(stretto: CommandLine) -> None:
     overrides = ["model.dropout=0.1", "layout.dp=1", "layout.tp=2", "layout.pp=1"]
-    facts = run_json(capsys, QUICK, *overrides)
+    facts = stretto.json("memory", QUICK, *overrides)
     assert facts["published"] is None  # of 32 bits
-    assert main.run(["memory", QUICK, *overrides]) == 0
-    text = capsys.readouterr().out
+    text = stretto("memory", QUICK, *overrides)
     assert "attn.core probabilities" in text
     assert "4as^2b/t" in text
     assert "recompute.mode=selective saves" in text
@@ -51,29 +43,26 @@ def test_a_paper_s_formula_stands_beside_the_tensors(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "name", ["gpt2-124m", "llama-1b-64gpu", "llama-tiny-tp2", "pipedream-2bw", "quickstart", "zero-bubble"]
 )
-def test_shipped_configs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["memory", str(CONFIGS / f"{name}.yaml")]) == 0
-    text = capsys.readouterr().out
+def test_shipped_configs(name: str, stretto: CommandLine) -> None:
+    text = stretto("memory", str(CONFIGS / f"{name}.yaml"))
     assert "one block keeps" in text
     assert "fullest: pipeline rank" in text
 
 
-def test_auto_chooses_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    free = run_json(capsys, QUICK)
+def test_auto_chooses_within_the_budget(stretto: CommandLine) -> None:
+    free = stretto.json("memory", QUICK)
     most = max(rank["total"] for rank in free["ranks"])
     budget = 0.8 * most / 2**30
-    facts = run_json(capsys, QUICK, "recompute.mode=auto", f"recompute.memory_gib={budget}")
+    facts = stretto.json("memory", QUICK, "recompute.mode=auto", f"recompute.memory_gib={budget}")
     assert max(rank["total"] for rank in facts["ranks"]) <= 0.8 * most
     assert set(facts["modes"]) > {"none"}
 
 
-def test_what_does_not_fit_or_is_not_legal_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["memory", QUICK, "recompute.mode=auto", "recompute.memory_gib=0.001"]) == 2
-    error = capsys.readouterr().err
+def test_what_does_not_fit_or_is_not_legal_is_refused(stretto: CommandLine) -> None:
+    error = stretto.error("memory", QUICK, "recompute.mode=auto", "recompute.memory_gib=0.001")
     assert "recompute.memory_gib is 0.001: pipeline rank" in error
     assert "hint: recompute.memory_gib=" in error
-    assert main.run(["memory", QUICK, "layout.tp=3"]) == 2
-    assert "layout.tp is 3" in capsys.readouterr().err
+    assert "layout.tp is 3" in stretto.error("memory", QUICK, "layout.tp=3")
 
 
 def test_it_needs_no_torch() -> None:
@@ -84,9 +73,9 @@ def test_it_needs_no_torch() -> None:
     assert run.stdout.splitlines()[-1] == "False"
 
 
-def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_beside_predicted(stretto: CommandLine) -> None:
     sizes = ["layout.dp=1", "layout.pp=1", "model.hidden=64", "model.layers=2", "batch.global_size=8"]
-    facts = run_json(capsys, QUICK, *sizes, "data.vocab=300", "--measure")
+    facts = stretto.json("memory", QUICK, *sizes, "data.vocab=300", "--measure")
     (one,) = facts["measured"]
     assert one["predicted_peak"] == facts["ranks"][0]["total"]
     assert abs(one["error"]) < 0.03
@@ -95,8 +84,8 @@ def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["kinds"]["optimizer"] == facts["ranks"][0]["optimizer"]
 
 
-def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, QUICK, "--modes", "train.dtype=bfloat16", "optim.name=adamw")
+def test_modes_side_by_side(stretto: CommandLine) -> None:
+    facts = stretto.json("memory", QUICK, "--modes", "train.dtype=bfloat16", "optim.name=adamw")
     assert facts["copies"] == 2
     by_mode = {one["mode"]: one for one in facts["modes"]}
     assert list(by_mode) == ["server", "ddp", "zero1", "zero2", "zero3"]
@@ -105,32 +94,32 @@ def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     # 32 bits of gradients where the paper has 16
     gradients = by_mode["ddp"]["gradients"]
     assert by_mode["ddp"]["states"] - gradients / 2 == pytest.approx(by_mode["ddp"]["published"], rel=1e-2)
-    assert (
-        main.run(
-            ["memory", QUICK, "--modes", "schedule.name=pipedream", "optim.clip=null", "model.tied=false"]
-        )
-        == 0
+    text = stretto(
+        "memory", QUICK, "--modes", "schedule.name=pipedream", "optim.clip=null", "model.tied=false"
     )
-    text = capsys.readouterr().out
     assert "ZeRO paper" in text
     assert "2 ranks have the same parameters" in text
     assert "zero3: dp.mode is zero3: schedule pipedream updates each stage" in text
 
 
-def test_sharded_bytes_are_those_of_the_configured_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(
-        capsys, QUICK, "dp.mode=zero3", "train.dtype=bfloat16", "train.device=cuda", "dp.offload=cpu"
+def test_sharded_bytes_are_those_of_the_configured_mode(stretto: CommandLine) -> None:
+    facts = stretto.json(
+        "memory", QUICK, "dp.mode=zero3", "train.dtype=bfloat16", "train.device=cuda", "dp.offload=cpu"
     )
     rank = facts["ranks"][0]
     assert rank["masters"] == rank["optimizer"] == 0 < rank["host"]
     assert rank["gathered"] > 0
     kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient", "batch")
     assert rank["total"] == sum(rank[kind] for kind in (*kinds, "gathered", "open", "versions", "masters"))
-    assert main.run(["memory", QUICK, "dp.mode=zero3", "dp.offload=cpu", "train.device=cuda"]) == 0
-    headers = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("rank ")]
+    headers = [
+        line
+        for line in stretto(
+            "memory", QUICK, "dp.mode=zero3", "dp.offload=cpu", "train.device=cuda"
+        ).splitlines()
+        if line.strip().startswith("rank ")
+    ]
     assert headers[1].split() == ["rank", "gathered", "open", "host"]
 
 
-def test_modes_of_a_job_that_is_not_legal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["memory", QUICK, "--modes", "layout.tp=3"]) == 2
-    assert "layout.tp is 3" in capsys.readouterr().err
+def test_modes_of_a_job_that_is_not_legal(stretto: CommandLine) -> None:
+    assert "layout.tp is 3" in stretto.error("memory", QUICK, "--modes", "layout.tp=3")

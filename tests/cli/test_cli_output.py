@@ -68,7 +68,9 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     assert result.ranking
     wide, narrow = terminal(width=160, colours=False), terminal(width=80, colours=False)
     for to in (wide, narrow):
-        plan.show(to, result, task, "gpt2")
+        report = CommandReport({})
+        plan.add_plan(report, result, task, "gpt2")
+        report.render(to)
         text = printed(to)
         assert text.startswith("model     gpt2: 124 M parameters")
         assert "…" not in text
@@ -84,7 +86,9 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
 def test_a_prediction_is_never_cut(width: int) -> None:
     to = terminal(width=width, colours=False)
     row = predict.run_from_arguments(["dp=8", "batch=64"], "gpt2-large", "dgx-a100-80gb:8")
-    predict.show(to, estimate(row.job, row.cluster, row.assumptions), row.defaults)
+    report = CommandReport({})
+    predict.add_estimate(report, estimate(row.job, row.cluster, row.assumptions), row.defaults)
+    report.render(to)
     text = printed(to)
     assert "where the time goes" in text
     assert "…" not in text

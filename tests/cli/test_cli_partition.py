@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.spec.rules import problems
@@ -39,12 +39,7 @@ def layers(*seconds: float) -> str:
     return json.dumps({"layers": each})
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type: ignore[type-arg]
-    assert main.run(["partition", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, stretto: CommandLine) -> None:
     file, out = tmp_path / "p.json", tmp_path / "cut.json"
     file.write_text(layers(1, 1, 1, 1, 4, 4))
     words = (
@@ -59,7 +54,7 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
         "--out",
         str(out),
     )
-    partition = answer(capsys, *words)
+    partition = stretto.json("partition", *words)
     assert partition["cut"] == [[0, 5], [5, 6]]
     # rank 0 works through 4 microbatches of 24 and waits 4 for its first gradient
     assert partition["step_s"] == 4 * 24 + 4
@@ -71,31 +66,29 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
     assert json.loads(out.read_text()) == partition
     first = partition["cut"][0][1]
     assert partition["memory_bytes"] == [300 * first + 2 * 10 * first, 300 * (6 - first) + 10 * (6 - first)]
-    assert main.run(["partition", *words]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("partition", *words)
     assert "no cut is better" in shown
     assert "equal numbers of layers" in shown
 
 
-def test_too_little_memory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_is_an_error(tmp_path: Path, stretto: CommandLine) -> None:
     file = tmp_path / "p.json"
     file.write_text(layers(1, 1, 1, 1).replace("100", str(2**30)))
     words = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
-    assert main.run([*words, "--memory-gib", "7"]) == 2
-    said = capsys.readouterr().err
+    said = stretto.error(*words, "--memory-gib", "7")
     assert "memory is 7 GiB" in said
     assert "8 GiB or more" in said
-    assert main.run([*words, "--memory-gib", "8.1"]) == 0
+    stretto(*words, "--memory-gib", "8.1")
 
 
-def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_s_layers_are_measured(tmp_path: Path, stretto: CommandLine) -> None:
     file, saved = tmp_path / "mine.py", tmp_path / "saved.json"
     file.write_text(MODEL)
     how = ("--ranks", "2", "--microbatches", "2")
-    partition = answer(capsys, f"{file}:model", *how, "--save-profile", str(saved))
+    partition = stretto.json("partition", f"{file}:model", *how, "--save-profile", str(saved))
     assert [name for s in partition["stages"] for name in s["layers"]] == ["0 Linear", "1 ReLU", "2 Linear"]
     assert [s["parameter_bytes"] for s in partition["stages"]] in ([80, 80], [80, 80][::-1])
-    again = answer(capsys, "--profile", str(saved), *how)
+    again = stretto.json("partition", "--profile", str(saved), *how)
     assert again == partition
 
 
@@ -109,36 +102,31 @@ def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         ("broken.py:model", "cannot be imported: NameError"),
     ],
 )
-def test_errors_in_a_file_are_named(
-    source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_in_a_file_are_named(source: str, said: str, tmp_path: Path, stretto: CommandLine) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     (tmp_path / "broken.py").write_text("what")
     command = ["partition", f"{tmp_path}/{source}", "--ranks", "2", "--microbatches", "2"]
-    assert main.run(command) == 2
-    assert said in capsys.readouterr().err
+    assert said in stretto.error(*command)
 
 
-def test_the_memory_of_the_device_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_the_device_counts(stretto: CommandLine) -> None:
     model = ["partition", "--model", "llama3-8b", "--ranks", "4", "--microbatches", "8"]
     words = [*model, "--cluster", "dgx-a100-80gb", "--sequence", "8192"]
-    limited = answer(capsys, *words[1:])
+    limited = stretto.json("partition", *words[1:])
     assert max(limited["memory_bytes"]) < limited["memory_limit_bytes"] < 80 * 2**30
-    free = answer(capsys, *words[1:], "--memory-gib", "200")
+    free = stretto.json("partition", *words[1:], "--memory-gib", "200")
     assert max(free["memory_bytes"]) > 80 * 2**30
     assert limited["step_s"] > free["step_s"]
-    assert main.run(words) == 0
-    assert "MiB of a100-80gb-sxm, without what the allocator" in capsys.readouterr().out
-    assert main.run([*model, "--cluster", "dgx-a100-80gb", "--sequence", "32768"]) == 2
-    error = capsys.readouterr().err
+    assert "MiB of a100-80gb-sxm, without what the allocator" in stretto(*words)
+    error = stretto.error(*model, "--cluster", "dgx-a100-80gb", "--sequence", "32768")
     assert "every cut needs" in error
     assert "shorter samples" in error
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_known_model_s_head_weighs(schedule: str, stretto: CommandLine) -> None:
     words = ("--model", "llama3-8b", "--cluster", "a100-80gb-sxm", "--ranks", "4", "--microbatches", "16")
-    partition = answer(capsys, *words, "--schedule", schedule, "--sequence", "2048")
+    partition = stretto.json("partition", *words, "--schedule", schedule, "--sequence", "2048")
     assert partition["cut"][0][0] == 0
     assert partition["cut"][-1][1] == 34  # embedding, 32 blocks, head
     assert partition["step_s"] <= min(partition["beside"].values())
@@ -156,41 +144,35 @@ def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixtur
         (["--model", "llama3-8b", "--ranks", "2", "--microbatches", "2"], "needs a cluster"),
     ],
 )
-def test_missing_arguments_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["partition", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_missing_arguments_are_named(words: list[str], said: str, stretto: CommandLine) -> None:
+    assert said in stretto.error("partition", *words)
 
 
-def test_a_cut_is_written_as_a_config_that_training_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_is_written_as_a_config_that_training_takes(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "cut.yaml"
     words = ["--model", "llama3-8b", "--cluster", "h100", "--ranks", "4", "--microbatches", "8"]
-    partition = answer(capsys, *words, "--write", str(path))
+    partition = stretto.json("partition", *words, "--write", str(path))
     job = job_of(load(str(path)))
     assert list(job.stage_layers or ()) == [stop - start for start, stop in partition["cut"]]
     assert (job.layout.pp, job.microbatches, problems(job)) == (4, 8, [])
     assert job.shape.vocab == 128256
-    assert main.run(["partition", *words, "--write", str(path)]) == 0
-    assert f"wrote {path}: stretto train {path} data.source=PATH" in capsys.readouterr().out
-    assert main.run(["partition", "nowhere.py:model", "--write", str(path)]) == 2
-    assert "--write" in capsys.readouterr().err
+    assert f"wrote {path}: stretto train {path} data.source=PATH" in stretto(
+        "partition", *words, "--write", str(path)
+    )
+    assert "--write" in stretto.error("partition", "nowhere.py:model", "--write", str(path))
 
 
-def test_a_written_cut_is_trained_equal_to_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_written_cut_is_trained_equal_to_one_process(tmp_path: Path, stretto: CommandLine) -> None:
     """On two ranks; the wide head makes the cut uneven."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
     model, path = tmp_path / "config.json", tmp_path / "cut.yaml"
     model.write_text(json.dumps({"model_type": "llama", "vocab_size": 600, **sizes}))
     words = ["--model", str(model), "--cluster", "h100", "--ranks", "2", "--microbatches", "4"]
-    partition = answer(capsys, *words, "--sequence", "16", "--write", str(path))
+    partition = stretto.json("partition", *words, "--sequence", "16", "--write", str(path))
     counts = [stop - start for start, stop in partition["cut"]]
     assert sum(counts) == 6
     text = write_text(tmp_path / "text.txt")
     data = [f"data.source={text}", f"data.cache={tmp_path}", "train.device=cpu"]
-    assert main.run(["verify", str(path), *data, "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["layouts"]
+    (case,) = stretto.json("verify", str(path), *data)["layouts"]
     assert case["equal"], case
     assert f"stages={counts[0]}-{counts[1]}" in case["layout"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from stretto.cli.main import run
+from command_line import CommandLine
 from stretto.planner.search import search as search_module
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
@@ -28,10 +27,9 @@ FIXED = [
 ]
 
 
-def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "planned.yaml"
-    assert run([*BIG, *FIXED, "--top", "2", "--write", str(path), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = stretto.json(*BIG, *FIXED, "--top", "2", "--write", str(path))
     first = facts["ranking"][0]
     assert first["low"] < first["step_time_s"] < first["high"]
     assert first["sizes"]["tp"] == 4
@@ -42,27 +40,24 @@ def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.C
     assert (job.schedule, job.micro_batch, job.dp.mode) == (first["schedule"], 1, first["dp"]["mode"])
     assert facts["required"] == list(FIELDS)
     launch = ["launch", "slurm", str(path), "--nodes", "8"]
-    assert run(launch) == 2
-    assert "5 fields are marked REQUIRED in the config" in capsys.readouterr().err
-    assert run([*launch, "data.source=.", *settings(facts["required"]).split()[1:]]) == 0
-    assert "#SBATCH" in capsys.readouterr().out
+    assert "5 fields are marked REQUIRED in the config" in stretto.error(*launch)
+    assert "#SBATCH" in stretto(*launch, "data.source=.", *settings(facts["required"]).split()[1:])
 
 
-def test_a_written_config_is_no_trap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_written_config_is_no_trap(tmp_path: Path, stretto: CommandLine) -> None:
     """What a plan cannot know is marked; all commands but training take it as it is."""
     path = tmp_path / "planned.yaml"
-    assert run([*BIG, *FIXED, "--top", "1", "--write", str(path)]) == 0
-    assert f"wrote {path}: stretto train {path} data.source=PATH train.steps=1000" in capsys.readouterr().out
+    assert f"wrote {path}: stretto train {path} data.source=PATH train.steps=1000" in stretto(
+        *BIG, *FIXED, "--top", "1", "--write", str(path)
+    )
     text = path.read_text()
     assert "  steps: REQUIRED  # updates in the whole run\n" in text
     config = load(path)
     assert config.required == tuple(FIELDS)
     assert (config.data.vocab, config.shape().vocab, config.sample.tokens) == (128256, 128256, 0)
     for accepted in (["config"], ["memory"], ["predict", "--cluster", "h100:64"]):
-        assert run([accepted[0], str(path), *accepted[1:]]) == 0
-    capsys.readouterr()
-    assert run(["train", str(path), "train.steps=5", "optim.lr=1e-3"]) == 2
-    error, hint = capsys.readouterr().err.splitlines()
+        stretto(accepted[0], str(path), *accepted[1:])
+    error, hint = stretto.error("train", str(path), "train.steps=5", "optim.lr=1e-3").splitlines()
     assert error == (
         "error: 3 fields are marked REQUIRED in the config, and training needs them: data.source, "
         "checkpoint.every, run.dir"
@@ -70,48 +65,44 @@ def test_a_written_config_is_no_trap(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "as in data.source=PATH checkpoint.every=500 run.dir=runs" in hint
     others = ["data.source=.", "checkpoint.every=null", f"run.dir={tmp_path}", "train.device=cpu"]
     words = ["train.steps=5", "optim.lr=1e-3", *others, "data.vocab=4096"]
-    assert run(["train", str(path), *words]) == 2
     assert (
         "model.vocab is 128256: the data's tokenizer has 4096 entries, so 124160 rows of the embedding"
-        in (capsys.readouterr().err)
+        in (stretto.error("train", str(path), *words))
     )
 
 
-def test_a_plan_of_a_config_keeps_its_data_and_steps(tmp_path: Path) -> None:
+def test_a_plan_of_a_config_keeps_its_data_and_steps(tmp_path: Path, stretto: CommandLine) -> None:
     base, path = tmp_path / "base.yaml", tmp_path / "planned.yaml"
     base.write_text(
         "model: {preset: llama3-8b}\ndata: {source: text, sequence: 4096}\n"
         "train: {steps: 70}\noptim: {lr: REQUIRED}\nbatch: {global_size: 256}\n"
     )
-    assert run(["plan", str(base), *BIG[3:5], *FIXED, "--top", "1", "--write", str(path)]) == 0
+    stretto("plan", str(base), *BIG[3:5], *FIXED, "--top", "1", "--write", str(path))
     config = load(path)
     assert (config.data.source, config.train.steps, config.required) == ("text", 70, ("optim.lr",))
-    assert run(["plan", str(base), *BIG[1:5], *FIXED, "--top", "1", "--write", str(path)]) == 0
+    stretto("plan", str(base), *BIG[1:5], *FIXED, "--top", "1", "--write", str(path))
     assert load(path).data.source == "text"
     other = ["--model", "llama3.2-1b", *BIG[3:5], *FIXED, "--top", "1", "--write", str(path)]
-    assert run(["plan", str(base), *other]) == 0
+    stretto("plan", str(base), *other)
     assert load(path).model.preset == "llama3.2-1b"
 
 
 def test_what_cannot_be_built_is_planned_and_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stretto: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = ["plan", "--model", "nemotron4-15b", *BIG[3:], *FIXED, "--top", "1"]
-    assert run(wanted) == 0
     assert "training cannot build this model yet: it has an MLP of kind relu2" in " ".join(
-        capsys.readouterr().out.split()
+        stretto(*wanted).split()
     )
     monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
-    assert run([*wanted, "--write", str(tmp_path / "no.yaml")]) == 2
-    said = capsys.readouterr().err
+    said = stretto.error(*wanted, "--write", str(tmp_path / "no.yaml"))
     assert "not yet built" in said
     assert "`stretto catalogue NAME` says whether" in said
     assert not (tmp_path / "no.yaml").exists()
 
 
-def test_text_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*BIG, *FIXED, "--top", "2"]) == 0
-    said = capsys.readouterr().out
+def test_text_gives_reasons(stretto: CommandLine) -> None:
+    said = stretto(*BIG, *FIXED, "--top", "2")
     facts = {line[:10].strip(): line[10:] for line in said.splitlines()[:6]}
     assert facts["model"] == "llama3-8b: 8.03 B parameters, 32 layers of width 4096"
     assert facts["batch"] == "256 x 4096 tokens, bfloat16"
@@ -124,17 +115,19 @@ def test_text_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_nothing_is_cut_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cut_on_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine
+) -> None:
     """Columns are left out and texts wrap at spaces; no cell ends in an ellipsis."""
     from io import StringIO
 
     from rich.console import Console
 
-    from stretto.cli import plan as command
+    from stretto.cli import report
 
     to = Console(file=StringIO(), width=width)
-    monkeypatch.setattr(command, "report", lambda facts, as_json, text: text(to))
-    assert run([*BIG, *FIXED, "--top", "2"]) == 0
+    monkeypatch.setattr(report, "console", lambda: to)
+    stretto(*BIG, *FIXED, "--top", "2")
     said = to.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in said
     assert max(map(len, said.splitlines())) <= width
@@ -143,25 +136,22 @@ def test_nothing_is_cut_on_a_narrow_terminal(width: int, monkeypatch: pytest.Mon
     assert ("tokens/s" in head) == (width >= 60)
 
 
-def test_the_page_has_the_commands_that_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_commands_that_go_on(tmp_path: Path, stretto: CommandLine) -> None:
     page, config = tmp_path / "plan.html", tmp_path / "planned.yaml"
-    assert run([*BIG, *FIXED, "--top", "1", "--html", str(page), "--write", str(config)]) == 0
+    stretto(*BIG, *FIXED, "--top", "1", "--html", str(page), "--write", str(config))
     text = page.read_text(encoding="utf-8")
     again = " ".join([*BIG, *FIXED, "--top", "1", "--write", str(config)])
     assert f"<code>stretto {again}</code>" in text
     predict = f"stretto predict {config} --cluster h100:64"
     assert f"<code>{predict}</code>" in text
-    capsys.readouterr()
-    assert run([*predict.split()[1:], "--json"]) == 0
-    seconds = json.loads(capsys.readouterr().out)["rows"][0]["step_time_s"]
+    seconds = stretto.json(*predict.split()[1:])["rows"][0]["step_time_s"]
     assert f"<b>{seconds:.4g} s</b> a step" in text
 
 
 @pytest.mark.slow
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits(stretto: CommandLine) -> None:
     small = ["plan", "--model", "gpt3-175b", "--cluster", "rtx-4090:8", "--batch", "8"]
-    assert run([*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b"]) == 1
-    said = capsys.readouterr().out
+    said = stretto(*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b", code=1)
     assert "nothing fits" in said
     assert "lacks" in said
 
@@ -178,14 +168,13 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--fix", "tp=3"], "no layout"),
     ],
 )
-def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*BIG, *more]) == 2
-    assert said in capsys.readouterr().err
+def test_what_is_wrong_is_told(more: list[str], said: str, stretto: CommandLine) -> None:
+    assert said in stretto.error(*BIG, *more)
 
 
 @pytest.mark.slow
 def test_a_planned_config_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(
@@ -193,48 +182,41 @@ def test_a_planned_config_trains(
         "data: {sequence: 64, vocab: 512}\nbatch: {global_size: 8}\nsample: {tokens: 0}\n"
     )
     wanted = ["plan", "tiny.yaml", "--cluster", "a100:2", "--fix", "tp=2", "--top", "1"]
-    assert run([*wanted, "--write", "planned.yaml"]) == 0
-    capsys.readouterr()
-    assert run(["train", "planned.yaml", "train.steps=2", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    stretto(*wanted, "--write", "planned.yaml")
+    facts = stretto.json("train", "planned.yaml", "train.steps=2")
     assert facts["steps"] == 2
 
 
-def test_a_length_that_nobody_gave_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*BIG[:-2], *FIXED, "--top", "1"]) == 0
+def test_a_length_that_nobody_gave_is_named(stretto: CommandLine) -> None:
     note = "note: no --sequence: planned for samples of 8,192 tokens, as llama3-8b was pretrained"
-    assert capsys.readouterr().out.startswith(note)
-    assert run([*BIG, *FIXED, "--top", "1"]) == 0
-    assert "no --sequence" not in capsys.readouterr().out
+    assert stretto(*BIG[:-2], *FIXED, "--top", "1").startswith(note)
+    assert "no --sequence" not in stretto(*BIG, *FIXED, "--top", "1")
 
 
-def test_a_search_that_is_cut_short_never_says_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_that_is_cut_short_never_says_that_nothing_fits(stretto: CommandLine) -> None:
     large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
-    assert run([*large, "--seconds", "0.1"]) == 3
-    said = capsys.readouterr().out
+    said = stretto(*large, "--seconds", "0.1", code=3)
     assert "cut short after" in said
     assert "nothing was found that fits" in said
     assert "nothing fits" not in said
-    assert run([*large, "--seconds", "0.1", "--json"]) == 3
-    facts = json.loads(capsys.readouterr().out)
+    facts = stretto.json(*large, "--seconds", "0.1", code=3)
     assert (facts["complete"], facts["gap"], facts["ranking"]) == (False, None, [])
 
 
-def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*BIG, *FIXED, "--room", "20", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(stretto: CommandLine) -> None:
+    facts = stretto.json(*BIG, *FIXED, "--room", "20")
     assert facts["complete"]
     assert facts["plain"]["FSDP"] is None  # tp=4 is fixed
     safe = facts["safe"]["memory"]
     assert safe["device"]["high_gib"] + 20 <= safe["capacity_gib"]
-    assert run([*BIG, *FIXED, "--room", "20"]) == 0
-    said = capsys.readouterr().out
+    said = stretto(*BIG, *FIXED, "--room", "20")
     assert "fastest that certainly fits with 20 GiB free: " in said
     assert "FSDP: none was found that fits" in said
 
 
-def test_a_batch_without_data_parallelism_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--model", "gpt3-175b", "--cluster", "dgx-a100-80gb:1024", "--batch", "1537"]) == 2
-    error, hint = capsys.readouterr().err.splitlines()
+def test_a_batch_without_data_parallelism_is_refused(stretto: CommandLine) -> None:
+    error, hint = stretto.error(
+        "plan", "--model", "gpt3-175b", "--cluster", "dgx-a100-80gb:1024", "--batch", "1537"
+    ).splitlines()
     assert error.startswith("error: batch is 1537, which has no common divisor with the 1024 devices: ")
     assert hint == "hint: nearest is 1536; or fix dp=1"

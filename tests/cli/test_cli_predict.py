@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMA = ["--model", "llama3-8b", "--cluster", "dgx-h100:16"]
 LAYOUT = ["tp=4", "pp=2", "micro=1", "batch=64"]
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    assert main.run(["predict", *arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main.run(["predict", *arguments]) == 2
-    return capsys.readouterr().err
-
-
-def test_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, *LLAMA, *LAYOUT)
+def test_one_layout(stretto: CommandLine) -> None:
+    facts = stretto.json("predict", *LLAMA, *LAYOUT)
     (row,) = facts["rows"]
     assert facts["error"] is None
     assert (row["layout"], row["gpus"], row["schedule"]) == ("tp4 dp2 pp2", 16, "1f1b")
@@ -43,35 +31,35 @@ def test_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"dp", "zero", "sp", "precision", "attention"} <= row["defaults"].keys()
 
 
-def test_people_s_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["predict", *LLAMA, *LAYOUT]) == 0
-    text = capsys.readouterr().out
+def test_people_s_text(stretto: CommandLine) -> None:
+    text = stretto("predict", *LLAMA, *LAYOUT)
     for word in ("step time", "tokens/s", "MFU", "HFU", "memory, device", "fits", "where the time goes", "█"):
         assert word in text
     assert "defaults: seq=8192 (the model's); dp=2" in text
 
 
-def test_the_speed_of_a_slow_device_is_not_rounded_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speed_of_a_slow_device_is_not_rounded_to_nothing(stretto: CommandLine) -> None:
     config = str(CONFIGS / "quickstart.yaml")
-    facts = run_json(capsys, config, "--cluster", "cpu:4")
-    assert main.run(["predict", config, "--cluster", "cpu:4"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "TFLOP/s" in line)
+    facts = stretto.json("predict", config, "--cluster", "cpu:4")
+    line = next(
+        line for line in stretto("predict", config, "--cluster", "cpu:4").splitlines() if "TFLOP/s" in line
+    )
     rate = float(line.split()[3])
     assert rate == pytest.approx(facts["rows"][0]["tflops_per_gpu"], rel=5e-3)
     assert 0 < rate < 0.1
 
 
-def test_what_does_not_fit_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_a_no(stretto: CommandLine) -> None:
     words = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
-    (row,) = run_json(capsys, *words, code=1)["rows"]
+    (row,) = stretto.json("predict", *words, code=1)["rows"]
     assert row["verdict"] == "does not fit"
 
 
-def test_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config(stretto: CommandLine) -> None:
     config = str(CONFIGS / "llama-1b-64gpu.yaml")
-    (row,) = run_json(capsys, config, "--cluster", "dgx-a100-80gb")["rows"]
+    (row,) = stretto.json("predict", config, "--cluster", "dgx-a100-80gb")["rows"]
     assert row["gpus"] == 64
-    (other,) = run_json(capsys, config, "recompute.mode=full", "--cluster", "dgx-a100-80gb")["rows"]
+    (other,) = stretto.json("predict", config, "recompute.mode=full", "--cluster", "dgx-a100-80gb")["rows"]
     assert other["step_time_s"] > row["step_time_s"]
     assert other["memory_gib"] < row["memory_gib"]
 
@@ -97,8 +85,8 @@ def test_a_config(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LLAMA, "--out", "x.csv"], "--out needs --table"),
     ],
 )
-def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    said = fails(capsys, *arguments)
+def test_bad_input(stretto: CommandLine, arguments: list[str], words: str) -> None:
+    said = stretto.error("predict", *arguments)
     assert "error:" in said
     assert "hint:" in said
     assert words in said
@@ -121,9 +109,9 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path) -> None:
+def test_a_table(stretto: CommandLine, table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    facts = run_json(capsys, "--table", str(table), "--out", str(out))
+    facts = stretto.json("predict", "--table", str(table), "--out", str(out))
     assert [bool(row["refused"]) for row in facts["rows"]] == [False, False, False, True, True]
     assert facts["error"]["rows"] == facts["baseline"]["rows"] == 2
     assert facts["error"]["groups"] == 1
@@ -140,9 +128,8 @@ def test_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     assert "zero=" in written[0]["defaults"]
 
 
-def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> None:
-    assert main.run(["predict", "--table", str(table)]) == 0
-    text = capsys.readouterr().out
+def test_a_table_as_text(stretto: CommandLine, table: Path) -> None:
+    text = stretto("predict", "--table", str(table))
     for word in (
         "5 rows, 3 predicted",
         "two lines",
@@ -155,13 +142,10 @@ def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> Non
         assert word in text
 
 
-def test_defaults_are_listed_and_rows_shown_cell_by_cell(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_defaults_are_listed_and_rows_shown_cell_by_cell(stretto: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text("model,gpu,gpus,tp,batch,step_time_s\nllama3-8b,h100,16,2,64,1.2\nllama3-8b,,8,2,64,1\n")
-    assert main.run(["predict", "--table", str(path), "--no-memory"]) == 0
-    text = capsys.readouterr().out
+    text = stretto("predict", "--table", str(path), "--no-memory")
     for words in (
         "defaults of empty cells",
         "software=today: 1 row",
@@ -169,38 +153,37 @@ def test_defaults_are_listed_and_rows_shown_cell_by_cell(
         "the row has no GPU; fill in gpu, as in A100-80GB-SXM (row 2)",
     ):
         assert words in text
-    assert main.run(["predict", "--table", str(path), "--row", "1", "--no-memory"]) == 0
-    text = capsys.readouterr().out
+    text = stretto("predict", "--table", str(path), "--row", "1", "--no-memory")
     for words in ("default", "8192 (the model's)", "what the others leave", "measured: 1.2 s by step_time_s"):
         assert words in text
-    assert main.run(["predict", "--table", str(path), "--row", "2", "--no-memory"]) == 0
-    assert "not predicted: the row has no GPU" in capsys.readouterr().out
-    assert "has no row 3" in fails(capsys, "--table", str(path), "--row", "3")
-    assert "--row needs --table" in fails(capsys, *LLAMA, "--row", "1")
-    rows = run_json(capsys, "--table", str(path), "--row", "2", "--no-memory")["rows"]
+    assert "not predicted: the row has no GPU" in stretto(
+        "predict", "--table", str(path), "--row", "2", "--no-memory"
+    )
+    assert "has no row 3" in stretto.error("predict", "--table", str(path), "--row", "3")
+    assert "--row needs --table" in stretto.error("predict", *LLAMA, "--row", "1")
+    rows = stretto.json("predict", "--table", str(path), "--row", "2", "--no-memory")["rows"]
     assert [row["row"] for row in rows] == [2]
 
 
-def test_a_written_table_is_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path) -> None:
+def test_a_written_table_is_a_table(stretto: CommandLine, table: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
-    first = run_json(capsys, "--table", str(table), "--out", str(out), "--no-memory")
-    again = run_json(capsys, "--table", str(out), "--no-memory")
+    first = stretto.json("predict", "--table", str(table), "--out", str(out), "--no-memory")
+    again = stretto.json("predict", "--table", str(out), "--no-memory")
     assert again["error"] == first["error"]
 
 
-def test_a_table_with_a_column_that_there_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_table_with_a_column_that_there_is_not(stretto: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(TABLE.replace("x_hue", "hue"))
-    said = fails(capsys, "--table", str(path))
+    said = stretto.error("predict", "--table", str(path))
     assert "no column 'hue'" in said
     assert "--table-columns" in said
 
 
-def test_the_columns_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["predict", "--table-columns"]) == 0
-    text = capsys.readouterr().out
+def test_the_columns_of_a_table(stretto: CommandLine) -> None:
+    text = stretto("predict", "--table-columns")
     assert "| `flops_counted` |" in text
-    assert run_json(capsys, "--table-columns") == {"columns": text}
+    assert stretto.json("predict", "--table-columns") == {"columns": text}
 
 
 def test_it_answers_without_torch() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 from stretto.cli.schedule import parse_times
 from stretto.errors import StrettoError
 from stretto.program import names
@@ -18,13 +16,8 @@ from stretto.program.replay import Costs
 SMALL = ("1f1b", "--ranks", "4", "--microbatches", "8")
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main.run(["schedule", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, *SMALL)
+def test_json_of_1f1b(stretto: CommandLine) -> None:
+    facts = stretto.json("schedule", *SMALL)
     assert (facts["name"], facts["ranks"], facts["stages"], facts["microbatches"]) == ("1f1b", 4, 4, 8)
     # (m + p - 1) slots of F + B; one slot is 3
     assert facts["makespan"] == 33
@@ -38,72 +31,67 @@ def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(order) for order in facts["orders"]] == [16] * 4
 
 
-def test_lowered_adds_communications(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, lowered = run_json(capsys, *SMALL), run_json(capsys, *SMALL, "--lowered")
+def test_lowered_adds_communications(stretto: CommandLine) -> None:
+    plain, lowered = stretto.json("schedule", *SMALL), stretto.json("schedule", *SMALL, "--lowered")
     assert lowered["makespan"] == plain["makespan"]
     assert "0SEND_F0" in lowered["orders"][0]
     assert "0REDUCE_GRAD" in lowered["orders"][0]
-    assert main.run(["schedule", *SMALL, "--lowered"]) == 0
-    assert "rank 0: 0F0 0SEND_F0" in capsys.readouterr().out
+    assert "rank 0: 0F0 0SEND_F0" in stretto("schedule", *SMALL, "--lowered")
     assert not any("SEND" in action for order in plain["orders"] for action in order)
 
 
-def test_both_definitions_of_the_bubble_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_definitions_of_the_bubble_are_shown(stretto: CommandLine) -> None:
     """Megatron-LM's papers count (p - 1) / m, the idle time over the ideal; others the share of the step."""
-    bubble = run_json(capsys, "1f1b", "--ranks", "4", "--microbatches", "8")["bubble"]
+    bubble = stretto.json("schedule", "1f1b", "--ranks", "4", "--microbatches", "8")["bubble"]
     assert bubble["over_ideal"] == pytest.approx(3 / 8)
     assert bubble["rate"] == pytest.approx(3 / 11)
-    assert main.run(["schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]) == 0
-    assert "9: 27.3% of the makespan, 37.5% of the ideal 24" in capsys.readouterr().out
+    assert "9: 27.3% of the makespan, 37.5% of the ideal 24" in stretto(
+        "schedule", "1f1b", "--ranks", "4", "--microbatches", "8"
+    )
 
 
-def test_times_reach_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(capsys, *SMALL, "--times", "F=2,I=3,W=1")
+def test_times_reach_the_replay(stretto: CommandLine) -> None:
+    facts = stretto.json("schedule", *SMALL, "--times", "F=2,I=3,W=1")
     assert facts["makespan"] == 11 * 6
-    assert run_json(capsys, *SMALL, "--times", "hop=0.5")["makespan"] > 33
+    assert stretto.json("schedule", *SMALL, "--times", "hop=0.5")["makespan"] > 33
 
 
-def test_chunks_and_group_reach_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = run_json(
-        capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3", "--group", "4"
+def test_chunks_and_group_reach_the_schedule(stretto: CommandLine) -> None:
+    facts = stretto.json(
+        "schedule", "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3", "--group", "4"
     )
     assert facts["stages"] == 6
     assert facts["orders"][0][:5] == ["0F0", "0F1", "0F2", "0F3", "2F0"]
 
 
-def test_text_shows_rows_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["schedule", *SMALL]) == 0
-    shown = capsys.readouterr().out
+def test_text_shows_rows_and_figures(stretto: CommandLine) -> None:
+    shown = stretto("schedule", *SMALL)
     assert "makespan 33, bubble 27.3% at F = I = W = 1" in shown
     assert "rank 0  F0-F1-F2-F3-" in shown
     assert "\x1b" not in shown
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["schedule", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
-    assert main.run(["schedule", "--list", "--json"]) == 0
-    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)["schedules"]] == list(names())
+def test_list(stretto: CommandLine) -> None:
+    assert [line.split()[0] for line in stretto("schedule", "--list").splitlines()] == list(names())
+    assert [entry["name"] for entry in stretto.json("schedule", "--list")["schedules"]] == list(names())
 
 
-def test_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_svg(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "picture.svg"
-    assert main.run(["schedule", *SMALL, "--svg", str(path)]) == 0
-    assert f"wrote {path}" in capsys.readouterr().out
+    assert f"wrote {path}" in stretto("schedule", *SMALL, "--svg", str(path))
     assert ET.parse(path).getroot().tag.endswith("svg")
 
 
-def test_a_program_goes_out_and_comes_back_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_goes_out_and_comes_back_as_csv(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "mine.csv"
     arguments = ("interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "2")
-    out = run_json(capsys, *arguments, "--write", str(path))
-    back = run_json(capsys, "--file", str(path))
+    out = stretto.json("schedule", *arguments, "--write", str(path))
+    back = stretto.json("schedule", "--file", str(path))
     assert back["name"] == "mine"
     said = out.keys() - {"name", "parameters"}  # the format has no room for them
     assert {key: back[key] for key in said} == {key: out[key] for key in said}
     path.write_text("0F0,0X0\n")
-    assert main.run(["schedule", "--file", str(path)]) == 2
-    assert f"error: {path}: line 1 column 5" in capsys.readouterr().err
+    assert f"error: {path}: line 1 column 5" in stretto.error("schedule", "--file", str(path))
 
 
 def test_times_as_text() -> None:
@@ -130,23 +118,20 @@ def test_times_as_text() -> None:
         (["--file", "absent.csv"], "cannot read absent.csv", "name"),
     ],
 )
-def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["schedule", *arguments]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+def test_bad_input(arguments: list[str], error: str, hint: str, stretto: CommandLine) -> None:
+    first, second = stretto.error("schedule", *arguments).splitlines()
     assert first.startswith("error: ")
     assert error in first
     assert hint in second
 
 
-def test_a_window_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_of_steps(stretto: CommandLine) -> None:
     size = ("--ranks", "4", "--microbatches", "8", "--steps", "5")
     for name in ("pipedream", "pipedream-2bw"):
-        facts = run_json(capsys, name, *size)
+        facts = stretto.json("schedule", name, *size)
         assert (facts["steps"], facts["microbatches"]) == (5, 40)
         assert facts["bubble"]["rate"] == pytest.approx(3 / 43)
-    assert main.run(["schedule", "pipedream", *size]) == 0
-    text = capsys.readouterr().out
+    text = stretto("schedule", "pipedream", *size)
     assert "4 ranks, 40 microbatches in 5 steps: makespan 129, bubble 7.0%" in text
     assert "bubble until all meet 9 (1.8 a step)" in text
-    assert main.run(["schedule", "1f1b", *size]) == 2
-    assert "steps is 5, but schedule '1f1b' takes no steps" in capsys.readouterr().err
+    assert "steps is 5, but schedule '1f1b' takes no steps" in stretto.error("schedule", "1f1b", *size)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.cli import main
+from command_line import CommandLine
 from stretto.cli.schedule import options_from
 from stretto.errors import StrettoError
 from stretto.program import names, options
@@ -23,21 +23,16 @@ SIZE = SMALL[1:]
 TITAN = ("--for", "torchtitan", "--write", "mine.csv")
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main.run(["schedule", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_options_by_name_and_by_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    named = run_json(capsys, "hanayo", *SIZE, "--waves", "2")
+def test_options_by_name_and_by_pair(stretto: CommandLine) -> None:
+    named = stretto.json("schedule", "hanayo", *SIZE, "--waves", "2")
     assert named["stages"] == 8
-    assert run_json(capsys, "hanayo", *SIZE, "--option", "waves=2") == named
-    plain = run_json(capsys, "pipedream", *SIZE)
-    synced = run_json(capsys, "pipedream", *SIZE, "--vertical-sync")
+    assert stretto.json("schedule", "hanayo", *SIZE, "--option", "waves=2") == named
+    plain = stretto.json("schedule", "pipedream", *SIZE)
+    synced = stretto.json("schedule", "pipedream", *SIZE, "--vertical-sync")
     assert plain["weight_versions"] == [2, 1]
     assert synced["weight_versions"] != plain["weight_versions"]
-    assert run_json(capsys, "pipedream", *SIZE, "--option", "vertical-sync=yes") == synced
-    assert run_json(capsys, "pipedream", *SIZE, "--option", "vertical_sync=false") == plain
+    assert stretto.json("schedule", "pipedream", *SIZE, "--option", "vertical-sync=yes") == synced
+    assert stretto.json("schedule", "pipedream", *SIZE, "--option", "vertical_sync=false") == plain
 
 
 def test_values_of_options() -> None:
@@ -55,7 +50,9 @@ def test_values_of_options() -> None:
     assert options_from({}, None, ["memory=2"]) == {"memory": 2}
 
 
-def test_the_costs_reach_a_schedule_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_costs_reach_a_schedule_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch, stretto: CommandLine
+) -> None:
     from stretto.program import schedule
     from stretto.program.schedules import registry
 
@@ -70,13 +67,12 @@ def test_the_costs_reach_a_schedule_that_takes_them(monkeypatch: pytest.MonkeyPa
     )  # type: ignore[arg-type]
     monkeypatch.setitem(registry._ENTRIES, "cheap", entry)
     arguments = ["schedule", "cheap", *SIZE, "--times", "F=2", "--memory", "4,3", "--json"]
-    assert main.run(arguments) == 0
+    stretto(*arguments)
     assert seen == [(Costs(F=2), [4, 3])]
 
 
-def test_list_shows_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["schedule", "--list"]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+def test_list_shows_options(stretto: CommandLine) -> None:
+    lines = {line.split()[0]: line for line in stretto("schedule", "--list").splitlines()}
     assert list(lines) == list(names())
     for name in names():
         assert all(option in lines[name] for option in options(name))
@@ -84,9 +80,9 @@ def test_list_shows_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "options" not in lines["gpipe"]
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path: Path, stretto: CommandLine) -> None:
     arguments = ["--compare", "gpipe,interleaved:chunks=4,zb-v", *SIZE]
-    said = run_json(capsys, *arguments)
+    said = stretto.json("schedule", *arguments)
     assert [each["name"] for each in said["compared"]] == ["gpipe", "interleaved:chunks=4", "zb-v"]
     assert [each["stages"] for each in said["schedules"]] == [2, 8, 4]
     for short, whole in zip(said["compared"], said["schedules"], strict=True):
@@ -95,8 +91,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert short["peak_activations"] == max(whole["peak_activations"])
         assert short["transfers"] == whole["transfers"]
     paths = [tmp_path / f"picture.{kind}" for kind in ("svg", "html")]
-    assert main.run(["schedule", *arguments, "--svg", str(paths[0]), "--html", str(paths[1])]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("schedule", *arguments, "--svg", str(paths[0]), "--html", str(paths[1]))
     assert "schedule              makespan  bubble  peak activations  transfers" in shown
     assert all(f"wrote {path}" in shown for path in paths)
     assert "interleaved:chunks=4" in paths[0].read_text()
@@ -104,53 +99,52 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_beside_compare_go_to_the_schedules_that_take_them(
-    capsys: pytest.CaptureFixture[str],
+    stretto: CommandLine,
 ) -> None:
-    said = run_json(capsys, "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
+    said = stretto.json("schedule", "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
     assert [each["stages"] for each in said["schedules"]] == [2, 6, 4]
 
 
-def test_every_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_file_at_once(tmp_path: Path, stretto: CommandLine) -> None:
     pytest.importorskip("resvg_py", reason="the extra png is not installed")
     kinds = ("svg", "png", "html", "write", "trace")
     paths = {kind: tmp_path / f"{kind}.csv" for kind in kinds}
     options = [word for kind in kinds for word in (f"--{kind}", str(paths[kind]))]
-    assert main.run(["schedule", *SMALL, *options]) == 0
+    stretto("schedule", *SMALL, *options)
     assert ET.parse(paths["svg"]).getroot().tag.endswith("svg")
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")
     assert paths["write"].read_text().startswith("0F0,0F1,0B0")
     assert len(read_trace(paths["trace"].read_text()).events) == 2 * 2 * 4
-    capsys.readouterr()
 
 
-def test_programs_as_json_come_back_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_as_json_come_back_whole(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "mine.json"
     for name in ("dualpipe", "pipedream", "zb-v"):
-        out = run_json(capsys, name, *SIZE, "--write", str(path))
-        assert run_json(capsys, "--file", str(path)) == out
-    assert run_json(capsys, "--file", str(path), "other")["name"] == "other"
+        out = stretto.json("schedule", name, *SIZE, "--write", str(path))
+        assert stretto.json("schedule", "--file", str(path)) == out
+    assert stretto.json("schedule", "--file", str(path), "other")["name"] == "other"
 
 
 @pytest.mark.parametrize("name", [pytest.param("mine.csv", marks=pytest.mark.slow), "mine.json"])
 def test_a_written_program_is_trained_equal_to_one_process(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, stretto: CommandLine
 ) -> None:
     path, config = tmp_path / name, job_file(tmp_path)
     size = ("--ranks", "2", "--microbatches", "4")
-    assert main.run(["schedule", "zb-v", *size, "--write", str(path)]) == 0
-    assert f"stretto train CONFIG schedule.file={path} layout.pp=2" in capsys.readouterr().out
+    assert f"stretto train CONFIG schedule.file={path} layout.pp=2" in stretto(
+        "schedule", "zb-v", *size, "--write", str(path)
+    )
     sizes = ["layout.pp=2", "model.layers=4", "batch.global_size=4", f"schedule.file={path}"]
-    assert main.run(["verify", str(config), *sizes, "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["layouts"]
+    (case,) = stretto.json("verify", str(config), *sizes)["layouts"]
     assert case["equal"], case
 
 
 def test_an_edited_program_with_a_fault_names_rank_place_and_rule(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stretto: CommandLine
 ) -> None:
     path, config = tmp_path / "mine.csv", job_file(tmp_path)
-    assert main.run(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--write", str(path)]) == 0
+    stretto("schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--write", str(path))
     good = path.read_text()
     assert good == "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
     faults = {
@@ -163,16 +157,14 @@ def test_an_edited_program_with_a_fault_names_rank_place_and_rule(
     }
     for text, said in faults.items():
         path.write_text(text)
-        capsys.readouterr()
         sizes = ["layout.pp=2", "batch.global_size=4", f"schedule.file={path}"]
-        assert main.run(["train", str(config), *sizes]) == 2
-        assert f"error: schedule.file is {path}: {said}" in capsys.readouterr().err
+        assert f"error: schedule.file is {path}: {said}" in stretto.error("train", str(config), *sizes)
 
 
 @pytest.mark.parametrize(("unit", "factor"), [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)])
-def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path) -> None:
+def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "trace.json"
-    assert main.run(["schedule", *SMALL, "--trace", str(path), "--time-unit", unit]) == 0
+    stretto("schedule", *SMALL, "--trace", str(path), "--time-unit", unit)
     assert max(event.end for event in read_trace(path.read_text()).events) == pytest.approx(15 * factor)
 
 
@@ -209,9 +201,8 @@ def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path) -
         (["forward-only", *SIZE, *TITAN, "--layers", "9"], "has forwards only", "synchronous schedule"),
     ],
 )
-def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["schedule", *arguments]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+def test_bad_input(arguments: list[str], error: str, hint: str, stretto: CommandLine) -> None:
+    first, second = stretto.error("schedule", *arguments).splitlines()
     assert first.startswith("error: ")
     assert error in first
     assert hint in second
@@ -232,14 +223,14 @@ def test_a_bad_option_in_compare_is_refused() -> None:
     ],
 )
 def test_for_torchtitan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, scheduler: str, cut: tuple[str, ...]
+    tmp_path: Path, stretto: CommandLine, name: str, scheduler: str, cut: tuple[str, ...]
 ) -> None:
     """Held to torchtitan 0.3.0's rules: pipeline_parallel.py, _get_pp_rank_to_stage_indices_mapping and
     _pipeline_module_split.
     """
     path = tmp_path / "mine.csv"
     arguments = (name, *SIZE, "--for", "torchtitan", *cut, "--write", str(path))
-    facts = run_json(capsys, *arguments)["for"]
+    facts = stretto.json("schedule", *arguments)["for"]
     modules = json.loads((tmp_path / "mine.modules.json").read_text())
     assert facts["module_fqns_per_model_part"] == modules
     assert [name for stage in modules for name in stage] == [
@@ -258,19 +249,17 @@ def test_for_torchtitan(
         vee = (rank, stages - 1 - rank)
         built = vee if scheduler == "ZBVZeroBubble" else tuple(range(rank, stages, ranks))
         assert {int(re.match(r"\d+", cell)[0]) for cell in row.replace("(", "").split(",")} == set(built)
-    assert main.run(["schedule", *arguments]) == 0
-    said = capsys.readouterr().out
+    said = stretto("schedule", *arguments)
     assert f'config.parallelism.pipeline_parallel_schedule = "{scheduler}"' in said
     assert f"# training.local_batch_size = {SMALL[-1]} x" in said
 
 
-def test_for_torch_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_torch_and_back(tmp_path: Path, stretto: CommandLine) -> None:
     path = tmp_path / "mine.csv"
-    assert main.run(["schedule", "zb-v", *SIZE, "--for", "torch", "--write", str(path)]) == 0
-    said = capsys.readouterr().out
+    said = stretto("schedule", "zb-v", *SIZE, "--for", "torch", "--write", str(path))
     assert "# stages by rank: rank 0: 0, 3; rank 1: 1, 2" in said
     assert f"schedule._load_csv({str(path)!r})" in said
-    assert run_json(capsys, str(path))["orders"] == run_json(capsys, "zb-v", *SIZE)["orders"]
+    assert stretto.json("schedule", str(path))["orders"] == stretto.json("schedule", "zb-v", *SIZE)["orders"]
 
 
 OWN = """
@@ -310,20 +299,19 @@ def other(ranks: int, microbatches: int, costs: float) -> int:
 
 
 def test_a_schedule_in_a_file_of_the_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stretto: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from stretto.program.schedules import registry
 
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))  # nothing stays registered
     path = tmp_path / f"own_{tmp_path.name}.py"
     path.write_text(OWN)
-    own = run_json(capsys, f"{path}:lifo", *SIZE)
+    own = stretto.json("schedule", f"{path}:lifo", *SIZE)
     assert own["name"] == "lifo"
-    assert own["makespan"] == run_json(capsys, "gpipe", *SIZE)["makespan"]
-    assert main.run(["schedule", f"{path}:lifo", *SIZE, "--write", str(tmp_path / "own.csv")]) == 0
-    capsys.readouterr()
-    compared = run_json(
-        capsys, "--compare", f"1f1b,{path}:lifo,{tmp_path}/own.csv,interleaved:chunks=2", *SIZE
+    assert own["makespan"] == stretto.json("schedule", "gpipe", *SIZE)["makespan"]
+    stretto("schedule", f"{path}:lifo", *SIZE, "--write", str(tmp_path / "own.csv"))
+    compared = stretto.json(
+        "schedule", "--compare", f"1f1b,{path}:lifo,{tmp_path}/own.csv,interleaved:chunks=2", *SIZE
     )
     names_of = [each["name"] for each in compared["compared"]]
     assert names_of == ["1f1b", "lifo", "own", "interleaved:chunks=2"]
@@ -333,5 +321,4 @@ def test_a_schedule_in_a_file_of_the_users(
         ("lift", "did you mean 'lifo'"),
         ("stuck", "is 0B0, before 0F0 on the same rank"),
     ):
-        assert main.run(["schedule", f"{path}:{function}", *SIZE]) == 2
-        assert message in capsys.readouterr().err
+        assert message in stretto.error("schedule", f"{path}:{function}", *SIZE)

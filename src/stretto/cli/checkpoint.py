@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import Json
-from stretto.cli.output import byte_progress, command_app, report, say_no
+from stretto.cli.options import Json, grouped
+from stretto.cli.output import byte_progress, command_app, say_no
+from stretto.cli.report import Cell, CommandReport, Record, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from stretto.run.train.imported import Imported
     from stretto.spec.shape import ModelShape
 
 app = command_app(help="List, verify, export and import checkpoints.", no_args_is_help=True)
@@ -31,7 +30,7 @@ def list_checkpoints(path: _Run, as_json: Json = False) -> None:
     """List the checkpoints of a run, newest first; compares file sizes, does not read contents."""
     from stretto.engine.checkpoint.manifest import quick_problems
 
-    _show([_facts(one, quick_problems) for one in _named(path)], as_json)
+    _report([_describe(checkpoint, quick_problems) for checkpoint in _checkpoints(path)]).print(as_json)
 
 
 @app.command(epilog="Example: stretto checkpoint verify runs/quickstart")
@@ -39,9 +38,9 @@ def verify(path: _Run, as_json: Json = False) -> None:
     """Read every byte and compare checksums; exit code 1 when a checkpoint is damaged."""
     from stretto.engine.checkpoint.manifest import problems
 
-    described = [_facts(one, problems) for one in _named(path)]
-    _show(described, as_json)
-    if not all(facts["ok"] for facts in described):
+    described = [_describe(checkpoint, problems) for checkpoint in _checkpoints(path)]
+    _report(described).print(as_json)
+    if not all(record["ok"] for record in described):
         raise say_no()
 
 
@@ -55,33 +54,33 @@ _Format = Annotated[
 ]
 
 
-@app.command(
-    epilog="Example: stretto checkpoint export runs/quickstart --out exported --dtype bfloat16 --shard-gb 2"
-)
-def export(
-    path: _Run,
-    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table, the file.")],
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `stretto checkpoint export`."""
+
+    path: _Run
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table, the file.")]
     table: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="Export this embedding table only, to a .npy or .safetensors file."
         ),
-    ] = None,
+    ] = None
     state: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="With --table: export this optimizer state of it instead."),
-    ] = None,
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Type of the exported weights; by default as in the checkpoint."),
-    ] = None,
+    ] = None
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Most of a file, in 10^9 bytes; a larger model is several files.")
-    ] = 5.0,
-    form: _Format = "huggingface",
+    ] = 5.0
+    form: _Format = "huggingface"
     torchtitan: Annotated[
         Literal["0.3", "0.2"], typer.Option(help="With --format dcp: the version that is to load it.")
-    ] = "0.3",
+    ] = "0.3"
     expert_parallel: Annotated[
         int | None,
         typer.Option(
@@ -89,16 +88,22 @@ def export(
             help="With --format megatron, of a model with experts: --expert-model-parallel-size as it is "
             "loaded. Adam's states differ between 1 and more; the default is more.",
         ),
-    ] = None,
+    ] = None
     adapters: Annotated[
         bool,
         typer.Option("--adapters", help="Of a run with adapters (LoRA): write these only, as peft does."),
-    ] = False,
+    ] = False
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with adapters: add them to the weights.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+    ] = False
+    as_json: Json = False
+
+
+@app.command(
+    epilog="Example: stretto checkpoint export runs/quickstart --out exported --dtype bfloat16 --shard-gb 2"
+)
+@grouped(ExportOptions)
+def export(options: ExportOptions) -> None:
     """Write a model as Hugging Face's libraries or torchtitan load it, or one embedding table.
 
     The folder gets config.json, safetensors files, and the run's tokenizer, chat template and generation
@@ -106,25 +111,31 @@ def export(
     whatever layout wrote it; one tensor at a time is in memory. With --adapters, PeftModel.from_pretrained
     loads the folder onto the base.
     """
-    if adapters and merge:
+    adapters, form = options.adapters, options.form
+    if adapters and options.merge:
         raise StrettoError("--adapters and --merge", hint="one of the two: merged weights have no adapters")
-    if state is not None and table is None:
+    if options.state is not None and options.table is None:
         raise StrettoError("--state without --table", hint="name the table whose state it is")
-    one = _newest(path)
-    if table is not None:
-        _export_table(one, table, out, state, as_json)
+    checkpoint = _newest(options.path)
+    if options.table is not None:
+        _export_table(options, checkpoint, options.table)
         return
-    if form != "huggingface" and (adapters or merge):
-        raise StrettoError(
-            "--adapters and --merge are of --format huggingface", hint=f"leave out --format {form}"
-        )
     if form != "huggingface":
-        if dtype is not None:
+        if adapters or options.merge:
+            raise StrettoError(
+                "--adapters and --merge are of --format huggingface", hint=f"leave out --format {form}"
+            )
+        if options.dtype is not None:
             raise StrettoError(
                 f"--dtype with --format {form}", hint="weights are converted as they are loaded"
             )
         interop.checkpoint.export(
-            one, out, form, torchtitan=torchtitan, experts_spread=expert_parallel != 1, as_json=as_json
+            checkpoint,
+            options.out,
+            form,
+            torchtitan=options.torchtitan,
+            experts_spread=options.expert_parallel != 1,
+            as_json=options.as_json,
         )
         return
     import torch
@@ -132,43 +143,50 @@ def export(
     from stretto.run.launch.lease import lease
     from stretto.run.train.exported import export_model
 
-    kind: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-    with lease(out):  # a run that is under way keeps its tokenizer there
+    dtype: torch.dtype | None = None if options.dtype is None else getattr(torch, options.dtype)
+    out = options.out
+    with lease(out):  # an active run keeps its tokenizer there
         if adapters:
             from stretto.engine.checkpoint.huggingface.adapters import export_adapters
 
-            written = export_adapters(one, out, kind)
+            written = export_adapters(checkpoint, out, dtype)
         else:
             with byte_progress("export") as progress:
-                written = export_model(one, out, int(shard_gb * 1e9), kind, progress, merge=merge)
+                shard_bytes = int(options.shard_gb * 1e9)
+                written = export_model(checkpoint, out, shard_bytes, dtype, progress, merge=options.merge)
     files = [str(file) for file in written]
-    facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
-    report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
+    report = CommandReport({**_intact(checkpoint), "path": str(out), "files": files})
+    report.line(f"{checkpoint} written to {out}:")
+    report.lines(f"  {file}" for file in files)
+    report.print(options.as_json)
 
 
-def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: bool) -> None:
+def _intact(checkpoint: Path) -> dict[str, Any]:
+    """The beginning of the JSON of a command that read or wrote an intact checkpoint."""
+    return {"checkpoints": [{"path": str(checkpoint), "ok": True}], "ok": True}
+
+
+def _export_table(options: ExportOptions, checkpoint: Path, table: str) -> None:
+    """Export one embedding table, or an optimizer state of it."""
     from stretto.recommender.checkpoint.export import export_table
 
-    made = export_table(one, table, out, state)
-    shape = " x ".join(str(size) for size in made.shape)
-    facts = {
-        "checkpoints": [{"path": str(one), "ok": True}],
-        "ok": True,
-        "path": str(out),
-        "files": [str(out)],
-        "table": table,
-        "state": state,
-        "shape": list(made.shape),
-        "dtype": made.dtype,
-    }
-    what = table if state is None else f"{table}, {state}"
-    report(
-        facts,
-        as_json,
-        lambda console: console.print(
-            f"{what} of {one}, {shape} {made.dtype}, written to {out}", markup=False, soft_wrap=True
-        ),
+    out, state = options.out, options.state
+    exported = export_table(checkpoint, table, out, state)
+    report = CommandReport(
+        {
+            **_intact(checkpoint),
+            "path": str(out),
+            "files": [str(out)],
+            "table": table,
+            "state": state,
+            "shape": list(exported.shape),
+            "dtype": exported.dtype,
+        }
     )
+    title = table if state is None else f"{table}, {state}"
+    shape = " x ".join(str(size) for size in exported.shape)
+    report.line(f"{title} of {checkpoint}, {shape} {exported.dtype}, written to {out}")
+    report.print(options.as_json)
 
 
 @app.command("import", epilog="Example: stretto checkpoint import Llama-3.1-8B --out runs/llama")
@@ -202,92 +220,87 @@ def import_model(
     DeepSeek-V2 and V3, T5, BART. RUN gets the weights as the checkpoint of step 0, the tokenizer with what
     belongs to it, and a config.yaml that trains on from them. Weights keep the files' type; those in 8-bit
     or 4-bit blocks become bfloat16. One tensor at a time is in memory. What is not taken or not known is
-    said.
+    listed.
     """
+    from stretto.engine.checkpoint.files import size_text
     from stretto.run.train.imported import import_model as import_model_folder
 
     if form == "huggingface" and (model is not None or weights_only):
         raise StrettoError(
             "--model and --weights-only are of --format dcp and megatron", hint="add --format dcp"
         )
-    if form != "megatron" and any((source / name).exists() for name in _MEGATRON):
-        what = f"{source} is a checkpoint of Megatron"
-        raise StrettoError(what, hint="--format megatron")
+    # two files that no other format has
+    if form != "megatron" and any(
+        (source / name).exists() for name in ("latest_checkpointed_iteration.txt", "common.pt")
+    ):
+        raise StrettoError(f"{source} is a checkpoint of Megatron", hint="--format megatron")
     if form == "huggingface" and (source / ".metadata").is_file():
-        what = f"{source} is a checkpoint of torch.distributed.checkpoint"
-        raise StrettoError(what, hint="add --format dcp and --model")
+        raise StrettoError(
+            f"{source} is a checkpoint of torch.distributed.checkpoint", hint="add --format dcp and --model"
+        )
     if form != "huggingface" and adapters is not None:
         raise StrettoError("--adapters is of --format huggingface", hint=f"leave out --format {form}")
-    shape = None
-    if form == "dcp" or (form == "megatron" and model is not None):
-        shape = _model(model)
+    shape = _shape(model) if form == "dcp" or (form == "megatron" and model is not None) else None
     with byte_progress("import") as progress:
         if form == "megatron":
-            made = interop.checkpoint.import_megatron(
+            imported = interop.checkpoint.import_megatron(
                 source, out, shape, states=not weights_only, progress=progress
             )
         elif shape is None:
-            made = import_model_folder(source, out, progress, adapters)
+            imported = import_model_folder(source, out, progress, adapters)
         else:
-            made = interop.checkpoint.import_dcp(
+            imported = interop.checkpoint.import_dcp(
                 source, out, shape, states=not weights_only, progress=progress
             )
-    facts = {
-        "checkpoints": [{"path": str(made.checkpoint), "ok": True}],
-        "ok": True,
-        "path": str(made.checkpoint),
-        "config": str(made.config),
-        "family": made.shape.family,
-        "parameters": made.parameters,
-        "bytes": made.bytes,
-        "dtype": made.dtype,
-        "tokenizer": None if made.tokenizer is None else str(made.tokenizer),
-        "notes": made.notes,
-        "next": made.next,
-    }
-    report(facts, as_json, lambda console: _print_import(console, source, made))
+    report = CommandReport(
+        {
+            **_intact(imported.checkpoint),
+            "path": str(imported.checkpoint),
+            "config": str(imported.config),
+            "family": imported.shape.family,
+            "parameters": imported.parameters,
+            "bytes": imported.bytes,
+            "dtype": imported.dtype,
+            "tokenizer": None if imported.tokenizer is None else str(imported.tokenizer),
+            "notes": imported.notes,
+            "next": imported.next,
+        }
+    )
+    report.line(
+        f"{source}: {imported.shape.family}, {imported.parameters / 1e6:,.4g} M parameters, "
+        f"{size_text(imported.bytes)} in {imported.dtype}"
+    )
+    report.line(f"  {imported.checkpoint}  the checkpoint")
+    report.line(f"  {imported.config}  the model, and what trains on from there")
+    if imported.tokenizer is not None:
+        report.line(f"  {imported.tokenizer}")
+    report.lines(f"note: {note}" for note in imported.notes)
+    report.line(f"next:\n  {imported.next}")
+    report.print(as_json)
 
 
-_MEGATRON = ("latest_checkpointed_iteration.txt", "common.pt")  # which no other format has
-
-
-def _model(name: str | None) -> ModelShape:
+def _shape(model: str | None) -> ModelShape:
     """The model of a preset, a config.json or a run's config."""
     from stretto.run.config import load
     from stretto.spec.presets import find_shape
 
-    if name is None:
+    if model is None:
         raise StrettoError(
             "--format dcp needs --model: torch.distributed.checkpoint keeps tensors, not what they compute",
             hint="--model llama3.1-8b, or the model's config.json, or a config.yaml with its section `model`",
         )
-    path = Path(name)
-    return load(path).shape() if path.suffix in (".yaml", ".yml") else find_shape(name)
+    path = Path(model)
+    return load(path).shape() if path.suffix in (".yaml", ".yml") else find_shape(model)
 
 
-def _print_import(console: Console, source: Path, made: Imported) -> None:
-    from stretto.engine.checkpoint.files import size_text
-
-    said = [
-        f"{source}: {made.shape.family}, {made.parameters / 1e6:,.4g} M parameters, {size_text(made.bytes)} "
-        f"in {made.dtype}",
-        f"  {made.checkpoint}  the checkpoint",
-        f"  {made.config}  the model, and what trains on from there",
-        *([] if made.tokenizer is None else [f"  {made.tokenizer}"]),
-        *(f"note: {note}" for note in made.notes),
-        f"next:\n  {made.next}",
-    ]
-    console.print(*said, sep="\n", markup=False, highlight=False, soft_wrap=True)
-
-
-def _named(path: Path) -> list[Path]:
+def _checkpoints(path: Path) -> list[Path]:
     """The checkpoints at a path, newest first."""
     from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
 
     if is_checkpoint(path) or (path.is_dir() and step_of(path) is not None):
         return [path]
-    if named := checkpoints(resolve(path)):
-        return named
+    if paths := checkpoints(resolve(path)):
+        return paths
     raise StrettoError(
         f"no checkpoint at {path}", hint="name a run folder, its checkpoints folder, or one checkpoint"
     )
@@ -297,64 +310,52 @@ def _newest(path: Path) -> Path:
     """The newest checkpoint that is intact; damaged ones before it are reported."""
     from stretto.engine.checkpoint.manifest import problems
 
-    named = _named(path)
-    for one in named:
-        if not (wrong := problems(one)):
-            return one
-        if len(named) > 1:
-            typer.echo(f"checkpoint {one} is damaged: {wrong[0]}", err=True)
+    checkpoints = _checkpoints(path)
+    for checkpoint in checkpoints:
+        if not (wrong := problems(checkpoint)):
+            return checkpoint
+        if len(checkpoints) > 1:
+            typer.echo(f"checkpoint {checkpoint} is damaged: {wrong[0]}", err=True)
     raise StrettoError(f"no whole checkpoint at {path}", hint=f"see stretto checkpoint verify {path}")
 
 
-def _facts(path: Path, look: Callable[[Path], list[str]]) -> dict[str, Any]:
+def _describe(path: Path, find_problems: Callable[[Path], list[str]]) -> dict[str, Any]:
+    """A checkpoint with its problems, for the command's JSON."""
     from stretto.engine.checkpoint.files import DamageError
     from stretto.engine.checkpoint.folder import step_of
     from stretto.engine.checkpoint.manifest import load_manifest
 
-    wrong = look(path)
-    facts: dict[str, Any] = {"path": str(path), "step": step_of(path), "ok": not wrong, "problems": wrong}
+    wrong = find_problems(path)
+    record: dict[str, Any] = {"path": str(path), "step": step_of(path), "ok": not wrong, "problems": wrong}
     try:
         manifest = load_manifest(path)
     except (DamageError, OSError):
-        return facts
-    return facts | {
-        "step": manifest.step,
-        "bytes": manifest.bytes,
-        "world": manifest.world,
-        "tensors": manifest.tensors,
-        "dtypes": manifest.dtypes,
-        "saved": manifest.saved,
-        "stretto": manifest.stretto,
-        "torch": manifest.torch,
-        "meta": manifest.meta,
-    }
+        return record
+    names = ("step", "bytes", "world", "tensors", "dtypes", "saved", "stretto", "torch", "meta")
+    return record | {name: getattr(manifest, name) for name in names}
 
 
-def _show(described: list[dict[str, Any]], as_json: bool) -> None:
-    def table(console: Console) -> None:
-        from rich.table import Table
+def _report(described: Sequence[Record]) -> CommandReport:
+    """A row per checkpoint, then all problems."""
+    from stretto.engine.checkpoint.files import size_text
+    from stretto.engine.checkpoint.folder import HELD_OUT_LOSS
 
-        from stretto.engine.checkpoint.files import size_text
-        from stretto.engine.checkpoint.folder import HELD_OUT_LOSS
-
-        losses = [
-            loss
-            for one in described
-            if one["ok"] and isinstance(loss := one.get("meta", {}).get(HELD_OUT_LOSS), float)
-        ]
-        rows = Table(box=None)
-        for title in ("step", "size", "ranks", "saved", "state"):
-            rows.add_column(title, justify="right" if title in ("step", "size", "ranks") else "left")
-        for one in described:
-            size = size_text(one["bytes"]) if "bytes" in one else "?"
-            state = "whole" if one["ok"] else "damaged"
-            if one["ok"] and losses and one["meta"].get(HELD_OUT_LOSS) == min(losses):
-                state = f"whole, least held-out loss: {min(losses):.4f}"
-            cells = (one["step"], size, one.get("world", "?"), one.get("saved", "?"), state)
-            rows.add_row(*(str(cell) for cell in cells))
-        console.print(rows)
-        for one in described:
-            for problem in one["problems"]:
-                console.print(f"{one['path']}: {problem}", markup=False, soft_wrap=True)
-
-    report({"checkpoints": described, "ok": all(one["ok"] for one in described)}, as_json, table)
+    losses = [
+        loss
+        for record in described
+        if record["ok"] and isinstance(loss := record.get("meta", {}).get(HELD_OUT_LOSS), float)
+    ]
+    rows = list[tuple[Cell, ...]]()
+    for record in described:
+        state = "whole" if record["ok"] else "damaged"
+        if record["ok"] and losses and record["meta"].get(HELD_OUT_LOSS) == min(losses):
+            state = f"whole, least held-out loss: {min(losses):.4f}"
+        size = size_text(record["bytes"]) if "bytes" in record else "?"
+        rows.append(
+            (str(record["step"]), size, record.get("world", "?"), str(record.get("saved", "?")), state)
+        )
+    report = CommandReport({"checkpoints": list(described), "ok": all(record["ok"] for record in described)})
+    columns = [number("step"), number("size"), number("ranks"), text("saved"), text("state")]
+    report.table(columns, rows)
+    report.lines(f"{record['path']}: {problem}" for record in described for problem in record["problems"])
+    return report

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +16,13 @@ from stretto.cli.options import ConfigFile, Json, Page, grouped
 from stretto.cli.output import command_app, memory_size, say_no
 from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, text
 from stretto.errors import StrettoError
-from stretto.view.compare_page import ComparisonBar, Figure, compare_page
 
 if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
-    from stretto.run.compare.result import CombinationResult, Comparison
+    from stretto.run.compare.result import CombinationResult, RunComparison
     from stretto.spec.job import Job
+    from stretto.view.compare_page import Figure
 
 app = command_app()
 
@@ -96,7 +96,7 @@ def compare(options: CompareOptions) -> None:
     Exit code 1: a run failed, or nothing could be predicted.
     """
     from stretto.run.compare.combinations import combinations, matching, short_names
-    from stretto.run.compare.result import Comparison, mathematics
+    from stretto.run.compare.result import RunComparison, mathematics
     from stretto.run.config.schema import TrainConfig
 
     combined = combinations(options.overrides or [])
@@ -115,7 +115,7 @@ def compare(options: CompareOptions) -> None:
         results, stopped = _run(options, legal)
         title = f"median of {options.steps} steps after {options.warmup}, one run each"
     by_name = {result.name: result for result in results}
-    comparison = Comparison(
+    comparison = RunComparison(
         title=f"{options.path}: {title}",
         results=[by_name.get(job.pending.name, job.pending) for job in jobs],
         baseline=baseline,
@@ -178,8 +178,8 @@ def _compared_job(options: CompareOptions, name: str, combination: Combination) 
     from stretto.run.launch.local import check_ranks
     from stretto.spec.rules import problems
 
-    overrides: Sequence[str] = combination.words
-    pending = CombinationResult(name=name, words=combination.words, status="refused")
+    overrides: Sequence[str] = combination.overrides
+    pending = CombinationResult(name=name, overrides=combination.overrides, status="refused")
     steps = None if options.predict else options.warmup + options.steps
     job = None
     try:
@@ -271,7 +271,7 @@ def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[Co
         again=options.again,
     )
     runs = [
-        PendingRun(pending=each.pending, words=each.overrides, language=each.job is not None)
+        PendingRun(pending=each.pending, overrides=each.overrides, language=each.job is not None)
         for each in legal
     ]
     with _sigterm_as_interrupt():
@@ -311,7 +311,7 @@ def _sigterm_as_interrupt() -> Generator[None]:
 # ------------------------------------------------------------------ the report
 
 
-def _report(comparison: Comparison, html: Path | None) -> CommandReport:
+def _report(comparison: RunComparison, html: Path | None) -> CommandReport:
     """The results: fastest first, then those without figures, and whether losses agree."""
     base = comparison.base
     report = CommandReport(
@@ -320,7 +320,7 @@ def _report(comparison: Comparison, html: Path | None) -> CommandReport:
             "baseline": None if base is None else base.name,
             "ranking": [result.name for result in comparison.ranked],
             "results": [
-                {**asdict(result), "seconds": result.seconds, "speedup": comparison.speedup(result)}
+                {**result.as_record(), "seconds": result.seconds, "speedup": comparison.speedup(result)}
                 for result in comparison.results
             ],
             "losses": comparison.losses,
@@ -335,6 +335,8 @@ def _report(comparison: Comparison, html: Path | None) -> CommandReport:
         report.line(f"* baseline: {base.name}")
     report.lines([*untimed, *comparison.losses])
     if html is not None:
+        from stretto.view.compare_page import compare_page
+
         cells = [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
         filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
         page = compare_page(
@@ -350,7 +352,7 @@ def _report(comparison: Comparison, html: Path | None) -> CommandReport:
     return report
 
 
-def _table(comparison: Comparison) -> tuple[list[ColumnStyle], list[list[Cell]]]:
+def _table(comparison: RunComparison) -> tuple[list[ColumnStyle], list[list[Cell]]]:
     """Columns and rows, fastest first."""
     ranked = comparison.ranked
     samples = any(result.unit == "samples/s" for result in ranked)
@@ -397,8 +399,9 @@ def _table(comparison: Comparison) -> tuple[list[ColumnStyle], list[list[Cell]]]
     return columns, rows
 
 
-def _figures(comparison: Comparison) -> list[Figure]:
+def _figures(comparison: RunComparison) -> list[Figure]:
     """Bars of step times, memory and traffic."""
+    from stretto.view.compare_page import ComparisonBar, Figure
 
     def label(result: CombinationResult) -> str:
         return result.name + (" (baseline)" if comparison.base is result else "")

@@ -86,23 +86,23 @@ class _Commands(TyperGroup):
             return None
         command = get_command(app_of(cmd_name))
         command.name = cmd_name
-        for one in (command, *getattr(command, "commands", {}).values()):
-            one.help = _unwrapped(one.help)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.help = _unwrapped(each.help)
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Each command's name and the first paragraph of its help; its options are not built for that."""
         apps = {name: app_of(name) for name in self.list_commands(ctx) if interop.is_installed(name)}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _summary(one)) for name, one in apps.items()])
+            formatter.write_dl([(name, _summary(each)) for name, each in apps.items()])
 
 
-def _summary(of: typer.Typer) -> str:
-    """What the command does, or the group of commands."""
-    if isinstance(of.info.help, str):
-        text = of.info.help
+def _summary(command: typer.Typer) -> str:
+    """The first paragraph of a command's help, or of a group of commands."""
+    if isinstance(command.info.help, str):
+        text = command.info.help
     else:
-        described = of.registered_callback or of.registered_commands[0]
+        described = command.registered_callback or command.registered_commands[0]
         text = described.callback.__doc__ if described.callback else None
     return (_unwrapped(text) or "").partition("\n\n")[0]
 
@@ -137,9 +137,9 @@ def _stretto(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        result = get_command(app).main(words, prog_name="stretto", standalone_mode=False)
+        result = get_command(app).main(arguments, prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
     except StrettoError as error:
         print_error(error.message, error.hint, error.others)
@@ -147,11 +147,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not TorchMissing.is_cause(error):
             raise
-        missing = TorchMissing(" ".join(["stretto", *(word for word in words[:1] if word in COMMANDS)]))
+        missing = TorchMissing(_command_path(arguments))
         print_error(missing.message, missing.hint)
         return BAD_INPUT
     except UsageError as error:
-        print_error(*_usage(error, words))
+        print_error(*_usage(error, arguments))
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -165,8 +165,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.strerror is None:
             raise
-        what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        print_error(what, "raise the limit, as in: ulimit -n 4096" if error.errno == EMFILE else None)
+        message = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        print_error(message, "raise the limit, as in: ulimit -n 4096" if error.errno == EMFILE else None)
         return BAD_INPUT
     return result if isinstance(result, int) else DONE
 
@@ -176,41 +176,41 @@ def main() -> None:
     sys.exit(run())
 
 
-def _usage(error: Any, words: list[str]) -> tuple[str, str]:
+def _command_path(arguments: Sequence[str]) -> str:
+    return " ".join(["stretto", *(word for word in arguments[:1] if word in COMMANDS)])
+
+
+def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:
     """Message and hint of a command line that does not parse."""
     context = getattr(error, "ctx", None)
     # an option that lacks its value is reported before there is a context
-    path = getattr(context, "command_path", " ".join(["stretto", *(w for w in words[:1] if w in COMMANDS)]))
-    hint = f"see {path} --help"
+    hint = f"see {getattr(context, 'command_path', _command_path(arguments))} --help"
     wrong = getattr(error, "option_name", None)
     if context is not None and isinstance(wrong, str):
-        if _takes_fields(context) and (field := _as_override(wrong, words)):
+        takes_fields = any(parameter.name == "overrides" for parameter in context.command.params)
+        if takes_fields and (field := _as_override(wrong, arguments)):
             return cast(str, error.message), f"fields are set without dashes: {field}"
         options = [name for parameter in context.command.params for name in parameter.opts]
-        near = nearest(wrong, [*options, "--help"])
-        hint = f"did you mean {near!r}? {hint}" if near and near != wrong else hint
+        similar = nearest(wrong, [*options, "--help"])
+        hint = f"did you mean {similar!r}? {hint}" if similar and similar != wrong else hint
         return cast(str, error.message), hint
     message = cast(str, error.format_message())
     if message.startswith("No such command") and context is not None:
         wrong = str(message).split("'")[1]
-        near = nearest(wrong, context.command.list_commands(context))
+        similar = nearest(wrong, context.command.list_commands(context))
         message = f"No such command {wrong!r}."
-        hint = f"did you mean {near!r}? {hint}" if near else hint
+        hint = f"did you mean {similar!r}? {hint}" if similar else hint
     return message, hint
 
 
-def _takes_fields(context: Any) -> bool:
-    """Whether the command takes overrides of a config's fields."""
-    return any(parameter.name == "overrides" for parameter in context.command.params)
-
-
-def _as_override(option: str, words: list[str]) -> str | None:
+def _as_override(option: str, arguments: Sequence[str]) -> str | None:
     """An option that is named like a field of a config, such as --layout.tp 2, as an override of it."""
     if not re.fullmatch(r"--?\w+(\.\w+)+", option):
         return None
-    at = next((at for at, word in enumerate(words) if word.partition("=")[0] == option), len(words))
-    word, following = [*words[at : at + 2], "", ""][:2]
-    value = word.partition("=")[2] or following
+    names = [argument.partition("=")[0] for argument in arguments]
+    index = names.index(option) if option in names else len(names)
+    argument, following = [*arguments[index : index + 2], "", ""][:2]
+    value = argument.partition("=")[2] or following
     return f"{option.lstrip('-')}={value}"
 
 

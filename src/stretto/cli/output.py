@@ -1,4 +1,4 @@
-"""Output of all commands: one JSON object or text, tables, progress, errors, failed ranks, files."""
+"""Output of all commands: files, errors, failed ranks, progress; `report` has what they compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from stretto.errors import MOST_OTHERS, StrettoError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from stretto.run.launch.failure import Failure
 
@@ -34,48 +33,29 @@ def command_app(**settings: Any) -> typer.Typer:
 
 
 def console() -> Console:
-    """The terminal, or plain text without colour where stdout is not one."""
+    """Return the terminal, or a console without colour if stdout is not one."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
 
 
-def report(facts: Mapping[str, Any], as_json: bool, text: Callable[[Console], None]) -> None:
-    """Print `facts` as one JSON object, or call `text` to print for people."""
+def report(record: Mapping[str, Any], as_json: bool, text: Callable[[Console], None]) -> None:
+    """Print a record as one JSON object, or call `text`; commands use `CommandReport` instead."""
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(record))
     else:
         text(console())
 
 
 def train_command(config: Path, required: Sequence[str]) -> str:
-    """The command that trains a written config, with the fields that it leaves open."""
+    """Return the command that trains a written config, with the fields that it leaves open."""
     from stretto.run.config.required import settings
 
     return " ".join(filter(None, ["stretto train", str(config), settings(required)]))
 
 
-def command_line(context: typer.Context, without: Sequence[str] = ()) -> str:
-    """The command line of this call, quoted for a shell, without some options (by parameter)."""
-    import shlex
-
-    words = ["stretto", context.info_name or ""]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if parameter.name in without or value is None or value == parameter.default or value == ():
-            continue
-        each = value if isinstance(value, list | tuple) else [value]
-        if parameter.param_type_name == "argument":
-            words += map(str, each)
-        elif value is True:
-            words.append(parameter.opts[0])
-        else:
-            words += [word for one in each for word in (parameter.opts[0], str(one))]
-    return shlex.join(words)
-
-
 def say_no() -> typer.Exit:
-    """The exception to raise when the command ran and its answer is no: exit code 1."""
+    """Return the exception to raise if the command ran and its answer is no: exit code 1."""
     return typer.Exit(1)
 
 
@@ -111,12 +91,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise _cannot_write(path, error.strerror) from None
 
 
-def _cannot_write(path: Path, why: str | None) -> StrettoError:
-    return StrettoError(f"cannot write {path}: {why}", hint="name a file in a folder that exists")
+def _cannot_write(path: Path, reason: str | None) -> StrettoError:
+    return StrettoError(f"cannot write {path}: {reason}", hint="name a file in a folder that exists")
 
 
 def print_error(message: str, hint: str | None, others: Sequence[StrettoError] = ()) -> None:
-    """One `error:` line and one `hint:` line on stderr; the same for further problems of the same input."""
+    """Print an `error:` and a `hint:` line on stderr, and the same of further problems of the same input."""
     print(f"error: {_line(message)}", file=sys.stderr)
     if hint:
         print(f"hint: {_line(hint)}", file=sys.stderr)
@@ -127,7 +107,7 @@ def print_error(message: str, hint: str | None, others: Sequence[StrettoError] =
 
 
 def _line(text: str) -> str:
-    """The text on one line, cut in the middle where it is very long, such as a value of megabytes."""
+    """Join the text to one line, and cut the middle of a very long one, such as a value of megabytes."""
     line = " ".join(text.split())
     if len(line) <= LONGEST_MESSAGE:
         return line
@@ -136,95 +116,34 @@ def _line(text: str) -> str:
 
 
 def coloured(to: Console) -> bool:
-    """Whether to colour the output: not in a pipe, under NO_COLOR, or on a monochrome terminal."""
+    """Return True if output is coloured: not in a pipe, under NO_COLOR, or on a monochrome terminal."""
     return to.is_terminal and not to.no_color and to.color_system is not None
 
 
-def side_table(first: str, *others: str) -> Table:
-    """A table of a name and its numbers in each row."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="left" if name == "formula" else "right", no_wrap=True)
-    return table
-
-
-def memory_size(number: int) -> str:
-    """Such as 850 B, 12.3 KiB, 1.25 GiB."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
-    return f"{number} B"
+def memory_size(size: int) -> str:
+    """Return bytes as text, such as 850 B, 12.3 KiB, 1.25 GiB."""
+    for unit_size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit_size:
+            value = size / unit_size
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return f"{size} B"
 
 
 def tflops_text(tflops: float) -> str:
-    """TFLOP/s with a decimal, or with three digits below 1, as on CPUs."""
+    """Return TFLOP/s with a decimal, or with three digits below 1, as on CPUs."""
     return f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.3g}"
 
 
-def plain_table(*names: str, left: int = 0) -> Table:
-    """A table without rules; the first column and the last `left` columns are text, the others numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    for at, name in enumerate(names):
-        text = at == 0 or at >= len(names) - left
-        justify = "left" if text else "right"
-        table.add_column(
-            name, justify=justify, no_wrap=True, min_width=None if at == 0 else max(9, len(name))
-        )
-    return table
-
-
-def fitting_table(
-    to: Console, rows: Sequence[Mapping[str, str]], left: Sequence[str], optional: Sequence[str] = ()
-) -> Table:
-    """A table with as many columns as fit the terminal; printed with `soft_wrap`, its cells are never cut.
-
-    Args:
-        rows: cells by column.
-        left: columns that are aligned left; others are numbers.
-        optional: columns that a narrow terminal leaves out, in this order.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table()
-    for omitted in range(len(optional) + 1):
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        shown = [name for name in rows[0] if name not in optional[:omitted]]
-        for name in shown:
-            table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(row[name] for name in shown))
-        if (uncut(to, table).width or 0) <= to.width:
-            break
-    return table
-
-
-def uncut(to: Console, table: Table) -> Table:
-    """The table at its full width; printed with `soft_wrap`, its lines run over instead of being cut."""
-    from rich.measure import Measurement
-
-    table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
-    return table
-
-
 def labelled(to: Console, label: str, text: str, indent: int) -> None:
-    """Print a label and a text that wraps, at spaces, beside it."""
+    """Print a label, and right of it a text that wraps at spaces."""
     from textwrap import fill
 
-    first, rest = f"{label:{indent - 1}} ", " " * indent
     width = max(to.width, indent + 20)
     wrapped = fill(
         text,
         width,
-        initial_indent=first,
-        subsequent_indent=rest,
+        initial_indent=f"{label:{indent - 1}} ",
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -235,12 +154,12 @@ def labelled(to: Console, label: str, text: str, indent: int) -> None:
 def stage_progress(
     as_json: bool, described: Callable[[Any], tuple[str, int]]
 ) -> Generator[Callable[[Any], None] | None]:
-    """A progress bar where stdout is a terminal, one line a stage where it is not, nothing with --json.
+    """Show a progress bar if stdout is a terminal, else one line a stage; nothing with --json.
 
-    What it yields takes the progress of a build, which has a `stage` and its `total` in bytes.
+    Yields a function that takes the progress of a build, which has a `stage` and its `total` in bytes.
 
     Args:
-        described: of a progress, the bar's text and how many bytes are done.
+        described: returns the bar's text and the number of bytes done.
     """
     if as_json:
         yield None
@@ -248,10 +167,10 @@ def stage_progress(
     if not sys.stdout.isatty():
         begun = set[str]()
 
-        def line(at: Any) -> None:
-            if at.stage not in begun:
-                begun.add(at.stage)
-                print(f"{at.stage}: {at.total / 1e6:.1f} MB", flush=True)
+        def line(progress: Any) -> None:
+            if progress.stage not in begun:
+                begun.add(progress.stage)
+                print(f"{progress.stage}: {progress.total / 1e6:.1f} MB", flush=True)
 
         yield line
         return
@@ -260,16 +179,16 @@ def stage_progress(
     with Progress(transient=True) as bar:
         task = bar.add_task("read")
 
-        def update(at: Any) -> None:
-            text, done = described(at)
-            bar.update(task, description=text, completed=done, total=max(at.total, 1))
+        def update(progress: Any) -> None:
+            text, done = described(progress)
+            bar.update(task, description=text, completed=done, total=max(progress.total, 1))
 
         yield update
 
 
 @contextmanager
 def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
-    """A bar on stderr where that is a terminal; what it yields takes the bytes done, and all there are."""
+    """Show a bar if stderr is a terminal; yields a function that takes the bytes done, and in total."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -283,16 +202,16 @@ def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def watching() -> Generator[Callable[[int, int, int], None] | None]:
-    """Show the search's progress where stderr is a terminal."""
+def show_search() -> Generator[Callable[[int, int, int], None] | None]:
+    """Show a search's progress if stderr is a terminal; yields what takes its numbers of layouts."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
 
     with Console(stderr=True).status("searching") as status:
-        yield lambda replayed, weighed, fitting: status.update(
-            f"searching: {replayed} replayed, {weighed} evaluated, {fitting} that fit"
+        yield lambda replayed, evaluated, fitting: status.update(
+            f"searching: {replayed} replayed, {evaluated} evaluated, {fitting} that fit"
         )
 
 
@@ -301,7 +220,11 @@ PLAIN = ("TrainingFailed", "CollectiveError", "OffloadError")
 
 
 def print_failure(failure: Failure, hint: str | None = None) -> None:
-    """Print the rank's traceback where it helps, and one `error:` line; `hint`: if the failure has none."""
+    """Print the rank's traceback if it helps, and one `error:` line.
+
+    Args:
+        hint: printed if the failure has none.
+    """
     _leave_bar()
     hint = failure.hint or hint
     if failure.name in PLAIN and failure.kind == "error":
@@ -316,8 +239,8 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
         print_error(f"rank {failure.rank} {failure.message}; the job was ended", hint)
     else:
         print(failure.traceback, file=sys.stderr)
-        what = f"{failure.name}: {failure.message}"
-        print_error(f"rank {failure.rank} failed: {what}; the job was ended", hint)
+        error = f"rank {failure.rank} failed: {failure.name}: {failure.message}; the job was ended"
+        print_error(error, hint)
 
 
 @contextmanager

@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import Json
-from stretto.cli.output import (
-    check_writable,
-    command_app,
-    plain_table,
-    report,
-    say_no,
-    tflops_text,
-    uncut,
-    write_text,
-)
+from stretto.cli.options import ClusterName, Json, ModelName, grouped
+from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_text
+from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.planner.estimate import Estimate
-    from stretto.planner.machines.cluster import Cluster
-    from stretto.planner.memory.fits import Bytes, Fit
-    from stretto.planner.run_scores import PredictedRow
+    from stretto.planner.memory.fits import Bytes
+    from stretto.planner.run_scores import PredictedRow, Scores, TableScores
     from stretto.planner.runs import RunRecord
-    from stretto.spec.job import Job
-    from stretto.spec.shape import ModelShape
 
 
 app = command_app()
 
+GIB = 2**30
+_BAR = 40  # characters of a whole step, at most
+_OTHER_COLUMNS = 50  # characters of the columns left of the bars
+_ROWS, _WORST = 30, 5  # of a table that is shown row by row, and rows in a list
+_DEFAULTS = 12  # kinds of defaults that are shown, these columns first
+_WEIGHTY = ("software", "attention", "recompute", "zero", "flops_counted", "network", "framework")
+# columns that KEY=VALUE arguments may set; model and cluster are options
+_FIELDS = ("layout", "batch", "memory", "software")
+_MORE_FIELDS = ("dropout", "gpus", "node_size", "network", "network_gbs")
 
-@app.command(
-    epilog="Example: stretto predict --model llama3-70b --cluster dgx-h100:512 tp=8 pp=4 micro=1 batch=512 "
-    "schedule=interleaved chunks=5 recompute=selective zero=1"
-)
-def predict(
-    words: Annotated[
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Options of `stretto predict`."""
+
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [key=value ...]",
@@ -53,25 +54,23 @@ def predict(
             "ep, pp, dp, micro, batch, seq, schedule, chunks, group, recompute, zero, sp, precision, "
             "attention, software, offload, ...",
         ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="A model by name, or its config.json.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A cluster or device by name, with :N for N devices, or a YAML file.")
-    ] = None,
+    ] = None
+    model: ModelName = None
+    cluster: ClusterName = None
     table: Annotated[
         Path | None,
         typer.Option(help="A CSV file with one run per row; --table-columns documents its columns."),
-    ] = None,
+    ] = None
     table_columns: Annotated[
         bool, typer.Option(help="Print the reference of a table's columns (Markdown).")
-    ] = False,
+    ] = False
     out: Annotated[
         Path | None, typer.Option(help="Write the table with added columns of predictions here.")
-    ] = None,
+    ] = None
     row: Annotated[
         int | None, typer.Option(help="Predict this row of the table alone, and show its cells and defaults.")
-    ] = None,
-    memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
+    ] = None
+    memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True
     source: Annotated[
         str | None,
         typer.Option(
@@ -80,15 +79,22 @@ def predict(
             help="Read the job from a file of that framework, or from - (standard input), and show what "
             "would be faster.",
         ),
-    ] = None,
+    ] = None
     seconds: Annotated[
         float | None, typer.Option(min=0.1, help="With --from: time limit of the search; default: 8.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+
+@app.command(
+    epilog="Example: stretto predict --model llama3-70b --cluster dgx-h100:512 tp=8 pp=4 micro=1 batch=512 "
+    "schedule=interleaved chunks=5 recompute=selective zero=1"
+)
+@grouped(PredictOptions)
+def predict(options: PredictOptions) -> None:
     """Predict a step's time, with an interval, and the memory of the fullest rank.
 
-    With --table, predict every row; where rows have measurements, report the errors, beside those of a
+    With --table, predict every row; if rows have measurements, report the errors, beside those of a
     two-line model and the noise of measuring twice. Fields that are left out take defaults, which are listed,
     as are the reasons why rows are refused; --row shows one row cell by cell.
     With --from, price what a file of another framework runs (a script that starts Megatron-LM, ...), and
@@ -96,98 +102,101 @@ def predict(
 
     Exit code 1: the layout does not fit the device.
     """
-    arguments = words or []
-    if source is not None:
-        conflicting = {"--table": table, "--out": out, "--row": row}
-        if (
-            option := next((name for name, value in conflicting.items() if value is not None), None)
-        ) is not None:
-            raise StrettoError(f"--from reads the job, so {option} conflicts", hint="leave one of them out")
-        made = interop.emit.priced(
-            source, arguments, model=model, cluster=cluster, seconds=seconds or 8.0, memory=memory
-        )
-
-        def priced_text(to: Console) -> None:
-            show(to, made.today, {})
-            interop.emit.show_priced(to, made)
-
-        record = {"rows": [facts(made.today, {})], **interop.emit.priced_facts(made), "error": None}
-        report(record, as_json, priced_text)
-        _say_whether_it_fits(made.today)
-        return
-    if seconds is not None:
+    if options.seconds is not None and options.source is None:
         raise StrettoError("--seconds is for --from", hint="without it nothing is searched")
-    if table_columns:
+    if options.table_columns and options.source is None:
         from stretto.planner.runs import column_reference
 
-        text = column_reference()
-        report({"columns": text}, as_json, lambda _: print(text, end=""))
+        page = column_reference()
+        report = CommandReport({"columns": page})
+        report.verbatim(page)
+        report.print(options.as_json)
         return
-    if table is not None:
-        if arguments:
+    table_options = {"--table": options.table, "--out": options.out, "--row": options.row}
+    used = [name for name, value in table_options.items() if value is not None]
+    if options.source is not None:
+        if used:
+            raise StrettoError(f"--from reads the job, so {used[0]} conflicts", hint="leave one of them out")
+        report, estimate = _priced(options, options.source)
+    elif options.table is not None:
+        if options.arguments:
             raise StrettoError(
-                f"--table takes its layouts from its rows, not from {arguments[0]!r}",
+                f"--table takes its layouts from its rows, not from {options.arguments[0]!r}",
                 hint="leave one of them out",
             )
-
-        predict_table(
-            table=table, number=row, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json
-        )
+        _table_report(options, options.table).print(options.as_json)
         return
-    for option, value in (("--out", out), ("--row", row)):
-        if value is not None:
-            raise StrettoError(f"{option} needs --table", hint="add --table FILE.csv, or print with --json")
-
-    result, defaults = _one(arguments, model, cluster, memory)
-    report({"rows": [facts(result, defaults)], "error": None}, as_json, lambda to: show(to, result, defaults))
-    _say_whether_it_fits(result)
-
-
-def _say_whether_it_fits(made: Estimate) -> None:
-    """Leave with exit code 1 where the layout does not fit."""
-    if made.memory is not None and made.memory.verdict == "does not fit":
+    elif used:
+        raise StrettoError(f"{used[0]} needs --table", hint="add --table FILE.csv, or print with --json")
+    else:
+        estimate, defaults = _estimate(options)
+        report = CommandReport({"rows": [estimate_record(estimate, defaults)], "error": None})
+        add_estimate(report, estimate, defaults)
+    report.print(options.as_json)
+    if estimate.memory is not None and estimate.memory.verdict == "does not fit":
         raise say_no()
 
 
-def _is_config(word: str, model: str | None) -> bool:
-    """Whether the first word names a config, which it must where there is no --model."""
-    named = word.endswith((".yaml", ".yml")) or os.path.isfile(word)
-    return "=" not in word and (named or model is None)
+def _priced(options: PredictOptions, framework: str) -> tuple[CommandReport, Estimate]:
+    """The job of another framework's file, as it is and with faster layouts."""
+    priced = interop.emit.priced(
+        framework,
+        options.arguments or [],
+        model=options.model,
+        cluster=options.cluster,
+        seconds=options.seconds or 8.0,
+        memory=options.memory,
+    )
+    record = {"rows": [estimate_record(priced.today, {})], **interop.emit.priced_facts(priced), "error": None}
+    report = CommandReport(record)
+    add_estimate(report, priced.today, {})
+    report.draw(lambda to: interop.emit.show_priced(to, priced))
+    return report, priced.today
 
 
-def _one(
-    words: list[str], model: str | None, cluster: str | None, memory: bool
-) -> tuple[Estimate, dict[str, str]]:
+def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
     """The estimate of one layout, and the defaults used."""
     from stretto.planner.estimate import estimate
 
+    arguments = options.arguments or []
+    model, cluster = options.model, options.cluster
     if cluster is None:
         raise StrettoError("--cluster is missing", hint="add --cluster dgx-a100-80gb:64, or another")
-    if words and _is_config(words[0], model):
-        if model is not None:
-            raise StrettoError(
-                f"the model comes from {words[0]}, so --model {model} conflicts",
-                hint="leave out --model, or the config",
-            )
-
-        job, machine = configured(words[0], words[1:], cluster)
-        return estimate(job, machine, memory=memory), {}
+    # without --model, the first argument must be a config
+    if arguments and "=" not in arguments[0]:
+        config, *overrides = arguments
+        if model is None or config.endswith((".yaml", ".yml")) or os.path.isfile(config):
+            if model is not None:
+                raise StrettoError(
+                    f"the model comes from {config}, so --model {model} conflicts",
+                    hint="leave out --model, or the config",
+                )
+            return _config_estimate(config, overrides, cluster, memory=options.memory), {}
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
-
-    run = run_from_arguments(words, model, cluster)
-    return estimate(run.job, run.cluster, run.assumptions, memory=memory), dict(run.defaults)
-
-
-GIB = 2**30
-_BAR = 40  # characters of a whole step, at most
-_BESIDE_BAR = 50  # characters that the other columns take
-# columns that KEY=VALUE arguments may set; model and cluster are options
-_FIELDS = ("layout", "batch", "memory", "software")
-_MORE_FIELDS = ("dropout", "gpus", "node_size", "network", "network_gbs")
+    run = run_from_arguments(arguments, model, cluster)
+    return estimate(run.job, run.cluster, run.assumptions, memory=options.memory), run.defaults
 
 
-def run_from_arguments(words: Sequence[str], model: str, cluster: str) -> RunRecord:
+def _config_estimate(config: str, overrides: Sequence[str], cluster: str, *, memory: bool) -> Estimate:
+    """The estimate of a config; the cluster "here" is this machine as the config's training uses it."""
+    from stretto.cli.jobs import load_language
+    from stretto.planner.estimate import estimate
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.run.config.check import job_of
+    from stretto.run.train.prediction import machine_of
+    from stretto.spec.rules import problems
+
+    loaded = load_language(config, overrides)
+    job = job_of(loaded)
+    if wrong := problems(job):
+        raise wrong[0]
+    if cluster == "here":
+        return estimate(job, machine_of(job, loaded.train), memory=memory)
+    return estimate(job, find_cluster(cluster).sized(job.layout.world), memory=memory)
+
+
+def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> RunRecord:
     """Return the layout described by arguments such as `tp=8 pp=4 batch=512`.
 
     Raises:
@@ -196,14 +205,15 @@ def run_from_arguments(words: Sequence[str], model: str, cluster: str) -> RunRec
     """
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.runs import SECTIONS, column_name, read_run
+    from stretto.spec.presets import find_shape
 
     fields = {*_MORE_FIELDS, *(name for section in _FIELDS for name in SECTIONS[section])}
     cells = dict[str, str]()
-    for word in words:
-        key, equals, value = word.partition("=")
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
         if not equals or not value:
             raise StrettoError(
-                f"{word!r} is not of the form key=value", hint="as in tp=8 pp=4 micro=1 batch=512"
+                f"{argument!r} is not of the form key=value", hint="as in tp=8 pp=4 micro=1 batch=512"
             )
         name = column_name(key)
         if name not in fields:
@@ -211,48 +221,15 @@ def run_from_arguments(words: Sequence[str], model: str, cluster: str) -> RunRec
         if name in cells:
             raise StrettoError(f"{key} is given twice", hint="give every field at most once")
         cells[name] = value
-    return read_run({**cells, "model": model}, find_cluster(cluster), model_named(model))
-
-
-def model_named(name: str) -> ModelShape:
-    """A model by its published name, in any usual spelling, or by its config.json.
-
-    Raises:
-        StrettoError: no such model.
-    """
-    from stretto.spec.presets import find_shape
-
-    return find_shape(name)
-
-
-def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster]:
-    """The job of a config on a cluster; "here" is this machine as the config's training uses it.
-
-    Raises:
-        StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
-    """
-    from stretto.cli.jobs import load_language
-    from stretto.planner.machines.catalogue import find_cluster
-    from stretto.run.config.check import job_of
-    from stretto.run.train.prediction import machine_of
-    from stretto.spec.rules import problems
-
-    loaded = load_language(config, overrides)
-    job = job_of(loaded)
-    wrong = problems(job)
-    if wrong:
-        raise wrong[0]
-    if cluster == "here":
-        return job, machine_of(job, loaded.train)
-    return job, find_cluster(cluster).sized(job.layout.world)
+    return read_run({**cells, "model": model}, find_cluster(cluster), find_shape(model))
 
 
 # ------------------------------------------------------------------ JSON
 
 
-def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
-    """An estimate as the command's JSON."""
-    job, held = estimate.job, estimate.memory
+def estimate_record(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
+    """Return an estimate as the command's JSON."""
+    job = estimate.job
     return {
         "layout": str(job.layout),
         "gpus": job.layout.world,
@@ -263,138 +240,130 @@ def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
         "sequence": job.sequence,
         "recompute": job.recompute.mode,
         "zero": job.dp.mode,
+        "tokens_per_s_per_gpu": estimate.tokens_per_s / job.layout.world,
+        "hfu": estimate.hfu,
+        **measures_record(estimate),
+        "defaults": dict(defaults),
+    }
+
+
+def measures_record(estimate: Estimate) -> dict[str, Any]:
+    """Return the predicted time and memory, which `stretto plan` has too; `memory_gib` is allocated, as in
+    metrics.jsonl.
+    """
+    memory = estimate.memory
+    intervals: dict[str, Any] | None = None
+    if memory is not None:
+        intervals = {
+            name: {"low_gib": used.low / GIB, "gib": used.mid / GIB, "high_gib": used.high / GIB}
+            for name, used in (
+                ("allocated", memory.allocated),
+                ("reserved", memory.reserved),
+                ("device", memory.device),
+            )
+        }
+        intervals["capacity_gib"] = memory.capacity / GIB if memory.capacity < inf else None
+    return {
         "step_time_s": estimate.seconds,
         "low": estimate.low,
         "high": estimate.high,
         "widths": dict(estimate.widths),
         "tokens_per_s": estimate.tokens_per_s,
-        "tokens_per_s_per_gpu": estimate.tokens_per_s / job.layout.world,
         "tflops_per_gpu": estimate.tflops_per_gpu,
         "mfu": estimate.mfu,
-        "hfu": estimate.hfu,
         "bubble": estimate.bubble,
         "parts": dict(estimate.parts),
         "dominant": estimate.dominant,
-        **memory_facts(held),
-        "defaults": dict(defaults),
+        "memory_gib": None if memory is None else memory.allocated.mid / GIB,
+        "memory": intervals,
+        "verdict": None if memory is None else memory.verdict,
     }
-
-
-def memory_facts(held: Fit | None) -> dict[str, Any]:
-    """The memory of the fullest rank as JSON; `memory_gib` is allocated, as in metrics.jsonl."""
-    if held is None:
-        return {"memory_gib": None, "memory": None, "verdict": None}
-    return {
-        "memory_gib": held.allocated.mid / GIB,
-        "memory": {
-            "allocated": _interval(held.allocated),
-            "reserved": _interval(held.reserved),
-            "device": _interval(held.device),
-            "capacity_gib": held.capacity / GIB if held.capacity < float("inf") else None,
-        },
-        "verdict": held.verdict,
-    }
-
-
-def _interval(held: Bytes) -> dict[str, float]:
-    return {"low_gib": held.low / GIB, "gib": held.mid / GIB, "high_gib": held.high / GIB}
 
 
 # ------------------------------------------------------------------ text
 
 
-def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
-    """Print time, rates, memory, and a breakdown of the time."""
+def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[str, str]) -> None:
+    """Add time, rates, memory, and a breakdown of the time."""
     from stretto.view.plan_texts import uncertainty_text
 
-    job = estimate.job
+    job, memory = estimate.job, estimate.memory
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
+    options = ", ".join(f"{name}={value}" for name, value in job.options.items() if value is not None)
+    schedule = f"{job.schedule_name} ({options})" if options else job.schedule_name
     batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
-    to.print(
-        f"{job.layout} on {machine}, {job.schedule_name}{_options(job.options)}, {batch}", soft_wrap=True
-    )
-    table = plain_table("", "predicted", "")
-    table.add_row(
-        "step time", _seconds(estimate.seconds), f"{_seconds(estimate.low)} to {_seconds(estimate.high)}"
-    )
-    table.add_row("", "uncertain by", uncertainty_text(estimate.widths))
-    table.add_row(
-        "tokens/s",
-        f"{estimate.tokens_per_s:,.0f}",
-        f"{estimate.tokens_per_s / job.layout.world:,.0f} a device",
-    )
-    table.add_row("TFLOP/s a device", tflops_text(estimate.tflops_per_gpu), "model FLOPs, attention in full")
-    table.add_row("MFU", f"{100 * estimate.mfu:.1f}%", f"HFU {100 * estimate.hfu:.1f}%")
-    table.add_row("bubble", f"{100 * estimate.bubble:.1f}%", "")
-    if estimate.memory is not None:
+    report.line(f"{job.layout} on {machine}, {schedule}, {batch}")
+    rows: list[tuple[Cell, Cell, Cell]] = [
+        (
+            "step time",
+            seconds_text(estimate.seconds),
+            f"{seconds_text(estimate.low)} to {seconds_text(estimate.high)}",
+        ),
+        ("", "uncertain by", uncertainty_text(estimate.widths)),
+        (
+            "tokens/s",
+            f"{estimate.tokens_per_s:,.0f}",
+            f"{estimate.tokens_per_s / job.layout.world:,.0f} a device",
+        ),
+        ("TFLOP/s a device", tflops_text(estimate.tflops_per_gpu), "model FLOPs, attention in full"),
+        ("MFU", f"{estimate.mfu:.1%}", f"HFU {estimate.hfu:.1%}"),
+        ("bubble", f"{estimate.bubble:.1%}", None),
+    ]
+    if memory is not None:
         for name in ("allocated", "reserved", "device"):
-            held: Bytes = getattr(estimate.memory, name)
-            table.add_row(
-                f"memory, {name}",
-                f"{held.mid / GIB:.1f} GiB",
-                f"{held.low / GIB:.1f} to {held.high / GIB:.1f}",
-            )
-        capacity = estimate.memory.capacity
-        whole = "" if capacity == float("inf") else f"of {capacity / GIB:.1f} GiB"
-        table.add_row("", estimate.memory.verdict, whole)
-    to.print(uncut(to, table), soft_wrap=True)
-    to.print()
-    _bars(to, estimate)
+            used: Bytes = getattr(memory, name)
+            interval = f"{used.low / GIB:.1f} to {used.high / GIB:.1f}"
+            rows.append((f"memory, {name}", f"{used.mid / GIB:.1f} GiB", interval))
+        capacity = None if memory.capacity == inf else f"of {memory.capacity / GIB:.1f} GiB"
+        rows.append(("", memory.verdict, capacity))
+    report.table([text(""), number("predicted"), number("")], rows)
+    report.line()
+    parts = [
+        (name, seconds, share)
+        for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1])
+        if (share := seconds / estimate.seconds) >= 0.0005
+    ]
+    report.table_for(
+        [text("where the time goes"), number("s", ".3g"), number("", ".1%"), text("")],
+        lambda width: [
+            (name, seconds, share, "█" * max(1, round(share * max(10, min(_BAR, width - _OTHER_COLUMNS)))))
+            for name, seconds, share in parts
+        ],
+    )
     if defaults:
-        defaults_text = "; ".join(f"{name}={value}" for name, value in defaults.items())
-        to.print(f"defaults: {defaults_text}", soft_wrap=True)
+        report.line("defaults: " + "; ".join(f"{name}={value}" for name, value in defaults.items()))
 
 
-def _bars(to: Console, estimate: Estimate) -> None:
-    """One bar per part, the longest first."""
-    table = plain_table("where the time goes", "s", "", "", left=1)
-    bar = max(10, min(_BAR, to.width - _BESIDE_BAR))
-    for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
-        share = seconds / estimate.seconds
-        if share >= 0.0005:
-            table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * bar)))
-    to.print(uncut(to, table), soft_wrap=True)
+def seconds_text(seconds: float) -> str:
+    """Return a time such as 1.23 s."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+# ------------------------------------------------------------------ tables
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    text = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    return f" ({text})" if text else ""
-
-
-def predict_table(
-    *,
-    table: Path,
-    number: int | None,
-    out: Path | None,
-    cluster: str | None,
-    model: str | None,
-    memory: bool,
-    as_json: bool,
-) -> None:
-    """Predict every row, or the one of that number, write the file, and report the scores.
+def _table_report(options: PredictOptions, table: Path) -> CommandReport:
+    """Predict every row, or that of `--row`, and write the file of `--out`.
 
     Raises:
         StrettoError: a file that is not a table or cannot be written, a row that it does not have, or an
             unknown model or cluster.
     """
-    from stretto.cli.predict_table import show_table, table_csv
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.run_scores import predict_rows, read_table, summary
     from stretto.planner.runs import read_run
+    from stretto.spec.presets import find_shape
 
     cells = read_table(table)
-    shape = None if model is None else model_named(model)
-    machine = None if cluster is None else find_cluster(cluster)
-    if number is not None and not 1 <= number <= len(cells):
-        raise StrettoError(f"{table} has no row {number}", hint=f"rows are numbered from 1 to {len(cells)}")
+    shape = None if options.model is None else find_shape(options.model)
+    cluster = None if options.cluster is None else find_cluster(options.cluster)
+    row, out = options.row, options.out
+    if row is not None and not 1 <= row <= len(cells):
+        raise StrettoError(f"{table} has no row {row}", hint=f"rows are numbered from 1 to {len(cells)}")
     check_writable(out)
-    chosen = cells if number is None else cells[number - 1 : number]
-    read = partial(read_run, cluster=machine, shape=shape)
-    predicted = predict_rows(chosen, read, memory, start=number or 1)
+    chosen = cells if row is None else cells[row - 1 : row]
+    read = partial(read_run, cluster=cluster, shape=shape)
+    predicted = predict_rows(chosen, read, options.memory, start=row or 1)
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
@@ -405,40 +374,184 @@ def predict_table(
     if out is not None:
         write_text(out, table_csv(rows))
     scores = summary(rows)
-    facts = {"rows": [row_facts(row) for row in rows], **scores.as_dict()} if as_json else {}
-    if number is not None:
-        report(facts, as_json, lambda to: _show_row(to, rows[0]))
-        return
-    report(facts, as_json, lambda to: show_table(to, rows, scores, out))
+    report = CommandReport(lambda: {"rows": [_row_record(each) for each in rows], **scores.as_dict()})
+    if row is not None:
+        _add_row(report, rows[0])
+        return report
+    if len(rows) <= _ROWS:
+        _add_rows(report, rows)
+    count = sum(each.estimate is not None for each in rows)
+    report.line(f"{len(rows)} rows, {count} predicted{f', written to {out}' if out else ''}")
+    if scores.model is not None and scores.baseline is not None:
+        _add_time_scores(report, scores.model, scores.baseline, scores.efficiency or 0.0)
+        if len(rows) > _ROWS:
+            _add_worst(report, rows)
+    _add_memory_scores(report, scores)
+    _add_notes(report, rows)
+    return report
 
 
-def row_facts(row: PredictedRow) -> dict[str, Any]:
-    """A row as JSON: predictions, measurements, and the original cells."""
+def _row_record(row: PredictedRow) -> dict[str, Any]:
+    """Predictions, measurements, and the original cells."""
     from stretto.planner.run_scores import memory_error, time_error
 
-    base: dict[str, Any] = {"row": row.number, "refused": row.refused or None}
+    record: dict[str, Any] = {"row": row.number, "refused": row.refused or None}
     if row.run is not None and row.estimate is not None:
-        base |= facts(row.estimate, row.run.defaults)
-        base |= {
+        record |= estimate_record(row.estimate, row.run.defaults)
+        record |= {
             "measured_step_time_s": row.run.measured.seconds,
             "measured_by": row.run.measured.by or None,
             "error": time_error(row),
             "memory_error": memory_error(row),
             "out_of_memory": row.run.measured.out_of_memory,
         }
-    return {**base, "cells": dict(row.cells)}
+    return {**record, "cells": dict(row.cells)}
 
 
-def _show_row(to: Console, row: PredictedRow) -> None:
-    """Print a row cell by cell, then its prediction or why there is none."""
-    from stretto.cli.predict_table import percent_text, show_cells
+def table_csv(rows: Sequence[PredictedRow]) -> str:
+    """Return the table as CSV: the original columns, then the added ones."""
+    from stretto.planner.run_scores import ADDED, added_columns
+
+    names = list(dict.fromkeys(name for row in rows for name in row.cells))
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, [*names, *ADDED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        added = {
+            name: "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+            for name, value in added_columns(row).items()
+        }
+        writer.writerow({**row.cells, **added})
+    return lines.getvalue()
+
+
+def _add_row(report: CommandReport, row: PredictedRow) -> None:
+    """Add a row cell by cell with the defaults of empty cells, then its prediction or why there is none."""
     from stretto.planner.run_scores import time_error
 
-    show_cells(to, row)
+    defaults = dict(row.run.defaults) if row.run is not None else {}
+    filled = [(name, cell, defaults.pop(name, "")) for name, cell in row.cells.items() if cell.strip()]
+    columns = [text("column"), text("cell"), text("default" if row.run is not None else "")]
+    report.table(columns, [*filled, *((name, "", value) for name, value in defaults.items())])
     if row.estimate is None or row.run is None:
-        to.print(f"not predicted: {row.refused}", soft_wrap=True)
+        report.line(f"not predicted: {row.refused}")
         return
-    show(to, row.estimate, {})
-    if row.run.measured.seconds is not None:
-        error = percent_text(time_error(row), signed=True)
-        to.print(f"measured: {_seconds(row.run.measured.seconds)} by {row.run.measured.by}, error {error}")
+    add_estimate(report, row.estimate, {})
+    measured = row.run.measured
+    if measured.seconds is not None:
+        error = _percent(time_error(row), signed=True)
+        report.line(f"measured: {seconds_text(measured.seconds)} by {measured.by}, error {error}")
+
+
+def _add_rows(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
+    from stretto.planner.run_scores import time_error
+
+    columns = [text("row"), number("pred. s", ".3g"), number("meas. s", ".3g"), number("error", "+.1%")]
+    columns += [number("TFLOP/s", tflops_text), number("alloc GiB", ".1f"), text("verdict"), text("dominant")]
+    report.table(
+        columns,
+        [
+            (row.name, None, None, None, None, None, "refused", None)
+            if row.estimate is None or row.run is None
+            else (
+                row.name,
+                row.estimate.seconds,
+                row.run.measured.seconds,
+                time_error(row),
+                row.estimate.tflops_per_gpu,
+                None if (memory := row.estimate.memory) is None else memory.allocated.mid / GIB,
+                None if memory is None else memory.verdict,
+                row.estimate.dominant,
+            )
+            for row in rows
+        ],
+    )
+
+
+def _add_time_scores(report: CommandReport, model: Scores, baseline: Scores, efficiency: float) -> None:
+    from stretto.planner.estimate import NOISE
+
+    rows = [
+        (title, *(_percent(getattr(scores, name), signed=signed) for scores in (model, baseline)), noise)
+        for title, name, signed, noise in (
+            ("mean error (MAPE)", "mape", False, ""),
+            ("median error", "median", False, _percent(NOISE)),
+            ("bias", "bias", True, ""),
+            ("worst", "worst", True, ""),
+            ("inside the interval", "coverage", False, ""),
+            (f"regret of the pick, {model.groups} groups", "regret", False, ""),
+            ("regret, worst group", "regret_worst", False, ""),
+            ("pairs in order", "concordance", False, ""),
+        )
+    ]
+    columns = [
+        text(f"{model.rows} measured rows"),
+        *map(number, ("predicted", "two lines", "measured twice")),
+    ]
+    report.table(columns, [row for row in rows if row[1] or row[2]])
+    report.line(
+        f"two lines: FLOPs at {efficiency:.1%} of the peak, fitted to these rows, x (1 + (p-1)/(m v))"
+    )
+
+
+def _percent(value: float | None, *, signed: bool = False) -> str:
+    return "" if value is None else f"{value:{'+' if signed else ''}.1%}"
+
+
+def _add_worst(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
+    from stretto.planner.run_scores import time_error
+
+    timed = [(error, row.name) for row in rows if (error := time_error(row)) is not None]
+    timed.sort(key=lambda pair: -abs(pair[0]))
+    report.line("worst: " + "; ".join(f"{name} {error:+.0%}" for error, name in timed[:_WORST]))
+
+
+def _add_memory_scores(report: CommandReport, scores: TableScores) -> None:
+    memory = scores.memory
+    if memory.rows:
+        report.line(
+            f"memory: {memory.rows} rows recorded, mean error {_percent(memory.mape)}, bias "
+            f"{_percent(memory.bias, signed=True)}, worst {_percent(memory.worst, signed=True)}"
+        )
+    if failed := sum(memory.out_of_memory.values()):
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in memory.out_of_memory.items())
+        report.line(f"out of memory: {failed} rows, predicted: {verdicts}")
+    if memory.ran_does_not_fit:
+        report.line(f"{memory.ran_does_not_fit} of {memory.ran} rows that ran were predicted not to fit")
+
+
+def _add_notes(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
+    """List rows whose TFLOP/s may count recomputation, defaults of empty cells, and refused rows."""
+    # up to a third of the measured time depends on it
+    undeclared = [
+        row.number
+        for row in rows
+        if row.run and "flops_counted" in row.run.defaults and row.run.job.recompute.mode != "none"
+    ]
+    if undeclared:
+        report.line(
+            f"{_rows_text(undeclared)}: tflops_per_gpu is taken as model FLOPs; if it counts "
+            "recomputation too, the measured step was longer: set flops_counted"
+        )
+    counts = Counter(default for row in rows if row.run is not None for default in row.run.defaults.items())
+    if counts:
+        report.line("defaults of empty cells:")
+    chosen = sorted(counts.items(), key=lambda entry: (entry[0][0] not in _WEIGHTY, -entry[1]))
+    for (name, value), count in chosen[:_DEFAULTS]:
+        report.line(f"  {name}={value}: {count} row{'s' if count > 1 else ''}")
+    if len(chosen) > _DEFAULTS:
+        report.line(
+            f"  and {len(chosen) - _DEFAULTS} more: --out FILE.csv lists them by row, --row N one row"
+        )
+    reasons: dict[str, list[int]] = {}
+    for row in rows:
+        if row.refused:
+            reasons.setdefault(row.refused, []).append(row.number)
+    for reason, refused in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+        report.line(f"not predicted: {len(refused)} x {reason} ({_rows_text(refused)})")
+
+
+def _rows_text(rows: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rows[:_WORST]))
+    more = f" and {len(rows) - _WORST} more" if len(rows) > _WORST else ""
+    return f"row{'s' if len(rows) > 1 else ''} {shown}{more}"

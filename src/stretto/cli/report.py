@@ -112,9 +112,16 @@ class CommandReport:
             optional: titles of columns that a narrow terminal leaves out, in this order.
             drop_empty: leave out columns that no row fills.
         """
-        cells = [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
+        cells = _cells(columns, rows)
         shown = [at for at in range(len(columns)) if not drop_empty or any(row[at] for row in cells)]
-        self.draw(lambda to: to.print(_table(to, columns, cells, shown, list(optional)), soft_wrap=True))
+        self.draw(lambda to: _table(to, columns, cells, shown, list(optional)))
+
+    def table_for(
+        self, columns: Sequence[ColumnStyle], rows: Callable[[int], Iterable[Sequence[Cell]]]
+    ) -> None:
+        """Add a table whose rows depend on the width of the terminal, in characters."""
+        everything = range(len(columns))
+        self.draw(lambda to: _table(to, columns, _cells(columns, rows(to.width)), everything, []))
 
     def draw(self, draw: Callable[[Console], RenderableType | None]) -> None:
         """Add what is drawn for the terminal: `draw` returns it, or prints it itself."""
@@ -125,14 +132,18 @@ class CommandReport:
 
         self._blocks.append(block)
 
-    def write(self, path: Path, content: str | bytes, note: str = "") -> None:
-        """Write a file that the user named, now, and add a line that says so, followed by `note`.
+    def write(self, path: Path, content: str | bytes, *, note: str = "", quiet: bool = False) -> None:
+        """Write a file that the user named, now, and add a line that says so and ends with `note`.
+
+        Args:
+            quiet: add no line.
 
         Raises:
             StrettoError: the file cannot be written.
         """
         write_bytes(path, content.encode() if isinstance(content, str) else content)
-        self.line(f"wrote {path}{note}")
+        if not quiet:
+            self.line(f"wrote {path}{note}")
 
     def print(self, as_json: bool) -> None:
         """Print the JSON object, or the text."""
@@ -145,6 +156,10 @@ class CommandReport:
         """Print the text."""
         for block in self._blocks:
             block(to)
+
+
+def _cells(columns: Sequence[ColumnStyle], rows: Iterable[Sequence[Cell]]) -> list[list[str]]:
+    return [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
 
 
 def _table(

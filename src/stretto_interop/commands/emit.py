@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
-from stretto.cli.output import labelled, watching
+from stretto.cli.output import labelled, show_search
 from stretto.errors import StrettoError, nearest, read_text
 from stretto.planner.estimate import Estimate
 from stretto.planner.machines.catalogue import find_cluster
@@ -182,7 +182,7 @@ def priced(
     text = sys.stdin.read() if arguments[0] == "-" else read_text(Path(arguments[0]))
     reading = read(target, text, source, machine.devices, _overrides(model, arguments[1:]))
     machine = machine.sized(reading.job.layout.world)
-    with watching() as progress:
+    with show_search() as progress:
         plan = search(better(target, reading, machine, seconds, 2 * _ROWS), progress)
     return Priced(
         framework=target,

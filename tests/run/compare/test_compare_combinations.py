@@ -27,7 +27,7 @@ def test_commas_separate_values_outside_brackets_and_quotes(text: str, parts: li
 
 def test_the_product_of_all_values_in_order() -> None:
     combined = combinations(["layout.tp=1,2", "train.seed=3", "dp.mode=ddp,zero3"])
-    assert [one.words for one in combined] == [
+    assert [one.overrides for one in combined] == [
         ["layout.tp=1", "train.seed=3", "dp.mode=ddp"],
         ["layout.tp=1", "train.seed=3", "dp.mode=zero3"],
         ["layout.tp=2", "train.seed=3", "dp.mode=ddp"],

@@ -10,8 +10,8 @@ import pytest
 
 from stretto.run.compare.result import (
     CombinationResult,
-    Comparison,
     Mathematics,
+    RunComparison,
     fingerprint,
     load_all,
     mathematics,
@@ -21,7 +21,9 @@ from stretto.run.compare.result import (
 from stretto.run.config.job import job_of
 from tiny_job import LLAMA, job
 
-DONE = CombinationResult(name="a", words=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0])
+DONE = CombinationResult(
+    name="a", overrides=[], status="done", fingerprint="1", median=2.0, losses=[4.0, 3.0]
+)
 
 
 def of(folder: Path, *overrides: str) -> Mathematics:
@@ -85,9 +87,9 @@ def test_results_are_kept_by_what_ran(tmp_path: Path) -> None:
 
 def compared(
     *results: CombinationResult, kinds: dict[str, str] | None = None, dtype: str = "float32"
-) -> Comparison:
+) -> RunComparison:
     groups = kinds or {one.fingerprint: "same" for one in results}
-    return Comparison(
+    return RunComparison(
         title="t", results=results, baseline="a", kinds={key: (dtype, group) for key, group in groups.items()}
     )
 
@@ -109,7 +111,7 @@ def test_losses_of_what_computes_the_same_are_compared_step_by_step() -> None:
 
 def test_ranked_against_the_baseline_or_the_first_with_a_time() -> None:
     slow = replace(DONE, name="b", fingerprint="2", median=8.0)
-    failed = CombinationResult(name="c", words=[], status="failed", error="out of memory")
+    failed = CombinationResult(name="c", overrides=[], status="failed", error="out of memory")
     comparison = compared(slow, DONE, failed)
     assert [one.name for one in comparison.ranked] == ["a", "b"]
     assert comparison.untimed == [failed]

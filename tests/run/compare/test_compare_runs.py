@@ -18,8 +18,8 @@ from stretto.run.compare.runs import PendingRun, Runner
 
 
 def run(name: str) -> PendingRun:
-    pending = CombinationResult(name=name, words=[], status="refused", fingerprint=f"print of {name}")
-    return PendingRun(pending=pending, words=[], language=False)
+    pending = CombinationResult(name=name, overrides=[], status="refused", fingerprint=f"print of {name}")
+    return PendingRun(pending=pending, overrides=[], language=False)
 
 
 def settings(folder: Path, *, again: bool = False) -> Runner:

@@ -1,4 +1,4 @@
-"""Combinations of settings from words such as `layout.tp=1,2 dp.mode=ddp,zero3`."""
+"""Combinations of settings from arguments such as `layout.tp=1,2 dp.mode=ddp,zero3`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Combination:
     settings: tuple[tuple[str, str], ...]
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """Such as ["layout.tp=2", "dp.mode=zero3"]."""
         return [f"{field}={value}" for field, value in self.settings]
 
 
-def combinations(words: Sequence[str]) -> list[Combination]:
-    """Return the Cartesian product of the fields' values, the last field varying fastest; for no words, a
-    single combination without settings.
+def combinations(arguments: Sequence[str]) -> list[Combination]:
+    """Return the Cartesian product of the fields' values, the last field varying fastest; without
+    arguments, a single combination without settings.
 
     Raises:
-        StrettoError: a word that is not FIELD=VALUE[,VALUE...], or a field that is given twice.
+        StrettoError: an argument that is not FIELD=VALUE[,VALUE...], or a field that is given twice.
     """
     choices = dict[str, list[str]]()
-    for word in words:
-        field, equals, text = word.partition("=")
+    for argument in arguments:
+        field, equals, text = argument.partition("=")
         field = field.strip()
         if not equals or not field:
             raise StrettoError(
-                f"{word!r} is not of the form section.field=value,value", hint="such as layout.tp=1,2"
+                f"{argument!r} is not of the form section.field=value,value", hint="such as layout.tp=1,2"
             )
         if field in choices:
             raise StrettoError(
@@ -47,7 +47,7 @@ def combinations(words: Sequence[str]) -> list[Combination]:
             )
         choices[field] = values(text)
         if len(choices[field]) > 1 and "" in choices[field]:
-            raise StrettoError(f"{word!r} has an empty value", hint="such as layout.tp=1,2")
+            raise StrettoError(f"{argument!r} has an empty value", hint="such as layout.tp=1,2")
     fields = list(choices)
     return [Combination(tuple(zip(fields, chosen, strict=True))) for chosen in product(*choices.values())]
 
@@ -95,12 +95,12 @@ def matching(wanted: str, combined: Sequence[Combination], names: Sequence[str])
     Raises:
         StrettoError: none has them, or several have.
     """
-    words = set(wanted.split())
+    settings = set(wanted.split())
     matches = [
         index
         for index, each in enumerate(combined)
         if names[index] == wanted
-        or words
+        or settings
         <= {f"{name}={value}" for field, value in each.settings for name in (field, field.rpartition(".")[2])}
     ]
     if len(matches) != 1:

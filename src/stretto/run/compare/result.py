@@ -30,7 +30,7 @@ class CombinationResult:
     """A combination with what was measured or predicted; None if that is not known.
 
     Attributes:
-        words: overrides of the config.
+        overrides: those of the config that make the combination; `words` in JSON.
         fingerprint: a hash of the resolved job and its length.
         error: the reason why there is no result.
         median, q1, q3: seconds of a step, over the steps after the warm-up.
@@ -43,7 +43,7 @@ class CombinationResult:
     """
 
     name: str
-    words: list[str]
+    overrides: list[str]
     status: Status
     fingerprint: str = ""
     error: str | None = None
@@ -60,6 +60,11 @@ class CombinationResult:
     low: float | None = None
     high: float | None = None
     verdict: str | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the result as JSON."""
+        record = asdict(self)
+        return {"name": record.pop("name"), "words": record.pop("overrides"), **record}
 
     @property
     def seconds(self) -> float | None:
@@ -81,7 +86,7 @@ def fingerprint(config: Mapping[str, Any], *further: object) -> str:
 def save(result: CombinationResult, path: Path) -> None:
     """Write the result to a temporary file, then rename it: an interrupted write leaves no half of one."""
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(result.as_record(), indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -90,8 +95,9 @@ def load_all(folder: Path) -> dict[str, CombinationResult]:
     results = dict[str, CombinationResult]()
     for path in sorted(folder.glob("*.json")):
         try:
-            result = CombinationResult(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            result = CombinationResult(overrides=record.pop("words"), **record)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         results[result.fingerprint] = result
     return results
@@ -171,7 +177,7 @@ def loss_difference(result: CombinationResult, reference: CombinationResult) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """All results of one comparison.
 
     Attributes:

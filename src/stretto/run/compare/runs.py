@@ -24,12 +24,12 @@ class PendingRun:
 
     Attributes:
         pending: its result, without any figure yet.
-        words: overrides that `stretto train` takes, without the run's folder.
+        overrides: those that `stretto train` takes, without the run's folder.
         language: it trains a language model, whose memory can be measured on the CPU.
     """
 
     pending: CombinationResult
-    words: Sequence[str]
+    overrides: Sequence[str]
     language: bool
 
 
@@ -66,7 +66,7 @@ class Runner:
             done = previous.get(pending.fingerprint)
             if done is not None and done.status == "done":
                 log(f"{head}: done before")
-                results.append(replace(done, name=pending.name, words=pending.words))
+                results.append(replace(done, name=pending.name, overrides=pending.overrides))
                 continue
             if stopped:
                 results.append(replace(pending, status="stopped", error="not run; the same command runs it"))
@@ -92,25 +92,27 @@ class Runner:
         name = file_name(run.pending.name, run.pending.fingerprint)
         folder, errors = self.folder / name, self.folder / f"{name}.log"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was not finished
-        words = [*run.words, f"run.dir={self.folder}", f"run.name={name}"]
-        code, _ = _stretto(["train", self.path, *words], errors)
+        overrides = [*run.overrides, f"run.dir={self.folder}", f"run.name={name}"]
+        code, _ = _stretto(["train", self.path, *overrides], errors)
         if code != 0:
             return replace(run.pending, status="failed", error=_error(errors, code))
         result = measured(run.pending, folder, self.warmup)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if result.memory is None and self.memory and run.language:
-            result = self._with_memory(result, words, self.folder / f"{name}.memory.log")
+            result = self._with_memory(result, overrides, self.folder / f"{name}.memory.log")
         return result
 
-    def _with_memory(self, result: CombinationResult, words: Sequence[str], log: Path) -> CombinationResult:
-        code, record = _stretto(["memory", self.path, *words, "--measure"], log)
+    def _with_memory(
+        self, result: CombinationResult, overrides: Sequence[str], log: Path
+    ) -> CombinationResult:
+        code, record = _stretto(["memory", self.path, *overrides, "--measure"], log)
         if code != 0 or record is None:
             return result
         fullest = max(record["measured"], key=lambda rank: rank["peak"])
         return replace(result, memory=fullest["peak"], predicted_memory=fullest["predicted_peak"])
 
 
-def _stretto(words: Sequence[str], log: Path) -> tuple[int, Any]:
+def _stretto(arguments: Sequence[str], log: Path) -> tuple[int, Any]:
     """Run one command to its end; return its exit code and the JSON that it printed, if any.
 
     Raises:
@@ -118,7 +120,7 @@ def _stretto(words: Sequence[str], log: Path) -> tuple[int, Any]:
     """
     with log.open("w", encoding="utf-8") as errors:
         child = subprocess.Popen(
-            [*_STRETTO, *words, "--json"], stdout=subprocess.PIPE, stderr=errors, text=True
+            [*_STRETTO, *arguments, "--json"], stdout=subprocess.PIPE, stderr=errors, text=True
         )
         try:
             printed, _ = child.communicate()

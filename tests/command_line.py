@@ -1,0 +1,36 @@
+"""Commands of `stretto` in the process of the test."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stretto.cli.main import BAD_INPUT, DONE, run
+
+
+class CommandLine:
+    """Runs commands, checks their exit codes, and returns what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def _run(self, words: tuple[object, ...], code: int) -> pytest.CaptureResult[str]:
+        self._capsys.readouterr()
+        ended = run([str(word) for word in words])
+        printed = self._capsys.readouterr()
+        assert ended == code, printed.out[-2000:] + printed.err[-2000:]
+        return printed
+
+    def __call__(self, *words: object, code: int = DONE) -> str:
+        """Return the text on stdout."""
+        return self._run(words, code).out
+
+    def error(self, *words: object, code: int = BAD_INPUT) -> str:
+        """Return the text on stderr."""
+        return self._run(words, code).err
+
+    def json(self, *words: object, code: int = DONE) -> Any:
+        """Return the object that --json prints."""
+        return json.loads(self._run((*words, "--json"), code).out)
