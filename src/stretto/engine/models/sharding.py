@@ -122,7 +122,7 @@ def _adapters(
                 columns=sizes[f"{name}.weight"][1],
                 tokens=(1, job.sequence, style.sequence),
             )
-            styles |= {f"{name}.{part}".rstrip("."): name for part, name in inside.items()}
+            styles |= {f"{name}.{part}".rstrip("."): inner for part, inner in inside.items()}
     return styles
 
 
