@@ -26,10 +26,9 @@ C = TypeVar("C", bound=JobConfig)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The language model's job of a YAML file, with overrides such as `optim.lr=3e-4` laid over it.
+    """Read the language model's job from a YAML file, with overrides such as `optim.lr=3e-4`.
 
-    Each field is checked for itself; `stretto.run.config.check` checks them against each other and the
-    machine.
+    Each field is checked alone; `stretto.run.config.check` checks them against each other and the machine.
 
     Raises:
         StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; each
@@ -42,13 +41,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 def parse(
     text: str, source: str = "config", overrides: Sequence[str] = (), *, name: str = "train"
 ) -> TrainConfig:
-    """As `load`, from text; `source` stands for the file in errors and `name` is the run's default name."""
+    """As `load`, from text; errors refer to it as `source`, and `name` is the default name of the run."""
     values, read = values_of(text, source)
     return parse_as(TrainConfig, values, read, overrides, name)
 
 
 def values_of(text: str, source: str) -> tuple[dict[str, Any], Source]:
-    """The plain values of a config, section by section, and where each stands.
+    """Return the plain values of a config, section by section, and the place of each.
 
     Raises:
         StrettoError: not YAML, or no sections.
@@ -67,7 +66,7 @@ def values_of(text: str, source: str) -> tuple[dict[str, Any], Source]:
 
 
 def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: Sequence[str], name: str) -> C:
-    """The values as a job of this schema, with overrides laid over them.
+    """Return the values, with overrides laid over them, as a job of this schema.
 
     Raises:
         StrettoError: as `load`.
@@ -96,16 +95,16 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
 
 
 def _check_preset(values: dict[str, Any], read: Source) -> None:
-    """Refuse a preset from an override where the file sets fields of the model, which would change it."""
+    """Refuse a preset from an override if the file sets fields of the model, which would change it."""
     model: Any = values.get("model")
     preset, place = model.get("preset") if isinstance(model, dict) else None, read.place(("model", "preset"))
     if preset is None or place.source == read.name:
         return
-    same = (*_BESIDE_PRESET, *(["family"] if model.get("family") == "dlrm" else []))  # its only one
+    harmless = (*_BESIDE_PRESET, *(["family"] if model.get("family") == "dlrm" else []))  # its only one
     changed = [
         ".".join(path)
         for path in _values_at(model, ("model",))
-        if path[1] not in same and read.place(path).source == read.name
+        if path[1] not in harmless and read.place(path).source == read.name
     ]
     if changed:
         few = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
@@ -117,7 +116,7 @@ def _check_preset(values: dict[str, Any], read: Source) -> None:
 
 
 def _values_at(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The path of every field within, null left out."""
+    """Yield the path of every field that is not null."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _values_at(inner, (*path, name))
@@ -126,7 +125,7 @@ def _values_at(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def dump(config: JobConfig, *, defaults: bool = True) -> str:
-    """The resolved config as YAML that `load` reads back equal.
+    """Return the resolved config as YAML that `load` reads back equal.
 
     Args:
         defaults: every field; false: those that differ from their defaults.
@@ -143,7 +142,7 @@ def plain_values(config: JobConfig, *, defaults: bool = True) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> str:
-    """The text of a config file.
+    """Return the text of a config file.
 
     Raises:
         StrettoError: it cannot be read.
@@ -163,25 +162,25 @@ def read_config(path: Path) -> str:
 
 
 def _neighbours(path: Path) -> str | None:
-    """A hint to a config beside a missing one, or in the folder `configs` there."""
+    """Return a hint to a config in the folder of a missing one, or in its folder `configs`."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    there = [*_configs(path.parent), *_configs(path.parent / "configs")]
-    if near := nearest_file(path.stem, (one.stem for one in there)):
-        return f"did you mean {next(one for one in there if one.stem == near)}?"
-    more = f" and {len(there) - 8} more" if len(there) > 8 else ""
-    shown = ", ".join(map(str, there[:8]))
-    return f"there is {shown}{more}" if there else f"no config in {path.parent}"
+    configs = [*_configs(path.parent), *_configs(path.parent / "configs")]
+    if closest := nearest_file(path.stem, (config.stem for config in configs)):
+        return f"did you mean {next(config for config in configs if config.stem == closest)}?"
+    more = f" and {len(configs) - 8} more" if len(configs) > 8 else ""
+    shown = ", ".join(map(str, configs[:8]))
+    return f"there is {shown}{more}" if configs else f"no config in {path.parent}"
 
 
 def _configs(folder: Path) -> list[Path]:
-    """The YAML files in a folder, those that are hidden left out."""
-    files = (one for pattern in ("*.yaml", "*.yml") for one in folder.glob(pattern))
-    return sorted(one for one in files if not one.name.startswith("."))
+    """Return the YAML files in a folder that are not hidden."""
+    files = (file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
+    return sorted(file for file in files if not file.name.startswith("."))
 
 
 def run_name(path: Path) -> str:
-    """The file's name as a run's name: what a folder's name should not have becomes a dash."""
+    """Return the file's name as a run's name: characters that suit no folder become dashes."""
     return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", path.stem).lstrip(".+=@-") or "train"
 
 

@@ -44,10 +44,12 @@ def _family_fields(shape: type) -> frozenset[str]:
     if shape is LatentShape:
         return frozenset(declared(shape))
     if shape is ExpertShape:
-        return frozenset(name for one in FAMILY_DEFAULTS.values() for name in one.experts)
+        return frozenset(name for family in FAMILY_DEFAULTS.values() for name in family.experts)
     if shape is AttentionShape:
-        shapes = [one.attention for one in FAMILY_DEFAULTS.values()]
-        return frozenset(name for name in declared(shape) if len({getattr(one, name) for one in shapes}) > 1)
+        shapes = [family.attention for family in FAMILY_DEFAULTS.values()]
+        return frozenset(
+            name for name in declared(shape) if len({getattr(attention, name) for attention in shapes}) > 1
+        )
     return frozenset(name for name, item in declared(shape).items() if item.metadata)
 
 

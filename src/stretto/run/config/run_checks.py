@@ -29,17 +29,17 @@ def rate_notes(rate: RateCurve, steps: int) -> list[str]:
     """
     warmup = rate.warmup_steps(steps)
     if isinstance(rate.warmup, int) and warmup < rate.warmup:
-        whole = "train.steps" if rate.decay_steps is None else "optim.rate.decay_steps"
+        field = "train.steps" if rate.decay_steps is None else "optim.rate.decay_steps"
         before = " before the decay of wsd" if rate.schedule == "wsd" else ""
         return [
             f"the warm-up is cut to {warmup} steps: optim.rate.warmup={rate.warmup} does not fit into "
-            f"{whole}={rate.end(steps)}{before}"
+            f"{field}={rate.end(steps)}{before}"
         ]
     return []
 
 
-# other words for the values of checkpoint.resume that name no folder
-_OTHER_WORDS = {
+# synonyms of the values of checkpoint.resume that name no folder
+_SYNONYMS = {
     "auto": ("latest", "last", "newest", "true", "yes", "on"),
     "never": ("none", "no", "false", "off", "fresh", "scratch"),
 }
@@ -58,8 +58,8 @@ def run_problems(config: JobConfig) -> list[Problem]:
 
 def _resume(wanted: str) -> Iterator[Problem]:
     if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
-        meant = (value for value, words in _OTHER_WORDS.items() if wanted.lower() in words)
-        near = next(meant, None) or nearest(wanted, _OTHER_WORDS)
+        meant = (value for value, synonyms in _SYNONYMS.items() if wanted.lower() in synonyms)
+        near = next(meant, None) or nearest(wanted, _SYNONYMS)
         fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 

@@ -58,42 +58,42 @@ def fields_of(section: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def find(section: type, path: tuple[Any, ...]) -> tuple[tuple[Any, ...], Declared | None]:
-    """Return the longest start of `path` that the schema knows, and the field there; None for a section.
+    """Return the longest start of `path` that the schema has, and the field there; None for a section.
 
     An item of a list of sections has its index in the path.
     """
-    known: tuple[Any, ...] = ()
+    existing: tuple[Any, ...] = ()
     for name in path:
         item = config_fields(section).get(name) if isinstance(name, str) else None
         if item is None:
-            return known, None
-        known = (*known, name)
+            return existing, None
+        existing = (*existing, name)
         inner = section_of(item)
         if inner is None:
-            rest, listed = path[len(known) :], item_of(item)
-            if listed is None or len(rest) < 2 or not isinstance(rest[0], int):
-                return known, item
-            deeper, field = find(listed, rest[1:])
-            return (*known, rest[0], *deeper), field
+            inside, listed = path[len(existing) :], item_of(item)
+            if listed is None or len(inside) < 2 or not isinstance(inside[0], int):
+                return existing, item
+            deeper, field = find(listed, inside[1:])
+            return (*existing, inside[0], *deeper), field
         section = inner
-    return known, None
+    return existing, None
 
 
 def allowed(item: Declared) -> str:
     """Describe the values of a field, such as "a whole number above 0, or null"; of a field with a pattern
     an example.
     """
-    words = list[str]()
+    kinds = list[str]()
     for kind in item.kinds:
         if get_origin(kind) is Literal:
-            words.append("one of " * (len(get_args(kind)) > 1) + ", ".join(map(str, get_args(kind))))
+            kinds.append("one of " * (len(get_args(kind)) > 1) + ", ".join(map(str, get_args(kind))))
         elif kind is not NoneType:
-            words.append(_TYPES.get(kind, "a list of mappings"))
+            kinds.append(_TYPES.get(kind, "a list of mappings"))
     limits = list[str]()
     if item.field is not None:
         limits = item.field.limits() + ["that is not empty"] * item.field.filled
         limits += [f"such as {example}" for example in item.field.examples]
-    text = " or ".join(words) + (f" {' and '.join(limits)}" if limits else "")
+    text = " or ".join(kinds) + (f" {' and '.join(limits)}" if limits else "")
     return text + (", or null" if NoneType in item.kinds else "")
 
 

@@ -50,8 +50,8 @@ def protocol_problem(protocol: str) -> tuple[str, str] | None:
     if protocol in registry or protocol in known_implementations:
         return None  # fsspec says itself which package it lacks
     near = nearest(protocol, _PACKAGES)
-    known = ", ".join(f"{one}://" for one in _PACKAGES)
-    return f"no such protocol: {protocol}", f"did you mean {near}://?" if near else f"known are {known}"
+    protocols = ", ".join(f"{name}://" for name in _PACKAGES)
+    return f"no such protocol: {protocol}", f"did you mean {near}://?" if near else f"known are {protocols}"
 
 
 def megatron_prefix(name: str) -> Path | None:
@@ -72,7 +72,7 @@ def tokenizer_at(path: Path) -> list[Path]:
     if path.is_dir():
         named = ("tokenizer.json", "vocab.json", "tekken.json")
         singles = [*(path / name for name in named), *_models(path)]
-        return next((files for one in singles if (files := tokenizer_at(one))), [])
+        return next((files for single in singles if (files := tokenizer_at(single))), [])
     if not path.is_file():
         return []
     if path.name.endswith("vocab.json"):
