@@ -29,7 +29,7 @@ from stretto.run.calibrate.host import random_step_done
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.assemble import assemble
-from stretto.run.train.batches import CopiedAhead
+from stretto.run.train.batches import DevicePrefetcher
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -168,7 +168,7 @@ class _Numbered:
 
 def _samples() -> Values:
     """Samples of three steps, copied while the device works on the step before."""
-    ahead, found = CopiedAhead(_Numbered(), NPU, 2), Values()
+    ahead, found = DevicePrefetcher(_Numbered(), NPU, 2), Values()
     for step in range(3):
         batch = ahead.batch(range(2 * step, 2 * step + 2))
         found[f"samples {step}"] = batch.inputs * batch.targets

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.run.data.dataset import Batch
 from stretto.run.train import batches
-from stretto.run.train.batches import Batches, CopiedAhead, read_ahead
+from stretto.run.train.batches import Batches, DevicePrefetcher, read_ahead
 
 SEQUENCE = 3
 
@@ -78,7 +78,7 @@ def test_what_is_read_ahead_for_a_gpu_is_pinned_and_copied_by_the_thread(
     steps: list[tuple[str, str]],
 ) -> None:
     ahead = read_ahead(Numbered(), replica_on("cuda"))
-    assert isinstance(ahead, CopiedAhead)
+    assert isinstance(ahead, DevicePrefetcher)
     for first in (0, 4, 8):
         batch = ahead.batch(range(first, first + 4))
         assert batch.inputs[:, 0].tolist() == [*range(first, first + 4)]

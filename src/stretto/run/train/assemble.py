@@ -178,10 +178,10 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
 
 
 def _chunk_loss(job: Job, model: LanguageModel) -> None:
-    """Let the head compute the loss from some tokens' logits at a time, where that pays off."""
+    """Let the head compute the loss from some tokens' logits at a time, if that pays off."""
     head, loss = model.head, model.get_submodule("loss")
-    how = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
-    if tokens := how.loss_chunk_tokens(job.shape):
+    compute = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
+    if tokens := compute.loss_chunk_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)
         assert isinstance(loss, VocabParallelCrossEntropy)
         chunked = ChunkedCrossEntropy(head.out, loss, tokens, head.softcap or 0.0)
@@ -197,9 +197,9 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, ShardedPar
     stages = job.stages(program.depth)
     # before materialising, which replaces the parameters by whose identity ties are recognised
     ties = find_ties([layer for _, layer in layers])
-    held = [i for s in program.stages_of(setup.mesh.index("pp")) for i in stages[s % program.depth]]
+    local = [i for s in program.stages_of(setup.mesh.index("pp")) for i in stages[s % program.depth]]
     parameters = materialise(
-        [layers[i] for i in held],
+        [layers[i] for i in local],
         table,
         None,
         setup.mesh.device,

@@ -53,13 +53,13 @@ def _trainable(job: Job) -> str:
 
 def _splits(config: TrainConfig, job: Job, source: TokenData) -> str:
     """The tokens of each split, and what evaluations read, whose loss is not of the text trained on."""
-    ranges = [split_tokens(one.offsets, config.data.split) for one in source.streams.values()]
+    ranges = [split_tokens(stream.offsets, config.data.split) for stream in source.streams.values()]
     sizes = {name: sum(len(each[name]) for each in ranges) for name in SPLITS}
     shown = [f"{name} {_short(size)} tokens" for name, size in sizes.items() if size]
     if config.eval.every is not None and sizes["valid"]:
         first = min(sizes["valid"], config.eval.batches * job.global_batch * job.sequence)
-        some = "all" if first == sizes["valid"] else f"the first {_short(first)}"
-        note = f" (evaluations read {some}; easier or harder text than training's moves their loss)"
+        part_read = "all" if first == sizes["valid"] else f"the first {_short(first)}"
+        note = f" (evaluations read {part_read}; easier or harder text than training's moves their loss)"
         shown = [part + note if part.startswith("valid") else part for part in shown]
     return f"splits: {', '.join(shown)}"
 
@@ -86,17 +86,18 @@ def _uncompiled(job: Job) -> str:
     """The parts of blocks that stay as they are although a compiler could fuse more of them."""
     parts = {"latent attention": job.shape.latent is not None, "routers": job.shape.moe is not None}
     parts["dropout"] = job.shape.dropout > 0.0
-    kept = [name for name, there in parts.items() if there]
-    return f" (but {', '.join(kept)})" if kept else ""
+    uncompiled = [name for name, present in parts.items() if present]
+    return f" (but {', '.join(uncompiled)})" if uncompiled else ""
 
 
 def _stages(job: Job, program: Program) -> str:
     """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
     names, shown = layer_names(job.shape), list[str]()
     for stage, layers in enumerate(job.stages(program.depth)):
-        held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]}..{names[layers.stop - 1]}"
+        first, last = names[layers.start], names[layers.stop - 1]
+        title = first if len(layers) == 1 else f"{first}..{last}"
         rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""
-        shown.append(f"{stage}{rank} {held}")
+        shown.append(f"{stage}{rank} {title}")
     return "stages: " + " | ".join(shown)
 
 

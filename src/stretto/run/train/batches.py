@@ -1,4 +1,4 @@
-"""A replica's part of each global batch: microbatches on the device, dropout's keys, tokens that count."""
+"""This rank's part of each global batch: microbatches on the device, keys of dropout, tokens that count."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Closing(SampleSource, Protocol):
 
 
 class _Arriving(NamedTuple):
-    """A batch on its way to a device, and the mark in the stream of its copies at which it is there."""
+    """A batch on its way to a device, and the event in the stream of its copies at which it has arrived."""
 
     batch: Batch
-    there: torch.Event
+    arrival: torch.Event
 
 
 class _DeviceCopies:
@@ -59,15 +59,15 @@ class _DeviceCopies:
         self._stream = new_stream(device)
 
     def batch(self, indices: Sequence[int]) -> _Arriving:
-        """Of several samples; where documents begin stays with the host, which reads it."""
+        """Start to copy some samples; where documents begin stays on the host, which reads it."""
         pinned = self._samples.batch(indices).pinned()
         with on_stream(self._stream):
             copied = pinned.each(lambda values: moved(values, self._device))
         return _Arriving(replace(copied, begins=pinned.begins), recorded_event(self._stream))
 
 
-class CopiedAhead:
-    """Samples in a device's memory, those of the next step read and copied while this one computes.
+class DevicePrefetcher:
+    """Samples in a device's memory; those of the next step are read and copied while this one computes.
 
     Args:
         stride: samples of a step, over all replicas.
@@ -78,10 +78,10 @@ class CopiedAhead:
         self._ahead = Prefetcher(_DeviceCopies(samples, device), stride)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples of a range of indices, for the current stream."""
-        batch, there = self._ahead.batch(indices)
+        """Return the samples of a range of indices, for the current stream."""
+        batch, arrival = self._ahead.batch(indices)
         stream: Any = current_stream(self._device)
-        stream.wait_event(there)
+        stream.wait_event(arrival)
         for values in (batch.inputs, batch.targets, batch.decoder, batch.lengths):
             if values is not None:
                 values.record_stream(stream)
@@ -93,11 +93,11 @@ class CopiedAhead:
 
 
 def read_ahead(samples: SampleSource, model: RankModel) -> Closing:
-    """The samples, those of a replica's next step read while it computes this one, and copied to its
-    accelerator where that has streams.
+    """Samples of which the next step's are read while this one computes, and copied to the accelerator if it
+    has streams.
     """
     device, stride = model.mesh.device, model.job.global_batch
-    return CopiedAhead(samples, device, stride) if has_streams(device) else Prefetcher(samples, stride)
+    return DevicePrefetcher(samples, device, stride) if has_streams(device) else Prefetcher(samples, stride)
 
 
 class Batches:
@@ -114,16 +114,19 @@ class Batches:
         self._served = model.job.dp.mode == "server" and self.mesh.group("dp") is not None
 
     def take(
-        self, samples: SampleSource, seen: int, keyed: bool, number: int = 0
+        self, samples: SampleSource, first: int, keyed: bool, number: int = 0
     ) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
-        """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
-        device; and of each microbatch the tokens that count, over all replicas, float64 [microbatches], on
-        the device if the samples were there or ranks had to add them up. The replica knows the documents of
-        each from then on, or what its decoder reads.
+        """Load this rank's part of the global batch that begins at sample `first`. Sets the documents of each
+        microbatch, or what a decoder reads, in the model.
 
         Args:
-            keyed: let dropout know the samples.
+            keyed: set the samples too, on which dropout depends.
             number: of the step in a window of steps without a drain between them.
+
+        Returns:
+            Inputs and targets of each microbatch, on the device; and the tokens of each that the loss counts,
+            over all replicas, float64 [microbatches], on the device if the samples were there or ranks had to
+            add them up.
         """
         mesh, d = self.mesh, self.mesh.index("dp")
         place = self.model.slots(number)
@@ -132,30 +135,30 @@ class Batches:
             return moved(values, mesh.device)
 
         if keyed:
-            self.model.samples[place] = self.indices(seen, d)
+            self.model.samples[place] = self.indices(first, d)
         group = mesh.group("dp")
         if self._served and group is not None:
-            pairs, begins, counts = self._from_server(samples, seen, group)
+            pairs, begins, counts = self._from_server(samples, first, group)
         else:
-            whole = self._read(samples, seen, d)
-            counts = self._count([one.targets for one in whole])
+            batches = self._read(samples, first, d)
+            counts = self._count([batch.targets for batch in batches])
             # taken apart on the device: copies from pinned memory do not wait
-            pairs = [self.model.share(to_device(one.inputs), to_device(one.targets)) for one in whole]
-            begins = [one.begins for one in whole if one.begins is not None]
+            pairs = [self.model.share(to_device(b.inputs), to_device(b.targets)) for b in batches]
+            begins = [batch.begins for batch in batches if batch.begins is not None]
             self.model.decoders[place] = [
-                (to_device(one.decoder), None if one.lengths is None else to_device(one.lengths))
-                for one in whole
-                if one.decoder is not None
+                (to_device(b.decoder), None if b.lengths is None else to_device(b.lengths))
+                for b in batches
+                if b.decoder is not None
             ]
         self.model.documents[place] = map(DocumentStarts, begins)
         return ([inputs for inputs, _ in pairs], [targets for _, targets in pairs]), counts
 
-    def indices(self, seen: int, replica: int) -> list[range]:
-        """The samples of each microbatch of a replica, in the global batch after `seen` samples."""
+    def indices(self, first: int, replica: int) -> list[range]:
+        """The samples of each microbatch of a replica, in the global batch that begins at sample `first`."""
         m = self._microbatches
         return [
             indices_after(
-                seen=seen,
+                seen=first,
                 microbatch=j,
                 dp_rank=replica,
                 dp=self.mesh.size("dp"),
@@ -165,38 +168,38 @@ class Batches:
             for j in range(m)
         ]
 
-    def _read(self, samples: SampleSource, seen: int, replica: int) -> list[Batch]:
-        return [samples.batch(i) for i in self.indices(seen, replica)]
+    def _read(self, samples: SampleSource, first: int, replica: int) -> list[Batch]:
+        return [samples.batch(i) for i in self.indices(first, replica)]
 
     def _count(self, targets: list[Tensor]) -> Tensor:
-        """Tokens that count of each microbatch, over all replicas; all ranks of one have the targets."""
+        """The tokens of each microbatch that the loss counts, over all replicas. Collective over dp."""
         count, group = torch.stack([(t != IGNORED).sum() for t in targets]).double(), self.mesh.group("dp")
         return count if group is None else all_sum(moved(count, self.mesh.device), group)
 
     def _from_server(
-        self, samples: SampleSource, seen: int, group: ProcessGroup
+        self, samples: SampleSource, first: int, group: ProcessGroup
     ) -> tuple[Pairs, list[Tensor], Tensor]:
         m = self._microbatches
         empty = torch.zeros(self.model.job.micro_batch, self.model.job.sequence, dtype=torch.int64)
         shape = self.model.share(empty, empty)[0].shape
         counts = torch.zeros(m + 1, dtype=torch.float64, device=self.mesh.device)  # and whether packed
-        mine = torch.empty(m, 2, *shape, dtype=torch.int64, device=self.mesh.device)
+        received = torch.empty(m, 2, *shape, dtype=torch.int64, device=self.mesh.device)
         begins = torch.empty(m, *empty.shape, dtype=torch.int64, device=self.mesh.device)
         parts, edges = list[Tensor](), list[Tensor]()
         if group.rank() == 0:
             for replica in range(group.size()):
-                whole = self._read(samples, seen, replica)
-                counted = torch.stack([(one.targets != IGNORED).sum() for one in whole])
+                batches = self._read(samples, first, replica)
+                counted = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
                 counts[:m] += moved(counted.double(), counts.device)
-                shared = [torch.stack(self.model.share(one.inputs, one.targets)) for one in whole]
-                parts.append(moved(torch.stack(shared), mine.device))
-                if of := [one.begins for one in whole if one.begins is not None]:
-                    edges.append(moved(torch.stack(of), begins.device))
+                shared = [torch.stack(self.model.share(b.inputs, b.targets)) for b in batches]
+                parts.append(moved(torch.stack(shared), received.device))
+                if packed := [batch.begins for batch in batches if batch.begins is not None]:
+                    edges.append(moved(torch.stack(packed), begins.device))
             counts[m] = len(edges)
-        group.scatter([mine], [parts] if parts else []).wait()
+        group.scatter([received], [parts] if parts else []).wait()
         group.broadcast([counts]).wait()
-        packed = bool(counts[m])
-        if packed:
+        is_packed = bool(counts[m])
+        if is_packed:
             group.scatter([begins], [edges] if edges else []).wait()
-        pairs = [(one[0], one[1]) for one in mine]
-        return pairs, list(begins.cpu()) if packed else [], counts[:m]
+        pairs = [(pair[0], pair[1]) for pair in received]
+        return pairs, list(begins.cpu()) if is_packed else [], counts[:m]

@@ -30,12 +30,12 @@ class BadStep:
 
     Attributes:
         step: its number, from 1.
-        reason: what is wrong with it, naming rank and microbatch, or the first bad gradient, where known.
-        samples: of the whole step, by their numbers in the order of the run.
-        suspects: of these, the microbatch's whose loss is not finite; all where it is not known.
-        whole: of an asynchronous schedule, updates of the step whose gradients were finite have been applied,
-            and this is false.
-        before: only a checkpoint of an earlier step is to be gone back to; None: any.
+        reason: what is wrong with it, with the rank and microbatch, or the first bad gradient, if known.
+        samples: indices of the step's samples in the order of the run.
+        suspects: the samples of the microbatches whose loss is not finite; all of the step's if unknown.
+        complete: no part of the update was applied. False for an asynchronous schedule, whose updates with
+            finite gradients have been applied.
+        before: roll back to a checkpoint of an earlier step than this; None for any.
     """
 
     step: int
@@ -43,7 +43,7 @@ class BadStep:
     reason: str
     samples: range
     suspects: Sequence[range]
-    whole: bool = True
+    complete: bool = True
     before: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,11 +53,11 @@ class BadStep:
             "action": self.action,
             "reason": self.reason,
             "samples": [self.samples.start, self.samples.stop],
-            "suspects": [[one.start, one.stop] for one in self.suspects],
+            "suspects": [[suspect.start, suspect.stop] for suspect in self.suspects],
         }
 
     def __str__(self) -> str:
-        which = " and ".join(f"{one.start} to {one.stop - 1}" for one in self.suspects)
+        which = " and ".join(f"{suspect.start} to {suspect.stop - 1}" for suspect in self.suspects)
         return f"step {self.step}: {self.reason}{'; samples ' if which else ''}{which}"
 
 
@@ -78,9 +78,9 @@ class Guard:
         window, sigma = self.config.spike_window, self.config.spike_sigma
         if self.config.on_spike == "off" or len(self.history) < window // 2:
             return None
-        norms = [one for _, one in self.history if one is not None]
+        norms = [past_norm for _, past_norm in self.history if past_norm is not None]
         for name, value, past in (
-            ("loss", loss, [one for one, _ in self.history]),
+            ("loss", loss, [past_loss for past_loss, _ in self.history]),
             ("gradient norm", norm, norms),
         ):
             if value is None or not isfinite(value) or len(past) < window // 2:
@@ -106,7 +106,7 @@ class Guard:
         spike: bool,
         samples: range,
         suspects: Sequence[range],
-        whole: bool = True,
+        complete: bool = True,
     ) -> BadStep:
         """What becomes of a bad step, by its number from 1; steps that a rollback repeats without harm do not
         end a row of bad ones.
@@ -119,7 +119,7 @@ class Guard:
             raise TrainingFailed(f"step {step}: {reason}")
         self._count(step, reason)
         return BadStep(
-            step=step, action=action, reason=reason, samples=samples, suspects=suspects, whole=whole
+            step=step, action=action, reason=reason, samples=samples, suspects=suspects, complete=complete
         )
 
     def differ(self, step: int, reason: str, samples: int, before: int | None = None) -> BadStep:
@@ -154,8 +154,8 @@ class Guard:
 
     def _count(self, step: int, reason: str) -> None:
         self._bad, self._furthest = self._bad + 1, max(step, self._furthest)
-        if self._bad > (most := self.config.max_skips):
-            row = f"{self._bad} bad steps in a row, and guard.max_skips is {most}"
+        if self._bad > (limit := self.config.max_skips):
+            row = f"{self._bad} bad steps in a row, and guard.max_skips is {limit}"
             raise TrainingFailed(f"step {step}: {reason}; these are {row}")
 
 
@@ -163,9 +163,9 @@ def deviations(value: float, past: Sequence[float]) -> float:
     """By how many standard deviations a positive number is above the median of others, on the scale of
     logarithms, where losses and gradient norms are spread most evenly.
     """
-    logs = [log(max(one, 1e-300)) for one in past]
+    logs = [log(max(number, 1e-300)) for number in past]
     middle = median(logs)
-    spread = max(_TO_SIGMA * median(abs(one - middle) for one in logs), _LEAST_SPREAD)
+    spread = max(_TO_SIGMA * median(abs(each - middle) for each in logs), _LEAST_SPREAD)
     return (log(max(value, 1e-300)) - middle) / spread
 
 

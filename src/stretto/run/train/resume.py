@@ -50,7 +50,7 @@ def checkpoint_path(config: JobConfig) -> Path:
 
 
 def is_fresh_run(config: JobConfig) -> bool:
-    """Whether the run does not continue in its folder. A job that was started again goes on there."""
+    """Whether the run does not continue in its own folder. A job that was started again does."""
     if restart_count():
         return False
     wanted, folder = config.checkpoint.resume, config.run.folder.absolute()
@@ -81,13 +81,13 @@ def check_resume(config: TrainConfig, shape: ModelShape, source: TokenData) -> N
     Raises:
         StrettoError: no checkpoint where one is named, or one of another model or tokenizer.
     """
-    whole = wanted_checkpoint(config)
-    if whole is not None:
-        check_fits(whole, config, shape, source)
+    checkpoint = wanted_checkpoint(config)
+    if checkpoint is not None:
+        check_fits(checkpoint, config, shape, source)
 
 
 def check_fits(path: Path, config: TrainConfig, shape: ModelShape, source: TokenData) -> dict[str, Any]:
-    """The checkpoint's facts, if it is of this model, tokenizer and optimiser.
+    """Return the checkpoint's metadata, if it is of this model, tokenizer and optimiser.
 
     Raises:
         StrettoError: it is not.
@@ -106,7 +106,7 @@ def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
 
 
 def read_meta(path: Path, counts: Sequence[str]) -> dict[str, Any]:
-    """The facts of a checkpoint, with all that a run needs to go on if there are states to go on with.
+    """Return the metadata of a checkpoint, with all that a run needs to continue if it has states.
 
     Args:
         counts: fields that no checkpoint of a run lacks.
@@ -128,7 +128,7 @@ def read_meta(path: Path, counts: Sequence[str]) -> dict[str, Any]:
 def check_model(
     path: Path, shape: ModelShape, source: TokenData, may_differ: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The checkpoint's facts, if it is of this model and tokenizer.
+    """Return the checkpoint's metadata, if it is of this model and tokenizer.
 
     Args:
         may_differ: fields of the model that may have other values.
@@ -147,24 +147,24 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
     if not isinstance(record, dict):
         return
     try:
-        theirs = shape_from_record(cast("dict[str, Any]", record))
+        saved = shape_from_record(cast("dict[str, Any]", record))
     except (TypeError, StrettoError):
         raise StrettoError(f"checkpoint {path} does not say what model it is of", hint=_OTHER) from None
-    if theirs.lora is None:
+    if saved.lora is None:
         shape = replace(shape, lora=None)  # new adapters beside it change nothing
-    known = config_names(theirs) | config_names(shape)
-    if unknown := [name for name in allowed if not any(_within(one, name) for one in known)]:
-        near = nearest(unknown[0], known)
+    fields = config_names(saved) | config_names(shape)
+    if unknown := [name for name in allowed if not any(_within(field, name) for field in fields)]:
+        suggestion = nearest(unknown[0], fields)
         raise StrettoError(
             f"checkpoint.may_differ names {unknown[0]}, which is no field of the model",
-            hint=f"did you mean {near}?"
-            if near
+            hint=f"did you mean {suggestion}?"
+            if suggestion
             else "fields are named as under `model`, such as rope.factor",
         )
     wrong = {
         name: both
-        for name, both in differing(theirs, shape).items()
-        if not any(_within(name, one) for one in allowed)
+        for name, both in differing(saved, shape).items()
+        if not any(_within(name, field) for field in allowed)
     }
     if not wrong:
         return
@@ -182,12 +182,12 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
     )
 
 
-def differing(theirs: ModelShape, ours: ModelShape) -> dict[str, tuple[Any, Any]]:
+def differing(saved: ModelShape, configured: ModelShape) -> dict[str, tuple[Any, Any]]:
     """The fields in which two models differ so that the same weights give other outputs, or do not fit, and
     both values.
     """
-    allowed = set(MAY_DIFFER) - (set() if theirs.rotary and ours.rotary else {"positions"})
-    return {name: both for name, both in differences(theirs, ours).items() if name not in allowed}
+    allowed = set(MAY_DIFFER) - (set() if saved.rotary and configured.rotary else {"positions"})
+    return {name: both for name, both in differences(saved, configured).items() if name not in allowed}
 
 
 def _within(name: str, part: str) -> bool:
@@ -214,20 +214,20 @@ def no_checkpoint_error(wanted: str) -> StrettoError:
 
 
 def another_model(
-    path: Path, name: str, theirs: object, ours: object, *, more: str = "", hint: str | None = None
+    path: Path, name: str, saved: object, configured: object, *, more: str = "", hint: str | None = None
 ) -> StrettoError:
     """The error of a checkpoint whose model has another `name` than the config's; `more` ends the message."""
     return StrettoError(
-        f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}{more}",
+        f"checkpoint {path} is of another model: its {name} is {saved}, the config's is {configured}{more}",
         hint=hint or "use the config of its run (config.yaml in the run's folder), or another run.name",
     )
 
 
-def another_optimiser(path: Path, field: str, theirs: object, ours: object) -> StrettoError:
+def another_optimiser(path: Path, field: str, saved: object, configured: object) -> StrettoError:
     """The error of a checkpoint with another optimiser's states than the config's, as `field` says."""
     return StrettoError(
-        f"checkpoint {path} is of another optimiser: its {field} is {theirs}, the config's is {ours}",
-        hint=f"use {field}={theirs}",
+        f"checkpoint {path} is of another optimiser: its {field} is {saved}, the config's is {configured}",
+        hint=f"use {field}={saved}",
     )
 
 
@@ -235,13 +235,15 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
     """Check that the states are of this optimiser. Their type, sharding and place may change, and so may the
     weights' type: a checkpoint holds the optimiser's master values.
     """
-    theirs, ours = meta.get("config", {}).get("optim"), config.optim
-    if theirs is None:
+    saved, configured = meta.get("config", {}).get("optim"), config.optim
+    if saved is None:
         return
-    same = theirs.get("name") == ours.name
-    if not same or (ours.name == "sgd" and bool(theirs.get("momentum")) != bool(ours.momentum)):
-        field = "momentum" if same else "name"
-        raise another_optimiser(path, f"optim.{field}", theirs.get(field), getattr(ours, field))
+    same_name = saved.get("name") == configured.name
+    if not same_name or (
+        configured.name == "sgd" and bool(saved.get("momentum")) != bool(configured.momentum)
+    ):
+        field = "momentum" if same_name else "name"
+        raise another_optimiser(path, f"optim.{field}", saved.get(field), getattr(configured, field))
     frozen = meta["config"].get("finetune", {}).get("freeze", [])
     freeze = list(config.finetune.freeze)
     if "step" in meta and frozen != freeze:
@@ -249,21 +251,21 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
 
 
 def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenData) -> None:
-    theirs, ours = meta.get("tokenizer"), source.fingerprint
-    if None not in (theirs, ours) and theirs != ours:
+    saved, configured = meta.get("tokenizer"), source.fingerprint
+    if None not in (saved, configured) and saved != configured:
         raise StrettoError(
             f"checkpoint {path} was trained with another tokenizer",
             hint="train on its text with its data.vocab, or give its run's tokenizer.json as data.tokenizer",
         )
-    there = boundaries_of(meta)
+    trained_on = boundaries_of(meta)
     was_text = not meta.get("config", {}).get("data", {}).get("chat")
-    if there is None or source.endoftext is None or not was_text or source.trained is not None:
+    if trained_on is None or source.endoftext is None or not was_text or source.trained is not None:
         return  # conversations end with their turns
-    here = Boundaries(source.endoftext, source.begin_of_text)
-    if there != here:
-        begin = "" if there.begin is None else there.begin
+    boundaries = Boundaries(source.endoftext, source.begin_of_text)
+    if trained_on != boundaries:
+        begin = "" if trained_on.begin is None else trained_on.begin
         raise StrettoError(
-            f"checkpoint {path} was trained on other boundaries of texts: {there.describe()} there, and here"
-            f" {here.describe()}",
-            hint=f"data.end_of_text={there.end} data.begin_of_text={begin!r}",
+            f"checkpoint {path} was trained on other boundaries of texts: {trained_on.describe()} there, and"
+            f" here {boundaries.describe()}",
+            hint=f"data.end_of_text={trained_on.end} data.begin_of_text={begin!r}",
         )

@@ -283,7 +283,7 @@ class Trainer:
             spike=spike,
             samples=samples,
             suspects=fault.suspects,
-            whole=not partial,
+            complete=not partial,
         )
         # weights that are not finite make every later step a bad one
         if bad.action == "skip" and (name := self.task.bad_weight()) is not None:
@@ -310,14 +310,14 @@ class Trainer:
         if bad is None:
             return
         consequence = "its update is skipped" if bad.action == "skip" else "going back to a checkpoint"
-        if not bad.whole:
+        if not bad.complete:
             consequence = "updates with such gradients were skipped"
         self.log(f"{bad}; {consequence}")
         if self.metrics is not None:
             self.metrics.event(bad.as_dict())
         if bad.action == "rollback":
             self._rollback = bad
-        elif bad.whole:
+        elif bad.complete:
             progress.skipped = add_range(progress.skipped, bad.samples)
 
     def _check_copies(self, stopped: bool) -> None:
