@@ -47,7 +47,10 @@ def train(placement: str, rank: int, ranks: int) -> tuple[list[float], list[floa
     parts = [
         batch(step).part(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks) for step in range(STEPS)
     ]
-    losses = [float(recommender.step(part).loss_sum) for part in parts]
+    losses = list[float]()
+    for part in parts:
+        losses.append(float(recommender.forward_backward(part)))
+        recommender.update(1.0, recommender.gradient_norm())
     logits = recommender.predict(parts[0]).tolist()
     recommender.close()
     return losses, logits

@@ -60,7 +60,7 @@ if __name__ == "__main__":
     best = partition(profile_layers(*model()), schedule("1f1b", ranks=2, microbatches=MICROBATCHES))
     cuts = {"even": [range(7), range(7, 14)], "planned": list(best.stages)}
     _, measured = run_ranks(2, measure, cuts)  # the last rank has the loss
-    predicted = {"even": best.beside["layers"], "planned": best.seconds}
+    predicted = {"even": best.start_seconds["layers"], "planned": best.seconds}
     for name, (loss, ms) in measured.items():
         sizes = " + ".join(str(len(stage)) for stage in cuts[name])
         print(

@@ -118,7 +118,7 @@ def parts(folder: Path) -> dict[str, Any]:
 
     copies, gradient = GradientCopies(), torch.arange(4.0, device=NPU)
     reported["gradient_calls"] = called(lambda: copies.start(1, gradient, torch.float64))
-    copied = copies.take(1)
+    copied = copies.wait_for(1)
     assert copied is not None
     reported["gradient"] = [str(copied.device), str(copied.dtype), copied.tolist()]
 

@@ -67,7 +67,7 @@ def test_the_values_are_those_of_the_moment_it_began(tmp_path: Path) -> None:
         assert not background.busy
         blank = blank_state(Hand(), 0)
         read = torch.zeros(4, 3)
-        placed = state["model.embed"][1].whole("model.rows", (4, 3))
+        placed = state["model.embed"][1].unsharded("model.rows", (4, 3))
         assert load(path, {**blank, "model.rows": (read, placed)}).meta == {"step": step}
         assert differing(blank, Hand(), 0) == []
         assert torch.equal(read, torch.arange(12.0).reshape(4, 3))

@@ -264,7 +264,7 @@ def test_flash_attention_takes_all_documents_in_one_call(
     q, k, v, dy = (torch.randn(b, *size, dtype=torch.float64) for size in sizes)
     documents, varlen = DocumentStarts(begins_of(lengths)), _Varlen()
     results = list[list[Tensor]]()
-    for kernel in (kernels.Cpu(0.3), kernels.Flash(0.3)):
+    for kernel in (kernels.CpuFlash(0.3), kernels.FlashAttention(0.3)):
         if isinstance(kernel, kernels.Flash):
             monkeypatch.setattr(kernels, "_aten", varlen)
         y, lse = documents.forward(kernel, q, k, v, window)

@@ -253,7 +253,8 @@ class ModelConfig:
             kind = part_of(item)
             if kind is not None:
                 try:
-                    base[name] = laid_over(kind, set_here[name], parts.get(name), family.experts)
+                    defaults = family.experts if name == "moe" else None
+                    base[name] = laid_over(kind, set_here[name], parts.get(name), defaults)
                 except StrettoError as error:
                     raise error.within(name) from None
         base |= {"vocab": vocab, **sizes}
