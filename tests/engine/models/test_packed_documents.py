@@ -265,7 +265,7 @@ def test_flash_attention_takes_all_documents_in_one_call(
     documents, varlen = DocumentStarts(begins_of(lengths)), _Varlen()
     results = list[list[Tensor]]()
     for kernel in (kernels.CpuFlash(0.3), kernels.FlashAttention(0.3)):
-        if isinstance(kernel, kernels.Flash):
+        if isinstance(kernel, kernels.FlashAttention):
             monkeypatch.setattr(kernels, "_aten", varlen)
         y, lse = documents.forward(kernel, q, k, v, window)
         grads = documents.backward(kernel, dy=dy, q=q, k=k, v=v, y=y, lse=lse, window=window)
