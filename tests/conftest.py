@@ -37,9 +37,13 @@ os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tes
 # has not imported, every rank of every test would import again, for seconds each time.
 local.PRELOAD = (
     *local.PRELOAD,
+    "stretto.run.train.assemble",
     "stretto.run.train.async_step",
+    "stretto.run.train.companions",
+    "stretto.run.train.language_job",
     "stretto.run.verify.prove",
     "stretto.recommender.train.task",
+    "stretto.recommender.train.job",
     "stretto.recommender.verify.prove",
     "stretto.recommender.train.registered",
     "stretto.cli.main",

@@ -32,7 +32,7 @@ SEEN: dict[str, Matrix] = {
         (0.004733, 0.691367, 0.303900),
     ),
 }
-DRAWN = [kind for kind in colours.KINDS if kind is not ActionKind.UPDATE]
+DRAWN = [kind for kind in colours.KINDS if kind != ActionKind.UPDATE]
 
 
 def lab(colour: Rgb, seen: str = "normal") -> tuple[float, float, float]:

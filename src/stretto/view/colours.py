@@ -7,8 +7,6 @@ deuteranopia. The chunks of a rank go through their kind's band, the first darke
 
 from __future__ import annotations
 
-from stretto.program.action import ActionKind
-
 Rgb = tuple[int, int, int]
 
 OTHER: Rgb = (118, 118, 118)
@@ -27,14 +25,14 @@ GROUPS: tuple[Rgb, ...] = (
 
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
 
-# the colour of a rank's first chunk and of its last
-KINDS: dict[ActionKind, tuple[Rgb, Rgb]] = {
-    ActionKind.F: ((0, 52, 112), (30, 90, 152)),
-    ActionKind.RECOMPUTE: ((132, 92, 182), (146, 106, 197)),
-    ActionKind.I: ((214, 96, 62), (232, 120, 86)),
-    ActionKind.B: ((235, 163, 44), (250, 185, 88)),
-    ActionKind.W: ((140, 222, 200), (186, 238, 222)),
-    ActionKind.UPDATE: ((38, 38, 46), (38, 38, 46)),
+# by kind of action (`ActionKind`): the colour of a rank's first chunk and of its last
+KINDS: dict[str, tuple[Rgb, Rgb]] = {
+    "F": ((0, 52, 112), (30, 90, 152)),
+    "RECOMPUTE": ((132, 92, 182), (146, 106, 197)),
+    "I": ((214, 96, 62), (232, 120, 86)),
+    "B": ((235, 163, 44), (250, 185, 88)),
+    "W": ((140, 222, 200), (186, 238, 222)),
+    "U": ((38, 38, 46), (38, 38, 46)),
 }
 
 
@@ -45,7 +43,7 @@ def of_stage(stage: int, stages: int) -> Rgb:
     return mix(_RAMP[low], _RAMP[low + 1], position - low)
 
 
-def of_kind(kind: ActionKind, chunk: int = 0, chunks: int = 1) -> Rgb:
+def of_kind(kind: str, chunk: int = 0, chunks: int = 1) -> Rgb:
     """Return the colour of a block: its kind's, lighter for later chunks of the rank."""
     dark, light = KINDS.get(kind, (OTHER, OTHER))
     return mix(dark, light, chunk / max(1, chunks - 1))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stretto.run.train.task import Log, OpenedRun
 
 PRELOAD = (
+    "stretto.recommender.train.job",
     "stretto.recommender.train.task",
     "stretto.run.train.trainer",
     "stretto.recommender.train.registered",

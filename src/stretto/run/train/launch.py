@@ -45,9 +45,17 @@ C = TypeVar("C", bound=RanksConfig)
 D = TypeVar("D")
 J = TypeVar("J", bound=JobConfig)
 
-# what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
-# torch._dynamo.
-PRELOAD = ("stretto.run.train.async_step", "torch._dynamo", "numpy.random", "stretto.cli.main")
+# what every rank needs anyway: imported once by the server that ranks are forked from, and not by each rank
+# for half a second. The optimisers import torch._dynamo.
+PRELOAD = (
+    "stretto.run.train.assemble",
+    "stretto.run.train.async_step",
+    "stretto.run.train.companions",
+    "stretto.run.train.language_job",
+    "torch._dynamo",
+    "numpy.random",
+    "stretto.cli.main",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
