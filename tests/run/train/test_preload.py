@@ -32,7 +32,9 @@ def test_ranks_import_nothing_that_the_server_has_not(job: str, preload: str) ->
         if isinstance(node, ast.ImportFrom) and node.module is not None
     }
     code = (
-        f"import sys, importlib; from {preload} import PRELOAD; [importlib.import_module(m) for m in PRELOAD];"
+        "import sys, importlib\n"
+        f"from {preload} import PRELOAD\n"
+        "for module in PRELOAD: importlib.import_module(module)\n"
         f"print(*sorted({needed} - set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
