@@ -74,7 +74,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
         quiet: print what was chosen to stderr, not to stdout.
 
     Raises:
-        StrettoError: the config has no layout of so many ranks.
+        StrettoError: the config has no layout for this number of ranks.
     """
     from stretto.recommender.config import schema as recommender
     from stretto.run.config.schema import TrainConfig

@@ -61,8 +61,8 @@ class PlanOptions:
         float,
         typer.Option(
             min=0.1,
-            help="Time limit of the search on the clock; a search that is cut short says so, and by how much "
-            "something faster could have been missed.",
+            help="Wall-clock limit of the search in seconds; a search that is cut short reports by how much "
+            "it may have missed something faster.",
         ),
     ] = 8.0
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10

@@ -133,7 +133,7 @@ class CommandReport:
         self._blocks.append(block)
 
     def write(self, path: Path, content: str | bytes, *, note: str = "", quiet: bool = False) -> None:
-        """Write a file that the user named, now, and add a line that says so and ends with `note`.
+        """Write a file that the user named, at once, and report it in a line that ends with `note`.
 
         Args:
             quiet: add no line.

@@ -76,8 +76,8 @@ class AttentionTile:
     rows: slice = field(default_factory=lambda: slice(None))
 
     def part(self, queries: slice, keys: slice) -> AttentionTile | None:
-        """Return the tile of some of these queries and keys, without those that have no partner; None if all
-        lack one.
+        """Return the tile of some of these queries and keys, without those that attend to nothing or are not
+        attended to; None if none are left.
         """
         first, before = queries.start, keys.start
         band = self.band.at(_shifted(queries, -self.queries.start), _shifted(keys, -self.keys.start))

@@ -105,13 +105,13 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
         for part in state.values():
             if part.padded:
                 part.zero()
-    whole = {
+    requested_state = {
         **state,
         **shards({n: (t, ShardPlacement.unsharded(n, tuple(t.shape))) for n, t in per_rank.items()}),
     }
     run_collective(
         lambda: dcp_load(
-            cast(dict[str, Any], whole),
+            cast(dict[str, Any], requested_state),
             storage_reader=Reader(folder, index),
             planner=ShardsLoadPlanner(),
             no_dist=not has_group(),

@@ -144,7 +144,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
             batch.fragments.append(fragment)
             batch.parameters.append(parameter)
             batch.states.append(self.state[parameter])
-            if batch.alone and sum(one.numel() for one in batch.parameters) >= CACHED:
+            if batch.alone and sum(p.numel() for p in batch.parameters) >= CACHED:
                 del opened[alike]
         return batches
 

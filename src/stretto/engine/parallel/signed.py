@@ -2,8 +2,8 @@
 
 The launcher puts a new key into the environment of its ranks; on several machines the batch script does. A
 message that does not come from a rank of the job, is repeated, or comes from another rank than it claims is
-then refused. Nothing else that ranks exchange is signed: whoever can write to a process group's sockets can
-still change tensors.
+then refused. Nothing else that ranks exchange is signed: anyone who can write to a process group's sockets
+can still change tensors.
 """
 
 from __future__ import annotations

@@ -114,15 +114,15 @@ def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
             flights[at] += 1
         elif kind is ActionKind.B or kind is ActionKind.I:
             for weight in _WEIGHTS:
-                held = sum(flights) + weight * sum(waiting)
-                known = best.get((at, weight))
-                if known is None or held > known[0]:
-                    best[at, weight] = held, PeakState(tuple(flights), tuple(waiting), at)
+                score = sum(flights) + weight * sum(waiting)
+                previous = best.get((at, weight))
+                if previous is None or score > previous[0]:
+                    best[at, weight] = score, PeakState(tuple(flights), tuple(waiting), at)
             flights[at] -= 1
             waiting[at] += kind is ActionKind.I and stage in split
         elif kind is ActionKind.W:
             waiting[at] -= 1
-    return tuple({peak: None for _, peak in sorted(best.values(), key=lambda one: -one[0])})
+    return tuple({peak: None for _, peak in sorted(best.values(), key=lambda entry: -entry[0])})
 
 
 @dataclass(frozen=True)
@@ -229,46 +229,48 @@ class MemoryBounds:
         return states + pick(block.saved + block.backward for block in blocks)
 
     def of(self, candidate: Candidate) -> MemoryBound:
-        """The bound of a candidate."""
+        """Return the bound of a candidate."""
         ranks = self._of_ranks(candidate)
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
         full = self._blocks(parallelism, "full")
-        apart = [self._layer(parallelism, at, "none") for at in self.ends]
-        head = apart[-1]
+        end_layers = [self._layer(parallelism, at, "none") for at in self.ends]
+        head = end_layers[-1]
         if again.mode in ("full", "auto") and again.blocks is None:
-            plain, most = full, 0
+            partial, recomputed = full, 0
         else:
-            plain = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
-            most = again.blocks or 0
+            partial = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
+            recomputed = again.blocks or 0
         inputs = min(block.saved for block in full)
         shape, bounds = self.task.shape, list[MemoryBound]()
-        for rank, held in zip(ranks, states, strict=True):
-            kept, waits = list[int](), list[int]()
+        for rank, state_bytes in zip(ranks, states, strict=True):
+            saved, waits = list[int](), list[int]()
             workers = list[_Layer]()
             for at, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
                 starts, ends = rank.first[at], rank.last[at]
                 start = stage.start + starts
                 repeated = (
-                    kind_counts(shape, range(start, min(start + most, shape.chain)))
-                    if most
+                    kind_counts(shape, range(start, min(start + recomputed, shape.chain)))
+                    if recomputed
                     else (0,) * len(full)
                 )
                 if sum(repeated) > sum(every):
                     repeated = every
-                here = sum(n * one.saved for n, one in zip(rank.ends[at], apart, strict=True))
-                for n, some, whole, part in zip(every, repeated, full, plain, strict=True):
-                    here += some * whole.saved + (n - some) * part.saved
-                kept.append(here)
-                waiting = sum(n * one.held_until_w for n, one in zip(every, full, strict=True))
+                total = sum(n * layer.saved for n, layer in zip(rank.ends[at], end_layers, strict=True))
+                for n, repeats, full_block, block in zip(every, repeated, full, partial, strict=True):
+                    total += repeats * full_block.saved + (n - repeats) * block.saved
+                saved.append(total)
+                waiting = sum(n * block.held_until_w for n, block in zip(every, full, strict=True))
                 waits.append(max(0, waiting + ends * head.held_until_w - inputs))
-                workers.append(head if ends else (plain if sum(every) > most else full)[rank.finals[at]])
+                workers.append(
+                    head if ends else (partial if sum(every) > recomputed else full)[rank.finals[at]]
+                )
             activations = 0
             for peak in rank.peaks:
-                now = sum(map(int.__mul__, peak.in_flight, kept))
+                now = sum(map(int.__mul__, peak.in_flight, saved))
                 now += sum(map(int.__mul__, peak.waiting, waits)) + workers[peak.at].backward
                 activations = max(activations, now)
-            bounds.append(MemoryBound(held, activations))
+            bounds.append(MemoryBound(state_bytes, activations))
         return max(bounds, key=lambda bound: bound.total)
 
     def _kind_of(self, layer: int) -> int:
@@ -298,15 +300,15 @@ class MemoryBounds:
             full = peak_states(choice, layout.pp, microbatches)
             ranks = list[_Rank]()
             for rank in sampled_ranks(layout.pp):
-                held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
-                ends = tuple(head in stage for stage in held)
+                local = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
+                ends = tuple(head in stage for stage in local)
                 ranks.append(
                     _Rank(
-                        stages=held,
-                        counts=tuple(kind_counts(task.shape, stage) for stage in held),
-                        finals=tuple(self._kind_of(stage.stop - 1) for stage in held),
-                        ends=tuple(tuple(int(at in stage) for at in self.ends) for stage in held),
-                        first=tuple(not is_block(task.shape, stage.start) for stage in held),
+                        stages=local,
+                        counts=tuple(kind_counts(task.shape, stage) for stage in local),
+                        finals=tuple(self._kind_of(stage.stop - 1) for stage in local),
+                        ends=tuple(tuple(int(at in stage) for at in self.ends) for stage in local),
+                        first=tuple(not is_block(task.shape, stage.start) for stage in local),
                         last=ends,
                         peaks=_highest_peaks(full[rank], ends) if full else (),
                     )
@@ -349,8 +351,8 @@ class MemoryBounds:
         if key not in self._layers:
             job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
             compute = replace(ComputeConfig.of(job), recompute=mode)
-            here = compute.at(layer_of(self.task.shape, layer))
-            boundary = here.element * here.shard * self.task.shape.hidden
+            layer_compute = compute.at(layer_of(self.task.shape, layer))
+            boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden
             work = layer_memory(self.task.shape, compute, layer)
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
@@ -363,8 +365,11 @@ class MemoryBounds:
 
 def _highest_peaks(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[PeakState, ...]:
     """The states that may be the fullest: with the most in flight or waiting, and at the head."""
-    most = (max(full, key=lambda one: sum(one.in_flight)), max(full, key=lambda one: sum(one.waiting)))
-    return tuple(dict.fromkeys((full[0], *most, *(one for one in full if ends[one.at]))))
+    highest = (
+        max(full, key=lambda peak: sum(peak.in_flight)),
+        max(full, key=lambda peak: sum(peak.waiting)),
+    )
+    return tuple(dict.fromkeys((full[0], *highest, *(peak for peak in full if ends[peak.at]))))
 
 
 @lru_cache(maxsize=64)
@@ -427,8 +432,8 @@ def _states(job: Job, stages: Sequence[range]) -> int:
         (elements.expert, elements.frozen_expert, experts),
     ):
         sizes = job.dp.sizes(job.copies).for_copies(copies)
-        here = 0 if job.dp.offload_parameters != "none" else weight / sizes.parameters
-        total += frozen * here + count * (here + gradient / sizes.gradients + lasting / sizes.states)
+        weights = 0 if job.dp.offload_parameters != "none" else weight / sizes.parameters
+        total += frozen * weights + count * (weights + gradient / sizes.gradients + lasting / sizes.states)
     return int(total)
 
 

@@ -311,9 +311,9 @@ class RecommenderRunTime(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticRanks:
-    """Fewer or more ranks: a run goes on from its checkpoint with its tables placed on as many ranks as there
-    are, with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses
-    the number, or `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes
+    """Other numbers of ranks: a run continues from its checkpoint with its tables placed on the ranks that
+    exist, with the same global batch and the same samples in the same order. torchrun's `WORLD_SIZE` or
+    `--ranks` sets the number; if a local rank dies twice in one step, or devices are gone, a restart takes
     the next smaller one.
     """
 
@@ -384,10 +384,10 @@ def rank_choices(config: RecommenderConfig) -> list[int]:
 
 
 def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
-    """The job on so many ranks.
+    """Return the job on `ranks` ranks.
 
     Raises:
-        StrettoError: it is not for so many.
+        StrettoError: the config does not list this number.
     """
     if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
         raise no_layout_error(ranks, choices, "elastic.ranks")

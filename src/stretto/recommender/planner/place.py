@@ -70,8 +70,8 @@ def place_tables(
     slower memory if it makes the step at least 1% faster.
 
     Args:
-        holds: whether an option of a table is allowed; None: all options are. A table without an allowed
-            option keeps all of its options.
+        holds: whether an option of a table is allowed; by default all are. A table without an allowed option
+            keeps all of its options.
 
     Raises:
         DoesNotFit: a table fits nowhere; the message compares its size with the available memory.

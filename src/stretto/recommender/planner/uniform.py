@@ -35,7 +35,7 @@ def uniform(
         split: `table`: whole tables in order of decreasing traffic, each on the least loaded rank (Graham
             1969). `column`: the largest number of equal column shards of at least `NARROWEST` columns.
             `row`: over all ranks. `table-row`: over the ranks of the least loaded node. `data`: replicated.
-        ranks_per_node: for `table-row`, ranks of a node; None: all ranks are on one node.
+        ranks_per_node: ranks of a node, for `table-row`; None if all ranks are on one node.
 
     Raises:
         StrettoError: unknown split, or `data` for a table whose rows are assigned to ids by a single rank.

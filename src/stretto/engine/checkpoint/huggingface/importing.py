@@ -141,12 +141,12 @@ class Importing:
             {plain: torch.empty(tensors[name].shape, device="meta") for plain, name in names.items()},
             {name: sizes for rule in mapping for name, sizes in rule.sizes.items()},
         )
-        ours = parameter_shapes(shape)
+        plain_shapes = parameter_shapes(shape)
         parts = list[_Part]()
         for rule in mapping:
-            theirs = [names[name] for name in rule.hf_names]
-            dtype = reduce(torch.promote_types, (tensors[name].dtype for name in theirs))
-            parts.append(_Part(rule, theirs, dtype, tuple(ours[rule.plain_name])))
+            hf_names = [names[name] for name in rule.hf_names]
+            dtype = reduce(torch.promote_types, (tensors[name].dtype for name in hf_names))
+            parts.append(_Part(rule, hf_names, dtype, tuple(plain_shapes[rule.plain_name])))
         return parts
 
     def check_head(self) -> None:
@@ -154,10 +154,10 @@ class Importing:
         if self._head is None:
             return
         embedding = next(part for part in self._parts if part.rule.plain_name == "embed.tok.weight")
-        ours, theirs = self._weights.read(embedding.names[0]), self._weights.read(self._head)
-        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        pairs = zip(ours.reshape(-1).split(_COMPARED), theirs.reshape(-1).split(_COMPARED), strict=False)
-        if not same or not all(torch.equal(a, b) for a, b in pairs):
+        tied, head = self._weights.read(embedding.names[0]), self._weights.read(self._head)
+        is_alike = tied.shape == head.shape and tied.dtype == head.dtype
+        pairs = zip(tied.reshape(-1).split(_COMPARED), head.reshape(-1).split(_COMPARED), strict=False)
+        if not is_alike or not all(torch.equal(a, b) for a, b in pairs):
             raise StrettoError(
                 f"weight {HEAD!r} differs from the embedding, but the model's head is tied to it",
                 hint='"tie_word_embeddings": false in config.json',
