@@ -220,7 +220,7 @@ def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) ->
                 left.remove(one)
                 held = {name: tensor for name, (tensor, _) in self.task.tensors("replicas").items()}
                 # weights beside masters and shards are written anew by every update
-                shared = (n for n in self._copies._place or () if not n.startswith("weights."))
+                shared = (n for n in self._copies._index_of or () if not n.startswith("weights."))
                 names = sorted(shared if copies else self.task.tensors("memory"))
                 there = [n for n in names if held[n].numel() and held[n].untyped_storage().size()]
                 flip(held[there[number % len(there)]], element, bit)

@@ -128,7 +128,7 @@ def parts(folder: Path) -> dict[str, Any]:
         y = (x.sin() * x.cos()).sum()
     expected = torch.autograd.grad((x.sin() * x.cos()).sum(), x)[0]
     reported["offload_calls"] = called(kept.offload)
-    reported["on_host"] = sorted({str(one.host.device) for one in kept._kept if one.host is not None})
+    reported["on_host"] = sorted({str(one.host.device) for one in kept._saved if one.host is not None})
     kept.reload()
     reported["offloaded"] = torch.equal(torch.autograd.grad(y, x)[0], expected)
 

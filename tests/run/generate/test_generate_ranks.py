@@ -113,7 +113,7 @@ def result(checkpoint: Path, mesh: Mesh | None) -> Result:
         logits=logits,
         tokens=tokens,
         texts=[writer.write(prompts, sampling) for sampling in (GREEDY, SAMPLED)],
-        caches=[tuple(kept._keys.shape) for kept in cache._kept],
+        caches=[tuple(layer._keys.shape) for layer in cache._caches],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 

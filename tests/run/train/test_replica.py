@@ -64,7 +64,7 @@ def gradient_bytes(mode: str) -> dict[str, tuple[int, int]]:
     measured = dict[str, tuple[int, int]]()
 
     def measure(when: str) -> None:
-        tensors = ([g.flat for g in gradients], [g.kept for g in gradients])
+        tensors = ([g.flat for g in gradients], [g.accumulated for g in gradients])
         whole, part = (sum(t.untyped_storage().nbytes() for t in of if t is not None) for of in tensors)
         measured.setdefault(when, (whole, part))  # of a step of two microbatches: in the first backward
 

@@ -39,7 +39,7 @@ def gather_a_stale_shard(patch: pytest.MonkeyPatch) -> None:
     def gather(self: FlatParameter) -> None:
         if not self._gathered:
             self._gathered = True
-            self._start(self._bring())
+            self._start(self._gather_steps())
 
     patch.setattr(FlatParameter, "gather", gather)
 
@@ -120,7 +120,7 @@ ALL = [
     Planted(
         gather_a_stale_shard,
         changes(dp=4, mode="zero3", shard_parameters=2),
-        ("that engine.parallel.data.unit._bring starts uses memory of another one in flight",),
+        ("that engine.parallel.data.unit._gather_steps starts uses memory of another one in flight",),
     ),
     Planted(do_not_wait_for_messages, changes(dp=2, pp=2, schedule="1f1b"), ("exchange.receive starts",)),
     Planted(

@@ -64,21 +64,29 @@ def _null(shape: type, item: Declared) -> str:
     return f"the preset's, else {f'`{default}`' if isinstance(default, str) else f'{default:g}'}"
 
 
+@cache
+def _part_section(part: type, doc: str) -> type:
+    """Return the section that changes a part of a shape; the same one for all shapes with this part."""
+    section = make_dataclass(
+        f"{part.__name__}Changes",
+        [(name, kind, default) for name, (kind, default) in _changes(part, False).items()],
+        frozen=True,
+        kw_only=True,
+    )
+    section.__doc__ = doc
+    section.__module__ = __name__  # instances are pickled by this name
+    assert section.__name__ not in globals(), "instances of the other section could not be pickled any more"
+    globals()[section.__name__] = section
+    return section
+
+
 def _optional(shape: type, item: Declared) -> tuple[Any, Any]:
     """Return type and default of a field of a section that changes a shape: null leaves it as it is."""
     assert item.field is not None
     part = part_of(item)
     if part is not None:
-        made = make_dataclass(
-            f"{part.__name__}Changes",
-            [(name, kind, default) for name, (kind, default) in _changes(part, False).items()],
-            frozen=True,
-            kw_only=True,
-        )
-        made.__doc__ = item.field.doc
-        made.__module__ = __name__  # instances are pickled by this name
-        globals()[made.__name__] = made
-        return made, field(default_factory=made)
+        section = _part_section(part, item.field.doc)
+        return section, field(default_factory=section)
     about, kinds = item.field, [kind for kind in item.kinds if kind is not NoneType]
     if isinstance(about.off, str):
         kinds = [Literal[about.off, *(word for kind in kinds for word in get_args(kind))]]
