@@ -125,7 +125,7 @@ def _gradients() -> Values:
     for key in range(3):
         copies.start(key, torch.full((4,), float(key), device=NPU).exp(), torch.float32)
     for key in range(3):
-        copied = copies.take(key)
+        copied = copies.wait_for(key)
         assert copied is not None
         found[f"gradient {key}"] = copied.clone()
     return found

@@ -235,7 +235,7 @@ def test_a_run_with_graphs_goes_on_from_its_checkpoint(report: Callable[..., Rep
     close(runs["resumed"], runs["plain"][3:], 1e-12)
 
 
-ONCE = {"run/train/loop.py wait: copy to cpu": 1}
+ONCE = {"run/train/agreement.py wait: copy to cpu": 1}
 TABLES = "engine/parallel/expert/dispatch.py _table: copy to cpu"  # one a layer and microbatch
 
 
@@ -250,7 +250,7 @@ def test_where_the_host_waits_in_every_kind_of_job(report: Callable[..., Reports
     waits = report("waiting_all")["waiting_all"]
     assert waits.pop("experts") == ONCE | {TABLES: 4}
     assert waits.pop("experts together") == ONCE | {TABLES: 8}
-    spoiled = "run/train/step.py _spoiled: _local_scalar_dense"
+    spoiled = "run/train/rank_model.py first_bad_weight: _local_scalar_dense"
     assert waits.pop("asynchronous") == ONCE | {spoiled: 1}
     assert waits.pop("server") == ONCE | {"run/train/batches.py _from_server: _local_scalar_dense": 1}
     assert {name: of for name, of in waits.items() if of != ONCE} == {}

@@ -66,8 +66,8 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
     by_rank = on_ranks(world, measured, configs)
     by_case = dict[str, tuple[float, float]]()
     for at, (over, config) in enumerate(zip(cases, configs, strict=True)):
-        apart = ONEDNN and config.train.dtype == "float32"
-        ranks = rank_memory(memory_of(job_of(config), apart=apart))
+        separate = ONEDNN and config.train.dtype == "float32"
+        ranks = rank_memory(memory_of(job_of(config), separate_gradients=separate))
         # ranks with the same parameters are predicted by the first of them; a server's others hold less
         server = config.dp.mode == "server"
         firsts = by_rank[: 1 if server and config.layout.pp == 1 else len(by_rank)]

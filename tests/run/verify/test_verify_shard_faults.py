@@ -90,7 +90,7 @@ def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_gather(patch: pytest.MonkeyPatch) -> None:
     """Updated weights are not sent to the other ranks."""
-    patch.setattr(FlatParameter, "_spread", lambda self, *_: iter(()))
+    patch.setattr(FlatParameter, "_publish_steps", lambda self, *_: iter(()))
 
 
 def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
 
 def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
     """The optimiser's masters are not copied into the weights."""
-    patch.setattr(FlatParameter, "take", lambda self: None)
+    patch.setattr(FlatParameter, "copy_masters", lambda self: None)
 
 
 def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:

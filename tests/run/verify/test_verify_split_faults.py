@@ -71,7 +71,7 @@ def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.Monkey
 
 def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
     """Rotary positions of every part start at 0."""
-    patch.setattr(ShardedPositions, "swap", lambda self, module, mesh: module)
+    patch.setattr(ShardedPositions, "replace_module", lambda self, module, mesh: module)
 
 
 def show_the_padding(patch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,10 @@ def share_a_slot(patch: pytest.MonkeyPatch) -> None:
 def dropout_of_the_first_replica(patch: pytest.MonkeyPatch) -> None:
     take = Batches.take
 
-    def taking(self: Batches, samples: Any, seen: int, keyed: bool, number: int = 0) -> Any:
-        taken = take(self, samples, seen, keyed, number)
+    def taking(self: Batches, samples: Any, first: int, keyed: bool, number: int = 0) -> Any:
+        taken = take(self, samples, first, keyed, number)
         if keyed:
-            self.replica.samples[:] = self.indices(seen, 0)
+            self.model.samples[:] = self.indices(first, 0)
         return taken
 
     patch.setattr(Batches, "take", taking)
@@ -113,7 +113,7 @@ ALL = [
         layers_do_not_wait,
         changes(dp=4, mode="zero2"),
         (
-            "is not finite while the allgather over ranks 0, 1, 2, 3 that engine.parallel.data.unit._spread "
+            "is not finite while the allgather over ranks 0, 1, 2, 3 that engine.parallel.data.unit._publish_steps "
             "starts is still in flight: something is used before it has arrived",
         ),
     ),
