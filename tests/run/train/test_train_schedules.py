@@ -17,7 +17,7 @@ from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
-from stretto.run.train.rank_model import loss_scales, update_numbers
+from stretto.run.train.rank_model import loss_weights, update_numbers
 from stretto.run.verify.reference import build_reference
 from tiny_job import EIGHT, LLAMA, job
 from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
@@ -262,10 +262,10 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
 
 
 def test_the_loss_of_a_microbatch_is_scaled_by_the_tokens_of_its_update() -> None:
-    assert loss_scales([0, 1, 0, 1], torch.tensor([3.0, 0.0, 1.0, 8.0])).tolist() == [
+    assert loss_weights([0, 1, 0, 1], torch.tensor([3.0, 0.0, 1.0, 8.0])).tolist() == [
         0.25,
         0.125,
         0.25,
         0.125,
     ]
-    assert loss_scales([0, 1], torch.tensor([0.0, 4.0])).tolist() == [1.0, 0.25]
+    assert loss_weights([0, 1], torch.tensor([0.0, 4.0])).tolist() == [1.0, 0.25]

@@ -14,6 +14,7 @@ from torch import Tensor
 import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.pipeline.pipeline as pipeline_module
 import stretto.engine.pipeline.shared as shared_module
+import stretto.run.train.async_step as async_module
 import stretto.run.train.language_task as task_module
 import stretto.run.train.rank_model as model_module
 from stretto.engine.models.language import IGNORED
@@ -85,8 +86,8 @@ def average_ties() -> None:
 
 def reweight(change: Callable[[Tensor], Tensor]) -> None:
     """Change the weights with which the outputs of a token's experts are summed."""
-    back = Dispatch.back
-    Dispatch.back = lambda self, rows, weights: back(self, rows, change(weights))
+    from_experts = Dispatch.from_experts
+    Dispatch.from_experts = lambda self, rows, weights: from_experts(self, rows, change(weights))
 
 
 def detach_routing() -> None:
@@ -179,15 +180,15 @@ def decay_all_weights() -> None:
 
 
 def lose_the_second_update() -> None:
-    update = RankModel.update
+    apply_gradients = task_module.apply_gradients
     done = list[int]()
 
-    def once(self: RankModel, rate: float, norm: float) -> None:
+    def once(model: RankModel, rate: float, norm: float) -> None:
         done.append(1)
         if len(done) == 1:
-            update(self, rate, norm)
+            apply_gradients(model, rate, norm)
 
-    RankModel.update = once
+    task_module.apply_gradients = once
 
 
 PP2_DP2, TP2, PP2 = (
@@ -443,7 +444,7 @@ def last_update_is_lost() -> None:
 
 def scale_by_the_whole_step() -> None:
     """The loss is scaled by the tokens of the step, not of the update."""
-    task_module.loss_scales = lambda updates, tokens: (1.0 / tokens.sum()).expand(len(tokens))
+    async_module.loss_weights = lambda updates, tokens: (1.0 / tokens.sum()).expand(len(tokens))
 
 
 SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")

@@ -113,8 +113,9 @@ ALL = [
         layers_do_not_wait,
         changes(dp=4, mode="zero2"),
         (
-            "is not finite while the allgather over ranks 0, 1, 2, 3 that engine.parallel.data.unit._publish_steps "
-            "starts is still in flight: something is used before it has arrived",
+            "is not finite while the allgather over ranks 0, 1, 2, 3 that "
+            "engine.parallel.data.unit._publish_steps starts is still in flight: something is used before it "
+            "has arrived",
         ),
     ),
     Planted(

@@ -20,7 +20,7 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.agreement import Agreement
 from stretto.run.train.language_task import LanguageTask
-from stretto.run.train.rank_model import BadGradient, loss_scales, name_on_ranks
+from stretto.run.train.rank_model import BadGradient, loss_weights, name_on_ranks
 from stretto.run.train.task import StepResult, mean_loss
 from stretto.run.train.trainer import Trainer
 from stretto.run.watch.slow import BUSY
@@ -91,7 +91,7 @@ class AsyncTrainer(Trainer):
             loaded = task.load(window.samples + number * task.global_batch, number)
             window.targets[window.first + number] = loaded.targets_counted
             # each update is by the mean over its own tokens
-            return loaded.inputs, loaded.targets, loss_scales(model.update_numbers, loaded.targets_counted)
+            return loaded.inputs, loaded.targets, loss_weights(model.update_numbers, loaded.targets_counted)
 
         # Forward, backward and updates, to this rank's last action of the step.
         def loss_scale(number: int) -> float:

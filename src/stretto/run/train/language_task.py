@@ -41,7 +41,7 @@ from stretto.run.train.rank_model import (
     BadGradient,
     RankModel,
     bad_gradient,
-    loss_scales,
+    loss_weights,
     name_on_ranks,
     prepare_optimizer,
     replicated_tensors,
@@ -145,7 +145,7 @@ class LanguageTask:
         model, self._targets = self.model, batch.targets_counted
         model.set_rate(self.rate(step))
         # by the targets of all ranks: a mean over means would weigh the tokens of ranks with few targets more
-        scale = loss_scales(model.update_numbers, batch.targets_counted)
+        scale = loss_weights(model.update_numbers, batch.targets_counted)
         return model.loss_report(model.step(batch.inputs, batch.targets, scale, self.recorder))
 
     def statistics(self) -> dict[str, Tensor]:

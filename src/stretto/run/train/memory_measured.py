@@ -25,7 +25,7 @@ from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble
 from stretto.run.train.language_task import apply_gradients
-from stretto.run.train.rank_model import RankModel, loss_scales
+from stretto.run.train.rank_model import RankModel, loss_weights
 from stretto.spec.job import Job
 
 OTHER = "other"
@@ -273,7 +273,7 @@ def random_step(model: RankModel, step: int, recorder: Recorder | None = None) -
     tokens = torch.full((m,), job.global_batch * target / m, dtype=torch.float64)
     if model.asynchronous:
         model.set_rate(rate)
-    model.step(inputs, targets, loss_scales(model.update_numbers, tokens), recorder)
+    model.step(inputs, targets, loss_weights(model.update_numbers, tokens), recorder)
     if not model.asynchronous:
         apply_gradients(model, rate, float(model.gradient_norm()))
 

@@ -145,7 +145,7 @@ class RankModel:
         # experts are balanced over all tokens, whether or not the loss counts them
         tokens = torch.full((m,), job.micro_batch * job.sequence * job.layout.dp, dtype=torch.float64)
         self.auxiliary_scales[self.slots(number)] = (
-            loss_scales(self.update_numbers, tokens) * factor
+            loss_weights(self.update_numbers, tokens) * factor
         ).tolist()
         return scale * factor
 
@@ -299,7 +299,7 @@ def update_numbers(program: Program) -> list[int]:
     return numbers
 
 
-def loss_scales(numbers: Sequence[int], tokens: Tensor) -> Tensor:
+def loss_weights(numbers: Sequence[int], tokens: Tensor) -> Tensor:
     """The factor of each microbatch's loss, 1 over the tokens of the update that applies its gradient:
     [microbatches], on the device of `tokens`.
 
