@@ -16,7 +16,7 @@ class CommandLine:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def _run(self, words: tuple[object, ...], code: int) -> pytest.CaptureResult[str]:
+    def _run(self, words: tuple[object, ...], code: int) -> Any:
         self._capsys.readouterr()
         ended = run([str(word) for word in words])
         printed = self._capsys.readouterr()
