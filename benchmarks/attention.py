@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stretto.engine.device import device_kind, synchronize
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.causal import CausalAttention
-from stretto.spec.attention import AttentionKernel
+from stretto.job.attention import AttentionKernel
 
 KERNELS: tuple[AttentionKernel, ...] = ("auto", "sdpa", "flex")
 EXPLICIT = "explicit"

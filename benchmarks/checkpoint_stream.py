@@ -28,9 +28,9 @@ from stretto.engine.checkpoint.huggingface.folder import write_json
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.manifest import problems
 from stretto.engine.models.huggingface import rules
+from stretto.job.huggingface import config_to_huggingface
+from stretto.job.shape import ModelShape
 from stretto.run.train.exported import export_model
-from stretto.spec.huggingface import config_to_huggingface
-from stretto.spec.shape import ModelShape
 
 BLOCK = 1 << 22
 LLAMA = ModelShape(

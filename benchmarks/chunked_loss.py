@@ -22,12 +22,12 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+from stretto.job.job import Job
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.run.config.job import job_of
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.memory_measured import RankHeld, measure
-from stretto.spec.job import Job
 
 VOCAB, HIDDEN, SAMPLES, LENGTH = 131072, 256, 4, 128
 CHUNKS = (64, 128, 256)

@@ -16,12 +16,12 @@ import torch
 from harness import Step, Timing, arguments, on_ranks, race, report
 
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.data_parallel import Dtype, Precision
+from stretto.job.families import FAMILY_DEFAULTS, Family
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.run.train.assemble import assemble
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.data_parallel import Dtype, Precision
-from stretto.spec.families import FAMILY_DEFAULTS, Family
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 EAGER, COMPILED = "eager", "compiled"
 BATCH, BLOCKS, VOCAB = 2, 4, 512  # a small vocabulary, for the head is not compiled

@@ -25,10 +25,10 @@ from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.job.attention import ContextKind
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.attention import ContextKind
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 ALONE = "one process"
 METHODS: tuple[ContextKind, ...] = ("ring", "ulysses")

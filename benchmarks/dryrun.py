@@ -16,6 +16,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.job.rules import problems
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
@@ -23,7 +24,6 @@ from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.validation import read_section
 from stretto.run.dryrun.run import dry_run
-from stretto.spec.rules import problems
 
 SP = {"sequence_parallel": True}
 INTERLEAVED = {"name": "interleaved", "chunks": 3}

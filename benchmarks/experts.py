@@ -23,8 +23,8 @@ from stretto.engine.parallel.expert.grouped import Groups
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.styles import Replicate
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 
 RANKS, SAMPLES, SEQUENCE = 2, 4, 256
 SHAPE = ModelShape(

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[rep
 from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.huggingface import from_huggingface
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.spec.huggingface import shape_from_huggingface
+from stretto.job.huggingface import shape_from_huggingface
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 512,

@@ -15,10 +15,10 @@ from stretto.engine.models import build, initialise
 from stretto.engine.models.generate import stream
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto.layout.layout import Layout
 from stretto.run.generate.text import load_model
 from stretto.run.launch.local import run_ranks
-from stretto.spec.shape import ModelShape, shape_to_record
 
 SHAPE = ModelShape(
     family="llama", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1408, vocab=8192, sequence=1024

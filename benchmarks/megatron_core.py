@@ -35,8 +35,8 @@ from small_gpt import (
     with_blas,
 )
 
+from stretto.job.flops import layer_costs
 from stretto.layout.cut import cut
-from stretto.spec.flops import layer_costs
 
 
 def without_cuda() -> list[str]:

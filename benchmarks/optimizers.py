@@ -19,10 +19,10 @@ from torch import nn
 
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
+from stretto.job.optimiser import Optimiser
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape
 from stretto.layout.shards import padded
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape
 
 CONFIGS = {
     "adamw": Optimiser(),

@@ -19,10 +19,10 @@ from harness import Laps, Step, arguments, compare, laps, report
 from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
+from stretto.job.shape import ModelShape
 from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.token_source import TokenSource
 from stretto.run.data.tokenizer import Tokenizer
-from stretto.spec.shape import ModelShape
 
 VOCAB, BATCH = 512, 4
 

@@ -14,11 +14,11 @@ import json
 from pathlib import Path
 from time import perf_counter
 
+from stretto.job.presets import find_shape
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Plan
 from stretto.planner.search.search import search
 from stretto.planner.search.task import Task, job_to_plan
-from stretto.spec.presets import find_shape
 
 # model, cluster, devices, samples of a step, tokens of a sample
 CASES = {

@@ -34,10 +34,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Boundary, Pipeline
+from stretto.job.flops import layer_costs
 from stretto.layout import Layout
 from stretto.layout.cut import cut
 from stretto.program import Program, schedule
-from stretto.spec.flops import layer_costs
 
 RANKS = 2
 

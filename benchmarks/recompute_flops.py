@@ -20,9 +20,9 @@ from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, recompute_blocks
-from stretto.spec.flops import Recompute, hardware_flops_per_token, model_flops_per_token
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
+from stretto.job.flops import Recompute, hardware_flops_per_token, model_flops_per_token
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 
 
 def measured(shape: ModelShape, batch: int, mode: Recompute) -> int:

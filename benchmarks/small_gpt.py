@@ -15,13 +15,13 @@ from stretto.engine.models.build import build
 from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor import matmul
+from stretto.job.shape import ModelShape
 from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import assemble
 from stretto.run.train.language_task import apply_gradients
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.shape import ModelShape
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 256, 4, 128, 8192
 MICROBATCHES, SAMPLES = 8, 4

@@ -25,9 +25,9 @@ import torch
 import transformers
 import yaml
 
+from stretto.job.huggingface import shape_from_huggingface
+from stretto.job.shape import ModelShape
 from stretto.run.config.written import model_section
-from stretto.spec.huggingface import shape_from_huggingface
-from stretto.spec.shape import ModelShape
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "models.md"

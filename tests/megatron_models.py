@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 Tensors = dict[str, Tensor]
 

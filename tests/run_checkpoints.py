@@ -17,10 +17,10 @@ from stretto.engine.checkpoint.index import read_index, write_index
 from stretto.engine.checkpoint.manifest import MANIFEST, load_manifest, tally, write_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import ShardPlacement
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import shape_to_record
 from stretto.run.config.load import parse
 from stretto.run.config.section import plain_section
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import shape_to_record
 
 CONFIG = """
 model: {family: llama, layers: 2, hidden: 8, heads: 2, kv_heads: 1, ffn: 8, vocab: 16}

@@ -12,8 +12,8 @@ import pytest
 
 import megatron_models as megatron
 from pages import blocks, commands, run_here, run_in_turn, sections, text_of, unprinted
+from stretto.job.shape import ModelShape
 from stretto.run.config.load import load
-from stretto.spec.shape import ModelShape
 from tiny_job import write_text
 
 PAGE = "docs/bring-your-run.md"

@@ -21,7 +21,7 @@ INTEROP = ROOT / "src" / "stretto_interop"  # the package beside it
 
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
-    *("errors", "layout", "program", "spec", "planner", "view"),
+    *("errors", "layout", "program", "job", "planner", "view"),
     *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
@@ -35,7 +35,7 @@ TORCH_FREE = (
     "errors",
     "layout",
     "program",
-    "spec",
+    "job",
     "planner",
     "view",
     "run.config",
@@ -447,7 +447,7 @@ def test_the_guard_of_nameless_values_sees(code: str) -> None:
 
 
 # the files that know kinds of devices and communication libraries by name
-DEVICES = {"engine/device.py", "spec/devices.py"}
+DEVICES = {"engine/device.py", "job/devices.py"}
 # others that write such a name, because somebody else's file or program has it
 NAMED_ELSEWHERE = {
     "cli/diagnose.py": "the names of the files that NCCL's watchdog writes",

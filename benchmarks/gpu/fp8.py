@@ -14,13 +14,13 @@ from gpu.jobs import LLAMA, config, trainer
 from gpu.plain import PlainStep
 from gpu.setting import Setting
 from gpu.speed import attempt, torchao_fp8
+from stretto.job.job import Job
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.mixture import training_samples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.sentinels import vocabulary
 from stretto.run.train.batches import SampleSource
-from stretto.spec.job import Job
 
 SECTION = {"family": "llama", "layers": 12, "hidden": 768, "heads": 12, "ffn": 2048}
 STEPS, LAST = 500, 50  # the losses of the last steps are compared in their mean

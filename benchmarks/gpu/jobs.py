@@ -15,6 +15,8 @@ from gpu.setting import Setting
 from stretto.engine.device import has_graphs
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
@@ -26,8 +28,6 @@ from stretto.run.train.async_step import AsyncTrainer
 from stretto.run.train.batches import SampleSource, read_ahead
 from stretto.run.train.language_task import LanguageTask, TextProgress
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 
 GPT = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 2, "vocab": 256, "dropout": 0.0}
 LLAMA = {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256}

@@ -10,9 +10,9 @@ from gpu.jobs import LLAMA, LLAMA_3B, config, legal, trainer
 from gpu.setting import Setting
 from gpu.speed import attempt, timed
 from stretto.engine.device import total_memory
+from stretto.job.parameters import count_parameters
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.spec.parameters import count_parameters
 
 # Llama-3 8B with eleven more blocks: 10.4 billion parameters. The host keeps 12 bytes of each: master, two
 # means of 16 bits, and a copy of the gradient.

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 
 
 class Embedding(nn.Module):

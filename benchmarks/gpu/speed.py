@@ -3,7 +3,7 @@
 MFU = model FLOPs of a step / (its seconds x the device's dense bf16 peak). Model FLOPs of a token are three
 times those of a forward pass: two for each weight of a matrix product that the token meets, of experts those
 that it is sent to, and the scores of attention and their product with the values counted in full, without
-recomputation (Narayanan et al. 2021, equation 3; `stretto.spec.flops.model_flops_per_token`).
+recomputation (Narayanan et al. 2021, equation 3; `stretto.job.flops.model_flops_per_token`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpu.jobs import MODELS, Model, Samples, fastest, known_tricks, legal, train
 from gpu.plain import PlainStep
 from gpu.setting import Setting
 from stretto.engine.device import model_name
+from stretto.job.flops import model_flops_per_step
+from stretto.job.job import Job
 from stretto.planner.machines.catalogue import peak_tflops
-from stretto.spec.flops import model_flops_per_step
-from stretto.spec.job import Job
 
 Step = Callable[[], object]
 WARM_UP, STEPS, REPEATS = 8, 50, 3

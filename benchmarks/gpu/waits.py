@@ -20,7 +20,7 @@ import torch
 from gpu.jobs import GPT, LLAMA, LLAMA_1B, MOE, config, fastest, legal, trainer
 from gpu.setting import Setting
 from gpu.speed import timed
-from stretto.spec.job import Job
+from stretto.job.job import Job
 
 WARM_UP, STEPS = 3, 4
 LONGEST = 2_000_000  # clock cycles of a delay: about a millisecond

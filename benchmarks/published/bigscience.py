@@ -6,8 +6,8 @@ import re
 
 from published.megatron import HALF, megatron, split
 from published.rows import read_row
+from stretto.job.data_parallel import MODES
 from stretto.planner.runs import least_sharing
-from stretto.spec.data_parallel import MODES
 
 # Layers and hidden size by billions of parameters: the scripts under experiments/gpt2-meg, and for 7.5, 22,
 # 50 and 78 experiments/gpt2-16gb-nodes.md. 24 is taken to be 25.

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from published.cells import SpelledCells
 from stretto.errors import StrettoError, UnknownName
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import PRESETS, find_shape, preset
-from stretto.spec.shape import ModelShape
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import PRESETS, find_shape, preset
+from stretto.job.shape import ModelShape
 
 _HEAD = 128  # usual width of a head
 _REMARK = re.compile(r"[(\[,;]|\s(?:dense|moe|fp8|bf16|fp16)\b", re.IGNORECASE)

@@ -10,7 +10,7 @@ from typing import Literal
 from published.cells import SpelledCells
 from published.values import squeezed
 from stretto.errors import StrettoError, nearest
-from stretto.spec.framework import CORE, OPERATORS, Operator
+from stretto.job.framework import CORE, OPERATORS, Operator
 
 Mode = Literal["none", "selective", "full"]
 _NONE = {"none", "no", "off", "false", "0", "disabled", "without", "never", "n"}

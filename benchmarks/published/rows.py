@@ -18,6 +18,9 @@ from published.model import fill_model
 from published.recomputation import Recomputation, stated_recomputation
 from published.software import SEQUENCE_PARALLEL, Software, fill_software
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner import run_scores
 from stretto.planner.estimate import usual_dtype
@@ -27,9 +30,6 @@ from stretto.planner.memory.fits import fit
 from stretto.planner.memory.short_step import short_step_memory
 from stretto.planner.run_scores import PredictedRow
 from stretto.planner.runs import RunRecord, layout_of, least_sharing, model_of, peak_flops, run_of
-from stretto.spec.data_parallel import Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.shape import ModelShape
 
 _MODES = ("ddp", "zero1", "zero2", "zero3")
 _DROPOUT = 0.1  # of GPT-2, which Megatron's runs kept until 2022

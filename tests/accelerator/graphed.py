@@ -19,6 +19,11 @@ from stretto.engine.device import moved
 from stretto.engine.models.rotary import _cached_tables
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.optimiser import Optimiser
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.assemble import assemble
@@ -26,11 +31,6 @@ from stretto.run.train.async_step import AsyncTrainer
 from stretto.run.train.language_task import LanguageTask, TextProgress
 from stretto.run.train.rank_model import RankModel
 from stretto.run.train.trainer import Trainer
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 
 fake_graphs: Any = sys.modules["fake_graphs"]  # torch has loaded it
 NPU = torch.device("npu", 0)

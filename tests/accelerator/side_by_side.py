@@ -22,6 +22,9 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.program.transforms.activations import offload
 from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.cached import CachedStore
@@ -30,9 +33,6 @@ from stretto.run.data.dataset import Batch
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.assemble import assemble
 from stretto.run.train.batches import DevicePrefetcher
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 plugin: Any = sys.modules["stretto_fake_npu"]  # torch has loaded it
 NPU = torch.device("npu", 0)

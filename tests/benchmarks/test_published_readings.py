@@ -15,9 +15,9 @@ from published.software import month_in  # pyright: ignore[reportMissingImports]
 from published.values import is_blank, read_number  # pyright: ignore[reportMissingImports]
 
 from stretto.errors import StrettoError
+from stretto.job.framework import CORE
 from stretto.planner.run_scores import added_columns
 from stretto.planner.runs import RunRecord
-from stretto.spec.framework import CORE
 
 RUN = {
     "model": "llama2-7b",

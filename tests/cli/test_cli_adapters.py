@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stretto.cli.main import app
 from stretto.engine.checkpoint.read import read_whole
-from stretto.spec.lora import is_adapter
+from stretto.job.lora import is_adapter
 from tiny_job import write_text
 
 pytestmark = pytest.mark.apart

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
+from stretto.job.presets import PRESETS
 from stretto.planner.machines.catalogue import clusters, entries
-from stretto.spec.presets import PRESETS
 
 
 def test_everything_is_listed(stretto: CommandLine) -> None:

@@ -11,8 +11,8 @@ from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.parallel.fragment import ShardPlacement
-from stretto.spec.families import FAMILIES
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.families import FAMILIES
+from stretto.job.shape import ModelShape, shape_to_record
 
 SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence=4)
 

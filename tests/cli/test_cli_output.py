@@ -14,12 +14,12 @@ from stretto.cli import plan, predict, train
 from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
 from stretto.cli.report import CommandReport
 from stretto.cli.schedule import _add_timeline
+from stretto.job.presets import preset
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.search import search
 from stretto.planner.search.task import Task, job_to_plan
 from stretto.run.config.load import load
-from stretto.spec.presets import preset
 
 
 def terminal(width: int = 120, colours: bool = True) -> Console:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
+from stretto.job.rules import problems
 from stretto.run.config import load
 from stretto.run.config.job import job_of
-from stretto.spec.rules import problems
 from tiny_job import write_text
 
 MODEL = """

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.spec.huggingface import shape_from_huggingface
+from stretto.job.huggingface import shape_from_huggingface
 
 pytestmark = pytest.mark.apart
 

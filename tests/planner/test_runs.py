@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.job.framework import Framework
 from stretto.planner.assumptions import software_profile
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.run_scores import ADDED, read_table
 from stretto.planner.runs import COLUMNS, RunRecord, allowed_values, column_reference, read_cells, read_run
-from stretto.spec.framework import Framework
 
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
 

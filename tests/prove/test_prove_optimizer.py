@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.optim.build import build_optimizer
+from stretto.job.optimiser import Optimiser
 from stretto.prove.optimizer import ReferenceOptimizer
-from stretto.spec.optimiser import Optimiser
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.tok.weight": (11, 6),

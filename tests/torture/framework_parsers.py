@@ -70,10 +70,10 @@ def megatron_script(_: Path) -> Parser:
 
 
 def _job() -> Any:
+    from stretto.job.data_parallel import DataParallel, Precision
+    from stretto.job.job import Job
+    from stretto.job.presets import preset
     from stretto.layout.layout import Layout
-    from stretto.spec.data_parallel import DataParallel, Precision
-    from stretto.spec.job import Job
-    from stretto.spec.presets import preset
 
     return Job(
         shape=preset("llama3-8b"),

@@ -110,9 +110,9 @@ def program_as_csv(_: Path) -> Parser:
 
 @parser
 def model_config(_: Path) -> Parser:
-    from stretto.spec.huggingface import config_to_huggingface
-    from stretto.spec.huggingface.read import read_shape
-    from stretto.spec.presets import preset
+    from stretto.job.huggingface import config_to_huggingface
+    from stretto.job.huggingface.read import read_shape
+    from stretto.job.presets import preset
 
     names = ["llama3-8b", "gpt2", "mixtral-8x7b", "gemma3-4b", "deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b"]
     documents = [config_to_huggingface(preset(name)) for name in names]
@@ -398,8 +398,8 @@ def safetensors(folder: Path) -> Parser:
     from stretto.engine.checkpoint.huggingface.importing import Importing
     from stretto.engine.models import build, initialise
     from stretto.engine.models.huggingface import to_huggingface
-    from stretto.spec.huggingface import config_to_huggingface
-    from stretto.spec.shape import ModelShape
+    from stretto.job.huggingface import config_to_huggingface
+    from stretto.job.shape import ModelShape
 
     shape = ModelShape(family="llama", layers=1, hidden=8, heads=2, kv_heads=1, ffn=8, vocab=16, sequence=8)
     model = build(shape)

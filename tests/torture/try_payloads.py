@@ -63,10 +63,10 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
     from stretto.engine.checkpoint.read import read_whole
     from stretto.engine.checkpoint.save import save
     from stretto.engine.parallel.fragment import ShardPlacement
+    from stretto.job.presets import preset
     from stretto.run.data.chat_template import ChatTemplate
     from stretto.run.diagnose.dump import read_dumps
     from stretto.run.train.metrics import read_lines
-    from stretto.spec.presets import preset
 
     wrapped, tags = payloads.pickles(canary), payloads.tagged(canary, secret)
     for name, entry in PARSERS.items():

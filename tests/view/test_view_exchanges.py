@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from stretto import Layout
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import axes_of
 from stretto.planner.rank_step.counts import counts
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 from stretto.view.exchanges import exchanges
 
 

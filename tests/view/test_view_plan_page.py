@@ -13,14 +13,14 @@ import pytest
 
 from browser import Browser
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Evaluated, Plan, Ranked, Rejected
-from stretto.spec.data_parallel import Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.presets import preset
 from stretto.view import colours
 from stretto.view.plan_charts import MEMORY, PARTS, Look, front
 from stretto.view.plan_page import plan_page

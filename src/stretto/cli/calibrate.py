@@ -13,7 +13,7 @@ from stretto.cli.options import Json
 from stretto.cli.output import command_app
 from stretto.cli.report import CommandReport, number, text
 from stretto.errors import StrettoError
-from stretto.spec.devices import METAVAR, check_device
+from stretto.job.devices import METAVAR, check_device
 
 app = command_app()
 

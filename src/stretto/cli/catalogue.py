@@ -17,10 +17,10 @@ from stretto.errors import StrettoError, UnknownName, nearest
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from stretto.job.shape import ModelShape
     from stretto.planner.machines.cluster import Cluster, Link
     from stretto.planner.machines.device import Device
     from stretto.recommender.shape import DlrmShape
-    from stretto.spec.shape import ModelShape
 
 
 app = command_app()
@@ -63,9 +63,9 @@ def catalogue(
 
 def entry_lists(only: Kind | None = None) -> dict[str, Any]:
     """The entries of every kind, or of one."""
+    from stretto.job.presets import PRESETS, preset
     from stretto.planner.machines.catalogue import clusters, entries
     from stretto.recommender.shape import DLRM_PRESETS
-    from stretto.spec.presets import PRESETS, preset
 
     lists = {
         "devices": lambda: [_device_record(entry.device) for entry in entries()],
@@ -82,10 +82,10 @@ def entries_named(name: str) -> dict[str, Any]:
     Raises:
         StrettoError: no entry has that name; the hint names the nearest that exists.
     """
+    from stretto.job.presets import PRESETS, find_shape
+    from stretto.job.presets_data import SOURCES as MODEL_SOURCES
     from stretto.planner.machines.catalogue import SOURCES, clusters, entries, find_cluster, find_device
     from stretto.recommender.shape import DLRM_PRESETS
-    from stretto.spec.presets import PRESETS, find_shape
-    from stretto.spec.presets_data import SOURCES as MODEL_SOURCES
 
     if name.lower() in DLRM_PRESETS:
         return {"recommender": _recommender_record(name.lower(), DLRM_PRESETS[name.lower()])}
@@ -153,9 +153,9 @@ def _link_record(link: Link) -> dict[str, Any]:
 
 def _model_record(name: str, shape: ModelShape) -> dict[str, Any]:
     """A model in plain values; parameters to the integer, FLOPs of a token by both conventions."""
-    from stretto.spec.flops import model_flops_per_token
-    from stretto.spec.parameters import count_parameters
-    from stretto.spec.shape import shape_to_record
+    from stretto.job.flops import model_flops_per_token
+    from stretto.job.parameters import count_parameters
+    from stretto.job.shape import shape_to_record
 
     count = count_parameters(shape)
     return {

@@ -16,7 +16,7 @@ from stretto.cli.report import Cell, CommandReport, Record, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.spec.shape import ModelShape
+    from stretto.job.shape import ModelShape
 
 app = command_app(help="List, verify, export and import checkpoints.", no_args_is_help=True)
 
@@ -281,8 +281,8 @@ def import_model(
 
 def _shape(model: str | None) -> ModelShape:
     """The model of a preset, a config.json or a run's config."""
+    from stretto.job.presets import find_shape
     from stretto.run.config import load
-    from stretto.spec.presets import find_shape
 
     if model is None:
         raise StrettoError(

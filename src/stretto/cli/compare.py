@@ -18,10 +18,10 @@ from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, t
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from stretto.job.job import Job
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
     from stretto.run.compare.result import CombinationResult, RunComparison
-    from stretto.spec.job import Job
     from stretto.view.compare_page import Figure
 
 app = command_app()
@@ -169,6 +169,7 @@ class ComparedJob:
 def _compared_job(options: CompareOptions, name: str, combination: Combination) -> ComparedJob:
     """Check a combination: to be run, it must fit this machine; to be predicted, it need not."""
     from stretto.cli.jobs import check_job, ranks_of
+    from stretto.job.rules import problems
     from stretto.recommender.config.load import load_config
     from stretto.run.compare.result import CombinationResult, fingerprint
     from stretto.run.config.job import job_of
@@ -176,7 +177,6 @@ def _compared_job(options: CompareOptions, name: str, combination: Combination) 
     from stretto.run.config.required import check_required
     from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.local import check_ranks
-    from stretto.spec.rules import problems
 
     overrides: Sequence[str] = combination.overrides
     pending = CombinationResult(name=name, overrides=combination.overrides, status="refused")

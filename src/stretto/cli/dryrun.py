@@ -48,11 +48,11 @@ def dryrun(
     tensor's that a collective works on; groups are named by the axes along which their ranks differ.
     """
     from stretto.cli.jobs import load_language
+    from stretto.job.rules import problems
     from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import one_rank
     from stretto.planner.rank_step.counts import countable, counts
     from stretto.run.config.job import job_of
-    from stretto.spec.rules import problems
 
     job = job_of(load_language(path, overrides or []))
     if wrong := problems(job):

@@ -11,7 +11,7 @@ import typer
 from stretto.cli.options import Json
 from stretto.cli.output import command_app
 from stretto.errors import StrettoError, read_text
-from stretto.spec.devices import METAVAR, check_device
+from stretto.job.devices import METAVAR, check_device
 
 if TYPE_CHECKING:
     from stretto.run.generate.text import Prompt, Wording

@@ -14,11 +14,11 @@ from stretto.cli.report import CommandReport, number, size, text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.job.job import Job
     from stretto.layout.shards import Mode
     from stretto.planner.memory.ranks import MemoryJob, RankMemory
     from stretto.run.config.schema import LoopConfig
     from stretto.run.train.memory_measured import RankHeld
-    from stretto.spec.job import Job
 
 
 app = command_app()
@@ -67,9 +67,9 @@ def memory(
     allocator fragmentation, several GiB in all.
     """
     from stretto.cli.jobs import load_language
+    from stretto.job.rules import problems
     from stretto.planner.memory.job import memory_of
     from stretto.run.config.job import job_of
-    from stretto.spec.rules import problems
 
     config = load_language(path, overrides or [])
     job = job_of(config)
@@ -212,10 +212,10 @@ def _mode_report(job: Job) -> CommandReport:
     Raises:
         StrettoError: the job is not legal in any mode.
     """
+    from stretto.job.data_parallel import MODES, DataParallel
+    from stretto.job.rules import problems
     from stretto.planner.memory.alternatives import compare_modes
     from stretto.planner.memory.job import memory_of
-    from stretto.spec.data_parallel import MODES, DataParallel
-    from stretto.spec.rules import problems
 
     # shard sizes and the moments of reductions belong to the job's own mode
     jobs: dict[Mode, Job] = {

@@ -26,10 +26,10 @@ from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError, load_module, nearest, read_text
 
 if TYPE_CHECKING:
+    from stretto.job.job import Job
     from stretto.planner.cutting.partition import Partition
     from stretto.planner.cutting.profile import ModelProfile
     from stretto.program import Program
-    from stretto.spec.job import Job
 
 
 app = command_app()
@@ -255,15 +255,15 @@ def _model_layers(options: PartitionOptions, program: Program) -> LayersToCut:
     Raises:
         StrettoError: no such model or cluster, or a job that is not legal.
     """
+    from stretto.job.data_parallel import Precision
+    from stretto.job.job import VOCAB_MULTIPLE, Job
+    from stretto.job.presets import find_shape
     from stretto.layout.layout import Layout
     from stretto.planner.assumptions import Assumptions
     from stretto.planner.cutting.layer_times import predicted_profile
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.memory.fits import tensor_bytes
     from stretto.planner.time.step import hop_link
-    from stretto.spec.data_parallel import Precision
-    from stretto.spec.job import VOCAB_MULTIPLE, Job
-    from stretto.spec.presets import find_shape
 
     if options.cluster is None:
         raise StrettoError("--model needs a cluster", hint="add --cluster dgx-a100-80gb, or another")

@@ -25,11 +25,11 @@ from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from stretto.job.data_parallel import Dtype
+    from stretto.job.job import Job
     from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Task
     from stretto.run.config.schema import TrainConfig
-    from stretto.spec.data_parallel import Dtype
-    from stretto.spec.job import Job
 
 
 app = command_app()
@@ -139,10 +139,10 @@ def _task(options: PlanOptions, base: TrainConfig | None) -> Task:
 
 def _job(options: PlanOptions, base: TrainConfig | None, default_dtype: Dtype) -> Job:
     """The job without a layout."""
+    from stretto.job.data_parallel import Precision
+    from stretto.job.presets import find_shape
     from stretto.planner.search.task import job_to_plan
     from stretto.run.config.job import job_of
-    from stretto.spec.data_parallel import Precision
-    from stretto.spec.presets import find_shape
 
     if base is None:
         if options.model is None or options.batch is None:

@@ -181,11 +181,11 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
 def _config_estimate(config: str, overrides: Sequence[str], cluster: str, *, memory: bool) -> Estimate:
     """The estimate of a config; the cluster "here" is this machine as the config's training uses it."""
     from stretto.cli.jobs import load_language
+    from stretto.job.rules import problems
     from stretto.planner.estimate import estimate
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.config.check import job_of
     from stretto.run.train.prediction import machine_of
-    from stretto.spec.rules import problems
 
     loaded = load_language(config, overrides)
     job = job_of(loaded)
@@ -203,9 +203,9 @@ def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> Ru
         StrettoError: an argument that is not KEY=VALUE, a job that is not legal, or degrees that do not fit
             the cluster.
     """
+    from stretto.job.presets import find_shape
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.runs import SECTIONS, column_name, read_run
-    from stretto.spec.presets import find_shape
 
     fields = {*_MORE_FIELDS, *(name for section in _FIELDS for name in SECTIONS[section])}
     cells = dict[str, str]()
@@ -349,10 +349,10 @@ def _table_report(options: PredictOptions, table: Path) -> CommandReport:
         StrettoError: a file that is not a table or cannot be written, a row that it does not have, or an
             unknown model or cluster.
     """
+    from stretto.job.presets import find_shape
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.run_scores import predict_rows, read_table, summary
     from stretto.planner.runs import read_run
-    from stretto.spec.presets import find_shape
 
     cells = read_table(table)
     shape = None if options.model is None else find_shape(options.model)

@@ -135,13 +135,13 @@ def _prove_layouts(
     config: TrainConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
 ) -> _Proof:
     """Prove layouts of a language model."""
+    from stretto.job.devices import HOST
     from stretto.run.config.check import check
     from stretto.run.launch.local import check_ranks
     from stretto.run.train.language_job import check_attention
     from stretto.run.verify.cases import cases_from_file, configured_job, smaller
     from stretto.run.verify.every import Every
     from stretto.run.verify.job import verify as prove
-    from stretto.spec.devices import HOST
 
     check(config)
     check_attention(config.train.attention, HOST)

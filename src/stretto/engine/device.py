@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import Backend, ProcessGroup
 
 from stretto.errors import StrettoError, nearest
-from stretto.spec.devices import AUTO, HOST, KINDS
+from stretto.job.devices import AUTO, HOST, KINDS
 
 GIB = 2**30
 

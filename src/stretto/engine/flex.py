@@ -21,7 +21,7 @@ from stretto.engine.compiler import BACKEND, one_thread
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.kernels import NaiveAttention, ScoreOptions, add_sinks, sinks_gradient
 from stretto.errors import StrettoError
-from stretto.spec.devices import HOST
+from stretto.job.devices import HOST
 
 BLOCK = 128  # queries and keys that are skipped together
 _GRAPHS = 64  # of all shapes and kinds of scores in a process

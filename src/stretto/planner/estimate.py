@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import Dtype
+from stretto.job.flops import hardware_flops_per_token, model_flops_per_step
+from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.interval import interval
 from stretto.planner.machines.cluster import Cluster
@@ -16,9 +19,6 @@ from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, rank_memory
 from stretto.planner.time.step import StepTime, step_time
 from stretto.program.replay.timeline import Timeline
-from stretto.spec.data_parallel import Dtype
-from stretto.spec.flops import hardware_flops_per_token, model_flops_per_step
-from stretto.spec.job import Job
 
 PARTS = (
     "compute",  # forwards and backwards of layers
@@ -134,7 +134,7 @@ def precision_of(job: Job) -> Precision:
 def estimate(
     job: Job, cluster: Cluster, assumptions: Assumptions | None = None, *, memory: bool = True
 ) -> Estimate:
-    """Time and memory of a legal job (`spec.rules.problems` finds none) on a cluster of its size.
+    """Time and memory of a legal job (`job.rules.problems` finds none) on a cluster of its size.
 
     Raises:
         StrettoError: the schedule cannot be made, or the batch does not divide.

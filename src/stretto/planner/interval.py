@@ -15,11 +15,11 @@ from functools import cache
 from math import exp, sqrt
 from typing import Any
 
+from stretto.job.job import Job
 from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.machines.reading import shipped
 from stretto.planner.time.constants import is_fitted
-from stretto.spec.job import Job
 
 # the parts of a step (`planner.estimate.PARTS`) that each source of uncertainty scales; idle time follows all
 SOURCES: Mapping[str, tuple[str, ...]] = {

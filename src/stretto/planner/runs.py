@@ -12,6 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from stretto.errors import StrettoError, nearest
+from stretto.job.data_parallel import MODES, DataParallel, Dtype, Offload, Precision
+from stretto.job.experts import ExpertShape
+from stretto.job.families import FAMILIES, Family
+from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
+from stretto.job.framework import CORE, OPERATORS, Framework, Operator, framework_behaviour
+from stretto.job.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import find_shape
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
 from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
@@ -21,16 +31,6 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.networks import LATENCIES, parse_network
 from stretto.planner.machines.reading import shipped
 from stretto.program import names as schedules
-from stretto.spec.data_parallel import MODES, DataParallel, Dtype, Offload, Precision
-from stretto.spec.experts import ExpertShape
-from stretto.spec.families import FAMILIES, Family
-from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
-from stretto.spec.framework import CORE, OPERATORS, Framework, Operator, framework_behaviour
-from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import find_shape
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 
 Value = int | float | bool | str
 T = TypeVar("T", bound=Value)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 State = dict[str, Any]
 Rule = Callable[[Tensor, Tensor, State, float, float], None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from stretto.errors import StrettoError
-from stretto.spec.field import Field
+from stretto.job.field import Field
 
 Pooling = Literal["sum", "mean"]
 Ids = Literal["modulo", "quotient-remainder", "hash"]

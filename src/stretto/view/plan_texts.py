@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+from stretto.job.parameters import count_parameters
 from stretto.planner.assumptions import software_profiles
 from stretto.planner.estimate import PARTS
-from stretto.spec.parameters import count_parameters
 
 if TYPE_CHECKING:
+    from stretto.job.job import Job
     from stretto.planner.assumptions import Assumptions
     from stretto.planner.machines.cluster import Cluster, Link
     from stretto.planner.search.ranking import Plan, Ranked
-    from stretto.spec.job import Job
 
 GIB = 2**30
 _SMALL = 0.003  # share of the first layout's step below which a difference is not shown

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engine.checkpoint.folder import step_name
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto.run.train.imported import Imported, config_text, make_run, new_run
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 from stretto_interop.checkpoints.dcp.written import OpenImport, Progress
 from stretto_interop.checkpoints.megatron.importing import MegatronImport

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.cli.output import byte_progress, report
+from stretto.job.shape import ModelShape
 from stretto.run.train.imported import Imported
-from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints import imported
 from stretto_interop.checkpoints.dcp.exporting import export_dcp
 from stretto_interop.checkpoints.dcp.written import Progress

@@ -13,6 +13,8 @@ import yaml
 from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
 from stretto.cli.output import labelled, show_search
 from stretto.errors import StrettoError, nearest, read_text
+from stretto.job.job import Job
+from stretto.job.presets import find_shape
 from stretto.planner.estimate import Estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import TIE, Plan, Ranked
@@ -22,8 +24,6 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.planner.place import TablePlan
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import JobConfig, TrainConfig
-from stretto.spec.job import Job
-from stretto.spec.presets import find_shape
 from stretto.view.plan_texts import search_text
 from stretto_interop.frameworks.fields import PATHS, values_of
 from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, emit, read

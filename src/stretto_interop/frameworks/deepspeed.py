@@ -13,14 +13,14 @@ from math import frexp
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.data_parallel import KEEP
+from stretto.job.framework import framework_behaviour
+from stretto.job.initial import Initial
+from stretto.job.job import Job
+from stretto.job.optimiser import RateSchedule
 from stretto.layout.layout import ORDER
 from stretto.program import PLAIN
 from stretto.run.config.schema import ScheduleConfig
-from stretto.spec.data_parallel import KEEP
-from stretto.spec.framework import framework_behaviour
-from stretto.spec.initial import Initial
-from stretto.spec.job import Job
-from stretto.spec.optimiser import RateSchedule
 from stretto_interop.frameworks.deepspeed_json import parse, render
 from stretto_interop.frameworks.fields import JOB, NAMES, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (

@@ -15,20 +15,20 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from stretto.errors import StrettoError
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.experts import ExpertShape
+from stretto.job.finetune import TrainedParameters
+from stretto.job.initial import Initial
+from stretto.job.job import Job, Recompute
+from stretto.job.lora import LoraShape
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.program.program import Program
 from stretto.run.config.required import FIELDS
 from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import fields_of
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.experts import ExpertShape
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.initial import Initial
-from stretto.spec.job import Job, Recompute
-from stretto.spec.lora import LoraShape
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.shape import ModelShape
 
 T = TypeVar("T")
 

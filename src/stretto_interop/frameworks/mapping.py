@@ -14,13 +14,13 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from stretto.errors import Problem, StrettoError, nearest
+from stretto.job.job import Job
+from stretto.job.presets import PRESETS, preset
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape, fields_of
 from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.job import Job
-from stretto.spec.presets import PRESETS, preset
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape, fields_of
 from stretto_interop.frameworks.fields import (
     JOB,
     MODEL,

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from stretto.errors import StrettoError
+from stretto.job.initial import Initial
+from stretto.job.rules import problems
 from stretto.run.config.check import find_problems
 from stretto.run.config.data import DataConfig
 from stretto.run.config.load import parse, plain_values
@@ -18,8 +20,6 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.validation import wrong_fields
 from stretto.run.config.written import model_section
-from stretto.spec.initial import Initial
-from stretto.spec.rules import problems
 from stretto_interop.frameworks.fields import JOB, MODEL, RUN, RUN_DEFAULTS, job_from, name_of, reading
 from stretto_interop.frameworks.mapping import ExternalFramework, Settings, Start, read_rule
 

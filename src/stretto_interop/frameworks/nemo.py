@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stretto.spec.framework import framework_behaviour
-from stretto.spec.job import Job
+from stretto.job.framework import framework_behaviour
+from stretto.job.job import Job
 from stretto_interop.frameworks.fields import JOB, RATE, RUN, JobValues, name_of
 from stretto_interop.frameworks.mapping import Rule, Settings, Unset, refused
 from stretto_interop.frameworks.megatron.framework import MEGATRON, as_run

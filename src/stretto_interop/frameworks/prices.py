@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stretto.job.data_parallel import MODES, DataParallel
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.task import Task, unplanned
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.data_parallel import MODES, DataParallel
 from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, refusals
 
 # sections of values that a search makes

@@ -11,10 +11,10 @@ from math import inf
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.data_parallel import KEEP, Precision
+from stretto.job.framework import framework_behaviour
+from stretto.job.job import Job
 from stretto.layout.layout import ORDER
-from stretto.spec.data_parallel import KEEP, Precision
-from stretto.spec.framework import framework_behaviour
-from stretto.spec.job import Job
 from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
     ExternalFramework,

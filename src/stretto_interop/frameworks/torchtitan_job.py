@@ -9,15 +9,15 @@ from math import ceil
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.data_parallel import DataParallel
+from stretto.job.initial import Initial
+from stretto.job.job import Job
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, fields_of
 from stretto.program import PLAIN
 from stretto.program.text import check_torch, from_csv, to_csv
 from stretto.program.text.torchtitan import modules_of_stages, schedule_class
 from stretto.run.config.job import program_file
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.initial import Initial
-from stretto.spec.job import Job
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, fields_of
 from stretto_interop.frameworks.fields import JOB, MODEL, NAMES, RUN, JobValues, name_of, values_of
 from stretto_interop.frameworks.mapping import Settings, Values, refused
 

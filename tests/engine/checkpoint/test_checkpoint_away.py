@@ -17,8 +17,8 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
-from stretto.spec.data_parallel import Offload
-from stretto.spec.optimiser import Optimiser
+from stretto.job.data_parallel import Offload
+from stretto.job.optimiser import Optimiser
 
 UNITS, ROWS, COLUMNS = 6, 40, 33
 SIZE = ROWS * COLUMNS

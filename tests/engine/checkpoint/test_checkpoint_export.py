@@ -18,7 +18,7 @@ from stretto.engine.models.build import build
 from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.exporting import export_dcp
 
 SHAPES = {

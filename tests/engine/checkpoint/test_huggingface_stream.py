@@ -24,8 +24,8 @@ from stretto.engine.checkpoint.read import StoredTensors, read_whole
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape, shape_to_record
 
 LLAMA = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, sequence=12)
 MIB = 1 << 20

@@ -21,11 +21,11 @@ from stretto.engine.checkpoint.manifest import load_manifest, problems, quick_pr
 from stretto.engine.checkpoint.metadata import index_problem, metadata_problem
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.errors import StrettoError
+from stretto.job.parameters import parameter_shapes
+from stretto.job.presets import PRESETS, preset
+from stretto.job.shape import shape_from_record, shape_to_record
 from stretto.run.train.checkpointing import restored_progress
 from stretto.run.train.resume import read_meta
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.presets import PRESETS, preset
-from stretto.spec.shape import shape_from_record, shape_to_record
 
 COUNTS = ("step", "samples", "tokens")
 HOSTILE: list[Any] = [

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.huggingface import from_huggingface
-from stretto.spec.huggingface import shape_from_huggingface
+from stretto.job.huggingface import shape_from_huggingface
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from stretto.spec.shape import ModelShape
+    from stretto.job.shape import ModelShape
 
 SEQUENCE = 24  # beyond the original 16 positions of scaled ones, and beyond every window
 _SIZES: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stretto.spec.attention import AttentionShape, LatentShape
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import AttentionShape, LatentShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 
 SHAPES = {
     "gpt": ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=67, sequence=24),

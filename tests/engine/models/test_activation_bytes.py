@@ -28,6 +28,12 @@ from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
+from stretto.job.attention import AttentionKernel, AttentionShape, ContextKind
+from stretto.job.experts import ExpertShape
+from stretto.job.families import Family
+from stretto.job.flops import Recompute
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import (
     ComputeConfig,
     block_saved,
@@ -36,12 +42,6 @@ from stretto.planner.counts.activations import (
     total,
 )
 from stretto.planner.counts.published_activations import published_formula
-from stretto.spec.attention import AttentionKernel, AttentionShape, ContextKind
-from stretto.spec.experts import ExpertShape
-from stretto.spec.families import Family
-from stretto.spec.flops import Recompute
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 SEQUENCE, BATCH = 64, 2
 # wide enough for what papers leave out, the statistics of norms, to be less than 1% of the rest

@@ -22,11 +22,11 @@ from stretto.engine.models import LanguageModel, build
 from stretto.engine.models.attention import distance_buckets
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
 from stretto.errors import StrettoError
-from stretto.spec.attention import AttentionShape
-from stretto.spec.huggingface import config_to_huggingface, read_config
-from stretto.spec.parameters import count_parameters, parameter_shapes
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, shape_from_record, shape_to_record
+from stretto.job.attention import AttentionShape
+from stretto.job.huggingface import config_to_huggingface, read_config
+from stretto.job.parameters import count_parameters, parameter_shapes
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, shape_from_record, shape_to_record
 from stretto_interop.checkpoints.dcp.titan import rules as titan_rules
 from stretto_interop.checkpoints.megatron.names import rules as megatron_rules
 

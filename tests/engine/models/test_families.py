@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.engine.models import build
 from stretto.engine.models.huggingface import from_huggingface, plain_names, to_huggingface
-from stretto.spec.huggingface import config_to_huggingface, differences, read_config, shape_from_huggingface
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import PRESETS, preset
-from stretto.spec.shape import ModelShape
+from stretto.job.huggingface import config_to_huggingface, differences, read_config, shape_from_huggingface
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import PRESETS, preset
+from stretto.job.shape import ModelShape
 
 BUILT = [name for name in PRESETS if not preset(name).unsupported_parts and preset(name).rotary]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
-from stretto.spec.huggingface import differences, shape_from_huggingface
+from stretto.job.huggingface import differences, shape_from_huggingface
 
 
 def require_built(name: str) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from stretto.engine.models import CrossEntropy, LanguageModel, build, initialise
 from stretto.errors import StrettoError
-from stretto.spec.parameters import count_parameters, parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.parameters import count_parameters, parameter_shapes
+from stretto.job.shape import ModelShape
 
 ALL = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 

@@ -11,9 +11,9 @@ from stretto.engine.models import build, initialise
 from stretto.engine.models.cache import KeyValueCache
 from stretto.engine.models.generate import stream
 from stretto.engine.models.language import LanguageModel
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 
 BASE = ModelShape(family="llama", layers=3, hidden=32, heads=4, kv_heads=2, ffn=40, vocab=61, sequence=64)
 LATENT = LatentShape(kv_rank=12, rope_dim=4, value_dim=6, q_rank=10)

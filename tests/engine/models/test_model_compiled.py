@@ -25,10 +25,10 @@ from stretto.engine.parallel.tensor.linear import (
     convert_linears,
     run_deferred,
 )
+from stretto.job.attention import AttentionShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.attention import AttentionShape
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
 
 LLAMA = ModelShape(
     family="llama",

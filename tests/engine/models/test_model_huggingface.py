@@ -22,10 +22,10 @@ from stretto.engine.models import LanguageModel, build, initialise
 from stretto.engine.models.huggingface import from_huggingface, to_huggingface
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
-from stretto.spec.huggingface import config_to_huggingface, differences, shape_from_huggingface
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.huggingface import config_to_huggingface, differences, shape_from_huggingface
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, shape_to_record
 
 EXCHANGED = SHAPES | {"mixtral": EXPERTS["mixtral"]}
 ALL = pytest.mark.parametrize("shape", EXCHANGED.values(), ids=EXCHANGED)

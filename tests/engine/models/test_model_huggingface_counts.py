@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.engine.models import build
 from stretto.errors import StrettoError
-from stretto.spec.huggingface import shape_from_huggingface
-from stretto.spec.parameters import count_parameters
+from stretto.job.huggingface import shape_from_huggingface
+from stretto.job.parameters import count_parameters
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

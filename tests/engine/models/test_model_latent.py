@@ -15,8 +15,8 @@ from transformers.models.deepseek_v3 import DeepseekV3Config, modeling_deepseek_
 from double_precision import in_float64
 from stretto.engine.models import build
 from stretto.engine.models.latent import LatentAttention
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.shape import ModelShape
 
 YARN: dict[str, Any] = {
     "factor": 40.0,

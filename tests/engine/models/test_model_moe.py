@@ -17,9 +17,9 @@ from stretto.engine.models import LanguageModel, build, initial_values, initiali
 from stretto.engine.models.generate import stream
 from stretto.engine.models.mlp import MLP
 from stretto.engine.models.moe import MoE, feed_forward
-from stretto.spec.experts import ExpertShape
-from stretto.spec.parameters import count_parameters, parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.parameters import count_parameters, parameter_shapes
+from stretto.job.shape import ModelShape
 
 EVERY = {**EXPERTS, **ROUTERS}
 ALL = pytest.mark.parametrize("shape", EVERY.values(), ids=EVERY)

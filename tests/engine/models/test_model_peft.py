@@ -22,10 +22,10 @@ from stretto.engine.models.huggingface import from_huggingface
 from stretto.engine.models.peft import from_peft, merged, to_peft
 from stretto.engine.models.weights import freeze
 from stretto.errors import StrettoError
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.huggingface import shape_from_huggingface
-from stretto.spec.lora import LoraShape, is_adapter
-from stretto.spec.shape import ModelShape
+from stretto.job.finetune import TrainedParameters
+from stretto.job.huggingface import shape_from_huggingface
+from stretto.job.lora import LoraShape, is_adapter
+from stretto.job.shape import ModelShape
 
 LLAMA = transformers.LlamaConfig(
     vocab_size=61,

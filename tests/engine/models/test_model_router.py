@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.engine.models.moe import Router, correct
-from stretto.spec.experts import Drop, ExpertShape, GroupScore, Score
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import Drop, ExpertShape, GroupScore, Score
+from stretto.job.shape import ModelShape
 
 FEW = settings(max_examples=60, deadline=None)
 SEEDS = st.integers(0, 2**31)

@@ -13,7 +13,7 @@ from model_shapes import SHAPES
 from stretto.engine.models import build, initial_values, initialise
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.initial import Initial
+from stretto.job.initial import Initial
 
 GPT = SHAPES["gpt"]
 
@@ -40,7 +40,7 @@ def test_initialising_leaves_the_global_generator_unchanged():
 
 def test_initial_values_are_the_same_in_another_process():
     code = (
-        "from stretto.engine.models import initial_values; from stretto.spec.presets import preset;"
+        "from stretto.engine.models import initial_values; from stretto.job.presets import preset;"
         "print(initial_values('blocks.3.attn.qkv.weight', (5, 4), 11, preset('gpt2')).double().sum().item())"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -17,8 +17,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 from double_precision import in_float64
 from stretto.engine.models import build
 from stretto.engine.models.moe import MoE
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 
 HIDDEN, WIDTH, SHARED, EXPERTS, K = 12, 10, 20, 8, 3
 

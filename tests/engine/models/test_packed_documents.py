@@ -21,8 +21,8 @@ from stretto.engine.models.build import build
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.models.language import IGNORED, LanguageModel
 from stretto.engine.parallel.recompute import recompute
-from stretto.spec.attention import AttentionShape, RopeScaling
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import AttentionShape, RopeScaling
+from stretto.job.shape import ModelShape
 
 LENGTH = 24
 LLAMA = SHAPES["llama-grouped"]

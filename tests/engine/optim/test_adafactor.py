@@ -10,7 +10,7 @@ from torch import nn
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 EPS = torch.finfo(torch.float32).eps  # torch's own in float32
 

@@ -10,7 +10,7 @@ from splits import set_gradients, values, whole
 from stretto.engine.optim import adam
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 CONFIG = Optimiser(lr=0.01, weight_decay=0.3, states="bfloat16")
 

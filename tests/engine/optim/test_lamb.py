@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 LR, BETAS, EPS, DECAY = 0.1, (0.8, 0.9), 1e-6, 0.3
 

@@ -12,9 +12,9 @@ from stretto.engine.optim.base import is_block_matrix
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.muon import orthogonal, orthogonal_all, products_in
 from stretto.engine.optim.states import state_tensors
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.optimiser import Optimiser
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape
 
 LR, DECAY = 0.1, 0.3
 MATRICES = ("blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight", "blocks.0.mlp.experts.up")

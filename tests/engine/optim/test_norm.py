@@ -19,9 +19,9 @@ from stretto.engine.parallel.data.reduction import shard_groups
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import ShardedParameter, materialise, parallelize
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.shards import ShardSizes
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 TIED = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=6)
 GROUPED = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=5, sequence=6)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 
 def model() -> nn.Module:

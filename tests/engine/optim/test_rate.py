@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from stretto.engine.optim.rate import LearningRate, delay_ratio
-from stretto.spec.optimiser import DecayShape, RateSchedule, RateShape
+from stretto.job.optimiser import DecayShape, RateSchedule, RateShape
 
 PEAK, STEPS, WARMUP, FLOOR = 3e-3, 50, 10, 0.1
 

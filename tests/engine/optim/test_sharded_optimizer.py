@@ -17,8 +17,8 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
-from stretto.spec.data_parallel import Offload
-from stretto.spec.optimiser import Optimiser
+from stretto.job.data_parallel import Offload
+from stretto.job.optimiser import Optimiser
 
 SHAPES = [(8, 6), (6,), (3,), (1,), (12, 4), (4,), (5, 5), (2, 3, 4), (7,), (64, 3)]
 CONFIGS = [

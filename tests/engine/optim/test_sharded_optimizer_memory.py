@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer

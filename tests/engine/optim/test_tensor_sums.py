@@ -21,7 +21,7 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import prepare, state_tensors
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 from stretto.errors import StrettoError
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 CONFIGS = {
     "adamw": Optimiser(name="adamw", lr=0.1, weight_decay=0.3),

@@ -13,8 +13,8 @@ from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import ColumnParallel, ParallelStyle, Replicate, RowParallel, SplitDropout
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 
 SAMPLES, SCALE = 3, 0.37  # samples of a replica, the gradient of the losses
 

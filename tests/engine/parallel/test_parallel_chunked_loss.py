@@ -15,8 +15,8 @@ from stretto.engine.parallel.styles import padded
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
+from stretto.job.loss_chunk import loss_chunk_tokens
 from stretto.run.train.memory_measured import HeldMemory
-from stretto.spec.loss_chunk import loss_chunk_tokens
 
 HIDDEN, SAMPLES, LENGTH = 6, 3, 8
 

@@ -23,10 +23,10 @@ from stretto.engine.parallel.recompute import recompute
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
+from stretto.job.attention import RopeScaling
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.attention import RopeScaling
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=20, dropout=0.3, tied=True)
 LLAMA = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=22, sequence=20)

@@ -25,12 +25,12 @@ from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.shared import find_ties
+from stretto.job.attention import AttentionShape, LatentShape
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.program.program import Program
 from stretto.program.transforms.activations import recompute
-from stretto.spec.attention import AttentionShape, LatentShape
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 SIZE, SCALE = 2, 0.1  # samples of a microbatch, gradient of its loss
 LLAMA = ModelShape(

@@ -36,8 +36,8 @@ from stretto.engine.parallel.parallelize import ShardedParameter, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.errors import StrettoError
+from stretto.job.shape import ModelShape
 from stretto.layout.shards import ShardSizes
-from stretto.spec.shape import ModelShape
 
 
 def local(x: Tensor, split: SequenceSplit) -> Tensor:

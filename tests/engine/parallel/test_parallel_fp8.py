@@ -40,10 +40,10 @@ from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.errors import StrettoError
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=16)
 LLAMA = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=22, sequence=16)

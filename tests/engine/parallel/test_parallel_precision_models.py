@@ -26,10 +26,10 @@ from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, Defer
 from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 LENGTH, BATCH = 16, 4
 GPT = ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=40, sequence=LENGTH, tied=True)

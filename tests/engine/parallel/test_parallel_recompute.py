@@ -24,9 +24,9 @@ from stretto.engine.parallel.recompute import MODES, Mode, recompute, recompute_
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import DeferredGradient, FusedLinear
 from stretto.errors import StrettoError
-from stretto.spec.flops import hardware_flops_per_token
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
+from stretto.job.flops import hardware_flops_per_token
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=1, hidden=16, heads=4, vocab=8, sequence=6, dropout=0.3)
 

@@ -24,9 +24,9 @@ from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, Defer
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=1, hidden=16, heads=4, vocab=22, sequence=8)
 DROPOUT = replace(GPT, dropout=0.3, tied=True)

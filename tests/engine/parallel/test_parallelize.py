@@ -29,9 +29,9 @@ from stretto.engine.parallel.styles import (
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout import Layout
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 SHAPES = [
     ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=8),

@@ -21,9 +21,9 @@ from stretto.engine.parallel.parallelize import materialise, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.shared import find_ties
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.program.program import Program
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 SEQUENCE, SIZE = 6, 2  # tokens of a sample, samples of a microbatch
 

@@ -22,11 +22,11 @@ from stretto.engine.parallel.recompute import Mode, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout, key_dropout
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.program import names
 from stretto.program.program import Program
 from stretto.program.transforms.activations import offload, recompute
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 SIZE, RATE = 2, 0.5  # samples of a microbatch; large steps, so that versions of weights differ
 GPT = ModelShape(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 from stretto_interop.checkpoints.dcp.index import METADATA, DcpIndex, Extent, find_folder, read_dcp_index

@@ -17,8 +17,8 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.models.weights import initial_values
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto_interop.checkpoints.dcp.exporting import export_dcp
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 

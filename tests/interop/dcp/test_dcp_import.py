@@ -13,11 +13,11 @@ import torch
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
+from stretto.job.shape import ModelShape
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
-from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 from tiny_job import LLAMA, job
 from train_runs import tensors, train

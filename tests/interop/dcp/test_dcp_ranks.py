@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ranks import on_ranks
 from stretto.engine.checkpoint.read import read_whole
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 from stretto_interop.checkpoints.dcp.index import read_dcp_index
 

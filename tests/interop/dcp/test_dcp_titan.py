@@ -15,11 +15,11 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.models.build import build
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.experts import ExpertShape
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.experts import ExpertShape
+from stretto.job.parameters import parameter_shapes
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto_interop.checkpoints.dcp.exporting import export_dcp
 from stretto_interop.checkpoints.dcp.importing import DcpImport
 from stretto_interop.checkpoints.dcp.index import read_dcp_index

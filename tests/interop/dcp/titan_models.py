@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 class Norm(nn.Module):

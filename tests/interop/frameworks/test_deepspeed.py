@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
 from stretto.planner.memory.short_step import short_step_memory
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
 from stretto_interop.frameworks.fields import values_of
 from stretto_interop.frameworks.mapping import emit, read, unmapped

@@ -11,18 +11,18 @@ import pytest
 
 from stretto.cli.interop import NAMES as OFFERED
 from stretto.errors import StrettoError
+from stretto.job.attention import AttentionShape, RopeScaling
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job, Recompute
+from stretto.job.lora import LoraShape
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
 from stretto.program import schedule
 from stretto.run.config.data import MixturePhase
 from stretto.run.config.schema import ElasticLayout, TrainConfig
 from stretto.run.config.section import find
-from stretto.spec.attention import AttentionShape, RopeScaling
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job, Recompute
-from stretto.spec.lora import LoraShape
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import NAMES, RUN_DEFAULTS, JobValues, values_of
 from stretto_interop.frameworks.mapping import ExternalFramework, settings_of, unmapped
 from stretto_interop.frameworks.registry import FRAMEWORKS

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.attention import RopeScaling
+from stretto.job.job import Job
+from stretto.job.lora import LoraShape
+from stretto.job.presets import PRESETS, preset
 from stretto.layout.layout import Layout
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import fields_of
-from stretto.spec.attention import RopeScaling
-from stretto.spec.job import Job
-from stretto.spec.lora import LoraShape
-from stretto.spec.presets import PRESETS, preset
 from stretto_interop.frameworks.fields import NAMES, NOT_CHOSEN, PATHS, job_from, values_of
 
 

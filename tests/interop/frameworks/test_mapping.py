@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.framework import framework_behaviour
+from stretto.job.job import Job
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
-from stretto.spec.framework import framework_behaviour
-from stretto.spec.job import Job
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import (
     ExternalFramework,

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.presets import preset
+from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
 from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.presets import preset
-from stretto.spec.rules import problems
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
 from stretto_interop.frameworks.megatron.arguments import arguments

@@ -10,8 +10,8 @@ from migrated import NONE, ROTARY, RUN, SIZES, arguments_of, config_of, moved
 
 from stretto.cli.main import run
 from stretto.errors import StrettoError
+from stretto.job.presets import preset
 from stretto.run.config.job import job_of
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.mapping import Start, read
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.migrate import migrate

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import settings_of
 from stretto_interop.frameworks.nemo import NEMO, overrides

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel
+from stretto.job.presets import preset
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.search import search
 from stretto.planner.search.task import Task, job_to_plan
 from stretto.run.config import load
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.presets import preset
 from stretto_interop.frameworks.mapping import ExternalFramework, emit, refusals
 from stretto_interop.frameworks.prices import task_for
 from stretto_interop.frameworks.registry import FRAMEWORKS

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.parameters import count_parameters
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.parameters import count_parameters
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape
 from stretto_interop.frameworks.fields import JobValues, values_of
 from stretto_interop.frameworks.mapping import emit, read, settings_of, unmapped
 from stretto_interop.frameworks.torchtitan import TORCHTITAN

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import megatron_models as megatron
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 DTYPES = (torch.bfloat16, torch.float32)
 GARBAGE = 1e30  # in gaps

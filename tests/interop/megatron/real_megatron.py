@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_models as megatron
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 def on_cpu() -> None:

@@ -13,8 +13,8 @@ from megatron_buffers import FUSED, PLAIN, Ranks, buffers
 import megatron_models as megatron
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 32, "sequence": 12}

@@ -18,10 +18,10 @@ from stretto.engine.models.build import build
 from stretto.engine.models.weights import initial_values
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
-from stretto.spec.experts import ExpertShape
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.experts import ExpertShape
+from stretto.job.parameters import parameter_shapes
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto_interop.checkpoints.megatron.common import find_iteration, read_common
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport

@@ -15,11 +15,11 @@ import megatron_models as megatron
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
 from stretto.errors import StrettoError
+from stretto.job.shape import ModelShape
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
-from stretto.spec.shape import ModelShape
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
 from stretto_interop.frameworks.megatron.saved import read_saved

@@ -14,8 +14,8 @@ from ranks import on_ranks
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.models.build import build
 from stretto.errors import StrettoError
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
 from stretto_interop.frameworks.megatron.saved import saved_arguments

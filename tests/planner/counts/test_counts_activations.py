@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.flops import Recompute
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import (
     ComputeConfig,
     block_saved,
@@ -16,9 +19,6 @@ from stretto.planner.counts.activations import (
     total,
 )
 from stretto.planner.counts.published_activations import published_formula
-from stretto.spec.flops import Recompute
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape
 
 GPT = replace(preset("korthikanti-22b"), dropout=0.1)
 BASE = ComputeConfig(batch=4, sequence=2048, attention="explicit")

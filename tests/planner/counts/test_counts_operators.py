@@ -17,16 +17,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from stretto.job.experts import ExpertShape
+from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
+from stretto.job.framework import OPERATORS, Framework, Operator
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import HeldMemory
-from stretto.spec.experts import ExpertShape
-from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
-from stretto.spec.framework import OPERATORS, Framework, Operator
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape
 
 BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 64, 64, 8, 2, 192
 SHAPE = ModelShape(

@@ -11,12 +11,12 @@ import torch
 from stretto.engine.models.build import build
 from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.parallelize import parallelize
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.parameters import count_parameters
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.rank_parameters import Shares, elements_of, layer_elements
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.parameters import count_parameters
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=101, sequence=16)
 LLAMA = ModelShape(

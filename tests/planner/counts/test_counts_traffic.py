@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)
 COMPUTE = ComputeConfig(batch=2, sequence=32, tp=4)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+from stretto.job.framework import Framework
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import HeldMemory
-from stretto.spec.framework import Framework
-from stretto.spec.shape import ModelShape
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
 SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)

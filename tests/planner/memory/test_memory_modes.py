@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from stretto.job.data_parallel import MODES, DataParallel
+from stretto.job.program import ProgramKey, build_program
+from stretto.job.shape import ModelShape
 from stretto.layout.shards import Mode, shard_sizes
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.alternatives import compare_modes, parameters_of, published
 from stretto.planner.memory.ranks import MemoryJob
-from stretto.spec.data_parallel import MODES, DataParallel
-from stretto.spec.program import ProgramKey, build_program
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
 COMPUTE = ComputeConfig(batch=2, sequence=64, element=2)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stretto.job.framework import Framework
 from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.run_scores import read_table
 from stretto.planner.runs import RunRecord, read_run
-from stretto.spec.framework import Framework
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "memory"
 

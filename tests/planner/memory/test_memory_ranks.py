@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
 from stretto.engine.pipeline.rank_buffers import assign_slots
+from stretto.job.data_parallel import DataParallel
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.state_bytes import StateConfig
@@ -28,9 +31,6 @@ from stretto.program import schedule
 from stretto.program.action import ActionKind
 from stretto.program.lower import lower
 from stretto.program.memory import peak_held
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
 LLAMA = ModelShape(family="llama", layers=8, hidden=64, heads=4, kv_heads=2, vocab=128, sequence=64)

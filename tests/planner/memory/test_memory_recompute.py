@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.flops import attention_flops, block_flops
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.alternatives import advice
 from stretto.planner.memory.job import GIB, block_modes, choose_modes
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
 from stretto.program import schedule
-from stretto.spec.flops import attention_flops, block_flops
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=6, hidden=64, heads=4, vocab=128, sequence=128, dropout=0.1)
 COMPUTE = ComputeConfig(batch=2, sequence=128, element=4)

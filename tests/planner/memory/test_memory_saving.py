@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.job.parameters import count_parameters
 from stretto.planner.machines.catalogue import find_device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
@@ -14,7 +15,6 @@ from stretto.planner.memory.ranks import RankMemory, rank_memory
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
-from stretto.spec.parameters import count_parameters
 from tiny_job import job
 from train_runs import Hook, train
 

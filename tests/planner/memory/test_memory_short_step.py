@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job, Recompute
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_memory
 from stretto.program import names, options
 from stretto.program.schedules.traits import is_searched, trains
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job, Recompute
-from stretto.spec.shape import ModelShape
 
 STEADY = [name for name in names() if trains(name) and not is_searched(name)]
 

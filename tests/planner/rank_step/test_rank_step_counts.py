@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.experts import ExpertShape
+from stretto.job.flops import attention_flops, block_flops, head_flops
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.rank_step.counts import layer_flops
-from stretto.spec.experts import ExpertShape
-from stretto.spec.flops import attention_flops, block_flops, head_flops
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)
 LLAMA = ModelShape(family="llama", layers=2, hidden=64, heads=8, kv_heads=4, vocab=512, sequence=32)

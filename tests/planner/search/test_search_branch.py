@@ -12,6 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Recompute
+from stretto.job.program import stages_of
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, estimate
@@ -34,11 +39,6 @@ from stretto.planner.search.task import (
     job_to_plan,
 )
 from stretto.planner.search.time_bounds import TimeBounds
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Recompute
-from stretto.spec.program import stages_of
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=6, hidden=512, heads=8, kv_heads=4, vocab=4096, sequence=512)
 BATCH = 16

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
@@ -16,9 +19,6 @@ from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import short_program, short_step_fit
 from stretto.planner.search.memory_bounds import peak_states
 from stretto.planner.search.task import ScheduleChoice
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=14, hidden=64, heads=4, vocab=300, sequence=128)
 DEVICE = Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2.0e12)

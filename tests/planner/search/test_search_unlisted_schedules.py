@@ -8,6 +8,10 @@ from math import inf
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.placement import linear
 from stretto.planner.assumptions import Assumptions
@@ -28,10 +32,6 @@ from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules import registry
 from stretto.program.schedules.one_f_one_b import alternate
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=10, hidden=512, heads=8, vocab=3000, sequence=512)
 Orders = Callable[[int, int, int], tuple[Action, ...]]  # of (rank, ranks, microbatches)

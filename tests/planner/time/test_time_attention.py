@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
+from stretto.job.framework import Framework
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import entries, find_device
 from stretto.planner.time.kernels import KernelTimes, kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
-from stretto.spec.framework import Framework
-from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape
 
 # device, queries, keys, heads, head_dim, causal, backward, TFLOP/s: FlashAttention-2 on A100
 # (liangan1/GPU_travel performance/flash-attn), FlashAttention-3 on H100 (Shah et al. 2024, figure 5),

@@ -6,6 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.attention import ContextKind
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job
+from stretto.job.presets import find_shape
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
 from stretto.planner.counts.activations import ComputeConfig
@@ -16,11 +21,6 @@ from stretto.planner.time.data_parallel import data_time
 from stretto.planner.time.kernels import KernelTimes, kernel_times_of
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.operators import alignment, attention_seconds, matmul_seconds
-from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job
-from stretto.spec.presets import find_shape
-from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=16, hidden=1024, heads=16, vocab=50304, sequence=1024, dropout=0.1)
 LLAMA, MIXTRAL, SPARSE = (find_shape(name) for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"))

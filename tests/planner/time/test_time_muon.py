@@ -9,6 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.engine.optim.muon import orthogonal
+from stretto.job.data_parallel import DataParallel
+from stretto.job.optimiser import Optimiser
+from stretto.job.presets import preset
 from stretto.layout.layout import Layout
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.planner.estimate import estimate
@@ -16,9 +19,6 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Group
 from stretto.planner.search.task import job_to_plan
 from stretto.planner.time.muon import muon_seconds, products
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.presets import preset
 
 CLUSTER = find_cluster("h100:8")
 

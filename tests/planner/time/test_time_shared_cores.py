@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=8, hidden=256, heads=4, vocab=4096, sequence=128)
 TALK = {

@@ -6,6 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import Job, Recompute
+from stretto.job.parameters import count_parameters
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile
@@ -22,10 +26,6 @@ from stretto.planner.time.data_parallel import across, data_time, part_of, stage
 from stretto.planner.time.kernels import kernel_times_of
 from stretto.planner.time.layer import layer_time
 from stretto.planner.time.step import step_time
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
-from stretto.spec.parameters import count_parameters
-from stretto.spec.shape import ModelShape
 
 DEVICE = Device(name="test", tflops={"fp32": 20.0, "bf16": 300.0}, memory=80e9, bandwidth=2e12)
 CLUSTER = Cluster(

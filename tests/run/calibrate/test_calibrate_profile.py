@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import find_cluster, find_device
 from stretto.planner.machines.cluster import Group
@@ -16,7 +17,6 @@ from stretto.planner.time.operators import attention_seconds, matmul_seconds, pa
 from stretto.run.calibrate.host import Host, host_of
 from stretto.run.calibrate.kernels import merged
 from stretto.run.calibrate.profile import Measured, merge_ranks, profile
-from stretto.spec.shape import ModelShape
 
 GFLOPS = 50e9
 

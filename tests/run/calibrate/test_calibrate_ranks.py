@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import Precision
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import estimate
 from stretto.run.calibrate.collectives import CollectiveTimer, collective_times, groups_of
@@ -16,9 +19,6 @@ from stretto.run.calibrate.kernels import KINDS, rows_of, shapes
 from stretto.run.calibrate.profile import calibrate
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.launch.local import run_ranks
-from stretto.spec.data_parallel import Precision
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 
 def spin(seconds: float) -> None:

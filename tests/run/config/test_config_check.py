@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.flops import layer_costs
+from stretto.job.initial import Initial
+from stretto.job.program import ScheduleSearchKey, stage_times
 from stretto.program import names, options, schedule
 from stretto.program.replay import Costs, simulate
 from stretto.run.config import run_checks as room
@@ -12,9 +15,6 @@ from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
 from stretto.run.config.load import dump, parse
 from stretto.run.config.schema import ScheduleConfig
-from stretto.spec.flops import layer_costs
-from stretto.spec.initial import Initial
-from stretto.spec.program import ScheduleSearchKey, stage_times
 
 MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.experts import ExpertShape
+from stretto.job.presets import preset
 from stretto.run.config.check import check, find_problems
 from stretto.run.config.load import dump, load, parse
-from stretto.spec.experts import ExpertShape
-from stretto.spec.presets import preset
 
 ROOT = Path(__file__).parents[3]
 TINY = "model: {family: llama, layers: 2, hidden: 32, heads: 4%s}\ndata: {source: python-stdlib}\n"

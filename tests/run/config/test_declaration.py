@@ -10,17 +10,17 @@ from typing import Annotated, Any
 import pytest
 
 from stretto.errors import Problem, StrettoError
+from stretto.job import shape as shapes
+from stretto.job.field import Field, check_fields, declared
+from stretto.job.huggingface import differences
+from stretto.job.job import Execution
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto.run.config import model, reference, section, validation
 from stretto.run.config.job import job_of
 from stretto.run.config.load import dump, parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import Source
-from stretto.spec import shape as shapes
-from stretto.spec.field import Field, check_fields, declared
-from stretto.spec.huggingface import differences
-from stretto.spec.job import Execution
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.job.huggingface import shape_from_huggingface
 from stretto.recommender.config.load import load_config, parse_config
 from stretto.run.config.load import dump, load, parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import DEEPEST
 from stretto.run.config.validation import read_section
-from stretto.spec.huggingface import shape_from_huggingface
 
 MODEL = "model: {family: gpt, layers: 2, hidden: 64, heads: 4}\n"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.jobs import load_language
+from stretto.job.rules import problems
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
 from stretto.run.config.job import job_of
 from stretto.run.dryrun.run import dry_run
-from stretto.spec.rules import problems
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # config, rank, fields that leave the layout and a block in each stage, ranks, how close memory is

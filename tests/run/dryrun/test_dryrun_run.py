@@ -14,6 +14,8 @@ from ranks import on_ranks
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.layout.layout import axes_of
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
@@ -24,8 +26,6 @@ from stretto.run.config.source import Source
 from stretto.run.config.validation import read_section
 from stretto.run.dryrun.run import dry_run
 from stretto.run.train.memory_measured import measure
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 
 GPT = "model.family=gpt"
 LLAMA = "model.family=llama model.kv_heads=2 model.ffn=96"

@@ -27,15 +27,15 @@ from stretto.engine.models.generate import stream
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.experts import ExpertShape
+from stretto.job.lora import LoraShape
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto.layout.layout import Layout
 from stretto.run.config.schema import LoopConfig
 from stretto.run.generate.job import Request, generate_rank, run_generation
 from stretto.run.generate.text import Sampling, Wording, Writer, load_model
 from stretto.run.launch.local import RankFailed, run_ranks
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.experts import ExpertShape
-from stretto.spec.lora import LoraShape
-from stretto.spec.shape import ModelShape, shape_to_record
 from tiny_job import LLAMA, MOE, job
 from train_runs import train
 

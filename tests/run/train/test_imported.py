@@ -17,10 +17,10 @@ from pages import ROOT, run_here
 from stretto.engine.checkpoint.huggingface.importing import import_huggingface
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
+from stretto.job.huggingface import shape_from_huggingface
 from stretto.run.config.load import load
 from stretto.run.config.required import check_required
 from stretto.run.train.imported import import_model
-from stretto.spec.huggingface import shape_from_huggingface
 from tiny_job import write_text
 
 pytestmark = pytest.mark.apart

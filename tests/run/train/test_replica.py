@@ -13,14 +13,14 @@ import torch
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.data_parallel import DataParallel
+from stretto.job.job import Job
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto.run.calibrate.host import random_step_done
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
 from stretto.run.train.rank_model import RankModel, tensors_of
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn=16, vocab=32, sequence=8)
 

@@ -15,14 +15,14 @@ from stretto.engine.checkpoint.manifest import Manifest, write_manifest
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.experts import ExpertShape
+from stretto.job.huggingface import config_names
+from stretto.job.lora import LoraShape
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.resume import MAY_DIFFER, check_fits, differing, read_meta
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.experts import ExpertShape
-from stretto.spec.huggingface import config_names
-from stretto.spec.lora import LoraShape
-from stretto.spec.shape import ModelShape, shape_to_record
 
 # a model with every part
 FULL = ModelShape(

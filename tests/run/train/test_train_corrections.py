@@ -10,9 +10,9 @@ import torch
 
 from ranks import on_ranks
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.job import Job
 from stretto.run.config.job import job_of
 from stretto.run.train.assemble import assemble
-from stretto.spec.job import Job
 from tiny_job import job
 from train_runs import at_step, send_self, tensors, train
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stretto.engine.models.weights import initial_values
+from stretto.job.finetune import TrainedParameters
+from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
 from stretto.run.verify.job import verify
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.rules import problems
 from tiny_job import GPT, LLAMA, MOE, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 

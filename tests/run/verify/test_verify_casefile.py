@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import DataParallel
+from stretto.job.job import Recompute
 from stretto.layout import Layout
 from stretto.run.config.section import plain_section
 from stretto.run.verify.cases import cases_from_file, configured_job, describe, smaller, vary
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Recompute
 from tiny_job import LLAMA, job
 
 

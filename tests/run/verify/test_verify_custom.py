@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.layout import Layout
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
@@ -24,9 +27,6 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import dry_run
 from stretto.run.verify.cases import cases_from_file, configured_job, describe, every_layout, smaller, vary
 from stretto.run.verify.job import verify
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 from tiny_job import EIGHT, LLAMA, job
 
 PP2 = ("layout.pp=2", "model.layers=4", EIGHT)

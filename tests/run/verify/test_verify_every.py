@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.job.job import Job
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.program import names
 from stretto.run.config import TrainConfig
 from stretto.run.verify.cases import (
@@ -22,9 +25,6 @@ from stretto.run.verify.cases import (
     vary,
 )
 from stretto.run.verify.every import Every, content, ways
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 from tiny_job import EIGHT, GPT, LLAMA, job
 
 SIZES = {

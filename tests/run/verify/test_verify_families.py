@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from pages import run_here
+from stretto.job.huggingface import shape_from_huggingface
 from stretto.run.config.written import model_section
 from stretto.run.verify.job import verify
-from stretto.spec.huggingface import shape_from_huggingface
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart

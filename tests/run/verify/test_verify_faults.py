@@ -25,13 +25,13 @@ from stretto.engine.parallel.styles import ParameterShard, RowParallel
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.compute import ComputeCalls
 from stretto.engine.pipeline.versions import WeightVersions
+from stretto.job.job import Job
+from stretto.job.optimiser import Optimiser
 from stretto.prove.diagnose import TOLERANCE, Verdict
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.rank_model import RankModel
 from stretto.run.verify.cases import describe
 from stretto.run.verify.job import verify
-from stretto.spec.job import Job
-from stretto.spec.optimiser import Optimiser
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.rules import fits_tp
 from stretto.prove.diagnose import Verdict
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
@@ -20,8 +22,6 @@ from stretto.run.verify.cases import configured_job, describe, every_layout, sma
 from stretto.run.verify.every import Every, ways
 from stretto.run.verify.job import batches, verify
 from stretto.run.verify.reference import Trial, build_reference, run_reference
-from stretto.spec.job import Job
-from stretto.spec.rules import fits_tp
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job
 
 pytestmark = pytest.mark.apart

@@ -13,6 +13,8 @@ import stretto.run.train.assemble as assemble_module
 from ranks import on_ranks
 from stretto.engine.documents import Packing
 from stretto.engine.models.language import IGNORED, LanguageModel
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.program import names
 from stretto.program.schedules.traits import updates_within
 from stretto.prove.diagnose import Verdict
@@ -20,8 +22,6 @@ from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import Batch
 from stretto.run.verify.prove import prove
 from stretto.run.verify.reference import Trial
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 from tiny_job import EIGHT, Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from stretto.engine.checkpoint.files import dump_json
 from stretto.engine.checkpoint.index import MAX_SIZE, MODEL, Index
 from stretto.errors import StrettoError
-from stretto.spec.families import FAMILIES
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape, shape_from_record
+from stretto.job.families import FAMILIES
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape, shape_from_record
 
 PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
 COUNTED_FROM = "counted_from"  # the step and the samples since which every step has taken a whole batch

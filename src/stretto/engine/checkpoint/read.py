@@ -16,7 +16,7 @@ from stretto.engine.checkpoint.load import Loaded, load, tensor_index
 from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
-from stretto.spec.shape import ModelShape, shape_from_record
+from stretto.job.shape import ModelShape, shape_from_record
 
 
 class StoredTensors:

@@ -13,7 +13,7 @@ from stretto.engine.documents import Packing
 from stretto.engine.models.causal import CausalAttention, dropout, sdpa, weigh
 from stretto.engine.models.norms import norm
 from stretto.engine.models.rotary import Rotary
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 class FullAttention(nn.Module):

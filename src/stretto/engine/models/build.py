@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.lora import add_adapters
-from stretto.spec.shape import ModelShape, check_built
+from stretto.job.shape import ModelShape, check_built
 
 
 def build(shape: ModelShape) -> LanguageModel:

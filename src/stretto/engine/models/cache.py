@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.engine.models.causal import CausalAttention
 from stretto.engine.models.language import Embedding, LanguageModel
 from stretto.engine.models.rotary import Rotary
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 def cacheable(shape: ModelShape) -> bool:

@@ -22,7 +22,7 @@ from stretto.engine.kernels import (
     rows,
     sinks_gradient,
 )
-from stretto.spec.attention import AttentionKernel
+from stretto.job.attention import AttentionKernel
 
 
 def dropout(probability: float) -> nn.Module:

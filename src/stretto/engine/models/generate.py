@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from stretto.engine.models.cache import KeyValueCache, cacheable
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 def stream(

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.huggingface import kind_of
-from stretto.spec.parameters import Sizes, parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.huggingface import kind_of
+from stretto.job.parameters import Sizes, parameter_shapes
+from stretto.job.shape import ModelShape
 
 HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; not parameters

@@ -17,7 +17,7 @@ from stretto.engine.models.latent import LatentAttention
 from stretto.engine.models.moe import MoE, feed_forward
 from stretto.engine.models.norms import norm
 from stretto.errors import StrettoError
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 IGNORED = -100  # target of a token that the loss ignores
 

@@ -11,8 +11,8 @@ from stretto.engine.models.attention import merge_heads
 from stretto.engine.models.causal import CausalAttention, dropout
 from stretto.engine.models.rotary import Rotary
 from stretto.errors import StrettoError
-from stretto.spec.attention import LatentShape
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import LatentShape
+from stretto.job.shape import ModelShape
 
 _EPS = 1e-6  # epsilon of the norms of narrow vectors, as in DeepSeek's code, for any epsilon of other norms
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.models.causal import dropout
-from stretto.spec.lora import PROJECTIONS, LoraShape, projection_rows
-from stretto.spec.shape import ModelShape
+from stretto.job.lora import PROJECTIONS, LoraShape, projection_rows
+from stretto.job.shape import ModelShape
 
 
 class Adapter(nn.Module):

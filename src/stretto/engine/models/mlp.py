@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.engine.models.causal import dropout
-from stretto.spec.shape import Mlp, ModelShape
+from stretto.job.shape import Mlp, ModelShape
 
 _BOUND, _SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
 

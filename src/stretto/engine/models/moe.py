@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from stretto.engine.models.causal import dropout
 from stretto.engine.models.mlp import MLP, activate
 from stretto.errors import StrettoError
-from stretto.spec.experts import ExpertShape
-from stretto.spec.shape import Mlp, ModelShape
+from stretto.job.experts import ExpertShape
+from stretto.job.shape import Mlp, ModelShape
 
 
 class Routing(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 
 
 class RMSNorm1p(nn.Module):

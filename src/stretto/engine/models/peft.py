@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stretto.engine.models.huggingface import rules, to_huggingface
 from stretto.errors import StrettoError, nearest
-from stretto.spec.lora import PROJECTIONS, LoraShape, is_adapter, projection_rows
-from stretto.spec.parameters import block_shapes, parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.lora import PROJECTIONS, LoraShape, is_adapter, projection_rows
+from stretto.job.parameters import block_shapes, parameter_shapes
+from stretto.job.shape import ModelShape
 
 _PREFIX = "base_model.model."
 _REFUSED = {  # what changes the function, and its only value here

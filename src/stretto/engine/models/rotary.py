@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stretto.engine.device import is_capturing
 from stretto.engine.documents import DocumentStarts, Packing
-from stretto.spec.attention import RopeScaling
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import RopeScaling
+from stretto.job.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from stretto.engine.parallel.styles import (
     VocabParallel,
     VocabParallelLoss,
 )
-from stretto.spec.attention import LatentShape
-from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job
-from stretto.spec.lora import PROJECTIONS, LoraShape
-from stretto.spec.parameters import block_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import LatentShape
+from stretto.job.experts import ExpertShape
+from stretto.job.job import Job
+from stretto.job.lora import PROJECTIONS, LoraShape
+from stretto.job.parameters import block_shapes
+from stretto.job.shape import ModelShape
 
 
 def sharding_plan(job: Job) -> dict[str, ParallelStyle]:

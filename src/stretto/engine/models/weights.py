@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.initial import Initial
-from stretto.spec.lora import is_adapter
-from stretto.spec.shape import ModelShape
+from stretto.job.finetune import TrainedParameters
+from stretto.job.initial import Initial
+from stretto.job.lora import is_adapter
+from stretto.job.shape import ModelShape
 
 
 def initial_values(

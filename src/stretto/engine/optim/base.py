@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stretto.engine.parallel.fragment import ParameterFragment, TensorBox
 from stretto.errors import StrettoError
-from stretto.spec.parameters import in_linear_of_block
+from stretto.job.parameters import in_linear_of_block
 
 Group = dict[str, Any]
 CACHED = 1 << 19  # elements whose weights, gradients and states stay in a CPU's cache between two passes

@@ -12,7 +12,7 @@ from stretto.engine.optim.adam import Lamb, NarrowAdamW
 from stretto.engine.optim.base import decay_groups, is_block_matrix
 from stretto.engine.optim.muon import Muon
 from stretto.engine.parallel.fragment import ParameterFragment, unsharded_fragments
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 
 
 class DecoupledSGD(torch.optim.SGD):

@@ -21,10 +21,10 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import SUMMED
 from stretto.engine.parallel.precision import HALVES, master_dtype, stays_float32
 from stretto.errors import StrettoError, nearest
+from stretto.job import data_parallel as job
+from stretto.job.data_parallel import MODES, Offload
+from stretto.job.optimiser import Optimiser
 from stretto.layout.shards import Mode
-from stretto.spec import data_parallel as spec
-from stretto.spec.data_parallel import MODES, Offload
-from stretto.spec.optimiser import Optimiser
 
 _STAGE = 0
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -83,7 +83,7 @@ def data_parallel(
         raise StrettoError("offload to nvme needs a path", hint="path='/local/disk/scratch'")
     if offload_parameters != "none" and mode != "zero3":
         raise StrettoError(f"offload_parameters is {offload_parameters} with {mode}", hint="mode='zero3'")
-    dp = spec.DataParallel(
+    dp = job.DataParallel(
         mode=mode,
         shard_states=shard,
         offload=offload,
@@ -136,7 +136,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         mesh: Mesh,
-        dp: spec.DataParallel,
+        dp: job.DataParallel,
         dtype: torch.dtype | None,
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,

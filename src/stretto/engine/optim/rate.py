@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from stretto.spec.optimiser import DecayShape, Optimiser, RateCurve
+from stretto.job.optimiser import DecayShape, Optimiser, RateCurve
 
 
 def warmup_ratio(step: int, warmup: float, init: float | None) -> float:

@@ -22,7 +22,7 @@ from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import ParameterFragment
-from stretto.spec.data_parallel import Offload
+from stretto.job.data_parallel import Offload
 
 
 class GradientCopies:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from stretto.spec.parameters import stays_float32
+from stretto.job.parameters import stays_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -27,7 +27,7 @@ from stretto.engine.device import (
 )
 from stretto.engine.parallel.collectives import gather
 from stretto.errors import StrettoError, nearest
-from stretto.spec.flops import Recompute as Mode
+from stretto.job.flops import Recompute as Mode
 
 if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh

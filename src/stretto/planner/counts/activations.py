@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
-from stretto.spec.attention import AttentionKernel, ContextKind, LatentShape
-from stretto.spec.chain import ChainLayer
-from stretto.spec.experts import ExpertShape
-from stretto.spec.flops import Recompute
-from stretto.spec.framework import CORE, STRETTO, Framework, Operator
-from stretto.spec.job import Job
-from stretto.spec.loss_chunk import loss_chunk_tokens
-from stretto.spec.shape import ModelShape
+from stretto.job.attention import AttentionKernel, ContextKind, LatentShape
+from stretto.job.chain import ChainLayer
+from stretto.job.experts import ExpertShape
+from stretto.job.flops import Recompute
+from stretto.job.framework import CORE, STRETTO, Framework, Operator
+from stretto.job.job import Job
+from stretto.job.loss_chunk import loss_chunk_tokens
+from stretto.job.shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 

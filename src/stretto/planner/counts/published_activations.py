@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stretto.job.framework import CORE
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
-from stretto.spec.framework import CORE
-from stretto.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
-from stretto.spec.chain import layer_of
-from stretto.spec.lora import is_adapter
-from stretto.spec.parameters import (
+from stretto.job.chain import layer_of
+from stretto.job.lora import is_adapter
+from stretto.job.parameters import (
     block_shapes,
     decoder_embedding_shapes,
     embedding_shapes,
@@ -22,7 +21,8 @@ from stretto.spec.parameters import (
     in_linear_of_block,
     shared_shapes,
 )
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
+from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
 
 Named = dict[str, int]  # elements by parameter name
 
@@ -78,7 +78,7 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
     has the name of the embedding.
 
     Args:
-        layer: its place in the chain of `spec.flops.layer_names`.
+        layer: its place in the chain of `job.flops.layer_names`.
     """
     chain_layer = layer_of(shape, layer)
     table = _parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares)

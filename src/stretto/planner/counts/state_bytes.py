@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from stretto.job.data_parallel import BUCKET_BYTES, Offload
+from stretto.job.finetune import TrainedParameters, is_router_correction
+from stretto.job.job import Job
+from stretto.job.optimiser import OptimiserName
+from stretto.job.parameters import stays_float32
+from stretto.job.reduction import reduction
 from stretto.layout.shards import Mode, ShardSizes, padded
 from stretto.planner.counts.activations import ELEMENT_BYTES
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.program.program import Program
-from stretto.spec.data_parallel import BUCKET_BYTES, Offload
-from stretto.spec.finetune import TrainedParameters, is_router_correction
-from stretto.spec.job import Job
-from stretto.spec.optimiser import OptimiserName
-from stretto.spec.parameters import stays_float32
-from stretto.spec.reduction import reduction
 
 _COUNT = 4  # bytes of the step counter that optimisers keep for each tensor
 _RING = 3  # units in memory while states are in files: one written, one updated, one read

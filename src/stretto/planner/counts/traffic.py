@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Collective
-from stretto.spec.shape import ModelShape
 
 Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradient, weight gradient
 _COUNT = 8  # bytes of an int64

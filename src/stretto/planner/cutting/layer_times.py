@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stretto.job.chain import layer_of
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import (
     ComputeConfig,
@@ -24,9 +27,6 @@ from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
-from stretto.spec.chain import layer_of
-from stretto.spec.flops import layer_names
-from stretto.spec.job import Job
 
 
 def predicted_profile(

@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any, cast
 
 from stretto.errors import StrettoError, nearest
+from stretto.job.devices import AUTO, HOST
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.names import ParsedName, head, normalised, parse_name
 from stretto.planner.machines.reading import Fields, read_fields
-from stretto.spec.devices import AUTO, HOST
 
 DATA = Path(__file__).parent / "data"
 SOURCES = (

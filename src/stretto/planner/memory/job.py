@@ -8,13 +8,13 @@ from itertools import product
 from math import ceil, floor, log10
 
 from stretto.errors import Problem
+from stretto.job.chain import block_count, blocks_among, layer_of
+from stretto.job.flops import Recompute, attention_flops, block_flops
+from stretto.job.job import Job, RecomputeMode
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
-from stretto.spec.chain import block_count, blocks_among, layer_of
-from stretto.spec.flops import Recompute, attention_flops, block_flops
-from stretto.spec.job import Job, RecomputeMode
 
 Counts = tuple[int, int]  # blocks of a stage that are recomputed fully, and selectively
 

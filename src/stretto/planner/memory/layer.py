@@ -13,6 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from stretto.job.attention import LatentShape
+from stretto.job.chain import layer_of
+from stretto.job.framework import CORE
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import (
     ComputeConfig,
     Saved,
@@ -25,10 +29,6 @@ from stretto.planner.counts.activations import (
     stores_scores,
 )
 from stretto.planner.memory.sizes import Sizes
-from stretto.spec.attention import LatentShape
-from stretto.spec.chain import layer_of
-from stretto.spec.framework import CORE
-from stretto.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class LayerMemory:
 def layer_memory(
     shape: ModelShape, compute: ComputeConfig, layer: int, separate_gradients: bool = False
 ) -> LayerMemory:
-    """The memory of layer number `layer` of the chain (`spec.chain`).
+    """The memory of layer number `layer` of the chain (`job.chain`).
 
     Args:
         compute: the computation with the `recompute` of this block; in an encoder-decoder model, of the

@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from stretto.job.chain import blocks_among, layer_of
+from stretto.job.data_parallel import Gather
+from stretto.job.flops import Recompute
+from stretto.job.program import stages_of
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
@@ -23,11 +28,6 @@ from stretto.program.action import Action, ActionKind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
 from stretto.program.messages import needed_by, sent_by
 from stretto.program.program import Program
-from stretto.spec.chain import blocks_among, layer_of
-from stretto.spec.data_parallel import Gather
-from stretto.spec.flops import Recompute
-from stretto.spec.program import stages_of
-from stretto.spec.shape import ModelShape
 
 _ID = 8  # bytes of a token id
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stretto.job.chain import kind_counts, non_blocks_among
+from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
@@ -13,8 +15,6 @@ from stretto.program.action import ActionKind
 from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
-from stretto.spec.chain import kind_counts, non_blocks_among
-from stretto.spec.job import Job
 
 
 def short_program(job: Job) -> RankLowering:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
-from stretto.spec.shape import ModelShape
 
 _RATE = 4  # bytes of a random number
 

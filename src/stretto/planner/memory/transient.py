@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from stretto.job.data_parallel import Gather
+from stretto.job.parameters import shared_shapes
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.state_bytes import StateConfig, StateUnit, cut_units
 from stretto.planner.memory.stage import Resident
 from stretto.program.action import Action, ActionKind
-from stretto.spec.data_parallel import Gather
-from stretto.spec.parameters import shared_shapes
-from stretto.spec.shape import ModelShape
 
 TIED = "embed.tok.weight"
 UNDER_WAY = 2  # reductions of earlier microbatches that may still be running

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from stretto.job.chain import layer_of
+from stretto.job.job import Job
+from stretto.job.lora import is_adapter
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import axes_of
 from stretto.planner.counts.activations import ComputeConfig, stores_scores
 from stretto.planner.counts.rank_parameters import layer_parameters
@@ -40,10 +44,6 @@ from stretto.planner.rank_step.collectives import (
 from stretto.planner.rank_step.frozen import frozen_flops, frozen_traffic, is_column, reached_parts
 from stretto.planner.time.kernels import attention_linears
 from stretto.program.action import Action, ActionKind
-from stretto.spec.chain import layer_of
-from stretto.spec.job import Job
-from stretto.spec.lora import is_adapter
-from stretto.spec.shape import ModelShape
 
 _TILE = 64  # queries of one tile of attention with a window or written out, on the CPU where dry runs are
 
@@ -63,7 +63,7 @@ class LayerFlops:
 
 
 def layer_flops(shape: ModelShape, kind: str, compute: ComputeConfig, index: int = 0) -> LayerFlops:
-    """Operations of a layer on cp rank `index`: `kind` is that of `spec.chain`; of a block `shape` has only
+    """Operations of a layer on cp rank `index`: `kind` is that of `job.chain`; of a block `shape` has only
     one kind, and `compute.recompute` says what it repeats.
     """
     if kind in ("embed", "between"):

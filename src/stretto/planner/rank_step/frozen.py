@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from stretto.job.chain import layer_of
+from stretto.job.finetune import TrainedParameters
+from stretto.job.lora import is_adapter
+from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.traffic import Message, into_columns, loss_traffic, out_of_rows, output_traffic
-from stretto.spec.chain import layer_of
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.lora import is_adapter
-from stretto.spec.shape import ModelShape
 
 _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input features
 

@@ -29,6 +29,8 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from stretto.job.chain import blocks_among
+from stretto.job.data_parallel import MODES, DataParallel
 from stretto.layout.layout import Layout
 from stretto.planner.memory.fits import Fit
 from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
@@ -45,8 +47,6 @@ from stretto.planner.search.ranking import (
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import entry
-from stretto.spec.chain import blocks_among
-from stretto.spec.data_parallel import MODES, DataParallel
 
 # The constants below order the search and divide its time; none changes a bound, so without a time limit the
 # result does not depend on them. They were chosen on the eight cases of `benchmarks/plan_search.py`, which

@@ -9,6 +9,10 @@ from math import inf
 from time import perf_counter
 from typing import Literal
 
+from stretto.job.chain import block_count, blocks_among, layer_of
+from stretto.job.flops import Recompute as Mode
+from stretto.job.job import Job
+from stretto.job.reduction import reduction
 from stretto.planner.estimate import Estimate, estimate_of, precision_of
 from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.job import memory_of
@@ -19,10 +23,6 @@ from stretto.planner.search.task import Candidate, Parallelism, Saving, Schedule
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
 from stretto.program.schedules.traits import updates_within
-from stretto.spec.chain import block_count, blocks_among, layer_of
-from stretto.spec.flops import Recompute as Mode
-from stretto.spec.job import Job
-from stretto.spec.reduction import reduction
 
 _SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
 _ENOUGH_ACTIONS = 2000  # most of the time of smaller programs does not grow with their actions

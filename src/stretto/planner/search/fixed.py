@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
+from stretto.job.data_parallel import MODES
 from stretto.program import names
 from stretto.program.schedules.traits import trains
-from stretto.spec.data_parallel import MODES
 
 _NUMBERS = (
     "tp",

@@ -15,6 +15,12 @@ from functools import lru_cache
 from math import inf
 
 from stretto.errors import StrettoError
+from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
+from stretto.job.data_parallel import DataParallel
+from stretto.job.finetune import TrainedParameters
+from stretto.job.flops import Recompute as Mode
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
@@ -30,12 +36,6 @@ from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
-from stretto.spec.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.flops import Recompute as Mode
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
 _WEIGHTS = 0.5, 8.0

@@ -20,6 +20,7 @@ from math import gcd
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import BranchAndBound, Progress
@@ -38,7 +39,6 @@ from stretto.planner.search.ranking import (
 from stretto.planner.search.space import Space, divisors
 from stretto.planner.search.task import RANKED, Task
 from stretto.program import PLAIN, entry, names
-from stretto.spec.rules import problems
 
 # Shares of the time limit at which the passes end. Each baseline gets an equal part of the first. Later ends
 # of the first passes give better baselines and a better start; earlier ones leave more time for the proof.

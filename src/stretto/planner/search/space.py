@@ -1,6 +1,6 @@
 """All combinations of choices for a model on a cluster.
 
-`spec.rules.problems` alone decides what is legal. It first checks parts of a job (a layout without its
+`job.rules.problems` alone decides what is legal. It first checks parts of a job (a layout without its
 pipeline, for one microbatch), so that what no schedule can mend is dropped early, and complete jobs before
 they are timed. What these functions leave out beyond that is named at its place.
 """
@@ -15,6 +15,10 @@ from math import gcd
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.attention import ContextKind
+from stretto.job.data_parallel import DataParallel, Mode
+from stretto.job.job import Job, Recompute
+from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
@@ -22,10 +26,6 @@ from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched, sweeps, trains, updates_within
-from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import DataParallel, Mode
-from stretto.spec.job import Job, Recompute
-from stretto.spec.rules import problems
 
 _CHUNKS = (2, 3, 4, 6, 8, 12)  # stages of a rank; with more the bubble, small by then, hardly shrinks
 _WAVES = (1, 2, 4)

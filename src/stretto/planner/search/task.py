@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.errors import Problem
+from stretto.job.attention import ContextKind
+from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.job import VOCAB_MULTIPLE, Job, Recompute
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.program import PLAIN, entry
-from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute
-from stretto.spec.shape import ModelShape
 
 Objective = Literal["time", "tokens_per_dollar"]
 RANKED = 10  # layouts that every search looks for

@@ -15,6 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
+from stretto.job.data_parallel import DataParallel
+from stretto.job.flops import Recompute as Mode
+from stretto.job.flops import model_flops_per_step
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
@@ -27,12 +33,6 @@ from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
-from stretto.spec.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.flops import Recompute as Mode
-from stretto.spec.flops import model_flops_per_step
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stretto.job.chain import block_kinds
+from stretto.job.finetune import ALL_TRAINED, TrainedParameters
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions
@@ -17,10 +21,6 @@ from stretto.planner.machines.cluster import Cluster, Collective, Group, group_o
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.muon import muon_seconds
 from stretto.planner.time.operators import pass_seconds
-from stretto.spec.chain import block_kinds
-from stretto.spec.finetune import ALL_TRAINED, TrainedParameters
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 _ADAM = 24  # bytes read and written of an element's master and two moments
 _NORM = 12  # bytes of its gradient, for norm, scale and clip

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stretto.job.attention import AttentionShape
+from stretto.job.framework import STRETTO
+from stretto.job.lora import is_adapter
+from stretto.job.parameters import block_shapes
+from stretto.job.shape import ModelShape
 from stretto.planner.assumptions import SoftwareProfile
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device, Precision
@@ -17,11 +22,6 @@ from stretto.planner.time.operators import (
     pass_seconds,
     unscaled,
 )
-from stretto.spec.attention import AttentionShape
-from stretto.spec.framework import STRETTO
-from stretto.spec.lora import is_adapter
-from stretto.spec.parameters import block_shapes
-from stretto.spec.shape import ModelShape
 
 # Kernels that a forward launches, counted in the published code of Megatron with its fused kernels:
 # two norms, four products, and the operations between them.
@@ -89,7 +89,7 @@ def kernel_times(
     experts: float = 1.0,
     softmax: bool = True,
 ) -> KernelTimes:
-    """The kernels of a layer: `kind` is that of `spec.chain`.
+    """The kernels of a layer: `kind` is that of `job.chain`.
 
     Args:
         causal: fused attention skips what is masked.

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from stretto.job.flops import attention_flops, block_flops, recomputed_flops
+from stretto.job.framework import Operator
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import SoftwareProfile
 from stretto.planner.counts.activations import ComputeConfig
@@ -22,9 +25,6 @@ from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import KernelTimes, kernel_times_of, kernels_back
-from stretto.spec.flops import attention_flops, block_flops, recomputed_flops
-from stretto.spec.framework import Operator
-from stretto.spec.shape import ModelShape
 
 _COUNTED = 0.5  # share of a forward's launches that follow the counts of tokens
 # more in a recomputed forward: the states of random numbers are saved, set back, and set again
@@ -80,7 +80,7 @@ def layer_time(
     precision: Precision = "bf16",
     software: SoftwareProfile | None = None,
 ) -> LayerTime:
-    """Time of a layer: `kind` is that of `spec.chain`."""
+    """Time of a layer: `kind` is that of `job.chain`."""
     software = software or SoftwareProfile()
     work = kernel_times_of(
         shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stretto.job.chain import layer_of
+from stretto.job.flops import Recompute
+from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic
@@ -22,9 +25,6 @@ from stretto.planner.time.kernels import kernel_times_of
 from stretto.planner.time.layer import TRAFFIC
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
-from stretto.spec.chain import layer_of
-from stretto.spec.flops import Recompute
-from stretto.spec.job import Job
 
 _BACK = {ActionKind.B, ActionKind.I}
 

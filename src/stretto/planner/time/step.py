@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor
 
+from stretto.job.chain import blocks_among, layer_of
+from stretto.job.flops import Recompute
+from stretto.job.job import Job
+from stretto.job.reduction import reduction
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, Link, group_of
@@ -20,10 +24,6 @@ from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
-from stretto.spec.chain import blocks_among, layer_of
-from stretto.spec.flops import Recompute
-from stretto.spec.job import Job
-from stretto.spec.reduction import reduction
 
 _LINK_SHARE = 0.8  # share of a link's bandwidth that one message reaches
 

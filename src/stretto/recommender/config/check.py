@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.optimiser import Optimiser, optimiser_problems
 from stretto.recommender.config.model import TableConfig
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
@@ -22,7 +23,6 @@ from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import guard_problems, missing_sources, raise_first, run_problems, writable
 from stretto.run.config.schema import GuardConfig
 from stretto.run.config.sources import is_click_folder
-from stretto.spec.optimiser import Optimiser, optimiser_problems
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:

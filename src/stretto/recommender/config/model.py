@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from stretto.errors import StrettoError
+from stretto.job.field import Field, declared
 from stretto.recommender.placement import TableOptions, TableSpec
 from stretto.recommender.shape import DlrmShape, Interaction, Table, dlrm_preset
-from stretto.spec.field import Field, declared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from stretto.errors import StrettoError
+from stretto.job.field import Field
+from stretto.job.optimiser import Optimiser, RateCurve, RateSchedule
 from stretto.recommender.config.model import Feature, RecommenderModel, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
@@ -22,8 +24,6 @@ from stretto.run.config.schema import (
     ReportConfig,
     RunConfig,
 )
-from stretto.spec.field import Field
-from stretto.spec.optimiser import Optimiser, RateCurve, RateSchedule
 
 SYNTHETIC = "synthetic"
 

@@ -22,6 +22,7 @@ from stretto.engine.optim.norm import finite
 from stretto.engine.optim.states import prepare, state_tensors
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, unsharded_fragments
 from stretto.engine.parallel.mesh import make_group
+from stretto.job.optimiser import Optimiser
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense
@@ -32,7 +33,6 @@ from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.tables.kernels.cpu import kernels_for
 from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
-from stretto.spec.optimiser import Optimiser
 
 SUMMED = ", once summed over ranks"  # of a gradient that was finite on this rank
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from stretto.job.devices import HOST
 from stretto.planner.machines.catalogue import cluster_here
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
@@ -19,7 +20,6 @@ from stretto.recommender.planner.table_times import program_of
 from stretto.recommender.popularity import Popularity, measured
 from stretto.recommender.train.clicks import ClickData
 from stretto.run.train.prediction import kind_here
-from stretto.spec.devices import HOST
 
 _WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _OF_MEMORY = 0.7  # share of memory for tables

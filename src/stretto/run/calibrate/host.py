@@ -16,6 +16,9 @@ from functools import partial
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.job import VOCAB_MULTIPLE, Job
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device
@@ -24,9 +27,6 @@ from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.job import VOCAB_MULTIPLE, Job
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
 _HIDDEN = 32

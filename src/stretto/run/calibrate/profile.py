@@ -24,6 +24,7 @@ from stretto.engine.device import (
     total_memory,
 )
 from stretto.errors import StrettoError
+from stretto.job.devices import AUTO, HOST
 from stretto.planner.machines.catalogue import find_cluster, known_by_driver, machine_name
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device, Precision
@@ -32,7 +33,6 @@ from stretto.run.calibrate.host import host_of, small_steps
 from stretto.run.calibrate.kernels import attention, merged, passes, products
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.launch.local import RANKS_PER_CORE, check_ranks, run_ranks
-from stretto.spec.devices import AUTO, HOST
 
 _WIDTH = 78
 

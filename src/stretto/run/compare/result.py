@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal
 
+from stretto.job.job import Job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.train.metrics import read_lines
-from stretto.spec.job import Job
 
 Status = Literal["done", "predicted", "failed", "refused", "stopped"]
 

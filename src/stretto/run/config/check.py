@@ -9,6 +9,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
+from stretto.job.data_parallel import DataParallel
+from stretto.job.job import Job
+from stretto.job.optimiser import optimiser_problems
+from stretto.job.parameters import parameter_shapes
+from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import lasting_bytes
 from stretto.program import PLAIN
@@ -35,12 +41,6 @@ from stretto.run.config.sources import (
     tokenizer_at,
     vocabulary_is_known,
 )
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job
-from stretto.spec.optimiser import optimiser_problems
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
 
 
 def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
@@ -59,7 +59,7 @@ def check(config: TrainConfig, *, world: int | None = None, devices: int | None 
 def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
-    """Return all problems of a job: broken rules of `stretto.spec.rules`, and what this machine lacks."""
+    """Return all problems of a job: broken rules of `stretto.job.rules`, and what this machine lacks."""
     broken, job = list[Problem](), None
     builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
     if (file := config.schedule.file) is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from stretto.job.field import Field
 from stretto.run.config.denoising import USUAL_DENSITY, Corruption
-from stretto.spec.field import Field
 
 Objective = Literal["causal", "span-corruption", "infilling"]
 Packing = Literal["documents", "stream", "none"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from shutil import which
 
 from stretto.errors import Problem
+from stretto.job.devices import AUTO, HOST, TRITON
 from stretto.run.config.schema import RunTimeConfig
-from stretto.spec.devices import AUTO, HOST, TRITON
 
 
 def compiler_problems(value: str, device: str) -> Iterator[Problem]:

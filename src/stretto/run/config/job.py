@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.data_parallel import Precision
+from stretto.job.field import declared
+from stretto.job.job import Execution, Job
 from stretto.program.lower import unlower
 from stretto.program.program import Program
 from stretto.program.text import read_program
 from stretto.run.config.run_checks import similar_paths
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.data_parallel import Precision
-from stretto.spec.field import declared
-from stretto.spec.job import Execution, Job
 
 
 def job_of(

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import yaml
 
 from stretto.errors import StrettoError, joined, nearest_file
+from stretto.job.presets import is_name
 from stretto.run.config.model import ModelConfig, model_section
 from stretto.run.config.required import pop_required_markers, set_required_markers
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import apply_override, read_section
-from stretto.spec.presets import is_name
 
 # fields of `model` that leave the model of a preset as it is
 _BESIDE_PRESET = ("preset", "vocab", "positions", "dropout", "init_std", "scaled_init")

@@ -11,15 +11,15 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args
 
 from stretto.errors import Problem, StrettoError, UnknownName
+from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
+from stretto.job.experts import ExpertShape
+from stretto.job.families import FAMILY_DEFAULTS, Family
+from stretto.job.field import Declared, Field, declared
+from stretto.job.initial import Initial
+from stretto.job.lora import LoraShape
+from stretto.job.presets import PRESETS, find_shape, preset
+from stretto.job.shape import ModelShape, check_built
 from stretto.run.config.validation import read_section
-from stretto.spec.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.spec.experts import ExpertShape
-from stretto.spec.families import FAMILY_DEFAULTS, Family
-from stretto.spec.field import Declared, Field, declared
-from stretto.spec.initial import Initial
-from stretto.spec.lora import LoraShape
-from stretto.spec.presets import PRESETS, find_shape, preset
-from stretto.spec.shape import ModelShape, check_built
 
 C = TypeVar("C")
 _RENAMED = {"sequence": "positions"}  # fields of a shape under another name in a config

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
+from stretto.job.field import Declared
 from stretto.run.config.required import FIELDS
 from stretto.run.config.section import allowed, config_fields, item_of, section_of
-from stretto.spec.field import Declared
 
 _HEAD = """# Config reference
 

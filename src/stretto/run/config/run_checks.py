@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.errors import Problem, joined, nearest, nearest_file
+from stretto.job.optimiser import RateCurve
 from stretto.run.config.schema import CheckpointConfig, GuardConfig, JobConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
-from stretto.spec.optimiser import RateCurve
 
 
 def raise_first(problems: Sequence[Problem]) -> None:

@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from stretto.errors import Problem
-from stretto.layout.layout import ORDER, Layout
-from stretto.program import PLAIN
-from stretto.run.config.data import DataConfig
-from stretto.run.config.denoising import Corruption, Denoising, denoising
-from stretto.run.config.model import LoraConfig, ModelConfig
-from stretto.spec.data_parallel import ComputeType, DataParallel, PrecisionSettings
-from stretto.spec.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
-from stretto.spec.field import Field, declared
-from stretto.spec.finetune import TrainedParameters
-from stretto.spec.job import (
+from stretto.job.data_parallel import ComputeType, DataParallel, PrecisionSettings
+from stretto.job.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
+from stretto.job.field import Field, declared
+from stretto.job.finetune import TrainedParameters
+from stretto.job.job import (
     VOCAB_MULTIPLE,
     ContextParallel,
     EncoderPp,
@@ -29,9 +24,14 @@ from stretto.spec.job import (
     Recompute,
     SequenceParallel,
 )
-from stretto.spec.optimiser import Optimiser, RateCurve
-from stretto.spec.presets import find_shape
-from stretto.spec.shape import ModelShape
+from stretto.job.optimiser import Optimiser, RateCurve
+from stretto.job.presets import find_shape
+from stretto.job.shape import ModelShape
+from stretto.layout.layout import ORDER, Layout
+from stretto.program import PLAIN
+from stretto.run.config.data import DataConfig
+from stretto.run.config.denoising import Corruption, Denoising, denoising
+from stretto.run.config.model import LoraConfig, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from stretto.spec.field import Declared, declared
+from stretto.job.field import Declared, declared
 
 _TYPES: dict[Any, str] = {
     bool: "true or false",

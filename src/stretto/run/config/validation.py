@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from stretto.errors import Problem, StrettoError, joined, nearest
+from stretto.job.field import Declared
 from stretto.run.config.section import (
     allowed,
     choices,
@@ -24,7 +25,6 @@ from stretto.run.config.section import (
     takes_only_text,
 )
 from stretto.run.config.source import Place, Source
-from stretto.spec.field import Declared
 
 Path = tuple[Any, ...]
 T = TypeVar("T")

@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.layout.layout import ORDER
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
@@ -17,8 +19,6 @@ from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.validation import read_section
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 
 _LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
 

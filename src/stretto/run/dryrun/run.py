@@ -17,6 +17,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import RecomputedForward
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
+from stretto.job.job import Job
 from stretto.layout.layout import Layout, axes_of
 from stretto.program.action import Action, ActionKind
 from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, fake_rank, without_values
@@ -24,7 +25,6 @@ from stretto.run.dryrun.repeats import PhaseRecorder, repeating, tiles_once
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.job import Job
 
 _KINDS = {"re-gather": "all-gather"}  # the cost model counts both as one kind
 

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.job.job import Recompute
+from stretto.job.optimiser import Optimiser
 from stretto.run.config.check import check
 from stretto.run.config.schema import (
     CheckpointConfig,
@@ -30,8 +32,6 @@ from stretto.run.evaluate.trained import Trained
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import PRELOAD, JobType, Result, run_job
 from stretto.run.train.resume import check_model
-from stretto.spec.job import Recompute
-from stretto.spec.optimiser import Optimiser
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,15 @@ from stretto.engine.device import rank_device
 from stretto.engine.models.generate import check_generates, check_sampling, check_tokens
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
+from stretto.job.data_parallel import Dtype
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.run.config.schema import LoopConfig
 from stretto.run.generate.text import Prompt, Sampling, Wording, Writer, shape_of
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import PRELOAD, JobType, Result, run_job, under_torchrun
 from stretto.run.train.start import process_group
-from stretto.spec.data_parallel import Dtype
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,14 +24,14 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Plan, materialise, parallelize
 from stretto.engine.parallel.styles import Replicate, VocabParallel
 from stretto.errors import StrettoError
+from stretto.job.families import FAMILIES
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape, shape_from_record
 from stretto.layout.layout import Layout
 from stretto.run.data.boundaries import boundaries_of
 from stretto.run.data.chat_template import ChatTemplate
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.companions import GENERATION, run_folder
-from stretto.spec.families import FAMILIES
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape, shape_from_record
 
 
 def shape_of(checkpoint: Path) -> ModelShape:

@@ -36,15 +36,15 @@ from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.rank_buffers import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
+from stretto.job.chain import layer_of
+from stretto.job.data_parallel import Precision
+from stretto.job.job import Job
+from stretto.job.lora import is_adapter
+from stretto.job.reduction import reduction
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.rank_model import RankModel, StageOptimizers
-from stretto.spec.chain import layer_of
-from stretto.spec.data_parallel import Precision
-from stretto.spec.job import Job
-from stretto.spec.lora import is_adapter
-from stretto.spec.reduction import reduction
 
 Fresh = bool | Literal["adapters"]
 

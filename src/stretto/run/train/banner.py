@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from math import prod
 
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
+from stretto.job.parameters import count_parameters, parameter_shapes
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.split import SPLITS, split_tokens
 from stretto.run.data.token_source import TokenData
 from stretto.run.train.prediction import accelerator_named
-from stretto.spec.flops import layer_names
-from stretto.spec.job import Job
-from stretto.spec.parameters import count_parameters, parameter_shapes
 
 
 def banner(config: TrainConfig, job: Job, source: TokenData) -> str:

@@ -18,6 +18,7 @@ from stretto.engine.checkpoint.folder import step_name
 from stretto.engine.checkpoint.huggingface.importing import Importing, Progress
 from stretto.engine.parallel.control import CollectiveError
 from stretto.errors import StrettoError
+from stretto.job.shape import ModelShape
 from stretto.run.config.required import REQUIRED
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
@@ -28,7 +29,6 @@ from stretto.run.data.tokenizer import SMALLEST_VOCAB, Tokenizer
 from stretto.run.launch.lease import lease
 from stretto.run.train.companions import TOKENIZER, copy_tokenizer_files, write_generation
 from stretto.run.train.resume import differing
-from stretto.spec.shape import ModelShape
 
 CONFIG = "config.yaml"
 _SEQUENCE = 2048  # tokens of a sample, where the model takes more

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import Problem
+from stretto.job.devices import HOST
 from stretto.run.config.check import check
 from stretto.run.config.device_checks import no_graphs
 from stretto.run.config.for_ranks import rank_choices
@@ -23,7 +24,6 @@ from stretto.run.train.launch import PRELOAD, Elastic, JobType, check_fresh
 from stretto.run.train.prediction import first_line
 from stretto.run.train.replan import for_ranks
 from stretto.run.train.resume import check_fits, check_resume, is_base
-from stretto.spec.devices import HOST
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

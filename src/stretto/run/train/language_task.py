@@ -23,6 +23,9 @@ from stretto.engine.optim.rate import LearningRate
 from stretto.engine.optim.scale import SMALLEST
 from stretto.engine.parallel.replica_check import RankTensors
 from stretto.engine.pipeline import Recorder
+from stretto.job.finetune import is_router_correction
+from stretto.job.lora import is_adapter
+from stretto.job.shape import shape_to_record
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.mixture import TrainingSamples, epochs, held_out, parts_of, training_samples
@@ -50,9 +53,6 @@ from stretto.run.train.rank_model import (
 from stretto.run.train.resume import check_fits, checkpoint_path, is_base
 from stretto.run.train.speed import ExpertReport, Speed, expert_statistics
 from stretto.run.train.task import CheckpointContent, Fault, Log, StepResult, TrainProgress
-from stretto.spec.finetune import is_router_correction
-from stretto.spec.lora import is_adapter
-from stretto.spec.shape import shape_to_record
 
 T = TypeVar("T")
 _ORDER = "shuffle_windows"  # in the identity of a text: within how many tokens each stream is shuffled

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
+from stretto.job.devices import AUTO, HOST
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.lease import STALE_S, lease
@@ -28,7 +29,6 @@ from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.restarts import Restarts
 from stretto.run.train.resume import is_fresh_run
 from stretto.run.watch.local import watching
-from stretto.spec.devices import AUTO, HOST
 
 
 class RanksConfig(Protocol):

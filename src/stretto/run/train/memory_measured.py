@@ -22,11 +22,11 @@ from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
+from stretto.job.job import Job
 from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble
 from stretto.run.train.language_task import apply_gradients
 from stretto.run.train.rank_model import RankModel, loss_weights
-from stretto.spec.job import Job
 
 OTHER = "other"
 # seconds within which gloo's threads release the tensors of a finished collective

@@ -12,6 +12,8 @@ from statistics import median
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.job.devices import AUTO, HOST
+from stretto.job.job import Job
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.catalogue import (
     add_history,
@@ -21,8 +23,6 @@ from stretto.planner.machines.catalogue import (
 )
 from stretto.planner.machines.cluster import Cluster
 from stretto.run.config.schema import LoopConfig, TrainConfig
-from stretto.spec.devices import AUTO, HOST
-from stretto.spec.job import Job
 
 WARM_UP = 3  # first steps, in which buffers and connections are made
 FEWEST_STEPS = 20  # after WARM_UP; a shorter run does not correct later predictions

@@ -36,12 +36,12 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.replica_check import RankTensors
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Pipeline, Recorder
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.run.train.agreement import StepReport
-from stretto.spec.flops import layer_names
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 
 
 @dataclass(kw_only=True)

@@ -12,12 +12,12 @@ from stretto.engine.checkpoint.index import OPTIM
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, read_tensors
 from stretto.engine.checkpoint.metadata import is_of_run
 from stretto.errors import StrettoError, nearest
+from stretto.job.huggingface import config_names, differences
+from stretto.job.shape import ModelShape, shape_from_record
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
-from stretto.spec.huggingface import config_names, differences
-from stretto.spec.shape import ModelShape, shape_from_record
 
 # Fields of a model that may differ from those of the checkpoint that a run goes on from although its outputs
 # in training, or its record, depend on them; each with the reason. All others of `differences` are compared.

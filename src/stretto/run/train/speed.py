@@ -2,7 +2,7 @@
 
 MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those
 of the matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021,
-equation 3; `stretto.spec.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known
+equation 3; `stretto.job.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known
 GPU. That of a CPU is not measured: within an hour on a shared machine it differs tenfold, and MFU with it.
 """
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.engine.device import model_name, on_accelerator
+from stretto.job.flops import model_flops_per_token
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
 from stretto.run.train.metrics import StepRecord
 from stretto.run.train.rank_model import RankModel
-from stretto.spec.flops import model_flops_per_token
 
 
 @dataclass(frozen=True)

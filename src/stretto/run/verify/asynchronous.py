@@ -12,6 +12,8 @@ from torch.func import functional_call
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
 from stretto.prove.compare import Comparison, compare
 from stretto.prove.diagnose import Verdict
 from stretto.prove.optimizer import ReferenceOptimizer
@@ -27,8 +29,6 @@ from stretto.run.verify.unread import (
     with_wrong_use,
     wrong_use_verdict,
 )
-from stretto.spec.flops import layer_names
-from stretto.spec.job import Job
 
 Weights = dict[str, Tensor]
 

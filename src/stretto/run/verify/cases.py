@@ -12,6 +12,9 @@ from typing import Any, cast
 import yaml
 
 from stretto.errors import StrettoError, nearest
+from stretto.job.data_parallel import DataParallel
+from stretto.job.job import Job, Recompute
+from stretto.job.rules import problems
 from stretto.layout.layout import AXES, Layout
 from stretto.program import names, options
 from stretto.program.schedules.traits import updates_within
@@ -20,9 +23,6 @@ from stretto.run.config.model import ModelConfig
 from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.section import allowed, config_fields
 from stretto.run.config.validation import wrong_fields
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job, Recompute
-from stretto.spec.rules import problems
 
 SHARDING = {one.name: one.default for one in fields(DataParallel) if one.name != "path"}
 """Settings of data parallelism that a proof varies, with their defaults."""

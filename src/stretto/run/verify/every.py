@@ -14,6 +14,9 @@ from itertools import product
 from typing import Any
 
 from stretto.errors import Problem
+from stretto.job.attention import ContextKind
+from stretto.job.job import Job, RecomputeMode
+from stretto.job.rules import problems
 from stretto.program import PLAIN, names, options
 from stretto.program.program import Program
 from stretto.run.verify.cases import (
@@ -25,9 +28,6 @@ from stretto.run.verify.cases import (
     unusual_sharding,
     vary,
 )
-from stretto.spec.attention import ContextKind
-from stretto.spec.job import Job, RecomputeMode
-from stretto.spec.rules import problems
 
 Way = dict[str, Any]  # fields of a case that are not as usual
 

@@ -9,6 +9,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
+from stretto.job.devices import HOST
+from stretto.job.job import Job
+from stretto.job.parameters import count_parameters
 from stretto.run.config.device_checks import compiler_problems
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
@@ -16,9 +19,6 @@ from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.launch import PRELOAD
-from stretto.spec.devices import HOST
-from stretto.spec.job import Job
-from stretto.spec.parameters import count_parameters
 
 if TYPE_CHECKING:
     from stretto.prove.diagnose import Verdict

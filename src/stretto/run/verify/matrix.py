@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from stretto.job.data_parallel import MODES
+from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.program import names
 from stretto.run.config.load import parse
 from stretto.run.verify.cases import configured_job, quick, vary
-from stretto.spec.data_parallel import MODES
-from stretto.spec.job import Job
-from stretto.spec.rules import problems
 
 _JOB = """
 model: {family: gpt, layers: 14, hidden: 64, heads: 4, tied: false}

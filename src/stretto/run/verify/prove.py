@@ -14,6 +14,8 @@ from torch import nn
 
 from stretto.engine.parallel.late import delay_messages
 from stretto.engine.parallel.mesh import Mesh
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
 from stretto.prove.diagnose import Verdict, routed
 from stretto.prove.outputs import beside_positions, first_difference, recorded, row_factors
 from stretto.run.launch.failure import TrainingFailed
@@ -31,8 +33,6 @@ from stretto.run.verify.reference import (
 )
 from stretto.run.verify.step import TrialTask, trial_trainer
 from stretto.run.verify.synchronous import prove_synchronous
-from stretto.spec.flops import layer_names
-from stretto.spec.job import Job
 
 
 def modules_of(replica: RankModel) -> list[tuple[str, nn.Module]]:

@@ -18,10 +18,10 @@ from stretto.engine.models.weights import freeze, initialise
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
+from stretto.job.job import Job
 from stretto.prove.compare import scales_of, share
 from stretto.prove.optimizer import ReferenceOptimizer
 from stretto.run.data.dataset import Batch
-from stretto.spec.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.scale import LossScale
 from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
+from stretto.job.finetune import is_router_correction
 from stretto.prove.compare import misplaced, relative
 from stretto.run.data.dataset import Batch
 from stretto.run.train.async_step import AsyncTrainer
@@ -20,7 +21,6 @@ from stretto.run.train.rank_model import RankModel
 from stretto.run.train.task import StepResult
 from stretto.run.train.trainer import Trainer
 from stretto.run.verify.reference import Snapshot, Trial
-from stretto.spec.finetune import is_router_correction
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 

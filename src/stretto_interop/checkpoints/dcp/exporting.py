@@ -21,8 +21,8 @@ from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.base import decays
 from stretto.engine.optim.rate import LearningRate
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.groups import MOMENTS
 from stretto_interop.checkpoints.dcp.streaming import (
     ExportedCheckpoint,

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from stretto.engine.optim.base import decays
 from stretto.errors import StrettoError
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.parameters import Sizes
+from stretto.job.optimiser import Optimiser
+from stretto.job.parameters import Sizes
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.index import DcpIndex
 

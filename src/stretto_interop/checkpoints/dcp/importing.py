@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import StrettoError, nearest
-from stretto.spec.shape import ModelShape
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.groups import MOMENTS, STATE, WEIGHTS_ONLY, read_optimiser
 from stretto_interop.checkpoints.dcp.index import DcpIndex, find_folder, read_dcp_index

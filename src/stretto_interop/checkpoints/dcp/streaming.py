@@ -27,8 +27,8 @@ from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.checkpoint.storage import run_collective
 from stretto.errors import StrettoError
-from stretto.spec.optimiser import Optimiser, RateSchedule
-from stretto.spec.shape import ModelShape
+from stretto.job.optimiser import Optimiser, RateSchedule
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.groups import MOMENTS
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stretto.errors import StrettoError
-from stretto.spec.parameters import Sizes, parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.parameters import Sizes, parameter_shapes
+from stretto.job.shape import ModelShape
 
 View = Callable[[Tensor], Tensor]
 VERSIONS = ("0.3", "0.2")

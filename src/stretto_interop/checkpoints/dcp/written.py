@@ -16,8 +16,8 @@ from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.errors import StrettoError
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape, shape_to_record
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape, shape_to_record
 from stretto_interop.checkpoints.dcp.archive import Archives
 
 Progress = Callable[[int, int], object]  # bytes written so far, of all

@@ -16,7 +16,7 @@ from typing import Any, cast
 from stretto.engine.checkpoint.files import DamageError, open_plain
 from stretto.engine.checkpoint.plain_pickle import Record
 from stretto.errors import StrettoError
-from stretto.spec.optimiser import Optimiser
+from stretto.job.optimiser import Optimiser
 from stretto_interop.checkpoints.dcp.archive import read_saved
 from stretto_interop.checkpoints.dcp.index import METADATA
 

@@ -23,8 +23,8 @@ from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.read import StoredTensors
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.rate import LearningRate
-from stretto.spec.optimiser import Optimiser
-from stretto.spec.shape import ModelShape
+from stretto.job.optimiser import Optimiser
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.streaming import (
     OPTIM,
     ExportedCheckpoint,

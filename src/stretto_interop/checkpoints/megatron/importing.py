@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from stretto.errors import StrettoError, nearest
-from stretto.spec.parameters import Sizes
-from stretto.spec.shape import ModelShape
+from stretto.job.parameters import Sizes
+from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.index import read_dcp_index
 from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport

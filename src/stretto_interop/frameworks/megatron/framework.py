@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stretto.spec.framework import CORE, OPERATORS, Operator, framework_behaviour
-from stretto.spec.framework import Framework as Ways
-from stretto.spec.job import Job
+from stretto.job.framework import CORE, OPERATORS, Operator, framework_behaviour
+from stretto.job.framework import Framework as Ways
+from stretto.job.job import Job
 from stretto_interop.frameworks.fields import PRICED
 from stretto_interop.frameworks.mapping import (
     ExternalFramework,

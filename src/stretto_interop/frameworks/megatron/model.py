@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.spec.attention import AttentionShape, RopeScaling
-from stretto.spec.initial import Initial
-from stretto.spec.presets import preset
+from stretto.job.attention import AttentionShape, RopeScaling
+from stretto.job.initial import Initial
+from stretto.job.presets import preset
 from stretto_interop.frameworks.fields import (
     ATTENTION,
     EXPERTS,

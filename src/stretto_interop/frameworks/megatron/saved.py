@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.run.config.sources import megatron_prefix
-from stretto.spec.job import Job
-from stretto.spec.shape import ModelShape
 from stretto_interop.frameworks.fields import job_from, values_of
 from stretto_interop.frameworks.mapping import read_rule
 from stretto_interop.frameworks.megatron.arguments import Argument, arguments

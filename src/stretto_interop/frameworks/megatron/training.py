@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, read_text
+from stretto.job.data_parallel import KEEP
 from stretto.run.config.load import run_name
 from stretto.run.config.sources import megatron_prefix
-from stretto.spec.data_parallel import KEEP
 from stretto_interop.frameworks.fields import EXPERTS, JOB, RATE, RUN, JobValues, name_of
 from stretto_interop.frameworks.mapping import (
     Rule,

@@ -14,8 +14,8 @@ from stretto.engine.checkpoint.huggingface.folder import check_links, read_json,
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
 from stretto.engine.models.peft import from_peft, to_peft
 from stretto.errors import StrettoError
-from stretto.spec.lora import LoraShape, is_adapter
-from stretto.spec.shape import ModelShape
+from stretto.job.lora import LoraShape, is_adapter
+from stretto.job.shape import ModelShape
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

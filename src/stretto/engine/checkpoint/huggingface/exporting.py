@@ -20,10 +20,10 @@ from stretto.engine.models.huggingface import WeightRule, rules
 from stretto.engine.models.peft import merged
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.huggingface.read import config_to_huggingface
-from stretto.spec.lora import is_adapter
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import ModelShape
+from stretto.job.huggingface.read import config_to_huggingface
+from stretto.job.lora import is_adapter
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import ModelShape
 
 SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
 PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared

@@ -23,9 +23,9 @@ from stretto.engine.checkpoint.storage import dtype_name
 from stretto.engine.models.huggingface import HEAD, StackedRows, WeightRule, plain_names, rules
 from stretto.engine.models.weights import check_weights
 from stretto.errors import StrettoError
-from stretto.spec.huggingface.read import read_file
-from stretto.spec.parameters import parameter_shapes
-from stretto.spec.shape import check_built, shape_to_record
+from stretto.job.huggingface.read import read_file
+from stretto.job.parameters import parameter_shapes
+from stretto.job.shape import check_built, shape_to_record
 
 _COMPARED = 1 << 22  # elements at a time, of a head that must equal the embedding
 

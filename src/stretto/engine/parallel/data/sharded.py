@@ -22,8 +22,8 @@ from stretto.engine.parallel.data.stage_weights import SHARED, frozen_parameters
 from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
-from stretto.spec.data_parallel import DataParallel
-from stretto.spec.finetune import is_router_correction
+from stretto.job.data_parallel import DataParallel
+from stretto.job.finetune import is_router_correction
 
 
 class ShardedStates:

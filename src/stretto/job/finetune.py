@@ -1,0 +1,56 @@
+"""Which parameters training changes; the others are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from stretto.job.field import Field
+from stretto.job.lora import is_adapter
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """Which parameters are trained, by their names in the plain model. A frozen parameter has no gradient, no
+    optimiser state and no master weight.
+    """
+
+    freeze: Annotated[
+        tuple[str, ...],
+        Field(
+            "Patterns of names of parameters that are not trained, which then have no gradient and no "
+            "optimiser state; `*` stands for any text.",
+            examples=('["embed.*", "blocks.0.*"]',),
+        ),
+    ] = ()
+    adapters: bool = False
+    """Only low-rank adapters are trained."""
+
+    def __call__(self, name: str) -> bool:
+        """True if the optimiser updates this parameter."""
+        if is_router_correction(name) or (self.adapters and not is_adapter(name)):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self.freeze)
+
+    @property
+    def everything(self) -> bool:
+        """True if nothing is frozen."""
+        return not self.freeze and not self.adapters
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Patterns that match none of these names."""
+        parameters = list(names)
+        return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in parameters)]
+
+
+ALL_TRAINED = TrainedParameters()
+
+
+def is_router_correction(name: str) -> bool:
+    """True if a parameter is set by a rule of its own after each step, without a gradient: the correction of
+    expert scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank keeps it whole, in float32 at
+    least.
+    """
+    return name.endswith("router.correction")

@@ -1,0 +1,185 @@
+"""What every layer of a model costs beside the others, for cutting the model into stages of equal work.
+
+With an encoder, `sequence` counts the tokens of its sample, and `target` those of the decoder's (0: as many);
+costs "per token" of the whole model are then per token of the encoder's sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Literal
+
+from stretto.job.framework import CORE, Operator
+from stretto.job.parameters import block_shapes, expert_shapes
+from stretto.job.shape import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def attention_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
+    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it; of a decoder's
+    block also that of cross-attention.
+
+    Where blocks differ it is their mean; ask for one with `shape.block(index)`.
+
+    Args:
+        sequence: tokens of the block's sample.
+        memory: tokens that cross-attention sees; 0: as many.
+    """
+    return _mean(shape, lambda kind: _attention(kind, sequence, causal, memory))
+
+
+def block_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
+    """Forward FLOPs per token of one block; where blocks differ, their mean; see `attention_flops`."""
+    return _mean(shape, lambda kind: _block(kind, sequence, causal, memory))
+
+
+def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
+    kinds = shape.kinds()
+    if len(kinds) == 1:
+        return count(kinds[0][0])
+    return sum(many * count(kind) for kind, many in kinds) / shape.layers
+
+
+def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
+    """Scores, and their product with the values, of the positions that one is scored against."""
+    seen = kind.attention.seen(sequence, causal and kind.attention.causal)
+    if kind.encoder_layers:
+        seen += memory or sequence
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * seen
+
+
+def _block(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
+    linears = 2.0 * _weights(kind)
+    if kind.encoder_layers and memory:  # keys and values of cross-attention are of the encoder's tokens
+        linears += 2.0 * prod(block_shapes(kind)["cross.kv.weight"]) * (memory / sequence - 1.0)
+    return linears + _attention(kind, sequence, causal, memory)
+
+
+def _weights(shape: ModelShape) -> int:
+    """Weights of a block's linears that a token is multiplied with."""
+    stacked = expert_shapes(shape)
+    plain = [sizes for name, sizes in block_shapes(shape).items() if name not in stacked]
+    routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
+    top_k = 0 if shape.moe is None else shape.moe.top_k
+    return sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed
+
+
+def recomputed_flops(
+    shape: ModelShape,
+    sequence: int,
+    recompute: Recompute,
+    operators: Sequence[Operator] = CORE,
+    causal: bool = False,
+) -> float:
+    """FLOPs per token that one block repeats in its backward; where blocks differ, their mean.
+
+    Args:
+        operators: what "selective" repeats; norms and activation functions have no FLOPs here.
+    """
+    if recompute != "selective":
+        return block_flops(shape, sequence, causal) if recompute == "full" else 0.0
+    core = attention_flops(shape, sequence, causal) if "core_attn" in operators else 0.0
+    return core + _mean(shape, lambda kind: 2.0 * sum(_repeated_weights(kind, operators)))
+
+
+def _repeated_weights(shape: ModelShape, operators: Sequence[Operator]) -> Iterator[float]:
+    """Weights of linears that run again, of those that a token is multiplied with."""
+    ffn, gates = shape.ffn, 3 if shape.gated else 2
+    if shape.moe is not None:
+        routed = shape.moe.top_k * shape.expert_ffn
+        ffn = routed + shape.moe.shared_ffn
+        if "moe" in operators:
+            yield shape.hidden * (gates * ffn + shape.moe.experts)
+        elif "shared_experts" in operators:
+            yield shape.hidden * gates * shape.moe.shared_ffn
+    elif "mlp" in operators:
+        yield shape.hidden * gates * ffn
+    if "mla_up_proj" in operators and shape.latent is not None:
+        sizes = block_shapes(shape)
+        yield float(
+            sum(prod(sizes[name]) for name in ("attn.q_up.weight", "attn.kv_up.weight") if name in sizes)
+        )
+    if "alternate_mm" in operators:
+        # keys, the projection, and of the MLP the second product
+        yield shape.hidden * (shape.kv_width + shape.heads * shape.value_dim + (ffn if shape.gated else 0))
+
+
+def head_flops(shape: ModelShape) -> float:
+    """Forward FLOPs per token of the logits."""
+    return 2.0 * shape.hidden * shape.vocab
+
+
+def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
+    """FLOPs per token of one forward pass over rows of `sequence` tokens."""
+    if not shape.encoder_layers:
+        blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
+        return blocks + head_flops(shape)
+    target = target or sequence
+    encoder = sum(many * _block(kind, sequence, causal) for kind, many in shape.encoder_stack.kinds())
+    decoder = sum(many * _block(kind, target, causal, sequence) for kind, many in shape.kinds())
+    return encoder + (decoder + head_flops(shape)) * target / sequence
+
+
+def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
+    """FLOPs per token of forward and backward, nothing recomputed.
+
+    Model FLOPs utilisation, MFU = model_flops_per_token * tokens per second / (devices * peak FLOPs per
+    second).
+    """
+    return 3.0 * forward_flops_per_token(shape, sequence, causal, target)
+
+
+def model_flops_per_step(
+    shape: ModelShape, sequence: int, batch: int, causal: bool = False, target: int = 0
+) -> float:
+    """Model FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    return batch * sequence * model_flops_per_token(shape, sequence, causal, target)
+
+
+def hardware_flops_per_token(
+    shape: ModelShape,
+    sequence: int,
+    recompute: Recompute = "none",
+    causal: bool = False,
+    operators: Sequence[Operator] = CORE,
+) -> float:
+    """FLOPs per token that the devices do, with what is recomputed in the backward pass.
+
+    "full" runs every block's forward twice: for GPT 96 L h^2 (1 + s/(6h) + V/(16 h L)), equation 3 of
+    Narayanan et al. 2021. "selective" repeats `operators`, by default only the forward of softmax(q k^T) v;
+    Korthikanti et al. 2022 add three times as much for it (s/(3h) in their equation of hardware FLOPs).
+    """
+    again = recomputed_flops(shape, sequence, recompute, operators, causal)
+    return model_flops_per_token(shape, sequence, causal) + shape.layers * again
+
+
+def hardware_flops_per_step(
+    shape: ModelShape, sequence: int, batch: int, recompute: Recompute = "none", causal: bool = False
+) -> float:
+    """Hardware FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    return batch * sequence * hardware_flops_per_token(shape, sequence, recompute, causal)
+
+
+def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
+    """Share of the peak: model FLOPs done in `seconds` over devices * peak FLOPs per second * seconds."""
+    return flops / (devices * peak_flops * seconds)
+
+
+def layer_costs(shape: ModelShape, sequence: int, target: int = 0) -> list[float]:
+    """Forward FLOPs per token of the layers that `layer_names` names; embeddings, look-ups, cost none."""
+    if not shape.encoder_layers:
+        blocks = shape.each(lambda kind: block_flops(kind, sequence))
+        return [0.0, *blocks, head_flops(shape)]
+    target = target or sequence
+    encoder = shape.encoder_stack.each(lambda kind: block_flops(kind, sequence))
+    decoder = [*shape.each(lambda kind: block_flops(kind, target, memory=sequence)), head_flops(shape)]
+    return [0.0, *encoder, 0.0, *(cost * target / sequence for cost in decoder)]
+
+
+def layer_names(shape: ModelShape) -> list[str]:
+    """Names of the layers of the model, in the order in which they are cut into stages."""
+    encoder = [*(f"encoder.{i}" for i in range(shape.encoder_layers)), "decoder_embed"]
+    blocks = [f"blocks.{i}" for i in range(shape.layers)]
+    return ["embed", *(encoder if shape.encoder_layers else []), *blocks, "head"]

@@ -1,0 +1,101 @@
+"""What other frameworks keep, fuse and recompute where Stretto does not. Only predictions know it, to count
+the memory of such runs; no config can name it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from stretto.job.data_parallel import DataParallel, Precision
+
+# Megatron-Core's `recompute_modules`; and `alternate_mm`, torchtitan's policy "op", which keeps the output
+# of every second matrix product and of attention.
+Operator = Literal[
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+    "alternate_mm",
+]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+CORE: tuple[Operator, ...] = ("core_attn",)
+_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a training framework keeps; the defaults are Stretto's own ways.
+
+    Attributes:
+        operators: what selective recomputation repeats of each block.
+        inputs_on_host: full recomputation copies the inputs of blocks to host memory as soon as a block has
+            run, as DeepSpeed's `cpu_checkpointing` does.
+        fused_softmax: one kernel scales, masks and normalises the scores of explicit attention, and dropout
+            stores no random numbers.
+        fused_activation: one kernel makes the input of a gated MLP's second linear from the output of the
+            first, and keeps nothing between them.
+        wide_shards: sharded parameters are kept in float32 and gathered in 16 bits, as FSDP does; otherwise
+            float32 masters stay beside shards of 16 bits.
+        lasting_gradients: gradients of 16 bits stay beside the float32 ones that they are added to, as with
+            DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
+        buckets: bytes of buffers for reductions that are there all the time: DeepSpeed's
+            `reduce_bucket_size`, by default 5e8 elements.
+        torch_loss: the loss of a whole vocabulary is torch's cross-entropy, which keeps log-probabilities and
+            makes its gradient from two float32 tensors of the logits' size; Stretto's overwrites the
+            probabilities with it.
+        dtensor_loss: the loss of a vocabulary that is split over tp is DTensor's, which makes its gradient
+            from three float32 tensors of the logits' size.
+        remainders: masters are the 16 bits that bfloat16 weights lack, and the update has no temporaries:
+            apex's DistributedFusedAdam, as NeMo uses it.
+        inputs_in_8_bits: linears of 8-bit products keep their inputs in 8 bits, as Transformer Engine does;
+            the output of attention's core, which its backward reads, stays beside it.
+    """
+
+    operators: tuple[Operator, ...] = CORE
+    inputs_on_host: bool = False
+    fused_softmax: bool = False
+    fused_activation: bool = False
+    wide_shards: bool = False
+    lasting_gradients: bool = False
+    buckets: int = 0
+    torch_loss: bool = False
+    dtensor_loss: bool = False
+    remainders: bool = False
+    inputs_in_8_bits: bool = False
+
+
+STRETTO = Framework()
+
+
+def framework_behaviour(
+    name: str,
+    *,
+    dp: DataParallel,
+    precision: Precision,
+    compiled: bool = False,
+    again: Framework = STRETTO,
+) -> Framework:
+    """What a framework keeps and fuses of a job.
+
+    Args:
+        name: `megatron`, `nemo`, `fsdp` (torchtitan's and others') or `deepspeed`.
+        compiled: a compiler or hand-written kernels fuse a gated MLP's activation.
+        again: what it recomputes.
+    """
+    sharded = dp.mode == "zero3"
+    return replace(
+        again,
+        fused_softmax=True,
+        fused_activation=compiled or name in ("megatron", "nemo"),
+        wide_shards=name == "fsdp" and sharded,
+        lasting_gradients=name == "deepspeed" and precision.gradients == "float32" and not sharded,
+        buckets=_BUCKET if name == "deepspeed" and dp.mode in ("zero1", "zero2") else 0,
+        torch_loss=True,
+        dtensor_loss=name == "fsdp",
+        remainders=name == "nemo" and precision.dtype == "bfloat16",
+        inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",
+    )

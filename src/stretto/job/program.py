@@ -1,0 +1,207 @@
+"""The program of a job: its schedule by name, with the options and, where it is searched, the costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.job.flops import attention_flops, block_flops, head_flops, layer_costs
+from stretto.job.shape import ModelShape
+from stretto.layout.cut import cut
+from stretto.program import options as options_of
+from stretto.program import schedule
+from stretto.program.lower import LOOKAHEAD, RankLowering
+from stretto.program.program import Program
+from stretto.program.replay import Costs, simulate
+from stretto.program.transforms.sharding import gather
+from stretto.program.transforms.shorten import shorten
+
+_CHUNKS = (1, 2, 4)  # looked at where a searched schedule may choose
+
+Times = tuple[float, float, float]  # of F, I, W
+
+
+@lru_cache(maxsize=4096)
+def stages_of(
+    shape: ModelShape,
+    sequence: int,
+    depth: int,
+    stage_layers: tuple[int, ...] | None = None,
+    target: int = 0,
+    encoder_stages: int | None = None,
+) -> tuple[range, ...]:
+    """The layers of each of the model's `depth` stages, in the order of `layer_names`.
+
+    Args:
+        stage_layers: how many each stage has; None: cut so that the stage with most forward FLOPs has as few
+            as possible, and where there is an encoder, that no stage has layers of both stacks.
+        target: tokens of the decoder's sample; 0: as many as the encoder's.
+        encoder_stages: how many the encoder has; None: by the same costs.
+    """
+    if stage_layers is not None:
+        ends = list(accumulate(stage_layers))
+        return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
+    costs = layer_costs(shape, sequence, target)
+    if not shape.encoder_layers or depth == 1:
+        return tuple(cut(costs, depth))
+    first = 1 + shape.encoder_layers  # the decoder's first layer
+    fewest, largest = max(1, depth - len(costs) + first), min(first, depth - 1)
+    counts = range(fewest, largest + 1) if encoder_stages is None else [encoder_stages]
+    cuts = [
+        (
+            *cut(costs[:first], n),
+            *(range(s.start + first, s.stop + first) for s in cut(costs[first:], depth - n)),
+        )
+        for n in counts
+    ]
+    return min(cuts, key=lambda stages: max(sum(costs[layer] for layer in stage) for stage in stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSearchKey:
+    """What the costs of a searched schedule depend on.
+
+    Attributes:
+        sequence, target: tokens of a sample, and of the decoder's beside an encoder.
+        recompute: of all blocks, which makes backwards longer ("auto" counts as "none", since what it
+            recomputes is chosen for the program).
+        stage_layers, encoder_stages: as in `stages_of`.
+    """
+
+    shape: ModelShape
+    sequence: int
+    recompute: str = "none"
+    stage_layers: tuple[int, ...] | None = None
+    target: int = 0
+    encoder_stages: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramKey:
+    """All that the program of a schedule depends on.
+
+    Attributes:
+        options: of the schedule, but for `costs`.
+        costs: of a schedule that is searched for.
+        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
+            step, which the rules of a job refuse.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    options: tuple[tuple[str, Any], ...] = ()
+    costs: ScheduleSearchKey | None = None
+    gathered: bool = False
+
+
+@lru_cache(maxsize=512)
+def build_program(key: ProgramKey) -> Program:
+    """The program of a schedule for one model, the same on every rank.
+
+    A schedule that takes `costs` gets those of the stages that the model is cut into; where it takes `chunks`
+    too and none are given, it is made with 1, 2 and 4, and that of least makespan is taken.
+
+    Raises:
+        StrettoError: there is no such schedule, or not with these options.
+    """
+    return complete(_generate(replace(key, gathered=False)), gathered=key.gathered)
+
+
+@lru_cache(maxsize=64)
+def short_step(key: ProgramKey) -> RankLowering:
+    """The program of `build_program` without the microbatches that make no rank hold more
+    (`program.transforms.shorten`), to be lowered rank by rank.
+    """
+    return shortened(_generate(replace(key, gathered=False)), gathered=key.gathered)
+
+
+def complete(program: Program, *, gathered: bool) -> Program:
+    """The program with the gathers of sharded parameters, those of the stages that a rank works with and of
+    the next one.
+
+    Args:
+        gathered: as in `build_program`.
+    """
+    if gathered and program.trains and not program.versions:
+        at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+        return gather(program, limit=at_work + 1)
+    return program
+
+
+def shortened(program: Program, *, gathered: bool) -> RankLowering:
+    """The short step of a program, complete."""
+    return RankLowering(complete(shorten(program), gathered=gathered), lookahead=LOOKAHEAD)
+
+
+@lru_cache(maxsize=512)
+def _generate(key: ProgramKey) -> Program:
+    options = dict(key.options)
+    if key.costs is None:
+        return schedule(key.name, key.ranks, key.microbatches, **options)
+    return _searched(key, options, key.costs)
+
+
+def _searched(
+    key: ProgramKey,
+    options: dict[str, Any],
+    of: ScheduleSearchKey,
+) -> Program:
+    """The best program for the model's costs."""
+    ranks, accepted = key.ranks, options_of(key.name)
+    counts = [options["chunks"]] if options.get("chunks") else [1]
+    if "chunks" in accepted and not options.get("chunks"):
+        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= of.shape.chain)]
+    candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
+    if of.stage_layers is not None:
+        counts = [max(1, len(of.stage_layers) // ranks)]
+    for chunks in counts:
+        costs = Costs(per_stage=stage_times(of, ranks * chunks))
+        try:
+            program = schedule(key.name, ranks, key.microbatches, **options, costs=costs)
+        except StrettoError as error:
+            refused.append(error)
+        else:
+            candidates.append((simulate(program, costs).makespan, program))
+    if not candidates:
+        raise refused[0]
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def stage_times(of: ScheduleSearchKey, stages: int) -> list[Times]:
+    """(F, I, W) of every stage, in blocks' forwards: the cost of its layers.
+
+    A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
+    What is recomputed costs another forward, in I.
+    With fewer layers than stages, which no job may have, all stages are alike.
+    """
+    shape = of.shape
+    if stages > shape.chain:
+        return [(1.0, 1.0, 1.0)] * stages
+    target, share = of.target or of.sequence, (of.target or of.sequence) / of.sequence
+
+    def times_of(kind: ModelShape, sequence: int, memory: int = 0) -> Times:
+        block = block_flops(kind, sequence, memory=memory)
+        attention = attention_flops(kind, sequence, memory=memory)
+        again = {"selective": attention, "full": block}.get(of.recompute, 0.0)
+        return block, block + attention + again, block - attention
+
+    head, unit = head_flops(shape), block_flops(shape, of.sequence)
+    none, times = (0.0, 0.0, 0.0), [(0.0, 0.0, 0.0)]
+    if shape.encoder_layers:
+        times += [*shape.encoder_stack.each(lambda kind: times_of(kind, of.sequence)), none]
+        decoder = [*shape.each(lambda kind: times_of(kind, target, of.sequence)), (head, head, head)]
+        times += [(f * share, i * share, w * share) for f, i, w in decoder]
+    else:
+        times += [*shape.each(lambda kind: times_of(kind, of.sequence)), (head, head, head)]
+    by_stage: list[Times] = []
+    cut_into = stages_of(
+        shape, of.sequence, stages, of.stage_layers, target=of.target, encoder_stages=of.encoder_stages
+    )
+    for stage in cut_into:
+        f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
+        by_stage.append((f, i, w))
+    return by_stage

@@ -1,0 +1,675 @@
+"""Which jobs are legal: the rules that tie model, layout, schedule and batch together.
+
+The config is checked by them before a process starts, and the planner proposes nothing that breaks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.errors import Problem, StrettoError, nearest
+from stretto.job.data_parallel import KEEP, MODES, SHARDS, Precision
+from stretto.job.job import Job, Rule, batch_problem, either, nearest_values
+from stretto.job.lora import PROJECTIONS
+from stretto.job.optimiser import optimiser_problems
+from stretto.job.parameters import block_shapes, parameter_shapes, stays_float32
+from stretto.job.program import stages_of
+from stretto.job.reduction import reduction
+from stretto.job.shape import ModelShape
+from stretto.program.checks.in_turn import in_turn
+from stretto.program.program import Program
+
+
+def problems(job: Job) -> list[Problem]:
+    """Every broken rule; empty for a legal job."""
+    return [problem for rule in RULES for problem in rule(job)]
+
+
+def fits_tp(shape: ModelShape, tp: int) -> bool:
+    """True if heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
+    `tp` ranks.
+    """
+    return (
+        shape.heads % tp == 0
+        and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+        and all(width % tp == 0 for _, width in _mlps(shape))
+        and shape.vocab >= tp
+    )
+
+
+def _mlps(shape: ModelShape) -> list[tuple[str, int]]:
+    """The MLPs that every token goes through, of each kind of block: the field of the width, and the width,
+    0 where there is none.
+    """
+    return [
+        ("ffn", kind.ffn) if kind.moe is None else ("moe.shared_ffn", kind.moe.shared_ffn)
+        for kind, _ in shape.kinds()
+    ]
+
+
+def _ranks(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    product = f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp} x pp={layout.pp} is {layout.world} ranks"
+    if job.world is not None and job.world != layout.world:
+        model_parallel = layout.world // layout.dp
+        fits = job.world % model_parallel == 0
+        yield Problem(
+            "layout",
+            layout.describe(),
+            f"{product}, but {job.world} processes were started",
+            f"start {layout.world} processes" + (f", or dp={job.world // model_parallel}" if fits else ""),
+        )
+    if job.devices is not None and layout.world > job.devices:
+        yield Problem(
+            "layout",
+            layout.describe(),
+            f"{product}, but there are {job.devices} devices, and each rank needs its own",
+            "use a smaller layout, more machines, or train.device=cpu",
+        )
+
+
+def _tensor(job: Job) -> Iterator[Problem]:
+    shape, tp = job.shape, job.layout.tp
+    legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
+    fix = either("layout.tp", nearest_values(tp, legal))
+    for name, size in dict((("heads", shape.heads), *_mlps(shape))).items():
+        if size % tp:
+            yield Problem("layout.tp", tp, f"it must divide model.{name}, which is {size}", fix)
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        rule = f"it must divide model.kv_heads, which is {shape.kv_heads}, or be a multiple of it"
+        yield Problem("layout.tp", tp, rule, fix)
+    if shape.vocab < tp:
+        rule = f"each rank needs a part of the vocabulary, which has {shape.vocab} entries"
+        yield Problem("layout.tp", tp, rule, fix)
+
+
+def _expert_axes(job: Job) -> Iterator[Problem]:
+    layout, moe = job.layout, job.shape.moe
+    if moe is None:
+        sizes = {"ep": layout.ep if layout.ep > 1 else None, "expert_tp": job.expert_tp}
+        for name, size in sizes.items():
+            if size is not None:
+                fix = f"layout.{name}={'1' if name == 'ep' else 'null'}, or model.moe.experts={max(2, size)}"
+                yield Problem(f"layout.{name}", size, "the model has no experts", fix)
+    elif moe.experts % layout.ep:
+        legal = [n for n in range(1, moe.experts + 1) if _fits_ep(job, n)]
+        rule = f"it must divide model.moe.experts, which is {moe.experts}"
+        yield Problem("layout.ep", layout.ep, rule, either("layout.ep", nearest_values(layout.ep, legal)))
+    elif layout.ep == 1 and job.expert_tp not in (None, layout.tp):
+        rule = f"with layout.ep=1 experts are split as all else is, over layout.tp={layout.tp}"
+        yield Problem("layout.expert_tp", job.expert_tp, rule, "layout.expert_tp=null, or layout.ep above 1")
+
+
+def _fits_ep(job: Job, ep: int) -> bool:
+    layout, moe = job.layout, job.shape.moe
+    tp = layout.tp if job.expert_tp is None else job.expert_tp
+    return moe is not None and moe.experts % ep == 0 and layout.tp * layout.cp * layout.dp % (tp * ep) == 0
+
+
+def _expert_width(job: Job) -> Iterator[Problem]:
+    if job.shape.moe is None:
+        return
+    separate = job.layout.ep > 1 and job.expert_tp is not None
+    name, size = ("expert_tp", job.expert_tp or 1) if separate else ("tp", job.layout.tp)
+    width, field = job.shape.expert_ffn, "ffn" if job.shape.moe.ffn is None else "moe.ffn"
+    if width % size:
+        legal = [n for n in range(1, width + 1) if width % n == 0 and (separate or fits_tp(job.shape, n))]
+        yield Problem(
+            f"layout.{name}",
+            size,
+            f"it must divide the width of an expert, model.{field}={width}",
+            either(f"layout.{name}", nearest_values(size, legal)),
+        )
+
+
+def _context(job: Job) -> Iterator[Problem]:
+    heads = job.shape.heads
+    tp = job.layout.tp
+    cp = job.layout.cp
+    if job.context == "ulysses" and heads % tp == 0 and heads % (tp * cp):
+        legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
+        nearest_cp = " or ".join(map(str, nearest_values(cp, legal)))
+        yield Problem(
+            "layout.context",
+            "ulysses",
+            f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: each rank attends "
+            "with whole heads",
+            f"layout.context=ring, or nearest: layout.cp={nearest_cp}",
+        )
+
+
+def _attention(job: Job) -> Iterator[Problem]:
+    kernel, special = job.attention, job.shape.attention
+    if kernel not in ("sdpa", "flex"):
+        return
+    rules = {
+        "dropout of attention needs the probabilities, which no fused kernel forms": job.shape.dropout > 0.0,
+        f"torch's fused kernels do not cap scores, as model.attention.softcap={special.softcap} says": (
+            kernel == "sdpa" and special.softcap is not None
+        ),
+        "FlexAttention is not used for encoders and biases by distance": (
+            kernel == "flex" and bool(job.shape.encoder_layers or job.shape.relative or not special.causal)
+        ),
+        "the rounds of layout.context=ring have kernels of their own; ulysses has not": (
+            kernel == "flex" and job.layout.cp > 1 and job.context == "ring"
+        ),
+    }
+    for rule, broken in rules.items():
+        if broken:
+            yield Problem("train.attention", kernel, rule, "train.attention=auto")
+
+
+def _recompute(job: Job) -> Iterator[Problem]:
+    recompute = job.recompute
+    if recompute.blocks is not None and recompute.mode != "full":
+        yield Problem(
+            "recompute.blocks",
+            recompute.blocks,
+            f"recompute.mode={recompute.mode} chooses no number of blocks",
+            "recompute.blocks=null, or recompute.mode=full",
+        )
+    if recompute.memory_gib is not None and recompute.mode != "auto":
+        yield Problem(
+            "recompute.memory_gib",
+            recompute.memory_gib,
+            f"recompute.mode={recompute.mode} goes by no budget",
+            "recompute.memory_gib=null, or recompute.mode=auto",
+        )
+    if recompute.memory_gib is None and recompute.mode == "auto":
+        rule = "it chooses by what a rank may hold, and recompute.memory_gib does not say"
+        yield Problem("recompute.mode", "auto", rule, "recompute.memory_gib=16, or recompute.mode=full")
+
+
+def _shard_inputs(job: Job) -> Iterator[Problem]:
+    recompute = job.recompute
+    if not recompute.shard_inputs:
+        return
+    off = "recompute.shard_inputs=false"
+    if recompute.mode != "full":
+        rule = f"recompute.mode={recompute.mode} keeps no inputs of whole blocks"
+        yield Problem("recompute.shard_inputs", "true", rule, f"{off}, or recompute.mode=full")
+    elif job.sequence_parallel and job.layout.tp > 1:
+        rule = "layout.sequence_parallel has split the inputs of blocks over tp already"
+        yield Problem("recompute.shard_inputs", "true", rule, off)
+
+
+def _batch(job: Job) -> Iterator[Problem]:
+    if (problem := batch_problem(job)) is not None:
+        yield problem
+
+
+def _pipeline(job: Job) -> Iterator[Problem]:
+    if batch_problem(job) is not None:
+        return  # which schedules fit depends on the batch
+    pp, custom = job.layout.pp, job.custom_program
+    if custom is not None and custom.steps > 1:
+        yield Problem(
+            "schedule.file",
+            custom.name,
+            f"its program is a window of {custom.steps} steps, and training decides itself when to drain",
+            "a program of one step, written without --steps",
+        )
+        return
+    if custom is not None and (custom.ranks, custom.microbatches) != (pp, job.microbatches):
+        yield Problem(
+            "schedule.file",
+            custom.name,
+            f"its program is of {custom.ranks} ranks and {custom.microbatches} microbatches, the job has "
+            f"layout.pp={pp} and {job.microbatches} microbatches",
+            f"layout.pp={custom.ranks} and "
+            f"batch.global_size={custom.microbatches * job.micro_batch * job.layout.dp}",
+        )
+        return
+    try:
+        program = job.program()
+    except StrettoError as error:
+        yield Problem("schedule", _describe(job), error.message, error.hint)
+        return
+    if not program.trains:
+        yield Problem("schedule", job.schedule_name, "it has no backwards, so it cannot train", "use 1f1b")
+        return
+    # cut as embedding, blocks and head, each stage at least one of them
+    layers, stages = job.shape.chain, program.depth
+    chunks = max(1, stages // pp)
+    if stages > layers:
+        yield Problem(
+            "layout.pp",
+            pp,
+            f"{stages} stages (pp x {chunks} chunks) for {layers} layers, each stage needs one "
+            f"({_described(job.shape)})",
+            f"largest that fits: layout.pp={layers // chunks}" if layers >= chunks else "use fewer chunks",
+        )
+    elif job.stage_layers is not None:
+        yield from _stage_layers(job, stages)
+    elif job.encoder_pp is not None and pp > 1:
+        yield from _encoder_ranks(job, program)
+    if program.versions:
+        yield from _updates_within(job, stages)
+    if job.optimiser.rate.rescheduling_steps is not None and max(job.delays()) < 2:
+        late = "at most one update" if program.versions else "not"
+        yield Problem(
+            "optim.rate.rescheduling_steps",
+            job.optimiser.rate.rescheduling_steps,
+            f"gradients of schedule {job.schedule_name} on {pp} ranks are {late} late, so that there is "
+            "nothing to reschedule",
+            "optim.rate.rescheduling_steps=null, or schedule.name=pipedream on 3 ranks or more",
+        )
+
+
+def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
+    counts, layers = job.stage_layers or (), job.shape.chain
+    shown = list(counts)
+    even = [len(stage) for stage in stages_of(job.shape, job.sequence, stages, target=job.target_sequence)]
+    fix = f"layout.stages={even}, or null: cut evenly"
+    if min(counts, default=1) < 1:
+        yield Problem("layout.stages", shown, "each stage needs at least one layer", fix)
+    elif len(counts) != stages:
+        rule = f"there are {len(counts)} counts and the schedule has {stages} stages"
+        yield Problem("layout.stages", shown, rule, fix)
+    elif sum(counts) != layers:
+        rule = f"they add up to {sum(counts)}, the model has {layers} layers: "
+        if sum(counts) == job.shape.layers:  # only the blocks were counted
+            counted = list(counts)
+            counted[0] += 1
+            counted[-1] += 1
+            fix = f"layout.stages={counted}, if the embedding and the head go with the first and last blocks"
+        yield Problem("layout.stages", shown, rule + _described(job.shape), fix)
+    elif job.encoder_pp is not None:
+        rule = "layout.encoder_pp says how the stacks are cut already"
+        yield Problem("layout.stages", shown, rule, "layout.stages=null, or layout.encoder_pp=null")
+
+
+def _described(shape: ModelShape) -> str:
+    """The layers that are cut into stages, in words."""
+    if not shape.encoder_layers:
+        return f"embedding, {shape.layers} blocks, head"
+    stacks = f"{shape.encoder_layers} of the encoder, the decoder's embedding, {shape.layers} of the decoder"
+    return f"embedding, blocks: {stacks}; and head"
+
+
+def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
+    """True if the first pipeline ranks can hold the encoder, and nothing else."""
+    pp, first = job.layout.pp, job.encoder_pp or 0
+    if program.stages > pp:
+        rule = (
+            f"schedule {job.schedule_name} gives each rank {program.stages // pp} stages, some of the "
+            "encoder and some of the decoder"
+        )
+        fix = "layout.encoder_pp=null, or a schedule with one stage a rank, such as 1f1b"
+        yield Problem("layout.encoder_pp", first, rule, fix)
+        return
+    fewest, largest = max(1, pp - job.shape.layers - 2), min(pp - 1, job.shape.encoder_layers + 1)
+    if not fewest <= first <= largest:
+        rule = f"of layout.pp={pp} ranks it may have {fewest}" + (
+            f" to {largest}" if largest > fewest else ""
+        )
+        fix = f"nearest: layout.encoder_pp={min(max(first, fewest), largest)}, or null"
+        yield Problem("layout.encoder_pp", first, rule, fix)
+
+
+def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
+    """What an asynchronous schedule asks for: stages that update by themselves."""
+    if stages > 1 and job.shape.encoder_layers:
+        yield Problem(
+            "schedule",
+            job.schedule_name,
+            "it updates each stage by itself, but the stages of an encoder and its decoder share embeddings",
+            "layout.pp=1, or a schedule that updates after the step, such as 1f1b",
+        )
+    elif stages > 1 and job.shape.tied:
+        yield Problem(
+            "model.tied",
+            "true",
+            f"schedule {job.schedule_name} updates each stage by itself, but the first and the last would "
+            "share the embedding",
+            "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
+        )
+    if job.optimiser.clip is not None:
+        yield Problem(
+            "optim.clip",
+            job.optimiser.clip,
+            f"schedule {job.schedule_name} updates each stage by itself, so no rank knows the norm of all "
+            "gradients",
+            "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
+        )
+
+
+def _describe(job: Job) -> str:
+    settings = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    return f"{job.schedule_name} with {shown}"
+
+
+def _encoder(job: Job) -> Iterator[Problem]:
+    """What is not done beside an encoder, and what only an encoder has."""
+    layout, stacks = job.layout, job.shape.encoder_layers > 0
+    if not stacks:
+        if job.encoder_pp is not None:
+            yield Problem(
+                "layout.encoder_pp", job.encoder_pp, "the model has no encoder", "layout.encoder_pp=null"
+            )
+        return
+    if job.encoder_pp is not None and layout.pp == 1:
+        rule = "with layout.pp=1 one rank holds both stacks"
+        yield Problem("layout.encoder_pp", job.encoder_pp, rule, "layout.encoder_pp=null, or layout.pp=2")
+    if layout.cp > 1:
+        rule = "the attention of an encoder, and to its output, is not split over context-parallel ranks"
+        yield Problem(
+            "layout.cp", layout.cp, rule, "layout.cp=1, and layout.tp with layout.sequence_parallel"
+        )
+    if job.dp.mode == "server":
+        rule = "a server sends samples of one sequence, and those of a model with an encoder have two"
+        yield Problem("dp.mode", "server", rule, "dp.mode=zero")
+    if job.sequence_parallel and layout.tp > 1:
+        lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
+        for name, length in lengths.items():
+            if length % layout.tp:
+                legal = [length // layout.tp * layout.tp, -(-length // layout.tp) * layout.tp]
+                rule = f"with layout.sequence_parallel it must be a multiple of layout.tp={layout.tp}"
+                yield Problem(name, length, rule, either(name, [n for n in legal if n]))
+
+
+def _sequence(job: Job) -> Iterator[Problem]:
+    lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
+    for name, length in list(lengths.items())[: 2 if job.shape.encoder_layers else 1]:
+        if length > job.shape.sequence and not job.shape.relative:  # distances have no end
+            yield Problem(
+                name,
+                length,
+                f"the model has {job.shape.sequence} positions",
+                f"{name}={job.shape.sequence}, or model.positions={length}",
+            )
+
+
+_SHARDED = ("zero1", "zero2", "zero3")
+_TILE = 16  # rows and columns of an 8-bit product are multiples of it
+_ELSE = "or a schedule that updates after the step, such as 1f1b"
+
+
+def _shard_modes(job: Job) -> Iterator[Problem]:
+    """A size is given only for what the mode shards."""
+    mode = job.dp.mode
+    for field, first_mode in SHARDS.items():
+        size = job.dp.shards[field]
+        if size is not None and MODES.index(mode) < MODES.index(first_mode):
+            sharded = field.removeprefix("shard_")
+            yield Problem(
+                f"dp.{field}",
+                size,
+                f"dp.mode={mode} shards no {sharded}",
+                f"dp.{field}=null, or dp.mode={first_mode}",
+            )
+
+
+def _shard_sizes(job: Job) -> Iterator[Problem]:
+    """States over a part of the copies, gradients over a part of these ranks, parameters of those."""
+    dp, layout = job.dp, job.layout
+    if dp.mode not in _SHARDED:
+        return
+    largest, product = job.copies, f"layout.cp={layout.cp} x layout.dp={layout.dp}"
+    for field, first_mode in SHARDS.items():
+        size = dp.shards[field]
+        if MODES.index(dp.mode) < MODES.index(first_mode) or size is None:
+            continue
+        if largest % size:
+            legal = [n for n in range(1, largest + 1) if largest % n == 0]
+            rule = f"it must divide {product}" + (f", which is {largest}" if " x " in product else "")
+            yield Problem(f"dp.{field}", size, rule, either(f"dp.{field}", nearest_values(size, legal)))
+            return  # what the next must divide is not known
+        largest, product = size, f"dp.{field}={size}"
+
+
+def _reduce_and_gather(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.reduce == "microbatch" and dp.mode not in ("zero2", "zero3"):
+        yield Problem(
+            "dp.reduce",
+            "microbatch",
+            f"with dp.mode={dp.mode} ranks keep all gradients, which are reduced once a step",
+            "dp.reduce=auto, or dp.mode=zero2",
+        )
+    if dp.gather != "auto" and dp.mode != "zero3":
+        rule = f"dp.mode={dp.mode} keeps parameters whole"
+        yield Problem("dp.gather", dp.gather, rule, "dp.gather=auto, or dp.mode=zero3")
+
+
+def _offload(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.offload_parameters != "none" and dp.mode != "zero3":
+        yield Problem(
+            "dp.offload_parameters",
+            dp.offload_parameters,
+            f"dp.mode={dp.mode} keeps parameters whole, and uses them all the time",
+            "dp.offload_parameters=none, or dp.mode=zero3",
+        )
+    away = [f"dp.{name}" for name in ("offload", "offload_parameters") if getattr(dp, name) == "nvme"]
+    if away and not dp.path:
+        yield Problem("dp.path", "null", f"{away[0]}=nvme needs a folder", "dp.path=/a/folder/on/a/fast/disk")
+
+
+def _versions(job: Job) -> Iterator[Problem]:
+    """What a schedule that updates each stage in the middle of the step leaves no time for."""
+    dp = job.dp
+    needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch"
+    if not needs_whole_weights or not _has_versions(job):
+        return
+    within = f"schedule {job.schedule_name} updates each stage by itself in the middle of the step"
+    if dp.mode == "zero3":
+        yield Problem(
+            "dp.mode",
+            "zero3",
+            f"{within} and computes with older weights too, which cannot be gathered from shards",
+            f"dp.mode=zero2, {_ELSE}",
+        )
+    elif dp.mode == "zero2" and dp.reduce == "microbatch":
+        rule = f"{within}, where gradients are reduced for each update"
+        yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
+
+
+def _has_versions(job: Job) -> bool:
+    try:
+        return bool(job.program().versions)
+    except StrettoError:
+        return False  # which the rules of batches and schedules report
+
+
+def _precision(job: Job) -> Iterator[Problem]:
+    """Fields that mean something with 16 bits alone; float64 is for proofs of any job."""
+    precision, plain = job.precision, Precision()
+    if precision.dtype == "float32":
+        rule = "train.dtype=float32 has weights and gradients of one type"
+        for field, value in (("gradients", precision.gradients), ("keep", precision.keep)):
+            if value != getattr(plain, field):
+                default = "float32" if field == "gradients" else list(KEEP)
+                shown = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    f"precision.{field}", shown, rule, f"precision.{field}={default}, or train.dtype=bfloat16"
+                )
+    if precision.dtype in ("float32", "bfloat16"):
+        for field in ("loss_scale", "loss_scale_steps"):
+            value, default = getattr(precision, field), getattr(plain, field)
+            if value != default:
+                rule = f"train.dtype={precision.dtype} needs no scale of the loss"
+                yield Problem(
+                    f"precision.{field}", value, rule, f"precision.{field}={default}, or train.dtype=float16"
+                )
+
+
+def _keep(job: Job) -> Iterator[Problem]:
+    """A pattern that is no default names some parameter."""
+    added = [pattern for pattern in job.precision.keep if pattern not in KEEP]
+    names = parameter_shapes(job.shape) if added else {}
+    for pattern in added:
+        if not any(stays_float32(name, (pattern,)) for name in names):
+            yield Problem(
+                "precision.keep",
+                pattern,
+                "it matches no parameter's name",
+                f"names are such as {', '.join(list(names)[:3])}",
+            )
+
+
+def _eight_bits(job: Job) -> Iterator[Problem]:
+    """Sides of each product of a block's linear layers, as a rank has them; and what scales would not be
+    those of one process for: key heads that several ranks hold, and padding.
+    """
+    if job.precision.fp8 == "none":
+        return
+    shape, tp = job.shape, job.layout.tp
+    if shape.kv_heads % tp:
+        yield Problem(
+            "precision.fp8",
+            job.precision.fp8,
+            f"layout.tp={tp} must divide model.kv_heads, which is {shape.kv_heads}: copies of key heads "
+            "would each scale a part of their gradient",
+            "precision.fp8=none, or a smaller layout.tp",
+        )
+        return
+    unit = (2 * job.layout.cp if job.layout.cp > 1 else 1) * (tp if job.sequence_parallel else 1)
+    if job.precision.fp8 == "tensor" and job.sequence % unit:
+        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
+        yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
+        return
+    for field, size in _sides(shape, tp).items():
+        if size % _TILE:
+            yield Problem(
+                "precision.fp8",
+                job.precision.fp8,
+                f"the {field} of a rank must be a multiple of {_TILE} and is {size}",
+                f"precision.fp8=none, other sizes of the model, or another layout.tp than {tp}",
+            )
+            return
+
+
+def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
+    """Features that linear layers of a block take and give, on one rank; rounded where tp does not divide."""
+    keys = max(shape.kv_heads // tp, 1) * shape.head_dim
+    heads = shape.attention_width // tp
+    ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
+    width = {"inner width of the MLP": ffn // tp} if ffn else {}
+    return {
+        "model.hidden": shape.hidden,
+        "width of attention": heads,
+        "queries, keys and values together": heads + 2 * keys,
+        **width,
+    }
+
+
+def _freeze(job: Job) -> Iterator[Problem]:
+    """Every pattern freezes something, and something is left to train."""
+    if job.trained.everything:
+        return
+    names = list(parameter_shapes(job.shape))
+    for pattern in job.trained.unmatched(names):
+        closest = nearest(pattern, names)
+        fix = f"did you mean {closest}?" if closest else "patterns are like embed.* or blocks.0.*"
+        yield Problem("finetune.freeze", pattern, "it matches no parameter of the model", fix)
+    if not any(map(job.trained, names)):
+        rule = "it leaves no parameter to train"
+        yield Problem("finetune.freeze", list(job.trained.freeze), rule, "freeze fewer, such as embed.*")
+
+
+def _adapters(job: Job) -> Iterator[Problem]:
+    """Every target is a linear of some block."""
+    shape, lora = job.shape, job.shape.lora
+    if lora is None:
+        return
+    modules = {name.rpartition(".")[0] for kind, _ in shape.kinds() for name in block_shapes(kind)}
+    for target in lora.unmatched(modules):
+        names = dict.fromkeys(name for module in sorted(modules) for name in PROJECTIONS.get(module, ()))
+        rule = "no block of the model has it" + ("; routed experts take no adapters" if shape.moe else "")
+        yield Problem("lora.targets", target, rule, f"of {', '.join(names)}")
+    if job.precision.fp8 != "none":
+        rule = "linears with adapters have no products in 8 bits"
+        yield Problem("precision.fp8", job.precision.fp8, rule, "precision.fp8=none, or lora.rank=null")
+
+
+def _graphs(job: Job) -> Iterator[Problem]:
+    """A graph has the memory of one microbatch; nothing in it waits for the host or depends on values."""
+    if job.graphs != "off":
+        for rule, fix in _graph_obstacles(job):
+            yield Problem("train.graphs", job.graphs, rule, f"train.graphs=off, or {fix}")
+
+
+def _graph_obstacles(job: Job) -> Iterator[tuple[str, str]]:
+    """Each rule that is broken, and what else would mend it."""
+    layout, shape = job.layout, job.shape
+    if layout.pp > 1:
+        yield (
+            f"layout.pp={layout.pp} has several microbatches in flight, and a graph is of one",
+            "layout.pp=1",
+        )
+    elif batch_problem(job) is None:
+        yield from _program_obstacles(job)
+    if layout.cp > 1:
+        yield (
+            f"layout.cp={layout.cp} exchanges keys and values in messages, which are not captured",
+            "layout.cp=1",
+        )
+    if shape.moe is not None:
+        yield "the host counts the tokens of each expert, and a graph cannot wait for it", "a dense model"
+    if shape.encoder_layers:
+        yield "the decoder reads samples of another length with each microbatch", "a model without an encoder"
+    if shape.drops:
+        yield (
+            "the host computes the seed of each sample's dropout, which a graph would repeat",
+            "model.dropout=0 and lora.dropout=0",
+        )
+    if job.dp.mode == "zero3":
+        yield "dp.mode=zero3 gathers weights into memory that it frees, and a graph's stays", "dp.mode=zero2"
+    if job.dp.mode == "server":
+        yield (
+            "dp.mode=server sends samples and weights in ways that were never tried with graphs",
+            "dp.mode=ddp",
+        )
+
+
+def _program_obstacles(job: Job) -> Iterator[tuple[str, str]]:
+    """Obstacles in the order of a step's actions, and in when gradients are reduced."""
+    try:
+        program = job.program()
+    except StrettoError:
+        return  # which the rule of schedules reports
+    if not in_turn(program):
+        yield (
+            f"schedule {job.schedule_name} does not end a microbatch before it begins the next one",
+            "schedule.name=1f1b",
+        )
+    elif job.dp.mode == "zero2" and reduction(program, "zero2", job.dp.reduce) == "microbatch":
+        yield (
+            "dp.mode=zero2 reduces gradients in the backward of each microbatch, by hooks that a graph does "
+            "not run",
+            "dp.reduce=step",
+        )
+
+
+def _optimiser(job: Job) -> Iterator[Problem]:
+    yield from optimiser_problems(job.optimiser)
+
+
+RULES: tuple[Rule, ...] = (
+    _ranks,
+    _tensor,
+    _expert_axes,
+    _expert_width,
+    _context,
+    _attention,
+    _recompute,
+    _shard_inputs,
+    _batch,
+    _pipeline,
+    _encoder,
+    _sequence,
+    _shard_modes,
+    _shard_sizes,
+    _reduce_and_gather,
+    _offload,
+    _versions,
+    _precision,
+    _keep,
+    _eight_bits,
+    _freeze,
+    _adapters,
+    _graphs,
+    _optimiser,
+)
