@@ -41,10 +41,10 @@ local.PRELOAD = (
     "stretto.run.train.async_step",
     "stretto.run.train.companions",
     "stretto.run.train.language_job",
-    "stretto.run.verify.prove",
+    "stretto.verify.language.prove",
     "stretto.recommender.train.task",
     "stretto.recommender.train.job",
-    "stretto.recommender.verify.prove",
+    "stretto.verify.recommender.prove",
     "stretto.recommender.train.registered",
     "stretto.cli.main",
     "torch._dynamo",  # imported by the first optimiser of a process

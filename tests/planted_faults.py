@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import stretto.run.verify.prove as prove_module
-from stretto.prove.diagnose import Verdict
+import stretto.verify.language.prove as prove_module
 from stretto.run.config.schema import TrainConfig
-from stretto.run.verify.cases import describe
-from stretto.run.verify.job import verify
+from stretto.verify.diagnose import Verdict
+from stretto.verify.language.cases import describe
+from stretto.verify.language.job import verify
 from tiny_job import Changes, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]

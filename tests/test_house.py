@@ -24,11 +24,11 @@ ROOMS = (
     *("errors", "layout", "program", "job", "planner", "view"),
     *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
-    *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint", "prove"),
+    *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint"),
     "autosplit",
     *("run.config", "run.launch", "run.data", "run.diagnose", "run.watch", "run.train"),
     *("run.evaluate", "run.generate", "run.calibrate"),
-    *("run.verify", "run.dryrun", "run.compare", "recommender"),
+    *("run.dryrun", "run.compare", "recommender", "verify", "prove"),
     "cli",  # imports what is heavy inside its functions
 )
 TORCH_FREE = (

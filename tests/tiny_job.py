@@ -10,7 +10,7 @@ from typing import Any
 from stretto.job.job import Job
 from stretto.run.config import TrainConfig
 from stretto.run.config.load import parse
-from stretto.run.verify.cases import configured_job, vary
+from stretto.verify.language.cases import configured_job, vary
 
 GPT = "{family: gpt, layers: 2, hidden: 32, heads: 4, dropout: 0.1}"
 LLAMA = "{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}"

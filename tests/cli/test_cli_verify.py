@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import stretto.run.verify.job as verify_job
+import stretto.verify.language.job as verify_job
 from stretto.cli.main import run
 from stretto.engine.pipeline import Pipeline
-from stretto.prove.diagnose import Verdict
+from stretto.verify.diagnose import Verdict
 from tiny_job import EIGHT, job_file
 
 pytestmark = pytest.mark.apart

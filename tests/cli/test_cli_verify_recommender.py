@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-import stretto.recommender.verify.job as verify_job
+import stretto.verify.recommender.job as verify_job
 from stretto.cli.main import run
 from stretto.recommender.tables.sharded import TableBatch
 

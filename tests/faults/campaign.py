@@ -38,7 +38,7 @@ RESULTS, PAGE = Path(__file__).with_name("results.json"), ROOT / "docs" / "proof
 BEGIN = "<!-- written by tests/faults/campaign.py; change the faults, not this table -->"
 END = "<!-- end of the table -->"
 SECONDS = 600  # tests and proofs that hang end themselves before
-PROOFS = ("run/verify", "prove", "recommender/verify")  # folders of the sources that `verify` consists of
+PROOFS = ("verify",)  # folders of the sources that `verify` consists of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,9 +48,9 @@ def prove(
 
     path, function = checked_function(target, _EXAMPLE)
     check_ranks(ranks)
-    prepare(("stretto.prove.file",))
+    prepare(("stretto.verify.user_model.file",))
     with failures_reported():
-        from stretto.prove.file import run_file
+        from stretto.verify.user_model.file import run_file
 
         result: Report = run_ranks(ranks, run_file, path, function)[0]
     report(_facts(result), as_json, lambda to: _show(to, result))

@@ -317,7 +317,7 @@ def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
     """Print the run's folder, and commands to try next."""
     from shlex import quote
 
-    from stretto.run.verify.cases import every_layout
+    from stretto.verify.language.cases import every_layout
 
     folder, trained = config.run.folder, config.layout.to_layout()
     layouts = [case.layout for case in every_layout(config, trained.world)]

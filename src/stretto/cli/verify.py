@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.prove.diagnose import Verdict
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.verify.every import Impossible
+    from stretto.verify.diagnose import Verdict
+    from stretto.verify.language.every import Impossible
 
 _ALL = ("all", "product")
 _STEPS = {False: 3, True: 2}  # of a few layouts, and of each of all
@@ -95,9 +95,9 @@ def verify(
     and dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
     clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
-    from stretto.prove.diagnose import TOLERANCE
     from stretto.recommender.config.load import load_config
     from stretto.run.config.schema import TrainConfig
+    from stretto.verify.diagnose import TOLERANCE
 
     config = load_config(path, overrides or [])
     if layouts not in _ALL and ranks is not None:
@@ -139,9 +139,9 @@ def _prove_layouts(
     from stretto.run.config.check import check
     from stretto.run.launch.local import check_ranks
     from stretto.run.train.language_job import check_attention
-    from stretto.run.verify.cases import cases_from_file, configured_job, smaller
-    from stretto.run.verify.every import Every
-    from stretto.run.verify.job import verify as prove
+    from stretto.verify.language.cases import cases_from_file, configured_job, smaller
+    from stretto.verify.language.every import Every
+    from stretto.verify.language.job import verify as prove
 
     check(config)
     check_attention(config.train.attention, HOST)
@@ -166,8 +166,8 @@ def _prove_placements(
 ) -> _Proof:
     """Prove placements of a recommender's tables."""
     from stretto.recommender.config.check import check
-    from stretto.recommender.verify.job import STEPS, VerifyJob, verify
     from stretto.run.launch.local import check_ranks
+    from stretto.verify.recommender.job import STEPS, VerifyJob, verify
 
     check(config)
     if layouts in _ALL:
@@ -213,8 +213,8 @@ def _show(
 
 def _compared(verdicts: Sequence[Verdict], config: TrainConfig | RecommenderConfig) -> list[str]:
     """The quantities of the verdicts, and what the reference updates by in place of the job's optimisers."""
-    from stretto.prove.optimizer import RULES
     from stretto.run.config.schema import TrainConfig
+    from stretto.verify.optimizer import RULES
 
     errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
     compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
@@ -237,7 +237,7 @@ def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:
 
 def _cells(v: Verdict) -> dict[str, str]:
     """Cells of the verdict's row between its name and whether all is equal, by column."""
-    from stretto.recommender.verify.diagnose import TableVerdict
+    from stretto.verify.recommender.diagnose import TableVerdict
 
     cells = {"loss": _error(v.loss_error), "gradients": _error(v.grad_error), "norm": _error(v.norm_error)}
     if isinstance(v, TableVerdict):

@@ -18,7 +18,7 @@ from stretto.run.data.prepare import prepare_data
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
 from stretto.run.train.rank_model import loss_weights, update_numbers
-from stretto.run.verify.reference import build_reference
+from stretto.verify.language.reference import build_reference
 from tiny_job import EIGHT, LLAMA, job
 from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
 

@@ -1,0 +1,302 @@
+"""The proof of a schedule that updates within the step: losses, and weights after so many delayed updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stretto.engine.models.language import IGNORED
+from stretto.errors import StrettoError
+from stretto.job.flops import layer_names
+from stretto.job.job import Job
+from stretto.run.train.rank_model import RankModel
+from stretto.verify.compare import Comparison, compare
+from stretto.verify.diagnose import Verdict
+from stretto.verify.language.cases import describe
+from stretto.verify.language.reference import Loads, Snapshot, Trial, build_reference
+from stretto.verify.language.step import wrongly_held
+from stretto.verify.language.unread import (
+    Fresh,
+    only_unread,
+    run_steps,
+    same_bits_late,
+    with_wrong_use,
+    wrong_use_verdict,
+)
+from stretto.verify.optimizer import ReferenceOptimizer
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Delays:
+    """How late a schedule's updates are.
+
+    by_stage: updates that a stage makes between a gradient's weights and the gradient's own update.
+    group: microbatches of one update.
+    """
+
+    by_stage: tuple[int, ...]
+    group: int
+
+    def updates(self, microbatches: int) -> int:
+        """Of a step."""
+        return -(-microbatches // self.group)
+
+
+def promised(schedule: str, options: Mapping[str, Any], pp: int, microbatches: int) -> Delays:
+    """The delays that a schedule promises.
+
+    `pipedream` (Narayanan et al. 2019, sections 3.2 and 3.3): stage r of p stages is p-1-r updates late, with
+    vertical sync every stage p-1; an update for each microbatch. `pipedream-2bw` (Narayanan et al. 2021,
+    section 3.1): one update late everywhere, an update for `group` microbatches, p unless given.
+
+    Raises:
+        StrettoError: a schedule whose delays are not listed here.
+    """
+    if schedule == "pipedream":
+        late = [pp - 1] * pp if options.get("vertical_sync") else [pp - 1 - r for r in range(pp)]
+        return Delays(tuple(late), 1)
+    if schedule == "pipedream-2bw":
+        return Delays((1,) * pp, options.get("group") or min(pp, microbatches))
+    raise StrettoError(
+        f"schedule {schedule} updates within the step, and there is no replay of its updates",
+        hint="prove it with another schedule, or add it to stretto.verify.language.asynchronous.promised",
+    )
+
+
+def windows_of(job: Job, steps: int) -> tuple[int, ...]:
+    """So many steps, cut where the pipeline drains: all but the last follow one another, and the last finds
+    the pipeline drained. Where the job drains after each step, one by one.
+    """
+    return (1,) * steps if job.window is None or steps < 2 else (steps - 1, 1)
+
+
+def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[Snapshot]:
+    """Train the plain model in float64 with delayed updates.
+
+    Args:
+        job: its data-parallel size says which samples are one microbatch of all replicas.
+        windows: steps without a drain between them, of each window. Updates are late by those of the window;
+            a window begins with nothing under way.
+    """
+    plain = build_reference(job, trial.seed)
+    model = plain.model
+    masters = dict(model.named_parameters())
+    learning = [(name, master) for name, master in masters.items() if master.requires_grad]
+    rate, late = trial.rate(job), _late(masters, job, delays.by_stage)
+    optimizers = {
+        delay: ReferenceOptimizer([(n, p) for n, p in learning if late[n] == delay], job.optimiser)
+        for delay in {late[name] for name, _ in learning}
+    }
+    size, unit = job.micro_batch, job.micro_batch * job.layout.dp
+    snapshots, history = list[Snapshot](), list[Weights]()
+    begins = {sum(windows[:at]) for at in range(len(windows))}
+    for step, batch in enumerate(trial.batches[: sum(windows)]):
+        inputs, targets = batch.inputs, batch.targets
+        if step in begins:
+            history = [_copied(masters)]
+        first = step * len(inputs)
+        total = torch.zeros((), dtype=torch.float64)
+        m = len(inputs) // unit
+        all_counted = int((targets != IGNORED).sum()) or 1
+        loads = Loads(model)
+        for start in range(0, m, delays.group):
+            update = len(history) - 1
+            used = {name: history[max(0, update - late[name])][name] for name in masters}
+            leaves: Weights = {
+                name: weight.clone().requires_grad_(masters[name].requires_grad)
+                for name, weight in used.items()
+            }
+            rows = range(start * unit, min(start + delays.group, m) * unit)
+            counted = int((targets[rows.start : rows.stop] != IGNORED).sum()) or 1
+            tokens = len(rows) * inputs.shape[1]
+            for row in rows[::size]:
+                part = batch.take(slice(row, row + size))
+                plain.begin(range(first + row, first + row + size), part)
+                loss = model.loss(functional_call(model, leaves, (part.inputs,)), part.targets)
+                auxiliary = model.auxiliary()
+                (loss / counted + auxiliary / tokens).backward()
+                total += loss.detach() / all_counted + auxiliary.detach() / inputs.numel()
+                loads.add()
+            for name, master in masters.items():
+                master.grad = leaves[name].grad
+            for delay, optimizer in optimizers.items():
+                optimizer.step(rate(step) / _divisor(job, step, delay))
+            history.append(_copied(masters))
+            if (old := update - max(delays.by_stage)) >= 0:
+                history[old] = {}  # no later update looks there
+        loads.correct()
+        nothing = torch.full((), torch.nan, dtype=torch.float64)
+        snapshots.append(Snapshot(total, nothing, {}, _copied(masters)))
+    return snapshots
+
+
+def _divisor(job: Job, step: int, delay: int) -> float:
+    """What PipeMare's technique T1 divides the rate of a late stage by: delay^p, with p from 1 down to 0."""
+    steps = job.optimiser.rate.rescheduling_steps
+    return 1.0 if steps is None or delay == 0 else delay ** (1.0 - min(step / steps, 1.0))
+
+
+def _copied(masters: dict[str, nn.Parameter]) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in masters.items()}
+
+
+def _late(names: dict[str, nn.Parameter], job: Job, by_stage: Sequence[int]) -> dict[str, int]:
+    """The delay of each parameter, by the stage that holds its layer."""
+    layers, stages = layer_names(job.shape), job.stages(len(by_stage))
+    of_layer = {layers[at]: by_stage[stage] for stage, held in enumerate(stages) for at in held}
+    return {name: next(d for layer, d in of_layer.items() if name.startswith(f"{layer}.")) for name in names}
+
+
+# a replay does the same sums in another order
+EXACT = 1e-12
+# AdamW divides by a root that may be all but zero: what rounding leaves in a gradient grows by up to 1/eps
+ADAPTIVE = 1e-9
+
+Replay = Callable[[Delays, tuple[int, ...]], list[Snapshot]]  # of the delays, in such windows; collective
+
+
+def prove_asynchronous(
+    fresh: Fresh, trial: Trial, delays: Delays, windows: tuple[int, ...], replay: Replay
+) -> Verdict:
+    """Steps as training makes them beside a replay of their delayed updates, with nothing read between them.
+    Those that differ are made again, to find the first that does. Collective.
+
+    Args:
+        delays: what the schedule promises.
+        windows: steps without a drain between them.
+        replay: trains the plain model in one process with any delays.
+    """
+    reference = replay(delays, windows)
+    with fresh() as replica:
+        job = replica.job
+        tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
+        wrong = wrongly_held(replica, reference[0].weights)
+        ran = run_steps(replica, trial, reference, windows=windows, late=not trial.twice)
+        updates = delays.updates(replica.pipeline.program.microbatches) * sum(windows)
+    diagnosis = None
+    if wrong:
+        name, why = next(iter(wrong.items()))
+        diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+    if ran.equal(tolerance):
+        assert ran.weights is not None
+        verdict = Verdict(
+            layout=describe(job),
+            loss_error=max(ran.losses),
+            grad_error=None,
+            worst_gradient=None,
+            norm_error=None,
+            weight_error=ran.weights.error,
+            worst_weight=ran.weights.worst,
+            diagnosis=diagnosis,
+            updates=updates,
+            tolerance=tolerance,
+        )
+        again = verdict.equal and trial.twice
+        return same_bits_late(verdict, ran, fresh, trial, reference, windows=windows) if again else verdict
+    if ran.broken:
+        return replace(wrong_use_verdict(describe(job), ran), updates=updates, tolerance=tolerance)
+    made, verdict = 0, None
+    while verdict is None or (verdict.equal and made < len(reference)):
+        made += 1
+        with fresh() as replica:
+            verdict = _observe(
+                replica,
+                trial,
+                delays=delays,
+                windows=_first_steps(windows, made),
+                reference=reference[:made],
+                tolerance=tolerance,
+                replay=replay,
+            )
+    if verdict.equal:
+        verdict = only_unread(verdict, ran)
+    return with_wrong_use(verdict, ran, fresh, trial, reference, windows=windows)
+
+
+def _first_steps(windows: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Of these windows the first steps; what comes after a step changes nothing that it does."""
+    first = list[int]()
+    for length in windows:
+        first.append(min(length, steps - sum(first)))
+    return tuple(length for length in first if length)
+
+
+def _observe(
+    replica: RankModel,
+    trial: Trial,
+    *,
+    delays: Delays,
+    windows: tuple[int, ...],
+    reference: Sequence[Snapshot],
+    tolerance: float,
+    replay: Replay,
+) -> Verdict:
+    """Make the first steps and drain: what they come to, and what may be wrong with it. Collective."""
+    ran = run_steps(replica, trial, reference, windows=windows)
+    updates = delays.updates(replica.pipeline.program.microbatches) * len(reference)
+    diagnosis = ran.failure
+    if ran.weights is not None and not ran.equal(tolerance):
+        diagnosis = _diagnosis(replica, ran.losses[-1], ran.weights, updates, tolerance)
+        if cause := _likely(replica, delays, windows, replay):
+            diagnosis = f"{diagnosis}: {cause}"
+    return Verdict(
+        layout=describe(replica.job),
+        loss_error=max(ran.losses) if ran.weights is not None else float("inf"),
+        grad_error=None,
+        worst_gradient=None,
+        norm_error=None,
+        weight_error=float("inf") if ran.weights is None else ran.weights.error,
+        worst_weight="-" if ran.weights is None else ran.weights.worst,
+        diagnosis=diagnosis,
+        updates=updates,
+        tolerance=tolerance,
+    )
+
+
+def _diagnosis(replica: RankModel, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
+    where = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
+    if loss <= tolerance:
+        return f"the losses are equal, but {where}"
+    return where
+
+
+def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
+    """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
+    one_by_one = (1,) * sum(windows)
+    tried = [(f"of updates {said}", other, windows) for said, other in _others(delays)]
+    if windows != one_by_one:
+        tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
+    for said, other, among in tried:
+        snapshot = replay(other, among)[-1]
+        with replica.states.full_weights() as ours:
+            error = compare(ours, replica.places, snapshot.weights).error
+        if error <= ADAPTIVE:
+            return f"they are those {said}"
+    return None
+
+
+def _others(delays: Delays) -> list[tuple[str, Delays]]:
+    """Delays that a wrong version would give, each with its words."""
+    promised = delays.by_stage
+    most = max(promised)
+    tried = [
+        ("one later than promised, on every stage", [d + 1 for d in promised]),
+        ("one later than promised, where any are late", [d + (d > 0) for d in promised]),
+        ("one earlier than promised", [max(0, d - 1) for d in promised]),
+        ("that are not late at all", [0 for _ in promised]),
+        ("as late as with vertical sync", [most for _ in promised]),
+        ("as late as without vertical sync", [max(0, most - r) for r in range(len(promised))]),
+    ]
+    others: list[tuple[str, Delays]] = []
+    for said, late in tried:
+        other = replace(delays, by_stage=tuple(late))
+        if other != delays and all(other != known for _, known in others):
+            others.append((said, other))
+    return others

@@ -1,0 +1,208 @@
+"""A case to verify: placements, optimisers and features of one recommender job; and cases from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.config.placement import configured_placements
+from stretto.recommender.config.schema import (
+    DenseOptimConfig,
+    DenseRuleName,
+    RecommenderConfig,
+    RecommenderOptim,
+    TableOptimConfig,
+    TableRuleName,
+    TablesConfig,
+)
+from stretto.recommender.placement import Placements, TableSpec
+from stretto.recommender.shape import Interaction
+from stretto.run.config.section import allowed, config_fields
+from stretto.run.config.validation import read_section
+from stretto.verify.language.cases import read_cases
+
+Samples = Literal[
+    "one", "fixed", "ragged", "data"
+]  # random, as drawn by `every.draw`; or the first of the job's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A case to verify.
+
+    name: of the placement.
+    placements: of each table that is stored.
+    rule, dense: the optimisers of tables and dense layers.
+    samples: what is trained on.
+    """
+
+    name: str
+    placements: Placements = field(hash=False)
+    ranks: int
+    rule: TableRuleName
+    dense: DenseRuleName
+    samples: Samples = "ragged"
+    overlap: bool = True
+    clip: float | None = None
+    interaction: Interaction = "dot"
+
+    def __str__(self) -> str:
+        words = [self.name, f"{self.rule}+{self.dense}", self.interaction, _SAMPLE_WORDS[self.samples]]
+        words += ["overlap"] if self.overlap else []
+        words += [f"clip={self.clip:g}"] if self.clip is not None else []
+        return " ".join(words)
+
+    @property
+    def placement_words(self) -> dict[str, str]:
+        """The placement of each table, in words."""
+        words = dict[str, str]()
+        for name, placement in self.placements.items():
+            ranks = "" if placement.split == "data" else f" on {', '.join(map(str, placement.ranks))}"
+            words[name] = (
+                f"{placement.split}{ranks}{'' if placement.place == 'device' else ' ' + placement.place}"
+            )
+        return words
+
+    def apply(self, config: RecommenderConfig, features: Sequence[TableSpec]) -> RecommenderConfig:
+        """The config of this case, in float64 on the CPU."""
+        optim, model = config.optim, config.model
+        if self.interaction != config.shape(features).interaction:
+            crossed = (2, 3) if self.interaction == "dcn" else (None, None)
+            sizes = {"cross_layers": crossed[0], "cross_rank": crossed[1]}
+            model = replace(model, interaction=self.interaction, **sizes)
+        rules = {
+            "dense": replace(optim.dense, name=self.dense),
+            "tables": replace(optim.tables, name=self.rule),
+            "clip": self.clip,
+        }
+        parts: dict[str, Any] = {
+            "model": model,
+            "tables": replace(config.tables, overlap=self.overlap, wire="float32"),
+            "layout": replace(config.layout, ranks=self.ranks),
+            "optim": replace(optim, **rules),
+            "train": replace(config.train, dtype="float64", device="cpu"),
+        }
+        return replace(config, **parts)
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """Everything that the reference run depends on."""
+        return self.rule, self.dense, self.samples, self.clip, self.interaction
+
+
+_SAMPLE_WORDS: Mapping[Samples, str] = {
+    "one": "one-hot",
+    "fixed": "multi-hot",
+    "ragged": "ragged weighted",
+    "data": "data",
+}
+
+
+def configured_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
+    """The placement and optimisers of the config, on the job's samples."""
+    placement = config.tables.placement
+    name = placement if isinstance(placement, str) else "own placement"
+    optim = config.optim
+    return Case(
+        name=name,
+        placements=placements,
+        ranks=config.layout.ranks,
+        rule=optim.tables.name,
+        dense=optim.dense.name,
+        samples="data",
+        overlap=config.tables.overlap,
+        clip=optim.clip,
+        interaction=config.shape(features).interaction,
+    )
+
+
+_EXAMPLE = "write lines such as: - {placement: row, place: cpu, rule: adagrad}"
+# keys, and the fields of the config that say what they can be
+_KEYS: Mapping[str, tuple[type, str]] = {
+    "placement": (TablesConfig, "placement"),
+    "place": (TablesConfig, "place"),
+    "cache": (TablesConfig, "cache"),
+    "overlap": (TablesConfig, "overlap"),
+    "rule": (TableOptimConfig, "name"),
+    "dense": (DenseOptimConfig, "name"),
+    "clip": (RecommenderOptim, "clip"),
+}
+
+
+def cases_from_file(
+    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
+) -> list[Case]:
+    """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
+    `tables`), `rule` (the tables' optimiser), `dense` (the dense networks' optimiser), `clip` and `samples`.
+
+    Args:
+        configured: the config's case, for the keys that are left out.
+
+    Raises:
+        StrettoError: not such a list, an unknown key, or a placement that does not fit.
+    """
+    rows = read_cases(path, kind="placement", example=_EXAMPLE)
+    return [_case(mapping, where, config, features, configured) for where, mapping in rows]
+
+
+def _case(
+    mapping: dict[str, Any],
+    where: str,
+    config: RecommenderConfig,
+    features: Sequence[TableSpec],
+    configured: Case,
+) -> Case:
+    for key, value in mapping.items():
+        _check(key, value, where)
+    fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
+    name, placements = configured.name, configured.placements
+    if fields:
+        tables = replace(config.tables, **fields)
+        try:
+            planned = configured_placements(replace(config, tables=tables), features)
+        except StrettoError as error:
+            raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
+        number = where.rpartition(" ")[2]
+        words = tables.placement if isinstance(tables.placement, str) else f"placement {number}"
+        name = words if tables.place in (None, "device") else f"{words} {tables.place}"
+        if planned is None and "placement" in mapping:
+            raise StrettoError(
+                f"{where}: placement is auto", hint="left out, it is the config's; or name one"
+            )
+        placements = _moved(configured.placements, features, fields) if planned is None else planned
+    changed = {key: mapping[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in mapping}
+    return replace(configured, name=name, placements=placements, **changed)
+
+
+def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
+    """A planned placement in another memory; hash tables stay on the device, because they grow."""
+    hashed = {table.name for table in features if table.ids == "hash"}
+    return {
+        name: placement if name in hashed else replace(placement, **fields)
+        for name, placement in placements.items()
+    }
+
+
+def _check(key: Any, value: Any, where: str) -> None:
+    """Checks a key and its value."""
+    kinds = get_args(Samples)
+    if key == "samples":
+        if value not in kinds:
+            raise StrettoError(f"{where}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
+        return
+    if key not in _KEYS:
+        known = (*_KEYS, "samples")
+        near = nearest(str(key), known)
+        raise StrettoError(
+            f"{where} has the key {key!r}",
+            hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(known)}",
+        )
+    section, field = _KEYS[key]
+    try:
+        read_section(section, {field: value})
+    except StrettoError:
+        legal = allowed(config_fields(section)[field])
+        raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

@@ -1,0 +1,1 @@
+"""Prove any parallel module against its plain one."""

@@ -1,0 +1,37 @@
+"""A proof that a file of the user's makes: its function, called on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import StrettoError, load_module
+from stretto.verify.user_model.report import Report
+
+
+def run_file(path: Path, function: str) -> Report:
+    """Call `function` of a file with the process group ready, as one of the ranks of a job; gloo's, or those
+    of the accelerators.
+
+    Raises:
+        StrettoError: it returned something other than a report.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(dist.get_default_backend_for_device(accelerator))
+    else:
+        dist.init_process_group("gloo")
+    try:
+        report = getattr(load_module(path), function)()
+        if isinstance(report, Report):
+            return report
+        raise StrettoError(
+            f"{path.name}:{function} returned {type(report).__name__}, must return the report of a proof",
+            hint="end it with: return prove(plain, parallel, batch, step, loss=loss)",
+        )
+    finally:
+        dist.destroy_process_group()

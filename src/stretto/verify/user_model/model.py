@@ -1,0 +1,567 @@
+"""Prove that any parallel model trains as its plain model does in one process."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.engine.parallel.control import gather_json, run_on_all, this_rank, world_size
+from stretto.errors import StrettoError, nearest
+from stretto.verify.axes import Axes, Grid
+from stretto.verify.causes import Case, Cause, Reduction, explain
+from stretto.verify.compare import Comparison, Pairs, compare_pairs, relative, scales_of
+from stretto.verify.compare import share as broadcast
+from stretto.verify.diagnose import SAME, TOLERANCE, above, listing
+from stretto.verify.holdings import Holdings, Names, Plain, Rule, modules_in
+from stretto.verify.outputs import Outputs, recorded
+from stretto.verify.user_model.plain import (
+    Loss,
+    PlainRun,
+    Snapshot,
+    converted,
+    held,
+    tensors_beside,
+    without_dropout,
+)
+from stretto.verify.user_model.report import Quantity, Report
+from stretto.verify.user_model.waits import bounded_waits
+from stretto.verify.user_model.watch import Seen, Step, watch
+
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Whole = dict[str, list[Tensor]]  # by plain name; several where a rank holds a parameter in several places
+
+MULTIPLE = 8.0
+"""In a type below float64, how many times the plain model's own rounding error a parallel model's may be.
+Both sum the same numbers in other orders, so that their errors are of one distribution; each is the largest
+of many, and the parallel model rounds a few times more, in what its ranks exchange."""
+
+
+def prove(
+    plain: Callable[[], Any],
+    parallel: Callable[[nn.Module], Any],
+    batch: Any,
+    step: Step,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizers | None = None,
+    clip: float | None = None,
+    share: Callable[[Any, int], Any] | None = None,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float64,
+    reduction: Reduction = "mean",
+    mesh: Grid = None,
+    gather: Mapping[str, Rule] | None = None,
+    names: Names | None = None,
+    initial: str = "check",
+    timeout: float = 60.0,
+) -> Report:
+    """Train a parallel model beside its plain model for a few steps, and compare everything. Collective over
+    the default process group, or in one process without one.
+
+    Every rank trains the plain model on the whole batch, and the parallel one with the user's own step. Loss,
+    gradients, gradient norm, updated weights, optimizer states and buffers are compared, and for a difference
+    the report names the parameter, the first module whose output differs, and the likeliest cause.
+
+    Args:
+        plain: builds the plain model, or (model, optimizer). Rank 0's values are those of all ranks.
+        parallel: makes this rank's parallel model of a copy of the plain one that it may change, or of models
+            of its own. It returns a module, a stage or schedule of torch.distributed.pipelining, a DeepSpeed
+            engine, or a list of them; or (that, optimizer), or (that, a list of optimizers).
+        batch: the global batch, in tensors, mappings and sequences of them; or a function of the step.
+        step: `step(model, optimizer, batch)`, a whole training step: forward, backward, clipping, update and
+            emptying of gradients. `model` is what `parallel` returned. It returns the loss, or (loss,
+            gradient norm); a rank without the loss, as of an earlier stage, returns None.
+        loss: `loss(model, batch)`, the mean loss of the plain model over the global batch. None: the plain
+            model is trained by `step` too.
+        optimizer: builds an optimizer of a list of parameters; None: AdamW with a rate of 1e-3.
+        clip: largest gradient norm in the plain model's step, for a `step` that clips by code of its own;
+            None: the bound of torch's `clip_grad_norm_` in `step`, if it is called.
+        share: `share(batch, rank)`, what of the batch `step` is handed; None: the whole.
+        steps: training steps; two, so that the optimizer's states and the emptied gradients are used too.
+        dtype: of both models. With one below float64, an error may be MULTIPLE times that of the plain model
+            in the same type, measured against the plain model in float64.
+        reduction: how ranks' losses make that of the batch: "mean" or "sum" of them, or "same": each is it.
+        mesh: the ranks' axes, to name them in a cause: a DeviceMesh, or sizes such as {"dp": 2, "tp": 2} with
+            the last axis varying fastest.
+        gather: what makes parameters whole that are split other than as DTensors: a Split, or a function of
+            the local tensor, by patterns of names such as {"*.up.weight": Split(0)}. Tensor-parallel
+            parameters of Megatron-core are known.
+        names: names of parameters in the plain model by their names in the parallel one, with `*` for any
+            text on both sides, or a function of the name; needed where a model of other names was built.
+        initial: "check" that the parallel model begins with the plain one's values, or "load" them into it.
+        timeout: seconds after which a collective that not all ranks take part in is an error, and a message
+            from rank to rank that does not come.
+
+    Raises:
+        StrettoError: on every rank: a parameter that nothing names or makes whole, or other bad arguments.
+    """
+    with bounded_waits(timeout):
+        return _Proof(
+            plain=plain,
+            parallel=parallel,
+            step=step,
+            loss=loss,
+            optimizer=optimizer or _adamw,
+            clip=clip,
+            share=share,
+            dtype=dtype,
+            reduction=reduction,
+            mesh=mesh,
+            gather=gather or {},
+            names=names,
+            initial=initial,
+            timeout=timeout,
+        ).run(batch, steps)
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+class _Proof:
+    """The two models, and what their steps have shown."""
+
+    def __init__(
+        self,
+        *,
+        plain: Callable[[], Any],
+        parallel: Callable[[nn.Module], Any],
+        step: Step,
+        loss: Loss | None,
+        optimizer: Optimizers,
+        clip: float | None,
+        share: Callable[[Any, int], Any] | None,
+        dtype: torch.dtype,
+        reduction: Reduction,
+        mesh: Grid,
+        gather: Mapping[str, Rule],
+        names: Names | None,
+        initial: str,
+        timeout: float,
+    ) -> None:
+        _check(dtype, reduction, initial)
+        self.started = time.perf_counter()
+        self.make_plain, self.make_optimizer = plain, optimizer
+        self.step, self.loss = step, loss
+        self.clip, self.share = clip, share
+        self.dtype = dtype
+        self.reduction: Reduction = reduction
+        self.notes = list[str]()
+        _set_timeout(timeout)
+        self.axes = Axes(mesh)
+        start = run_on_all(lambda: self._build(dtype, None))
+        self.weights = {name: held(tensor) for name, tensor in start.model.state_dict().items()}
+        self.exact = start if dtype == torch.float64 else self._build(torch.float64, self.weights)
+        self.rounded = None if dtype == torch.float64 else start
+        handed = copy.deepcopy(start.model)
+        self.names = Plain.of(start.model, handed)
+        self.built, optimizers = _pair(parallel(handed))
+        _set_timeout(timeout)  # of the groups that `parallel` has made
+        modules = run_on_all(lambda: modules_in(self.built))
+        without_dropout(modules)
+        self.holdings = run_on_all(lambda: Holdings(modules, self.names, gather, names))
+        self.holdings.check_complete()
+        if initial == "load":
+            run_on_all(self._load)
+        if optimizers is None and not type(self.built).__module__.startswith("deepspeed."):
+            optimizers = optimizer([one for module in modules for one in module.parameters()])
+        self.optimizers = _listed(optimizers)
+        self.modules = dict(self.exact.model.named_modules())
+
+    def _build(self, dtype: torch.dtype, values: Mapping[str, Tensor] | None) -> PlainRun:
+        """A plain model with rank 0's values, or with these."""
+        model, optimizers = _pair(self.make_plain())
+        if not isinstance(model, nn.Module):
+            raise StrettoError(
+                f"plain() returned {type(model).__name__}",
+                hint="return the plain nn.Module, or (module, optimizer)",
+            )
+        model.to(_device(), dtype)
+        if dropped := without_dropout([model]):
+            note = f"dropout is 0 in {dropped} module{'s' * (dropped > 1)}: no two layouts share its masks"
+            self.notes[:] = [note]
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                whole = broadcast(tensor.detach(), tuple(tensor.shape)) if values is None else values[name]
+                tensor.copy_(whole.to(tensor.device))
+        if optimizers is None:
+            optimizers = self.make_optimizer(list(model.parameters()))
+        return PlainRun(model, _listed(optimizers), self.loss, self.step)
+
+    def _load(self) -> None:
+        for entry in (*self.holdings.parameters, *self.holdings.buffers):
+            entry.load(self.weights[entry.name])
+
+    # ------------------------------------------------------------------ steps
+
+    def run(self, batch: Any, steps: int) -> Report:
+        """The steps, until one differs."""
+        if steps < 1:
+            raise StrettoError(
+                f"steps is {steps}, must be at least 1", hint="2, which use optimizer states too"
+            )
+        tally, done = _Tally(), 0
+        cause = self._begin()
+        while cause is None and done < steps:
+            case = self._step(batch(done) if callable(batch) else batch, done)
+            tally.add(case)
+            cause = explain(case)
+            done += 1
+        return Report(
+            ranks=world_size(),
+            steps=done,
+            dtype=str(self.dtype).removeprefix("torch."),
+            quantities=tally.quantities(),
+            diagnosis=None if cause is None else cause.sentence,
+            first_module=None if cause is None else cause.module,
+            notes=tuple(self.notes),
+            seconds=time.perf_counter() - self.started,
+        )
+
+    def _begin(self) -> Cause | None:
+        """Whether the parallel model begins with other values."""
+        whole = self._whole({entry.key: entry.tensor for entry in self.holdings.parameters})
+        expected = {name: self.weights[name] for name in self.names.parameters}
+        if wrong := above(_compared(whole, expected).errors):
+            return Cause(
+                f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
+                "build the parallel model of the one that parallel() is handed, or give initial='load'"
+            )
+        return None
+
+    def _step(self, batch: Any, number: int) -> Case:
+        """One step of both models."""
+        first = number == 0
+        mine = batch if self.share is None else self.share(batch, this_rank())
+        shares = None
+        if self.share is not None and self.loss is not None:
+            shares = partial(_gradients, copy.deepcopy(self.exact.model), self.loss, self._cast(mine))
+        with recorded(self._named(self.holdings.paths) if first else []) as outputs:
+            ours, optimizers = self._cast(mine, self.dtype), self.optimizers
+            seen = watch(self.step, self.built, optimizers, ours, self.holdings.parameters)
+        clip = self.clip if self.clip is not None else _first(gather_json(seen.clip))
+        with recorded(self._named(self.exact.model.named_modules()) if first else []) as expected_outputs:
+            expected = self.exact.run(self._cast(batch), clip)
+        rounded = None
+        if self.rounded is not None:
+            rounded = self.rounded.run(self._cast(batch, self.dtype), clip)
+        losses, norms = gather_json(seen.loss), gather_json(seen.norm)
+        if first and _first(losses) is None:
+            self.notes.append(_NO_LOSS)
+        if not any(bool(gradient.any()) for gradient in expected.gradients.values()):
+            raise StrettoError(
+                f"no gradient of the plain model differs from 0 in step {number + 1}, so none is compared",
+                hint="see whether loss() depends on the parameters, and step() calls backward",
+            )
+        if first and self._is_repeated(outputs, expected_outputs):
+            self.notes.append(_REPEATED)
+        gradients = self._gradients(seen, expected, clip)
+        whole = self._whole({entry.key: entry.tensor for entry in self.holdings.parameters})
+        buffers: Whole = {}
+        for entry in self.holdings.buffers:
+            buffers.setdefault(entry.name, []).append(entry.whole(entry.tensor))
+        bounds = _bounds(expected, rounded, self.dtype)
+        return Case(
+            axes=self.axes,
+            losses=losses,
+            loss=_reduced(losses, self.reduction, expected.loss),
+            reference_loss=expected.loss,
+            norms=norms,
+            norm=_farthest(norms, expected.norm),
+            reference_norm=expected.norm,
+            bounds=bounds,
+            updated=all(gather_json(seen.updated)),
+            tied=self.names.tied,
+            gradients=_compared(gradients, expected.gradients),
+            weights=_compared(whole, expected.weights),
+            states=self._compared_states(expected),
+            buffers=_compared(buffers, expected.buffers) if expected.buffers else None,
+            ours=gradients,
+            expected=expected.gradients,
+            share_gradients=shares,
+            clip=clip,
+            modules=self.modules,
+            initial=self.weights,
+            outputs=_on_cpu(outputs, list(expected_outputs)),
+            expected_outputs={name: held(output) for name, output in expected_outputs.items()},
+            close=SAME if self.dtype == torch.float64 else _close(bounds["gradients"]),
+        )
+
+    def _is_repeated(self, outputs: Outputs, expected: Outputs) -> bool:
+        """Whether each of several ranks computes the whole batch with all parameters. Collective."""
+        alone = not any(entry.is_shared for entry in self.holdings.parameters)
+        alone &= {entry.name for entry in self.holdings.parameters} >= set(self.names.parameters)
+        alone &= bool(outputs) and all(
+            torch.equal(held(output), held(expected[name]))
+            for name, output in outputs.items()
+            if name in expected
+        )
+        return world_size() > 1 and all(gather_json(alone))
+
+    def _cast(self, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
+        return converted(batch, _device(), dtype)
+
+    def _named(self, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+        """Modules to record: those of the plain model, and the whole of it under a name."""
+        known = {id(module) for _, module in self.names.modules.values()}
+        roots = {id(self.exact.model), *([id(self.built)] if isinstance(self.built, nn.Module) else [])}
+        return [(path or WHOLE, m) for path, m in modules if path or id(m) in known | roots]
+
+    def _gradients(self, seen: Seen, expected: Snapshot, clip: float | None) -> Whole:
+        """Whole gradients before clipping; zeros where there is none but should be. Collective."""
+        has: list[dict[str, bool]] = gather_json(
+            {entry.name: seen.gradients[entry.key] is not None for entry in self.holdings.parameters}
+        )
+        due = {name for rank in has for name, there in rank.items() if there} | expected.gradients.keys()
+        factor = 1.0
+        if self.loss is not None and clip is not None and seen.clip is None:  # clipped by code of the user's
+            norm = expected.norm if seen.norm is None else seen.norm
+            factor = max(1.0, (norm + _CLIP_EPS) / clip)
+        local = dict[int, Tensor]()
+        for entry in self.holdings.parameters:
+            if entry.name in due:
+                gradient = seen.gradients[entry.key]
+                local[entry.key] = torch.zeros_like(entry.tensor) if gradient is None else gradient * factor
+        return self._whole(local)
+
+    def _whole(self, values: Mapping[int, Tensor]) -> Whole:
+        """Tensors that lie as the parameters do, made whole. Collective."""
+        whole: Whole = {}
+        for entry in self.holdings.parameters:
+            if entry.key in values:
+                whole.setdefault(entry.name, []).append(entry.whole(values[entry.key]))
+        return whole
+
+    def _compared_states(self, expected: Snapshot) -> Comparison | None:
+        """None where no rank's optimizers have states that can be compared. Collective."""
+        states = self._states()
+        if not any(gather_json(bool(states))) or not expected.states:
+            return None
+        return _compared(states, expected.states, by_kind=True)
+
+    def _states(self) -> Whole:
+        """The optimizers' states, made whole; of parameters that ranks share, where all of them have them.
+        Collective.
+        """
+        here = {entry.key: tensors_beside(entry, self.optimizers) for entry in self.holdings.parameters}
+        kept: list[dict[str, list[str]]] = gather_json(
+            {entry.name: sorted(here[entry.key]) for entry in self.holdings.parameters}
+        )
+        states: Whole = {}
+        for entry in self.holdings.parameters:
+            keys = set(here[entry.key])
+            if entry.is_shared:
+                keys = keys.intersection(*(rank[entry.name] for rank in kept if entry.name in rank))
+            for key in sorted(keys):
+                whole = entry.whole(here[entry.key][key])
+                states.setdefault(f"{entry.name}.{key}", []).append(whole)
+        return states
+
+
+WHOLE = "the whole model"
+_NO_LOSS = "step() returned no loss, so it was not compared"
+_REPEATED = (
+    "every rank computes the whole batch with the whole model, so a missing reduction would not show: "
+    "give share= if ranks are to have parts of the batch"
+)
+_CLIP_EPS = 1e-6  # that torch's clipping adds to a norm
+
+
+def _gradients(model: nn.Module, loss: Loss, batch: Any) -> dict[str, Tensor]:
+    """The gradients of a model's loss."""
+    model.zero_grad()
+    loss(model, batch).backward()
+    return {name: held(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _compared(whole: Whole, expected: Mapping[str, Tensor], by_kind: bool = False) -> Comparison:
+    """Relative errors of whole tensors over all ranks. Collective.
+
+    Args:
+        by_kind: of states, whose kinds are not comparable.
+    """
+
+    def pair() -> dict[str, Pairs]:
+        return {n: [_pair_up(n, ours, there) for ours in whole.get(n, [])] for n, there in expected.items()}
+
+    return compare_pairs(run_on_all(pair), _scales(expected, by_kind))
+
+
+def _pair_up(name: str, ours: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    if ours.shape != reference.shape:
+        raise StrettoError(
+            f"{name} made whole is {list(ours.shape)}, and {list(reference.shape)} in the plain model",
+            hint="see its rule in gather: dim, group and parts",
+        )
+    return ours, reference
+
+
+def _scales(expected: Mapping[str, Tensor], by_kind: bool = False) -> dict[str, float]:
+    """What differences are measured against."""
+    kinds = dict[str, dict[str, Tensor]]()
+    for name, tensor in expected.items():
+        kinds.setdefault(name.rpartition(".")[2] if by_kind else "", {})[name] = tensor
+    return {name: size or 1.0 for some in kinds.values() for name, size in scales_of(some).items()}
+
+
+def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """What errors may be, by quantity and name: where nothing is said, TOLERANCE."""
+    if rounded is None:
+        return {what: {} for what in ("loss", "gradients", "norm", "weights", "states", "buffers")}
+    bounds = dict[str, dict[str, float]]()
+    for what in ("gradients", "weights", "states", "buffers"):
+        exact: dict[str, Tensor] = getattr(expected, what)
+        other: dict[str, Tensor] = getattr(rounded, what)
+        scales = _scales(exact, by_kind=what == "states")
+        errors = {name: float((other[name] - one).abs().max()) / scales[name] for name, one in exact.items()}
+        bounds[what] = _multiples(errors, dtype)
+    for what in ("loss", "norm"):
+        error = relative(getattr(rounded, what), getattr(expected, what))
+        bounds[what] = _multiples({"": error}, dtype)
+    return bounds
+
+
+def _multiples(errors: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """MULTIPLE times the plain model's own errors, none of which counts as less than the median of its kind
+    or the unit roundoff: it may have come out small by chance.
+    """
+    least = max(torch.finfo(dtype).eps / 2, median(errors.values()) if errors else 0.0)
+    return {name: MULTIPLE * max(error, least) for name, error in errors.items()}
+
+
+def _close(bounds: Mapping[str, float]) -> float:
+    return min(0.1, max(SAME, *bounds.values()))
+
+
+def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
+    """Outputs in float64 on the CPU; of distributed tensors that all ranks of their mesh have, the whole.
+    Collective.
+    """
+    meshes = {n: t.device_mesh.mesh.flatten().tolist() for n, t in outputs.items() if isinstance(t, DTensor)}
+    everywhere: list[dict[str, list[int]]] = gather_json(meshes)
+    brought = Outputs()
+    for name in order:
+        if name not in outputs:
+            continue
+        output = outputs[name]
+        if isinstance(output, DTensor):
+            if any(name not in everywhere[rank] for rank in meshes[name]):
+                continue
+            output = output.full_tensor()
+        brought[name] = held(output)
+    return brought
+
+
+class _Tally:
+    """The largest errors of all steps."""
+
+    def __init__(self) -> None:
+        self._worst = dict[str, Quantity]()
+
+    def add(self, case: Case) -> None:
+        """A step."""
+        loss = relative(case.loss, case.reference_loss) if _first(case.losses) is not None else None
+        self._keep(Quantity("loss", loss, case.bound("loss")))
+        self._compare("gradients", case.gradients, case)
+        norm = None if case.norm is None else relative(case.norm, case.reference_norm)
+        self._keep(Quantity("norm", norm, case.bound("norm")))
+        self._compare("weights", case.weights, case)
+        self._compare("states", case.states, case)
+        self._compare("buffers", case.buffers, case)
+
+    def _compare(self, what: str, comparison: Comparison | None, case: Case) -> None:
+        if comparison is None:
+            self._keep(Quantity(what, None, TOLERANCE))
+            return
+        name = max(comparison.errors, key=lambda one: comparison.errors[one] / case.bound(what, one))
+        self._keep(Quantity(what, comparison.errors[name], case.bound(what, name), name))
+
+    def _keep(self, one: Quantity) -> None:
+        known = self._worst.get(one.name)
+        if known is None or (one.error or 0.0) / one.bound >= (known.error or 0.0) / known.bound:
+            self._worst[one.name] = one
+
+    def quantities(self) -> list[Quantity]:
+        """In the order in which they are computed."""
+        return list(self._worst.values())
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _check(dtype: torch.dtype, reduction: str, initial: str) -> None:
+    for what, value, allowed in (
+        ("reduction", reduction, get_args(Reduction)),
+        ("initial", initial, ("check", "load")),
+    ):
+        if value not in allowed:
+            near = nearest(str(value), allowed)
+            raise StrettoError(
+                f"{what} is {value!r}", hint=f"did you mean {near!r}?" if near else " or ".join(allowed)
+            )
+    if not dtype.is_floating_point:
+        raise StrettoError(f"dtype is {dtype}", hint="torch.float64, torch.float32 or torch.bfloat16")
+
+
+def _pair(built: Any) -> tuple[Any, Any]:
+    """What was built, and its optimizers if they came with it."""
+    if isinstance(built, tuple) and len(cast(Any, built)) == 2:
+        first, second = cast(tuple[Any, Any], built)
+        if _is_optimizer(second) or (isinstance(second, list) and all(map(_is_optimizer, cast(Any, second)))):
+            return first, second
+    return built, None
+
+
+def _is_optimizer(one: Any) -> bool:
+    return isinstance(one, torch.optim.Optimizer)
+
+
+def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
+    if optimizers is None:
+        return []
+    return cast(Any, optimizers if isinstance(optimizers, list) else [optimizers])
+
+
+def _device() -> torch.device:
+    """Where models are trained: on this rank's accelerator, unless ranks talk over gloo."""
+    if dist.is_initialized() and "gloo" in dist.get_backend():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+
+
+def _set_timeout(seconds: float) -> None:
+    """How long a collective of any group waits for ranks that do not take part."""
+    if dist.is_initialized():
+        c10d: Any = dist.distributed_c10d
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _first(values: Sequence[float | None]) -> float | None:
+    return next((one for one in values if one is not None), None)
+
+
+def _reduced(losses: Sequence[float | None], reduction: Reduction, reference: float) -> float:
+    """The loss of the batch by the losses of the ranks that have one; the reference where none has."""
+    there = [one for one in losses if one is not None]
+    if not there:
+        return reference
+    if reduction == "same":
+        return max(there, key=lambda one: relative(one, reference))
+    return sum(there) / (len(there) if reduction == "mean" else 1)
+
+
+def _farthest(norms: Sequence[float | None], reference: float) -> float | None:
+    there = [one for one in norms if one is not None]
+    return max(there, key=lambda one: relative(one, reference)) if there else None
