@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import stretto.verify.language.job as verify_job
+import stretto.verify.run as verify_run
 from stretto.cli.main import run
 from stretto.engine.pipeline import Pipeline
 from stretto.verify.diagnose import Verdict
@@ -68,7 +68,7 @@ def test_flex_attention_is_refused_on_cpus(
 def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=halve_gradients))
+    monkeypatch.setattr(verify_run, "run_proof", partial(verify_run.run_proof, on_rank=halve_gradients))
     layouts = tmp_path / "layouts.yaml"
     layouts.write_text("- {tp: 2}\n- {pp: 2, schedule: interleaved, chunks: 2}\n")
     assert run(["verify", config, "--layouts", str(layouts), "--steps", "1"]) == 1
@@ -139,7 +139,7 @@ def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFix
 
 
 def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = verify_job.Progress(2)
+    tell = partial(verify_run.Progress(), cases=2)
     first = Verdict(
         layout="tp1 dp1 pp1 naive",
         loss_error=0.0,
@@ -161,7 +161,7 @@ def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_that_fails_ends_with_1_and_its_traceback(
     config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=fail))
+    monkeypatch.setattr(verify_run, "run_proof", partial(verify_run.run_proof, on_rank=fail))
     assert run(["verify", config, "layout.tp=2"]) == 1
     err = capfd.readouterr().err
     assert "in fail" in err

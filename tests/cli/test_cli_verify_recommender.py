@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-import stretto.verify.recommender.job as verify_job
+import stretto.verify.run as verify_run
 from stretto.cli.main import run
 from stretto.recommender.tables.sharded import TableBatch
+from stretto.verify.recommender.proof import RecommenderProof
 
 pytestmark = pytest.mark.apart
 
@@ -56,7 +59,7 @@ def test_an_equal_placement_ends_with_0(config: str, capfd: pytest.CaptureFixtur
 def test_placements_that_differ_end_with_1_and_say_why(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=scale_table_gradients))
+    monkeypatch.setattr(verify_run, "run_proof", partial(verify_run.run_proof, on_rank=scale_table_gradients))
     cases = tmp_path / "cases.yaml"
     cases.write_text("- {placement: row, rule: sgd}\n- {placement: table, clip: 0.1, samples: ragged}\n")
     assert run(["verify", config, "--layouts", str(cases)]) == 1
@@ -71,13 +74,12 @@ def test_all_placements_are_offered(
     config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prove two of all cases only."""
-    whole = verify_job.verify
+    every = verify_run.run_proof
 
-    def some(proposal: verify_job.VerifyJob, *rest: object, **more: object) -> object:
-        proposal.cases = proposal.cases[::120]
-        return whole(proposal, *rest, **more)  # pyright: ignore
+    def some(proof: RecommenderProof, **how: Any) -> verify_run.Findings:
+        return every(replace(proof, cases=proof.cases[::120]), **how)
 
-    monkeypatch.setattr(verify_job, "verify", some)
+    monkeypatch.setattr(verify_run, "run_proof", some)
     assert run(["verify", config, "--layouts", "all", "--ranks", "2", "--steps", "2"]) == 0
     out = capfd.readouterr().out
     assert "2 placements in" in out

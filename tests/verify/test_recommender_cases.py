@@ -22,7 +22,8 @@ from stretto.recommender.tables.ids.hash import HashIds, lowest
 from stretto.recommender.tables.splitmix import owner
 from stretto.verify.recommender.cases import Case, cases_from_file, configured_case
 from stretto.verify.recommender.every import KINDS, AllCases, draw, small
-from stretto.verify.recommender.job import VerifyJob, verify
+from stretto.verify.recommender.proof import recommender_proof
+from stretto.verify.run import run_proof
 
 _JOB = """
 model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10, 20]}
@@ -82,7 +83,7 @@ def test_more_memory_than_there_is_is_refused() -> None:
     tables = config.table_specs()
     case = configured_case(config, tables, uniform(tables, "row", 2))
     with pytest.raises(StrettoError, match=r"proving tables of 59\.6 GiB in float64 on 2 ranks takes about"):
-        verify(VerifyJob(config, tables, [case]))
+        run_proof(recommender_proof(config, tables, [case]))
 
 
 def own_of(config: RecommenderConfig) -> tuple[Any, Case]:

@@ -29,8 +29,9 @@ from stretto.recommender.train.engine import DenseReplica, Recommender
 from stretto.verify.recommender.cases import Case
 from stretto.verify.recommender.diagnose import TableVerdict
 from stretto.verify.recommender.every import AllCases, small
-from stretto.verify.recommender.job import VerifyJob, verify
+from stretto.verify.recommender.proof import proof_of
 from stretto.verify.recommender.prove import References, prove
+from stretto.verify.run import run_proof
 
 _JOB = """
 model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10]}
@@ -83,7 +84,7 @@ def test_placements_equal_one_process_without_numba() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_case_of_all_equals_one_process(ranks: int) -> None:
-    for verdict in verify(VerifyJob.all_cases(job(), ranks)):
+    for verdict in run_proof(proof_of(job(), "all", ranks)).verdicts:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
 
 

@@ -33,7 +33,7 @@ from stretto.verify.language.cases import (
     smaller,
     vary,
 )
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import EIGHT, LLAMA, job
 
 PP2 = ("layout.pp=2", "model.layers=4", EIGHT)

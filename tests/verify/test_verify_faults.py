@@ -31,7 +31,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.train.rank_model import RankModel
 from stretto.verify.diagnose import TOLERANCE, Verdict
 from stretto.verify.language.cases import describe
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding

@@ -16,7 +16,7 @@ from stretto.run.data.prepare import describe_samples, prepare_data
 from stretto.run.train.batches import Batches
 from stretto.run.train.metrics import StepRecord, step_line
 from stretto.verify.language.cases import configured_job, vary
-from stretto.verify.language.job import batches, verify
+from stretto.verify.language.proof import batches, verify
 from tiny_job import LLAMA, Changes, changes, job, varied
 from train_runs import train
 

@@ -18,7 +18,7 @@ from stretto.engine.models.language import IGNORED
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import samples_of
 from stretto.run.data.prepare import prepare_data
-from stretto.verify.language.job import batches, verify
+from stretto.verify.language.proof import batches, verify
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, name_of, varied
 from train_runs import read_lines, train
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.run.config import TrainConfig
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart

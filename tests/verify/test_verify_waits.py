@@ -20,7 +20,7 @@ from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.pipeline.exchange import Transfer, TransferCalls
 from stretto.run.train.batches import Batches
 from stretto.verify.diagnose import Verdict
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import GPT, changes, job, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, failures_reported, report, say_no
+from stretto.cli.output import command_app, failures_reported, say_no
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest, read_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.prove import Report
 
 _EXAMPLE = "stretto prove examples/prove_fsdp.py:check --ranks 4"
@@ -53,7 +52,13 @@ def prove(
         from stretto.verify.user_model.file import run_file
 
         result: Report = run_ranks(ranks, run_file, path, function)[0]
-    report(_facts(result), as_json, lambda to: _show(to, result))
+    record: dict[str, Any] = {**asdict(result), "equal": result.equal}
+    for quantity in record["quantities"]:  # JSON has no infinity
+        error = quantity["error"]
+        quantity["error"] = error if error is None or isfinite(error) else None
+    report = CommandReport(record)
+    report.line(str(result))
+    report.print(as_json)
     if not result.equal:
         raise say_no()
 
@@ -110,15 +115,3 @@ def _defined(node: ast.stmt) -> list[str]:
         name for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt) for name in _defined(one)
     )
     return [*(one.id for one in stored), *inner]
-
-
-def _facts(result: Report) -> dict[str, Any]:
-    facts: dict[str, Any] = {**asdict(result), "equal": result.equal}
-    for quantity in facts["quantities"]:  # JSON has no infinity
-        error = quantity["error"]
-        quantity["error"] = error if error is None or isfinite(error) else None
-    return facts
-
-
-def _show(to: Console, result: Report) -> None:
-    to.print(str(result), soft_wrap=True, markup=False, highlight=False)

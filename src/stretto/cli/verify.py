@@ -5,28 +5,22 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, failures_reported, report, say_no
+from stretto.cli.output import command_app, failures_reported, say_no
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from rich.console import Console
     from rich.table import Table
 
-    from stretto.recommender.config.schema import RecommenderConfig
-    from stretto.run.config.schema import TrainConfig
     from stretto.verify.diagnose import Verdict
-    from stretto.verify.language.every import Impossible
 
-_ALL = ("all", "product")
-_STEPS = {False: 3, True: 2}  # of a few layouts, and of each of all
 _SHARED = ("the plain model's layers", "initial values", "samples", "learning rates")  # with the reference
 _UNSEEN = (
     "the plain model itself",
@@ -97,131 +91,60 @@ def verify(
     """
     from stretto.recommender.config.load import load_config
     from stretto.run.config.schema import TrainConfig
+    from stretto.verify import run
     from stretto.verify.diagnose import TOLERANCE
+    from stretto.verify.language.proof import proof_of as language_proof
+    from stretto.verify.recommender.proof import proof_of as recommender_proof
 
     config = load_config(path, overrides or [])
-    if layouts not in _ALL and ranks is not None:
+    if layouts not in ("all", "product") and ranks is not None:
         raise StrettoError(
             f"--ranks {ranks} goes with --layouts all", hint="give --layouts all, or leave --ranks out"
         )
     started = time.perf_counter()
     with failures_reported():
         if isinstance(config, TrainConfig):
-            count, verdicts, impossible = _prove_layouts(config, layouts, ranks, steps, as_json)
+            proof = language_proof(config, layouts, ranks, steps, quiet=as_json)
         else:
-            count, verdicts, impossible = _prove_placements(config, layouts, ranks, steps, as_json)
-    facts: dict[str, Any] = {
+            proof = recommender_proof(config, layouts, ranks, steps, quiet=as_json)
+        findings = run.run_proof(proof, quiet=as_json)
+    verdicts = findings.verdicts
+    errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
+    compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
+    logits = ["logits"] if proof.noun == "placement" else []
+    record: dict[str, Any] = {
         "equal": all(v.equal for v in verdicts),
         "dtype": "float64",
         "tolerance": TOLERANCE,
-        "steps": count,
+        "steps": proof.steps,
         "seconds": time.perf_counter() - started,
-        "compared": _compared(verdicts, config),
+        "compared": ["losses", *compared, *logits, f"weights after updates by {proof.updated_by}"],
         "shared": _SHARED,
         "unseen": _UNSEEN,
-        "impossible": [asdict(one) for one in impossible],
-        "layouts": [_plain({**asdict(v), "equal": v.equal}) for v in verdicts],
+        "impossible": [asdict(one) for one in proof.impossible],
+        "layouts": [_without_infinity({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
-    noun = "layout" if isinstance(config, TrainConfig) else "placement"
-    report(facts, as_json, lambda to: _show(to, noun, verdicts, facts, impossible))
-    if not facts["equal"]:
+    report = CommandReport(record)
+    report.draw(lambda _: _table(proof.noun, verdicts, proof.steps))
+    report.lines(f"{v.layout}: {v.diagnosis}" for v in verdicts if v.diagnosis)
+    report.lines(["impossible:", *(f"  {one}" for one in proof.impossible)] if proof.impossible else [])
+    count = f"{len(verdicts)} {proof.noun}{'s' * (len(verdicts) > 1)}"
+    if same := sum(v.same_as is not None for v in verdicts):
+        count += f" ({same} with the program of another)"
+    took = f" in {record['seconds']:.0f} s" if len(verdicts) > 1 else ""
+    wrong = sum(not v.equal for v in verdicts)
+    report.line(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+    report.line(f"compared with an independent reference: {', '.join(record['compared'])}")
+    report.line(f"shared with the reference: {', '.join(_SHARED)}")
+    report.line(f"not seen here: {', '.join(_UNSEEN)}")
+    report.print(as_json)
+    if wrong:
         raise say_no()
 
 
-_Proof = tuple[int, "Sequence[Verdict]", "Sequence[Impossible]"]  # steps, verdicts, what cannot be proved
-
-
-def _prove_layouts(
-    config: TrainConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
-) -> _Proof:
-    """Prove layouts of a language model."""
-    from stretto.job.devices import HOST
-    from stretto.run.config.check import check
-    from stretto.run.launch.local import check_ranks
-    from stretto.run.train.language_job import check_attention
-    from stretto.verify.language.cases import cases_from_file, configured_job, smaller
-    from stretto.verify.language.every import Every
-    from stretto.verify.language.job import verify as prove
-
-    check(config)
-    check_attention(config.train.attention, HOST)
-    impossible: Sequence[Impossible] = ()
-    if layouts is None:
-        cases = [configured_job(config)]
-    elif layouts not in _ALL:
-        cases = cases_from_file(Path(layouts), config)
-    else:
-        world = ranks or config.layout.to_layout().world
-        config = smaller(config, world)
-        check_ranks(world)
-        every = Every(configured_job(config), world, whole=layouts == "product")
-        cases, impossible = every.cases, every.impossible
-    many = layouts in _ALL
-    steps = steps or _STEPS[many]
-    return steps, prove(config, cases, steps, twice=not many, quiet=quiet), impossible
-
-
-def _prove_placements(
-    config: RecommenderConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
-) -> _Proof:
-    """Prove placements of a recommender's tables."""
-    from stretto.recommender.config.check import check
-    from stretto.run.launch.local import check_ranks
-    from stretto.verify.recommender.job import STEPS, VerifyJob, verify
-
-    check(config)
-    if layouts in _ALL:
-        world = ranks or config.layout.ranks
-        check_ranks(world)
-        proposal = VerifyJob.all_cases(config, world, whole=layouts == "product")
-    else:
-        proposal = VerifyJob.configured(config, None if layouts is None else Path(layouts), quiet)
-    steps = steps or STEPS
-    return steps, verify(proposal, steps, quiet=quiet), proposal.impossible
-
-
-def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+def _without_infinity(record: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinity: a difference that is not finite becomes null."""
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in facts.items()}
-
-
-def _show(
-    to: Console,
-    noun: str,
-    verdicts: Sequence[Verdict],
-    facts: Mapping[str, Any],
-    impossible: Sequence[Impossible],
-) -> None:
-    to.print(_table(noun, verdicts, facts["steps"]))
-    for v in verdicts:
-        if v.diagnosis:
-            to.print(f"{v.layout}: {v.diagnosis}", soft_wrap=True, markup=False)
-    if impossible:
-        to.print("impossible:")
-    for one in impossible:
-        to.print(f"  {one}", soft_wrap=True, markup=False)
-    count = f"{len(verdicts)} {noun}{'s' * (len(verdicts) > 1)}"
-    if same := sum(v.same_as is not None for v in verdicts):
-        count += f" ({same} with the program of another)"
-    took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
-    wrong = sum(not v.equal for v in verdicts)
-    to.print(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
-    to.print(f"compared with an independent reference: {', '.join(facts['compared'])}", soft_wrap=True)
-    to.print(f"shared with the reference: {', '.join(_SHARED)}", soft_wrap=True)
-    to.print(f"not seen here: {', '.join(_UNSEEN)}", soft_wrap=True)
-
-
-def _compared(verdicts: Sequence[Verdict], config: TrainConfig | RecommenderConfig) -> list[str]:
-    """The quantities of the verdicts, and what the reference updates by in place of the job's optimisers."""
-    from stretto.run.config.schema import TrainConfig
-    from stretto.verify.optimizer import RULES
-
-    errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
-    compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
-    if isinstance(config, TrainConfig):
-        return ["losses", *compared, f"weights after updates by {RULES[config.optim.name]}"]
-    rules = "formulas for rows and by torch.optim (LAMB: its formula) for dense weights"
-    return ["losses", *compared, "logits", f"weights after updates by {rules}"]
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
 
 
 def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:

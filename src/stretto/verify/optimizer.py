@@ -4,7 +4,7 @@ formula written out. Nothing here is shared with the optimisers that a proof jud
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 from math import sqrt
@@ -20,16 +20,6 @@ Rule = Callable[[Tensor, Tensor, State, float, float], None]
 """Updates a tensor, given its gradient, states with the number of this update, rate and weight decay."""
 
 _EPSILONS = (torch.finfo(torch.float32).eps, 1e-3)  # of Adafactor, in float64 too
-
-
-RULES: Mapping[str, str] = {
-    "adamw": "torch.optim.AdamW",
-    "sgd": "torch.optim.SGD",
-    "adafactor": "torch.optim.Adafactor",
-    "lamb": "LAMB's formula",
-    "muon": "Muon's formula and torch.optim.AdamW",
-}
-"""The independent implementation that updates the reference, by the job's optimiser."""
 
 
 class ReferenceOptimizer:

@@ -12,7 +12,7 @@ from stretto.engine.models.weights import initial_values
 from stretto.job.finetune import TrainedParameters
 from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import GPT, LLAMA, MOE, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 

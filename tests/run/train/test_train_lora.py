@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.job.lora import is_adapter
 from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
-from stretto.verify.language.job import verify
+from stretto.verify.language.proof import verify
 from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 

@@ -9,7 +9,7 @@ these with each other: a bug of one part, or of two that meet, is seen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -28,6 +28,7 @@ from stretto.verify.language.cases import (
     unusual_sharding,
     vary,
 )
+from stretto.verify.run import Impossible
 
 Way = dict[str, Any]  # fields of a case that are not as usual
 
@@ -75,21 +76,7 @@ def values(way: Way) -> set[str]:
 _MET = ("reduce", "gather", "offload")
 
 
-_SHOWN = 6  # names in a line
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
-
-
-@dataclass
-class Impossible:
-    """A reason, and the layouts or schedules that are left out for it."""
-
-    reason: str
-    left_out: list[str] = field(default_factory=list[str])
-
-    def __str__(self) -> str:
-        shown = ", ".join(self.left_out[:_SHOWN])
-        more = len(self.left_out) - _SHOWN
-        return f"{self.reason} ({shown}{f' and {more} more' if more > 0 else ''})"
 
 
 class Every:

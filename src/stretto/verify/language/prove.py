@@ -49,7 +49,7 @@ __all__ = ["Verdict", "prove"]
 
 
 def prove(
-    cases: Sequence[Job], trial: Trial, report: Callable[[Verdict], None] | None = None
+    cases: Sequence[Job], trial: Trial, report: Callable[[Verdict, int], None] | None = None
 ) -> list[Verdict]:
     """Compare every case with one process. Collective over the default group, whose size all cases share.
 
@@ -58,7 +58,7 @@ def prove(
     Args:
         cases: of one model and batch (`cases.configured_job`, `cases.vary`).
         trial: the same on every rank.
-        report: called on rank 0 after each case.
+        report: called after each case, with the number of cases.
     """
     references, verdicts = References(trial), list[Verdict]()
     known = dict[object, Verdict]()
@@ -70,8 +70,8 @@ def prove(
         else:
             verdict = known[key] = _prove(case, references)
         verdicts.append(verdict)
-        if _first() and report is not None:
-            report(verdict)
+        if report is not None:
+            report(verdict, len(cases))
     return verdicts
 
 

@@ -30,8 +30,8 @@ from stretto.recommender.placement import (
 )
 from stretto.recommender.shape import Interaction
 from stretto.recommender.tables.jagged import Jagged
-from stretto.verify.language.every import Impossible
 from stretto.verify.recommender.cases import Case
+from stretto.verify.run import Impossible
 
 Kind = Literal["one", "fixed", "ragged"]
 KINDS: tuple[Kind, ...] = ("one", "fixed", "ragged")

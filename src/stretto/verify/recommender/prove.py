@@ -133,21 +133,21 @@ def prove(
     references: References,
     cases: Sequence[Case],
     folder: Path,
-    report: Callable[[TableVerdict], None] | None = None,
+    report: Callable[[TableVerdict, int], None] | None = None,
 ) -> list[TableVerdict]:
     """Compares every case with one process. Collective over the default group.
 
     Args:
         folder: for tables on disk.
-        report: called on rank 0 after each case.
+        report: called after each case, with the number of cases.
     """
     verdicts = list[TableVerdict]()
     for case in cases:
         started = time.perf_counter()
         verdict = Proof(references, case, folder).verdict()
         verdicts.append(replace(verdict, seconds=time.perf_counter() - started))
-        if report is not None and _rank() == 0:
-            report(verdicts[-1])
+        if report is not None:
+            report(verdicts[-1], len(cases))
     return verdicts
 
 

@@ -1,0 +1,202 @@
+"""The proof of a language model's layouts: its cases, samples and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from stretto.job.devices import HOST
+from stretto.job.job import Job
+from stretto.job.parameters import count_parameters
+from stretto.run.config.check import check
+from stretto.run.config.device_checks import compiler_problems
+from stretto.run.config.run_checks import raise_first
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.prepare import check_samples, prepare_data
+from stretto.run.data.sentinels import vocabulary
+from stretto.run.launch.local import check_ranks, prepare
+from stretto.run.train.language_job import check_attention
+from stretto.run.train.launch import PRELOAD
+from stretto.verify.language.cases import cases_from_file, configured_job, smaller
+from stretto.verify.language.every import Every
+from stretto.verify.run import Findings, Impossible, Proof, run_proof
+
+if TYPE_CHECKING:
+    from stretto.run.data.dataset import Batch
+    from stretto.run.data.token_source import TokenData
+    from stretto.verify.diagnose import Verdict
+
+# what updates the reference (`verify/optimizer.py`), by the job's optimiser
+_UPDATED_BY = {
+    "adamw": "torch.optim.AdamW",
+    "sgd": "torch.optim.SGD",
+    "adafactor": "torch.optim.Adafactor",
+    "lamb": "LAMB's formula",
+    "muon": "Muon's formula and torch.optim.AdamW",
+}
+_COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
+_STEPS = {False: 3, True: 2}  # of a few layouts, and of each of all
+
+
+@dataclass(kw_only=True)
+class LanguageProof(Proof):
+    """Layouts of a language model.
+
+    Attributes:
+        config: of data, seed and steps.
+        cases: of the model that the data's vocabulary makes.
+        twice: make the steps both as messages come, and with every message late, and compare the bits; else
+            with every message late.
+    """
+
+    noun: ClassVar[str] = "layout"
+    preload: ClassVar[tuple[str, ...]] = PRELOAD
+    config: TrainConfig
+    cases: Sequence[Job]
+    source: TokenData
+    twice: bool
+
+    def needed_memory(self) -> tuple[float, str, str]:
+        """The reference of every step, and each rank's share of the model."""
+        model = 8 * count_parameters(self.cases[0].shape).total
+        share = max(_COPIES / (case.layout.tp * case.layout.pp) for case in self.cases)
+        needed = model * (self.ranks * (2 * (self.steps + 1) + share) + _COPIES)
+        return (
+            needed,
+            f"proving this model in float64 on {self.ranks} ranks",
+            "layers are alike: prove it with fewer and narrower ones, such as model.layers=2",
+        )
+
+    def find(self, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
+        """Compare the layouts."""
+        from stretto.verify.language.prove import prove
+        from stretto.verify.language.reference import Trial
+
+        trial = Trial(
+            batches=batches(self.config, self.source, self.steps + 1),
+            seed=self.config.train.seed,
+            total_steps=self.config.train.steps,
+            twice=self.twice,
+            timeout=self.timeout,
+        )
+        return Findings(prove(self.cases, trial, report))
+
+
+def proof_of(
+    config: TrainConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
+) -> LanguageProof:
+    """The proof that `stretto verify` makes.
+
+    Args:
+        layouts: "all", "product" or a file of layouts; None: the config's own.
+        ranks: of "all" and "product"; None: those of the config's layout.
+
+    Raises:
+        StrettoError: bad input.
+    """
+    check(config)
+    check_attention(config.train.attention, HOST)
+    if layouts not in ("all", "product"):
+        cases = [configured_job(config)] if layouts is None else cases_from_file(Path(layouts), config)
+        return language_proof(config, cases, steps or _STEPS[False], twice=True, quiet=quiet)
+    world = ranks or config.layout.to_layout().world
+    config = smaller(config, world)
+    check_ranks(world)
+    every = Every(configured_job(config), world, whole=layouts == "product")
+    return language_proof(
+        config, every.cases, steps or _STEPS[True], impossible=every.impossible, quiet=quiet
+    )
+
+
+def language_proof(
+    config: TrainConfig,
+    cases: Sequence[Job],
+    steps: int = 2,
+    twice: bool = False,
+    impossible: Sequence[Impossible] = (),
+    quiet: bool = True,
+) -> LanguageProof:
+    """The proof of these layouts, all for one number of ranks, with the data prepared.
+
+    Args:
+        steps: training steps of each with nothing read between them; one more is made whose gradients are
+            read.
+        quiet: print nothing on the way.
+
+    Raises:
+        StrettoError: bad text, or more ranks needed than this machine has.
+    """
+    ranks = cases[0].layout.world
+    check_ranks(ranks)
+    if (compile := cases[0].compile) != "off":
+        raise_first([*compiler_problems(compile, HOST)])
+    prepare(PRELOAD)  # it imports torch while this process looks at the data
+    source = prepare_data(config, quiet=quiet)
+    shape = config.shape(vocabulary(source, config))
+    check_samples(config, source)
+    return LanguageProof(
+        config=config,
+        cases=[replace(case, shape=shape) for case in cases],
+        source=source,
+        twice=twice,
+        ranks=ranks,
+        threads=config.train.threads,
+        timeout=timedelta(seconds=config.train.timeout_s),
+        steps=steps,
+        impossible=impossible,
+        updated_by=_UPDATED_BY[config.optim.name],
+    )
+
+
+def verify(
+    config: TrainConfig,
+    cases: Sequence[Job],
+    steps: int = 2,
+    twice: bool = False,
+    on_rank: Callable[[], None] | None = None,
+) -> list[Verdict]:
+    """The verdicts of `language_proof`; `on_rank` is called on every rank first."""
+    return run_proof(language_proof(config, cases, steps, twice), on_rank).verdicts
+
+
+def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
+    """The first global batches of the training split: what `stretto train` sees, but with an edge in most of
+    the samples that would be inside one document where documents are kept apart, and with padding after most
+    of those that an encoder reads. Proofs have few and short samples, and without these they would not see
+    what mixes documents up, or attends to padding.
+    """
+    from stretto.run.data.mixture import training_samples
+
+    samples = training_samples(source, config)
+    size = config.batch.global_size
+    wanted = [range(step * size, (step + 1) * size) for step in range(steps)]
+    return [_with_padding(_with_edges(samples.batch(indices), indices), indices) for indices in wanted]
+
+
+def _with_padding(batch: Batch, indices: range) -> Batch:
+    """Three of four samples of an encoder with other numbers of real tokens."""
+    import torch
+
+    if batch.decoder is None or batch.lengths is not None:
+        return batch
+    whole = batch.inputs.shape[1]
+    lengths = [whole - (3 * index % whole if index % 4 else 0) for index in indices]
+    return replace(batch, lengths=torch.tensor(lengths, dtype=torch.int64))
+
+
+def _with_edges(batch: Batch, indices: range) -> Batch:
+    """Three of four samples of one document cut in two, each in another place."""
+    from stretto.engine.models.language import IGNORED
+
+    if batch.begins is None:
+        return batch
+    begins, targets = batch.begins.clone(), batch.targets.clone()
+    last = begins.shape[1] - 1
+    for row, index in enumerate(indices):
+        if last > 0 and index % 4 and not begins[row].any():
+            edge = 1 + 7 * index % last
+            begins[row, edge:], targets[row, edge - 1] = edge, IGNORED
+    return replace(batch, begins=begins, targets=targets)
