@@ -48,6 +48,14 @@ def blocks(text: str, *kinds: str) -> list[str]:
     return [block[2] for block in _BLOCK.finditer(text) if block[1] in kinds]
 
 
+def scripts() -> dict[str, str]:
+    """Texts of the scripts that pages have the reader write, by file name."""
+    (load,) = blocks(text_of("docs/training.md"), "python")
+    (proof,) = blocks(text_of("docs/proof.md"), "python")
+    (loop,) = blocks(text_of("docs/library.md"), "python")
+    return {"my_load.py": load, "my_proof.py": proof, "my_loop.py": loop}
+
+
 @dataclass(frozen=True)
 class Command:
     """A command of a page, and the output that the page shows under it."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from environments import PROJECT, Environment, distributions, installed, installs, linked
-from pages import _IN_TURN, ROOT, Command, blocks, commands, sections, shortened, text_of
+from pages import _IN_TURN, ROOT, Command, commands, scripts, sections, shortened, text_of
 
 pytestmark = pytest.mark.apart
 
 README = sections("README.md")
-BASE = installs(README["Two commands"])
+BASE = installs(README["Build, train and test"])
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
@@ -38,8 +38,8 @@ def cloned(folder: Path) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
-    for name, code in zip(("load", "proof", "loop"), blocks(text_of("README.md"), "python"), strict=True):
-        (folder / f"my_{name}.py").write_text(code, encoding="utf-8")
+    for name, code in scripts().items():
+        (folder / name).write_text(code, encoding="utf-8")
     return folder
 
 
@@ -68,7 +68,7 @@ def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> N
 
 
 def test_the_first_training_command_of_readme_works(bare: Environment, clone: Path) -> None:
-    assert "train configs/quickstart.yaml" in README["Two commands"]
+    assert "train configs/quickstart.yaml" in README["Build, train and test"]
     words = shortened(["stretto", "train", "configs/quickstart.yaml"])
     assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
 
@@ -77,8 +77,9 @@ NO_TORCH = ("config", "layout", "schedule", "plan", "predict", "partition", "cat
 
 
 def test_commands_that_only_compute_work(bare: Environment, clone: Path) -> None:
-    """All of README's that take no ranks, and every shipped config checked: in one process."""
-    lines = [command.words for text in README.values() for command in commands(text) if not refused(command)]
+    """Those of the first pages that take no ranks, and every shipped config checked: in one process."""
+    pages = ("README.md", "docs/training.md", "docs/schedules.md")
+    lines = [command.words for page in pages for command in commands(text_of(page)) if not refused(command)]
     lines = [words for words in lines if words[:1] == ["stretto"] and words[1] in NO_TORCH]
     lines = [words[: words.index(">")] if ">" in words else words for words in lines]
     lines = [words for words in lines if "auto" not in words]  # searches for seconds
@@ -104,8 +105,8 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
     "README.md": {
         "make test": "it installs `.[test]` into an environment of its own: what runs this file",
         "make train": "typed by itself below, in a copy of the repository",
-        "torchrun --nnodes 2": "takes two machines",
     },
+    "docs/training.md": {"torchrun --nnodes 2": "takes two machines"},
     "CONTRIBUTING.md": {
         "make": "installs into an environment of its own",
         ".ci/run": "is `make lint` and `make test` of a clean clone",
@@ -131,7 +132,7 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
     "docs/graphs.md": {"stretto train my.yaml": "takes a GPU"},
     "docs/hangs.md": {"stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some"},
     "docs/models.md": {
-        "stretto checkpoint": "takes a model of 16 GB: README's section has a tiny one",
+        "stretto checkpoint": "takes a model of 16 GB: docs/training.md has a tiny one",
         "stretto train runs/llama": "the same",
         "stretto plan --model Llama-3.1-8B/config.json": "the same",
     },

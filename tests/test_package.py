@@ -17,7 +17,7 @@ import stretto
 from stretto.errors import StrettoError, TorchMissing
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("CONTRIBUTING.md", "docs/training.md", "docs/proof.md", "docs/library.md", "docs/schedules.md")
 
 # PyTorch as it is where it was never installed
 WITHOUT_TORCH = """
@@ -143,7 +143,7 @@ def imports(text: str) -> Iterator[tuple[str, str]]:
 
 
 def public_code() -> dict[str, str]:
-    """Examples, and the Python of README and CONTRIBUTING, but for files of the package shown there."""
+    """Examples, and the Python of pages, but for files of the package shown there."""
     code = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The commands of README, and of CONTRIBUTING's first section, run in order: shortened, on a tiny text."""
+"""The commands of README and of the pages that it leads to, run in order: shortened, on a tiny text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ import pytest
 from torch.distributed.run import parse_args
 
 from compared_here import command_here
-from pages import ROOT, Command, blocks, commands, run, run_here, sections, shortened, text_of, unprinted
+from pages import ROOT, Command, commands, run, run_here, scripts, sections, shortened, text_of, unprinted
 from stretto import run_ranks
 from stretto.run.compare import runs
 
 pytestmark = pytest.mark.apart
 
-PAGES = ("README.md", "CONTRIBUTING.md")
+# pages of which every command is run, and sections of others
+PAGES = ("README.md", "docs/training.md", "docs/schedules.md", "docs/library.md")
+SECTIONS = [
+    (
+        "CONTRIBUTING.md",
+        "Run the tests",
+    ),  # test_contributing.py runs the others, with what they add to the package
+    ("docs/proof.md", "Proving your own model"),
+    ("docs/dlrm.md", "From a log to probabilities"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
-    load, proof, loop = blocks(text_of("README.md"), "python")
-    (folder / "my_load.py").write_text(load)
-    (folder / "my_proof.py").write_text(proof)
-    (folder / "my_loop.py").write_text(loop)
+    for name, code in scripts().items():
+        (folder / name).write_text(code, encoding="utf-8")
     return folder
 
 
@@ -90,10 +97,8 @@ def follow(command: Command, place: Path) -> None:
 
 # ------------------------------------------------------------------ sections
 
-# test_contributing.py runs the other sections of CONTRIBUTING, with what they add to the package
-SECTIONS = [("CONTRIBUTING.md", "Run the tests")]
-SECTIONS += [("README.md", heading) for heading, text in sections("README.md").items() if [*commands(text)]]
-LONG = {"Train a recommender", "Start from a published model"}  # run by hand
+SECTIONS += [(page, name) for page in PAGES for name, text in sections(page).items() if [*commands(text)]]
+LONG = {"From a log to probabilities", "Start from a published model"}  # run by hand
 MINE = "run.name=mine"  # the run that later sections resume
 
 
@@ -120,11 +125,11 @@ def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> 
 
 
 def test_all_pages_have_commands() -> None:
-    assert {page for page, _ in SECTIONS} == set(PAGES)
     assert all(len([*commands(text_of(page))]) > 3 for page in PAGES)
+    assert all([*commands(sections(page)[heading])] for page, heading in SECTIONS)
 
 
-def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
+def test_the_training_loop_of_a_page_runs(place: Path) -> None:
     first, last = run_ranks(2, script_output, place / "my_loop.py")
     assert not first
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", last)]
@@ -133,8 +138,8 @@ def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_exported_model_of_the_readme_loads_in_transformers(place: Path) -> None:
-    for command in commands(sections("README.md")["Start from a published model"]):
+def test_the_exported_model_of_a_page_loads_in_transformers(place: Path) -> None:
+    for command in commands(sections("docs/training.md")["Start from a published model"]):
         if not (place / "tuned").exists():
             follow(command, place)
     assert run(["python", "my_load.py"], place).startswith("def")
@@ -149,7 +154,14 @@ def script_output(path: Path) -> str:
 
 GENERATED = {"config.md", "gpu.md", "modes.md"}
 WRITTEN = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - GENERATED)
-PROSE = [*PAGES, "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{name}" for name in WRITTEN)]
+PROSE = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    *(f"docs/{name}" for name in WRITTEN),
+]
 
 
 @pytest.mark.parametrize("page", PROSE)
@@ -161,8 +173,19 @@ def test_prose_wraps_at_100(page: str) -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in PROSE:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
-            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text_of(page)):
+            path = (ROOT / page).parent.joinpath(target) if target else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page}: #{anchor}"
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ +(.+)$", outside, flags=re.MULTILINE)
+    }
 
 
 # docs/proof.md is written when the planted faults have run again; until then it names files of proofs
@@ -175,13 +198,29 @@ UNTIL_PROOFS_ARE_WRITTEN = {
 }
 
 
+# folders that a path of a page may begin in
+FOLDERS = ("", "src", "src/stretto", "src/stretto_interop", "tests", "docs", "benchmarks")
+# where runs write, and what the reader has
+ELSEWHERE = ("runs/", "text/", "hang/", "trace/", "tensorboard/")
+
+
 @pytest.mark.parametrize("page", PROSE)
-def test_the_source_files_that_a_page_names_are_there(page: str) -> None:
-    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|yaml))`", text_of(page)))
-    places = ("", "src", "src/stretto", "tests", "docs", "benchmarks")
-    added = set(re.findall(r"^# (src/\S+\.py)$", text_of(page), flags=re.MULTILINE))
-    missing = {name for name in named - added if not any((ROOT / place / name).is_file() for place in places)}
+def test_the_paths_that_a_page_names_are_there(page: str) -> None:
+    """Files and folders in backticks; in a row of a table they may be in the folder that it begins with."""
+    text = text_of(page)
+    added = set(re.findall(r"^# (src/\S+\.py)$", text, flags=re.MULTILINE))
+    missing = {
+        path
+        for line in text.splitlines()
+        for path in re.findall(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.[a-z]+)?)(?:::\w+)?`", line)
+        if path not in added and not path.startswith(ELSEWHERE) and not _is_there(path, line)
+    }
     assert not missing - UNTIL_PROOFS_ARE_WRITTEN.get(page, set())
+
+
+def _is_there(path: str, line: str) -> bool:
+    row = re.findall(r"`([a-z_/]+)`", line.split("|")[1]) if line.startswith("|") else []
+    return any((ROOT / base / path).exists() for base in (*FOLDERS, *(f"src/stretto/{name}" for name in row)))
 
 
 @pytest.mark.parametrize("page", PROSE)
