@@ -20,7 +20,7 @@ pytestmark = pytest.mark.apart
 README = sections("README.md")
 BASE = installs(README["Build, train and test"])
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
-PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
 # ---------------------------------------------------------------- without a registry, in seconds
 
@@ -114,7 +114,11 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "python -c": "reads changes of the package: tests/test_contributing.py makes them",
     },
     "benchmarks/README.md": {"python benchmarks/gpu/campaign.py --": "takes a GPU, or the results of one"},
-    "docs/gpu.md": {"python": "takes a GPU"},
+    "docs/accelerators.md": {
+        "stretto train my.yaml": "takes a GPU",
+        "stretto": "compiles for minutes: tests/engine/test_compiler.py",
+    },
+    "docs/appendix/gpu.md": {"python": "takes a GPU"},
     "docs/bring-your-run.md": {"stretto": "tests/test_bring_your_run.py makes the files that it takes over"},
     "docs/dlrm.md": {
         "stretto data clicks day_0.gz": "takes Criteo's files",
@@ -129,14 +133,12 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "stretto checkpoint": "takes a checkpoint of another framework's",
         "torchrun": "takes torchtitan and 8 GPUs",
     },
-    "docs/graphs.md": {"stretto train my.yaml": "takes a GPU"},
     "docs/hangs.md": {"stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some"},
     "docs/models.md": {
         "stretto checkpoint": "takes a model of 16 GB: docs/training.md has a tiny one",
         "stretto train runs/llama": "the same",
         "stretto plan --model Llama-3.1-8B/config.json": "the same",
     },
-    "docs/compile.md": {"stretto": "compiles for minutes: tests/engine/test_compiler.py"},
     "docs/planning.md": {
         "stretto partition --profile": "takes a file of the reader's",
         "stretto split mine.py": "takes a file of the reader's",

@@ -240,9 +240,9 @@ def test_overlap_is_read_from_a_trace() -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """docs/gpu.md, after `python benchmarks/gpu/campaign.py --report > docs/gpu.md`."""
+    """docs/appendix/gpu.md, after `python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md`."""
     known = {step.name: campaign.read(campaign.RESULTS, step) for step in steps.STEPS}
-    assert (ROOT / "docs/gpu.md").read_text(encoding="utf-8") == report.page(known)
+    assert (ROOT / "docs/appendix/gpu.md").read_text(encoding="utf-8") == report.page(known)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     python benchmarks/gpu/campaign.py --seconds 570          # as many steps as fit; again: the rest
     python benchmarks/gpu/campaign.py --only llama-1b waits   # these, done before or not
     python benchmarks/gpu/campaign.py --list                  # what there is, and what is done
-    python benchmarks/gpu/campaign.py --report > docs/gpu.md  # the page made of the results
+    python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md  # the page made of the results
     python benchmarks/gpu/campaign.py --rehearse              # tiny, on a CPU: shows that all of it runs
 
 A step is a process of its own with nine minutes at most, and writes OUT/STEP.json with its result, or with

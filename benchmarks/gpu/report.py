@@ -1,4 +1,4 @@
-"""The page docs/gpu.md, made of the campaign's JSON: goals, tables, and what has not run."""
+"""The page docs/appendix/gpu.md, made of the campaign's JSON: goals, tables, and what has not run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Results = Mapping[str, Record]
 Lines = list[str]
 GIB = 2**30
 INTRO = """What has been measured on one GPU, and what has not. The page is made of the campaign's JSON in
-`benchmarks/gpu/results` (`python benchmarks/gpu/campaign.py --report > docs/gpu.md`), and a test keeps the
-two alike. The campaign runs with Stretto's sources or wheel, torch for CUDA, and no network:"""
+`benchmarks/gpu/results` (`python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md`), and a test
+keeps the two alike. The campaign runs with Stretto's sources or wheel, torch for CUDA, and no network:"""
 COMMAND = "python benchmarks/gpu/campaign.py --seconds 570    # as many steps as fit; again: the rest"
 METHOD = """Every contestant does the same work in the same process, one after the other: forward,
 backward, clipping, AdamW, on random tokens in bf16. Its step is run until it is warm, then in

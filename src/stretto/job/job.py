@@ -106,21 +106,21 @@ class Execution:
             "`auto`: torch's fused kernels, and for what they do not compute FlexAttention where it trains, "
             "else the formula in tiles; `sdpa`: without FlexAttention; `flex`: FlexAttention alone; "
             "`explicit`: forms and keeps the matrix of probabilities, as attention dropout always does. See "
-            "docs/attention.md."
+            "docs/accelerators.md."
         ),
     ] = "auto"
     compile: Annotated[
         Compile,
         Field(
             "`blocks`: torch.compile fuses what lies between the matrix products of blocks, once for all "
-            "that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/compile.md."
+            "that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/accelerators.md."
         ),
     ] = "off"
     graphs: Annotated[
         Graphs,
         Field(
             "`microbatch`: forward and backward of a microbatch are captured once as a graph of the device "
-            "and replayed, so that the host launches it as a whole. See docs/graphs.md."
+            "and replayed, so that the host launches it as a whole. See docs/accelerators.md."
         ),
     ] = "off"
     vocab_multiple: Annotated[
