@@ -196,7 +196,7 @@ def test_a_run_without_a_template_answers_no_chat(folder: Path, capsys: pytest.C
 
 
 def test_prompts_are_read_by_their_format(tmp_path: Path) -> None:
-    from stretto.cli.generate import _from_file
+    from stretto.cli.generate import _prompts_from_file
     from stretto.errors import StrettoError
 
     class Wording:
@@ -209,7 +209,7 @@ def test_prompts_are_read_by_their_format(tmp_path: Path) -> None:
         ("c.txt", "one\n\ntwo\n"),
     ):
         (tmp_path / name).write_text(content)
-        assert _from_file(Wording(), tmp_path / name, chat=False) == ["one", "two"]  # pyright: ignore
+        assert _prompts_from_file(Wording(), tmp_path / name, chat=False) == ["one", "two"]  # pyright: ignore
     (tmp_path / "d.txt").write_bytes(b"caf\xe9")
     with pytest.raises(StrettoError, match="not UTF-8"):
-        _from_file(Wording(), tmp_path / "d.txt", chat=False)  # pyright: ignore
+        _prompts_from_file(Wording(), tmp_path / "d.txt", chat=False)  # pyright: ignore

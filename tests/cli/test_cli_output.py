@@ -95,30 +95,27 @@ def test_a_prediction_is_never_cut(width: int) -> None:
 
 
 def test_suggested_commands_keep_the_overrides() -> None:
-    words = ["train.steps=3", "sample.prompt=a b", "run.name=taken"]
-    command = train._command("configs/quickstart.yaml", words)
-    assert command == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"
-    out = io.StringIO()
-    train._print_next(command, load("configs/quickstart.yaml", words), out)
-    assert f"stretto verify {command} --layouts all" in out.getvalue()
-    assert f"stretto train {command} layout." in out.getvalue()
+    fields = ["train.steps=3", "sample.prompt=a b", "run.name=taken"]
+    arguments = train.job_arguments("configs/quickstart.yaml", fields)
+    assert arguments == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"
+    commands = train.next_commands(load("configs/quickstart.yaml", fields), arguments)
+    assert f"stretto verify {arguments} --layouts all" in commands
+    assert any(command.startswith(f"stretto train {arguments} layout.") for command in commands)
 
 
-def test_another_layout_replaces_the_one_that_was_said() -> None:
-    """Also the cut of its stages, and it does not go on where the run has ended."""
-    out = io.StringIO()
-    words = ["layout.tp=2", "layout.dp=1", "layout.pp=2", "layout.stages=[3,3]", "checkpoint.resume=auto"]
+def test_another_layout_replaces_the_configured_one() -> None:
+    """Also the cut of its stages, and it does not resume the run that has ended."""
+    fields = ["layout.tp=2", "layout.dp=1", "layout.pp=2", "layout.stages=[3,3]", "checkpoint.resume=auto"]
     path = "configs/quickstart.yaml"
-    train._print_next(train._command(path, words), load(path, words), out)
-    line = next(line for line in out.getvalue().splitlines() if "on another layout" in line)
-    said = shlex.split(line.partition("#")[0])[3:]
-    assert [word.partition("=")[0] for word in said].count("layout.tp") == 1
-    other = load(path, said)
+    commands = train.next_commands(load(path, fields), train.job_arguments(path, fields))
+    suggested = next(command for command, purpose in commands.items() if "on another layout" in purpose)
+    overrides = shlex.split(suggested)[3:]
+    assert [field.partition("=")[0] for field in overrides].count("layout.tp") == 1
+    other = load(path, overrides)
     assert (other.layout.stages, other.checkpoint.resume) == (None, "never")
     assert other.layout.to_layout().world == 4
 
 
 def test_layouts_that_experts_do_not_fit_are_not_suggested() -> None:
-    out = io.StringIO()
-    train._print_next("configs/moe-tiny.yaml", load("configs/moe-tiny.yaml"), out)
-    assert "stretto verify configs/moe-tiny.yaml --layouts all" in out.getvalue()
+    path = "configs/moe-tiny.yaml"
+    assert f"stretto verify {path} --layouts all" in train.next_commands(load(path), path)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.options import Json
+from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun
 from stretto.cli.output import command_app
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from stretto.recommender.config.load import AnyConfig
-    from stretto.recommender.serve.job import Request as ClickRequest
-    from stretto.run.evaluate.job import Request
     from stretto.run.evaluate.trained import Trained
-    from stretto.run.train.launch import Result
 
 app = command_app()
 
@@ -29,11 +26,8 @@ app = command_app()
     epilog="Example: stretto evaluate runs/quickstart --split test layout.tp=2 layout.pp=1 layout.dp=1"
 )
 def evaluate(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run's folder (its newest checkpoint), or a checkpoint."),
-    ],
-    words: Annotated[
+    path: TrainedRun,
+    fields: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [a.b=c ...]",
@@ -55,13 +49,11 @@ def evaluate(
             help="Other text (or clicks) than the run's, as data.source; the run's tokenizer encodes it.",
         ),
     ] = None,
-    checkpoint: Annotated[
-        int | None, typer.Option(metavar="STEP", min=0, help="The run's checkpoint of this step.")
-    ] = None,
+    checkpoint: CheckpointStep = None,
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Only the first N global batches.")
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
+    port: Port = 0,
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint on a whole split, each token or sample once, under any layout.
@@ -71,39 +63,52 @@ def evaluate(
     """
     from stretto.cli.output import failures_reported
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.evaluate.job import evaluation_config, run_evaluation
+    from stretto.run.data.split import ALL, SPLITS, check_split
+    from stretto.run.evaluate.job import Request, evaluation_config, run_evaluation
     from stretto.run.evaluate.trained import find_trained
 
     trained = find_trained(path, checkpoint)
-    config = configured(trained, words or [])
+    config = configured(trained, fields or [])
     with failures_reported():
         if isinstance(config, TrainConfig):
-            request = _request(trained, split, data, limit)
+            split = split or ("test" if data is None else ALL)
+            check_split(split, (*SPLITS, ALL))
+            request = Request(trained=trained, split=split, data=data, limit=limit)
             result = run_evaluation(evaluation_config(config, request), request, as_json, port)
         else:
-            from stretto.recommender.serve.job import run_pass
+            from stretto.recommender.clicks import samples
+            from stretto.recommender.serve import job
 
-            clicks = _clicks(trained, split, data, limit)
-            result = run_pass(config, clicks, as_json, port)
+            if data is not None and (split not in (None, "all") or limit is not None):
+                raise StrettoError(
+                    "--data is read whole: a log has no splits", hint="leave --split and --limit out"
+                )
+            split = split or "valid"
+            check_split(split, samples.SPLITS)
+            log = None if data is None else (data,)
+            clicks = job.Request(trained=trained, split=split, log=log, limit=limit, labelled=log is not None)
+            result = job.run_pass(config, clicks, as_json, port)
     if os.environ.get("RANK", "0") == "0":
-        _report(trained, result, data, as_json)
+        if result.stopped or result.outcome is None:
+            print("stopped: nothing was evaluated to its end", file=sys.stderr)
+        else:
+            _report(trained, result.outcome, data).print(as_json)
     if result.stopped:
         from stretto.run.train.launch import exit_code
 
         raise typer.Exit(exit_code(result))
 
 
-def configured(trained: Trained, words: Sequence[str]) -> AnyConfig:
-    """The config of a checkpoint, or the one that is the first of the words, with the other words as
-    overrides.
+def configured(trained: Trained, fields: Sequence[str]) -> AnyConfig:
+    """Return the checkpoint's config, or the one that is named first, with the others as overrides.
 
     Raises:
-        StrettoError: a word that is neither.
+        StrettoError: one is neither the first nor an override.
     """
     from stretto.recommender.config.load import load_config, parse_config
 
-    files, overrides = [w for w in words if "=" not in w], [w for w in words if "=" in w]
-    if len(files) > 1 or (files and words[0] != files[0]):
+    files, overrides = [f for f in fields if "=" not in f], [f for f in fields if "=" in f]
+    if len(files) > 1 or (files and fields[0] != files[0]):
         raise StrettoError(
             f"{files[-1]} is neither a config after the run's name nor an override",
             hint="overrides are like layout.tp=2, optim.lr=3e-4",
@@ -114,76 +119,43 @@ def configured(trained: Trained, words: Sequence[str]) -> AnyConfig:
     return parse_config(text, source, overrides)
 
 
-def _request(trained: Trained, split: str | None, data: str | None, limit: int | None) -> Request:
-    """What to evaluate of a language model: by default the run's test split, or all of other text."""
-    from stretto.run.data.split import ALL, SPLITS, check_split
-    from stretto.run.evaluate.job import Request
+def _report(trained: Trained, outcome: Mapping[str, Any], data: str | None) -> CommandReport:
+    """Append the results to the run's file, and report them."""
+    results: dict[str, Any] = {"step": trained.step, "split": "all", "data": data}
+    results |= {name: value for name, value in outcome.items() if name != "stopped"}
+    path = trained.append(results)
+    written = {"checkpoint": str(trained.checkpoint), "written": None if path is None else str(path)}
+    report = CommandReport({**results, **written})
+    if "tokens" in results:
+        from stretto.run.train.metrics import number
 
-    split = split or ("test" if data is None else ALL)
-    check_split(split, (*SPLITS, ALL))
-    return Request(trained=trained, split=split, data=data, limit=limit)
-
-
-def _clicks(trained: Trained, split: str | None, data: str | None, limit: int | None) -> ClickRequest:
-    """What to evaluate of a recommender: by default the run's held-out split, or all of another log."""
-    from stretto.recommender.clicks.samples import SPLITS
-    from stretto.recommender.serve.job import Request
-    from stretto.run.data.split import check_split
-
-    if data is not None and (split not in (None, "all") or limit is not None):
-        raise StrettoError("--data is read whole: a log has no splits", hint="leave --split and --limit out")
-    check_split(split or "valid", SPLITS)
-    log = None if data is None else (data,)
-    return Request(trained=trained, split=split or "valid", log=log, limit=limit, labelled=log is not None)
-
-
-def _report(trained: Trained, result: Result, data: str | None, as_json: bool) -> None:
-    """Append the numbers to the run's file, and print them."""
-    import json
-
-    if result.stopped or result.outcome is None:
-        print("stopped: nothing was evaluated to its end", file=sys.stderr)
-        return
-    facts: dict[str, Any] = {name: value for name, value in result.outcome.items() if name != "stopped"}
-    facts = {"step": trained.step, "split": "all", "data": data} | facts
-    path = trained.append(facts)
-    if as_json:
-        where = {"checkpoint": str(trained.checkpoint), "written": None if path is None else str(path)}
-        print(json.dumps({**facts, **where}))
-        return
-    numbers, unit, count = text_numbers(facts) if "tokens" in facts else click_numbers(facts)
-    seconds = facts["seconds"]
-    rest = f"{count:,} {unit} in {seconds:.1f} s ({count / seconds:,.0f} {unit}/s)"
-    print(numbers)
-    print(rest if path is None else f"{rest}; added to {path}")
+        count, unit = results["tokens"], "tokens"
+        parts = [
+            f"loss {number(results['loss'], 6)} nats/token",
+            f"perplexity {number(results['perplexity'], 4)}",
+        ]
+        if results["bits_per_byte"] is not None:
+            parts.append(f"bits/byte {number(results['bits_per_byte'], 4)}")
+        report.line(" | ".join(parts))
+    else:
+        count, unit = results["samples"] if "samples" in results else results["rows"], "samples"
+        report.line(click_quality(results))
+    seconds = results["seconds"]
+    added = "" if path is None else f"; added to {path}"
+    report.line(f"{count:,} {unit} in {seconds:.1f} s ({count / seconds:,.0f} {unit}/s){added}")
+    return report
 
 
-def text_numbers(facts: Mapping[str, Any]) -> tuple[str, str, int]:
-    """A language model's numbers on a line, what they are means of, and how many."""
-    from stretto.run.train.metrics import number
-
-    parts = [f"loss {number(facts['loss'], 6)} nats/token", f"perplexity {number(facts['perplexity'], 4)}"]
-    if facts["bits_per_byte"] is not None:
-        parts.append(f"bits/byte {number(facts['bits_per_byte'], 4)}")
-    return " | ".join(parts), "tokens", facts["tokens"]
-
-
-def click_numbers(facts: Mapping[str, Any]) -> tuple[str, str, int]:
-    """A recommender's numbers on a line, what they are of, and how many."""
+def click_quality(results: Mapping[str, Any]) -> str:
+    """A recommender's quality on a line; empty if the clicks have no labels."""
+    labels = {"auc": "AUC", "logloss": "logloss", "entropy": "entropy", "calibration": "calibration"}
     parts = [
-        f"{label} {facts[name]:.6f}"
-        for name, label in (
-            ("auc", "AUC"),
-            ("logloss", "logloss"),
-            ("entropy", "entropy"),
-            ("calibration", "calibration"),
-        )
-        if facts.get(name) is not None
+        f"{label} {results[name]:.6f}" for name, label in labels.items() if results.get(name) is not None
     ]
-    if facts.get("auc_error"):
-        parts[0] += f" +- {facts['auc_error']:.2g}"
-    if facts.get("best_entropy") is not None:
-        parts.append(f"best possible entropy {facts['best_entropy']:.6f}")
-    if facts.get("ids"):
-        parts.append(f"{facts['unknown_ids'] / facts['ids']:.2%} of the ids unknown to training")
-    return " | ".join(parts), "samples", facts["samples"] if "samples" in facts else facts["rows"]
+    if results.get("auc_error"):
+        parts[0] += f" +- {results['auc_error']:.2g}"
+    if results.get("best_entropy") is not None:
+        parts.append(f"best possible entropy {results['best_entropy']:.6f}")
+    if results.get("ids"):
+        parts.append(f"{results['unknown_ids'] / results['ids']:.2%} of the ids unknown to training")
+    return " | ".join(parts)

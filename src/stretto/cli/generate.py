@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stretto.cli.options import Json
-from stretto.cli.output import command_app
+from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun, grouped
+from stretto.cli.output import command_app, failures_reported
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, read_text
 from stretto.job.devices import METAVAR, check_device
 
@@ -19,21 +21,15 @@ if TYPE_CHECKING:
 app = command_app()
 
 
-@app.command(
-    epilog="Examples: stretto generate runs/quickstart --prompt 'def ' --tokens 100 --temperature 0.7; "
-    "stretto generate runs/chat --chat --prompt 'How are you?'; "
-    "stretto generate runs/chat --chat --prompts questions.jsonl --json; "
-    "stretto generate runs/llama-70b --tp 8 --dtype bfloat16 --prompt 'Once upon a time'"
-)
-def generate(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run's folder (its newest checkpoint), or a checkpoint."),
-    ],
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Options of `stretto generate`."""
+
+    path: TrainedRun
     prompt: Annotated[
         list[str] | None,
         typer.Option(help="What the text starts with; with --chat the user's message. May be repeated."),
-    ] = None,
+    ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -41,34 +37,34 @@ def generate(
             help="A prompt a line; in a .jsonl file rows with prompt, or messages to answer (with tools and "
             "chat_template_kwargs).",
         ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
+    ] = None
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Divides the logits; 0: always take the likeliest token.")
-    ] = 0.8,
+    ] = 0.8
     top_k: Annotated[
         int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
-    ] = 50,
+    ] = 50
     top_p: Annotated[
         float, typer.Option(help="Of these, from the likeliest that together have this probability; 1: all.")
-    ] = 1.0,
+    ] = 1.0
     stop: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
             help="A text or special token that ends the text, beside the model's own. May be repeated.",
         ),
-    ] = None,
+    ] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer messages, by the tokenizer's chat template.")
-    ] = False,
+    ] = False
     chat_template: Annotated[
         str | None,
         typer.Option(metavar="FILE|NAME", help="Another template than the tokenizer's default; with --chat."),
-    ] = None,
+    ] = None
     seed: Annotated[
         int, typer.Option(help="The same seed gives the same text; the second prompt has the next seed.")
-    ] = 0,
+    ] = 0
     tp: Annotated[
         int | None,
         typer.Option(
@@ -77,90 +73,92 @@ def generate(
             help="Split the model over N tensor-parallel ranks, each of which loads and caches its part. "
             "Default: 1; under torchrun, all processes.",
         ),
-    ] = None,
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="Of weights and products.")
-    ] = "float32",
+    ] = "float32"
     device: Annotated[
         str,
         typer.Option(
             metavar=METAVAR,
             help="Kind of device; auto: an accelerator for each rank if there is one.",
         ),
-    ] = "auto",
-    checkpoint: Annotated[
-        int | None, typer.Option(metavar="STEP", min=0, help="The run's checkpoint of this step.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
-    as_json: Json = False,
-) -> None:
+    ] = "auto"
+    checkpoint: CheckpointStep = None
+    port: Port = 0
+    as_json: Json = False
+
+
+@app.command(
+    epilog="Examples: stretto generate runs/quickstart --prompt 'def ' --tokens 100 --temperature 0.7; "
+    "stretto generate runs/chat --chat --prompt 'How are you?'; "
+    "stretto generate runs/chat --chat --prompts questions.jsonl --json; "
+    "stretto generate runs/llama-70b --tp 8 --dtype bfloat16 --prompt 'Once upon a time'"
+)
+@grouped(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
     """Generate text with a checkpoint's model, whatever layout wrote it, in one process or on several.
 
     The text is the same on any number of ranks, but for what rounding changes.
     """
-    from stretto.cli.output import failures_reported
     from stretto.run.config.schema import LoopConfig
     from stretto.run.evaluate.trained import find_trained
     from stretto.run.generate.job import Request, run_generation
     from stretto.run.generate.text import Sampling, Wording
 
-    check_device(device, "--device")
-    if chat_template is not None and not chat:
-        raise StrettoError(f"--chat-template {chat_template}: renders messages", hint="add --chat")
-    where = find_trained(path, checkpoint).checkpoint
-    ranks = tp or int(os.environ.get("WORLD_SIZE", 1))
-    stops = stop or []
-    wording = Wording.load(where, stop=stops, template=chat_template)
-    starts = [_prompt(wording, text, chat) for text in prompt or ()]
-    starts += [] if prompts is None else _from_file(wording, prompts, chat)
-    starts = starts or [_prompt(wording, "", chat)]
-    live = not as_json and len(starts) == 1
+    chat, stop = options.chat, options.stop or []
+    check_device(options.device, "--device")
+    if options.chat_template is not None and not chat:
+        raise StrettoError(f"--chat-template {options.chat_template}: renders messages", hint="add --chat")
+    checkpoint = find_trained(options.path, options.checkpoint).checkpoint
+    ranks = options.tp or int(os.environ.get("WORLD_SIZE", 1))
+    wording = Wording.load(checkpoint, stop=stop, template=options.chat_template)
+    prompts = [_prompt(wording, text, chat) for text in options.prompt or ()]
+    prompts += [] if options.prompts is None else _prompts_from_file(wording, options.prompts, chat)
+    prompts = prompts or [_prompt(wording, "", chat)]
+    streamed = not options.as_json and len(prompts) == 1
+    cores = os.cpu_count() or 1
     request = Request(
-        checkpoint=where,
-        prompts=starts,
+        checkpoint=checkpoint,
+        prompts=prompts,
         sampling=Sampling(
-            tokens=tokens, temperature=temperature, top_k=top_k or None, top_p=top_p, seed=seed
+            tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k or None,
+            top_p=options.top_p,
+            seed=options.seed,
         ),
-        stop=stops,
-        template=chat_template,
+        stop=stop,
+        template=options.chat_template,
         tp=ranks,
-        train=LoopConfig(device=device, threads=_threads(ranks)),
-        dtype=dtype,
-        live=("" if chat else starts[0].text) if live else None,
+        train=LoopConfig(
+            device=options.device,
+            threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // ranks),
+        ),
+        dtype=options.dtype,
+        live=("" if chat else prompts[0].text) if streamed else None,
     )
     with failures_reported():
-        result = run_generation(request, port)
+        result = run_generation(request, options.port)
     if result.outcome is None:
         from stretto.run.train.launch import exit_code
 
         raise typer.Exit(exit_code(result))
-    if not live and os.environ.get("RANK", "0") == "0":
-        _report(where, result.outcome["texts"], chat, as_json)
-
-
-def _threads(ranks: int) -> int:
-    """Of each rank: those that the environment sets, else its part of the cores."""
-    return int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, (os.cpu_count() or 1) // ranks)
-
-
-def _report(checkpoint: Path, outputs: list[dict[str, Any]], chat: bool, as_json: bool) -> None:
-    """Print the texts of several prompts, or of any number as JSON."""
-    import json
-
-    whole = [one["text"] if chat else one["prompt"] + one["text"] for one in outputs]
-    if as_json:
-        facts = {"checkpoint": str(checkpoint), "outputs": outputs}
-        print(json.dumps({"text": whole[0], **facts} if len(whole) == 1 else facts))
-        return
-    for number, text in enumerate(whole):
-        print(f"--- {number + 1} of {len(whole)}\n{text}")
+    if not streamed and os.environ.get("RANK", "0") == "0":
+        outputs = result.outcome["texts"]
+        texts = [each["text"] if chat else each["prompt"] + each["text"] for each in outputs]
+        single = {"text": texts[0]} if len(texts) == 1 else {}
+        report = CommandReport({**single, "checkpoint": str(checkpoint), "outputs": outputs})
+        for index, text in enumerate(texts, 1):
+            report.verbatim(f"--- {index} of {len(texts)}\n{text}\n")
+        report.print(options.as_json)
 
 
 def _prompt(wording: Wording, text: str, chat: bool) -> Prompt:
     return wording.chat([{"role": "user", "content": text}]) if chat else wording.prompt(text)
 
 
-def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
+def _prompts_from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
     """The prompts of a file."""
     from stretto.run.config.data import ReadOptions
     from stretto.run.data.conversation import Conversation, parse_row
@@ -173,18 +171,18 @@ def _from_file(wording: Wording, path: Path, chat: bool) -> list[Prompt]:
     if suffix_of(path.name) not in (".jsonl", ".ndjson", ".json", ".parquet"):
         lines = read_text(path).splitlines()
         return [_prompt(wording, line, chat) for line in lines if line.strip()]
-    starts: list[Prompt] = []
-    for where, row in read_rows(path, ReadOptions(), RowErrors()):
+    prompts: list[Prompt] = []
+    for origin, row in read_rows(path, ReadOptions(), RowErrors()):
         text = row.get("prompt")
         if isinstance(text, str):
-            starts.append(_prompt(wording, text, chat))
+            prompts.append(_prompt(wording, text, chat))
             continue
-        one = parse_row(row if "messages" in row else {**row, "messages": text}, where)
-        assert isinstance(one, Conversation)
+        conversation = parse_row(row if "messages" in row else {**row, "messages": text}, origin)
+        assert isinstance(conversation, Conversation)
         if not chat:
-            raise StrettoError(f"{where}: has messages", hint="--chat answers them")
-        messages = list(one.messages)
+            raise StrettoError(f"{origin}: has messages", hint="--chat answers them")
+        messages = list(conversation.messages)
         while len(messages) > 1 and messages[-1]["role"] == "assistant":  # an answer that data has already
             messages.pop()
-        starts.append(wording.chat(messages, one.tools, one.arguments))
-    return starts
+        prompts.append(wording.chat(messages, conversation.tools, conversation.arguments))
+    return prompts

@@ -17,6 +17,13 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields of CONFIG to override.")
 ]
+TrainedRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder (its newest checkpoint), or a checkpoint.")
+]
+CheckpointStep = Annotated[
+    int | None, typer.Option(metavar="STEP", min=0, help="The run's checkpoint of this step.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")]
 ModelName = Annotated[
     str | None, typer.Option(metavar="NAME", help="A model of `stretto catalogue`, or its config.json.")
 ]

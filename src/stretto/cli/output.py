@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -32,11 +32,12 @@ def command_app(**settings: Any) -> typer.Typer:
     )
 
 
-def console() -> Console:
-    """Return the terminal, or a console without colour if stdout is not one."""
+def console(stream: TextIO | None = None) -> Console:
+    """Return the terminal, or a console without colour if the stream (default: stdout) is not one."""
     from rich.console import Console
 
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
+    width = None if (stream or sys.stdout).isatty() else 120
+    return Console(file=stream, highlight=False, width=width)
 
 
 def report(record: Mapping[str, Any], as_json: bool, text: Callable[[Console], None]) -> None:

@@ -12,10 +12,7 @@ in which it is read, and prints either that or the JSON:
 The JSON object may be a function that makes it, if that takes long. What depends on the terminal, such as a
 picture, is added by `draw`. Exit codes follow after `print`.
 
-A command with a function for JSON (`facts`), one for text (`show`) and `output.report` is converted thus: the
-JSON function's body becomes the argument of `CommandReport`, each `to.print(...)` a `line`, each rich table a
-`table`, each file that the user named a `write`; helpers that only passed these on go. A command with more
-than about ten options takes them as one object (`options.grouped`).
+A command with more than about ten options takes them as one object (`options.grouped`).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from stretto.cli.output import console, labelled, memory_size, write_bytes
 
@@ -145,12 +142,16 @@ class CommandReport:
         if not quiet:
             self.line(f"wrote {path}{note}")
 
-    def print(self, as_json: bool) -> None:
-        """Print the JSON object, or the text."""
+    def print(self, as_json: bool, text_to: TextIO | None = None) -> None:
+        """Print the JSON object, or the text.
+
+        Args:
+            text_to: print the text to this stream instead of stdout, and also with `as_json`.
+        """
+        if text_to is not None or not as_json:
+            self.render(console() if text_to is None else console(text_to))
         if as_json:
             print(json.dumps(self.record() if callable(self.record) else self.record))
-        else:
-            self.render(console())
 
     def render(self, to: Console) -> None:
         """Print the text."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from stretto.cli.options import Json
+from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun
 from stretto.cli.output import command_app
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest
 
 app = command_app()
@@ -18,10 +18,7 @@ app = command_app()
 
 @app.command(epilog="Example: stretto score runs/dlrm day_23.gz --out clicks.parquet")
 def score(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run's folder (its newest checkpoint), or a checkpoint."),
-    ],
+    path: TrainedRun,
     log: Annotated[
         list[str],
         typer.Argument(
@@ -42,10 +39,8 @@ def score(
         str,
         typer.Option(metavar="POLICY", help="Malformed lines: fatal, or nan in place of their probability."),
     ] = "fatal",
-    checkpoint: Annotated[
-        int | None, typer.Option(metavar="STEP", min=0, help="The run's checkpoint of this step.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
+    checkpoint: CheckpointStep = None,
+    port: Port = 0,
     as_json: Json = False,
 ) -> None:
     """Predict the probability of a click for every sample of a log, in its order.
@@ -54,7 +49,7 @@ def score(
     logloss. The log is streamed: its size does not matter. The summary goes to stderr where the
     probabilities go to stdout.
     """
-    from stretto.cli.evaluate import configured
+    from stretto.cli.evaluate import click_quality, configured
     from stretto.cli.output import failures_reported
     from stretto.recommender.serve.job import Request, run_pass
     from stretto.recommender.serve.output import STDOUT, check_output
@@ -63,19 +58,19 @@ def score(
     from stretto.run.train.launch import exit_code
 
     if on_error not in ("fatal", "nan"):
-        near = nearest(on_error, ("fatal", "nan"))
-        hint = f"did you mean {near}?" if near else "fatal or nan"
+        similar = nearest(on_error, ("fatal", "nan"))
+        hint = f"did you mean {similar}?" if similar else "fatal or nan"
         raise StrettoError(f"--on-error {on_error}: allowed are fatal and nan", hint=hint)
     if as_json and out == STDOUT:
         raise StrettoError("--out - and --json both write to stdout", hint="give --out a file")
     out = out or (None if as_json else STDOUT)
     if out is not None:
         check_output(out)
-    sources = [word for word in log if "=" not in word or os.path.exists(word)]
+    sources = [source for source in log if "=" not in source or os.path.exists(source)]
     if not sources:
         raise StrettoError("no log is named", hint="name the files of a click log, or a click folder")
     trained = find_trained(path, checkpoint)
-    config = configured(trained, [word for word in log if word not in sources])
+    config = configured(trained, [field for field in log if field not in sources])
     if isinstance(config, TrainConfig):
         raise StrettoError(
             f"{trained.checkpoint} is of a language model, and score is for recommenders",
@@ -85,27 +80,18 @@ def score(
     with failures_reported():
         result = run_pass(config, request, as_json, port)
     if os.environ.get("RANK", "0") == "0":
-        _report(result.outcome or {"stopped": True}, trained.checkpoint, out, as_json)
+        outcome = result.outcome or {"stopped": True}
+        if outcome["stopped"]:
+            print("stopped: not all samples were scored", file=sys.stderr)
+        else:
+            results = {name: value for name, value in outcome.items() if name != "stopped"}
+            report = CommandReport({**results, "out": out, "checkpoint": str(trained.checkpoint)})
+            if quality := click_quality(results):
+                report.line(quality)
+            speed = f"{results['rows']:,} rows in {results['seconds']:.1f} s "
+            speed += f"({results['rows_per_s']:,.0f} rows/s)"
+            if results["malformed"]:
+                speed += f", {results['malformed']:,} malformed lines without a probability"
+            report.line(speed if out == STDOUT else f"{speed}, written to {out}")
+            report.print(as_json, sys.stderr if out == STDOUT else None)
     raise typer.Exit(exit_code(result))
-
-
-def _report(outcome: dict[str, Any], checkpoint: Path, out: str | None, as_json: bool) -> None:
-    import json
-
-    from stretto.cli.evaluate import click_numbers
-
-    to = sys.stderr if out == "-" else sys.stdout
-    if outcome["stopped"]:
-        print("stopped: not all samples were scored", file=sys.stderr)
-        return
-    facts = {name: value for name, value in outcome.items() if name != "stopped"}
-    if as_json:
-        print(json.dumps({**facts, "out": out, "checkpoint": str(checkpoint)}))
-        return
-    rest = f"{facts['rows']:,} rows in {facts['seconds']:.1f} s ({facts['rows_per_s']:,.0f} rows/s)"
-    if facts["malformed"]:
-        rest += f", {facts['malformed']:,} malformed lines without a probability"
-    if out != "-":
-        rest += f", written to {out}"
-    for line in filter(None, (click_numbers(facts)[0], rest)):
-        print(line, file=to)

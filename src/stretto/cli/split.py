@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import check_writable, command_app, failures_reported, report, write_text
+from stretto.cli.output import check_writable, command_app, failures_reported
 from stretto.cli.prove import checked_function
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto.autosplit.network import StyleName
-    from stretto.autosplit.plan_module import ModulePlan
     from stretto.planner.machines.device import Precision
 
 _EXAMPLE = "stretto split examples/split_layers.py:alexnet --cluster a100:4"
@@ -80,15 +78,15 @@ def split(
     """
     path, function = checked_function(target, _EXAMPLE)
     check_writable(svg)
-    fixed = _fixed(fix or [])
-    known = ("bf16", "fp16", "tf32", "fp32")
-    if precision not in (None, *known):
-        raise StrettoError(f"--precision {precision}", hint=" or ".join(known))
+    fixed = _fixed_styles(fix or [])
+    precisions = ("bf16", "fp16", "tf32", "fp32")
+    if precision not in (None, *precisions):
+        raise StrettoError(f"--precision {precision}", hint=" or ".join(precisions))
     with failures_reported():
         from stretto.autosplit.plan_module import plan_module
 
-        model, example = _made(path, function)
-        made = plan_module(
+        model, example = _model_and_input(path, function)
+        plan = plan_module(
             model,
             example,
             cluster=cluster,
@@ -98,12 +96,50 @@ def split(
             fix=fixed,
             leaves=leaf or (),
         )
+    splits = plan.splits
+    report = CommandReport(
+        {
+            "cluster": splits.machine.cluster.name,
+            "device": splits.machine.cluster.device.name,
+            "ranks": splits.machine.ranks,
+            "precision": splits.machine.precision,
+            "step_s": splits.cost.seconds,
+            "parts_s": splits.parts,
+            "memory_bytes": splits.cost.bytes,
+            "limit_bytes": splits.limit,
+            "sent_bytes": splits.sent,
+            "operators": [
+                {
+                    "name": line.operator.name,
+                    "kind": line.operator.kind,
+                    "module": line.operator.module,
+                    "inputs": list(line.operator.inputs),
+                    "shape": list(line.operator.shape),
+                    **line.choice._asdict(),
+                    "seconds": line.seconds,
+                    "sent_bytes": line.sent,
+                    "memory_bytes": line.share.memory,
+                }
+                for line in splits.lines
+            ],
+            "conversions": [
+                {**asdict(conversion), "exchanges": [each._asdict() for each in conversion.exchanges]}
+                for conversion in splits.conversions
+            ],
+            "beside": {
+                name: None if cost is None else {"step_s": cost.seconds, "memory_bytes": cost.bytes}
+                for name, cost in splits.rules.items()
+            },
+            "notes": list(splits.notes),
+        }
+    )
+    report.line(plan.table())
     if svg is not None:
-        write_text(svg, made.svg())
-    report(_facts(made), as_json, lambda to: _show(to, made, svg))
+        report.write(svg, plan.svg())
+    report.print(as_json)
 
 
-def _fixed(fix: list[str]) -> dict[str, StyleName]:
+def _fixed_styles(fix: list[str]) -> dict[str, StyleName]:
     fixed = dict[str, "StyleName"]()
     for text in fix:
         name, equals, style = text.rpartition("=")
@@ -111,15 +147,19 @@ def _fixed(fix: list[str]) -> dict[str, StyleName]:
             raise StrettoError(f"--fix {text}", hint="NAME=STYLE, as in --fix 'features.*=batch'")
         styles = ("replicate", "batch", "column", "row")
         if style not in styles:
-            near = nearest(style, styles)
-            hint = f"did you mean {near!r}?" if near else " or ".join(styles)
+            similar = nearest(style, styles)
+            hint = f"did you mean {similar!r}?" if similar else " or ".join(styles)
             raise StrettoError(f"--fix {text}: there is no style {style!r}", hint=hint)
         fixed[name] = style
     return fixed
 
 
-def _made(path: Path, function: str) -> tuple[Any, Any]:
-    """What the user's function returns."""
+def _model_and_input(path: Path, function: str) -> tuple[Any, Any]:
+    """Call the user's function.
+
+    Raises:
+        StrettoError: it returns something else.
+    """
     from torch import nn
 
     from stretto.errors import load_module
@@ -131,47 +171,3 @@ def _made(path: Path, function: str) -> tuple[Any, Any]:
         f"{path.name}:{function} returned {type(returned).__name__}, must return a model and its input",
         hint="return model, torch.empty(256, 3, 224, 224)",
     )
-
-
-def _facts(made: ModulePlan) -> dict[str, Any]:
-    splits = made.splits
-    return {
-        "cluster": splits.machine.cluster.name,
-        "device": splits.machine.cluster.device.name,
-        "ranks": splits.machine.ranks,
-        "precision": splits.machine.precision,
-        "step_s": splits.cost.seconds,
-        "parts_s": splits.parts,
-        "memory_bytes": splits.cost.bytes,
-        "limit_bytes": splits.limit,
-        "sent_bytes": splits.sent,
-        "operators": [
-            {
-                "name": line.operator.name,
-                "kind": line.operator.kind,
-                "module": line.operator.module,
-                "inputs": list(line.operator.inputs),
-                "shape": list(line.operator.shape),
-                **line.choice._asdict(),
-                "seconds": line.seconds,
-                "sent_bytes": line.sent,
-                "memory_bytes": line.share.memory,
-            }
-            for line in splits.lines
-        ],
-        "conversions": [
-            {**asdict(one), "exchanges": [exchange._asdict() for exchange in one.exchanges]}
-            for one in splits.conversions
-        ],
-        "beside": {
-            name: None if cost is None else {"step_s": cost.seconds, "memory_bytes": cost.bytes}
-            for name, cost in splits.rules.items()
-        },
-        "notes": list(splits.notes),
-    }
-
-
-def _show(to: Console, made: ModulePlan, svg: Path | None) -> None:
-    to.print(made.table(), soft_wrap=True, markup=False, highlight=False)
-    if svg is not None:
-        to.print(f"wrote {svg}", soft_wrap=True, markup=False, highlight=False)
