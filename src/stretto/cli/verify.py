@@ -121,6 +121,8 @@ def verify(
         "compared": ["losses", *compared, *logits, f"weights after updates by {proof.updated_by}"],
         "shared": _SHARED,
         "unseen": _UNSEEN,
+        "changed": list(proof.notes),
+        "unproved": findings.unproved,
         "impossible": [asdict(one) for one in proof.impossible],
         "layouts": [_without_infinity({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
@@ -137,6 +139,12 @@ def verify(
     report.line(f"compared with an independent reference: {', '.join(record['compared'])}")
     report.line(f"shared with the reference: {', '.join(_SHARED)}")
     report.line(f"not seen here: {', '.join(_UNSEEN)}")
+    report.lines([f"changed for the proof: {', '.join(proof.notes)}"] if proof.notes else [])
+    if findings.unproved:
+        report.line(
+            "not proved, since another value changes no result of the first steps in one process: "
+            + ", ".join(findings.unproved)
+        )
     report.print(as_json)
     if wrong:
         raise say_no()

@@ -97,6 +97,7 @@ def describe_layout(job: Job) -> str:
         job.context: job.context != "ring",
         f"recompute={recompute.mode}": recompute.mode != "none",
         "shard_inputs": recompute.shard_inputs,
+        f"loss_chunk={job.loss_chunk}": bool(job.loss_chunk),
         job.dp.mode: job.dp.mode != "ddp",
         **{f"{name}={value}": True for name, value in unusual_sharding(job).items() if name != "mode"},
     }
@@ -173,8 +174,9 @@ def divisors(n: int) -> list[int]:
 def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     """As little of the model and the batch as proves as much: as many heads, experts and entries of the
     vocabulary, but narrow ones; no more layers than any schedule can tell apart; two microbatches for each
-    rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
-    tokens. Nothing is recomputed or sharded, for the cases say what is.
+    rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 31
+    tokens, so that context-parallel ranks pad them. Nothing is recomputed or sharded, for the cases say what
+    is.
     """
     batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
     data = replace(config.data, sequence=min(config.data.sequence, _TOKENS))
@@ -188,7 +190,7 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 _SAMPLES = 2  # of a microbatch
-_TOKENS = 32
+_TOKENS = 31
 _HEAD = 16
 _WIDTH = 64  # of a sample, features of a head, inner width of an MLP
 _CHUNKS = 4  # stages of a rank, at most

@@ -30,6 +30,8 @@ from stretto.verify.language.cases import (
 )
 from stretto.verify.run import Impossible
 
+_LOSS_CHUNK = 13  # tokens: several chunks of a microbatch, the last of them a part
+
 Way = dict[str, Any]  # fields of a case that are not as usual
 
 _ALONE: tuple[Way, ...] = ({}, {"offload": "cpu"}, {"offload": "nvme"})
@@ -134,7 +136,9 @@ class Every:
         contexts: tuple[ContextKind, ...] = ("ring", "ulysses") if base.layout.cp > 1 else ("ring",)
         for experts, sp, context, mode in product(self._experts(base), split, contexts, _MODES):
             ep, expert_tp = experts
-            used = {"sequence_parallel": sp, "context": context, "recompute": mode}
+            used: dict[str, Any] = {"sequence_parallel": sp, "context": context, "recompute": mode}
+            if self.job.loss_chunk != 0:  # else off; null is off at these sizes, and on at those of a job
+                used["loss_chunk"] = _LOSS_CHUNK if mode == "selective" else 0
             cell = vary(base, ep=ep, expert_tp=expert_tp, **used)
             yield cell
             if mode == "full" and base.layout.tp > 1 and not sp:

@@ -22,6 +22,7 @@ from stretto.run.train.language_job import check_attention
 from stretto.run.train.launch import PRELOAD
 from stretto.verify.language.cases import cases_from_file, configured_job, smaller
 from stretto.verify.language.every import Every
+from stretto.verify.language.fields import with_effect, without_effect, without_ranks
 from stretto.verify.run import Findings, Impossible, Proof, run_proof
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class LanguageProof(Proof):
     Attributes:
         config: of data, seed and steps.
         cases: of the model that the data's vocabulary makes.
+        fields: look for fields of the job that the proof does not see.
         twice: make the steps both as messages come, and with every message late, and compare the bits; else
             with every message late.
     """
@@ -57,6 +59,7 @@ class LanguageProof(Proof):
     config: TrainConfig
     cases: Sequence[Job]
     source: TokenData
+    fields: bool
     twice: bool
 
     def needed_memory(self) -> tuple[float, str, str]:
@@ -82,7 +85,9 @@ class LanguageProof(Proof):
             twice=self.twice,
             timeout=self.timeout,
         )
-        return Findings(prove(self.cases, trial, report))
+        verdicts = prove(self.cases, trial, report)
+        unproved = without_effect(self.cases[0], trial) if self.fields else []
+        return Findings(verdicts, unproved)
 
 
 def proof_of(
@@ -101,14 +106,15 @@ def proof_of(
     check_attention(config.train.attention, HOST)
     if layouts not in ("all", "product"):
         cases = [configured_job(config)] if layouts is None else cases_from_file(Path(layouts), config)
-        return language_proof(config, cases, steps or _STEPS[False], twice=True, quiet=quiet)
+        steps = steps or _STEPS[False]
+        return language_proof(config, cases, steps, twice=True, fields=True, quiet=quiet)
     world = ranks or config.layout.to_layout().world
     config = smaller(config, world)
     check_ranks(world)
     every = Every(configured_job(config), world, whole=layouts == "product")
-    return language_proof(
-        config, every.cases, steps or _STEPS[True], impossible=every.impossible, quiet=quiet
-    )
+    impossible = [*every.impossible, *without_ranks(every.cases)]
+    steps = steps or _STEPS[True]
+    return language_proof(config, every.cases, steps, impossible=impossible, fields=True, quiet=quiet)
 
 
 def language_proof(
@@ -117,6 +123,7 @@ def language_proof(
     steps: int = 2,
     twice: bool = False,
     impossible: Sequence[Impossible] = (),
+    fields: bool = False,
     quiet: bool = True,
 ) -> LanguageProof:
     """The proof of these layouts, all for one number of ranks, with the data prepared.
@@ -124,6 +131,7 @@ def language_proof(
     Args:
         steps: training steps of each with nothing read between them; one more is made whose gradients are
             read.
+        fields: also look for fields of the job that the proof does not see.
         quiet: print nothing on the way.
 
     Raises:
@@ -135,18 +143,20 @@ def language_proof(
         raise_first([*compiler_problems(compile, HOST)])
     prepare(PRELOAD)  # it imports torch while this process looks at the data
     source = prepare_data(config, quiet=quiet)
-    shape = config.shape(vocabulary(source, config))
+    shape, notes = with_effect(config.shape(vocabulary(source, config)), config.data.sequence)
     check_samples(config, source)
     return LanguageProof(
         config=config,
         cases=[replace(case, shape=shape) for case in cases],
         source=source,
+        fields=fields,
         twice=twice,
         ranks=ranks,
         threads=config.train.threads,
         timeout=timedelta(seconds=config.train.timeout_s),
         steps=steps,
         impossible=impossible,
+        notes=notes,
         updated_by=_UPDATED_BY[config.optim.name],
     )
 

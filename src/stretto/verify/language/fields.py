@@ -1,0 +1,169 @@
+"""Fields of a job that its proof would not see: values at which they change no result.
+
+A layout that forgot a sliding window is equal to one process if the window is as long as a sample. So a proof
+takes other values where those of the job hide a field, and prints which fields still change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import StrettoError
+from stretto.job.field import declared
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
+from stretto.verify.run import Impossible
+
+if TYPE_CHECKING:
+    from stretto.verify.language.reference import Trial
+
+_SOFTCAP = 0.05
+"""Scores and logits of new weights are about this large; a larger cap would hardly bend them."""
+
+
+def with_effect(shape: ModelShape, sequence: int) -> tuple[ModelShape, list[str]]:
+    """The shape with values at which its parts change results, and what was changed, in words.
+
+    A window is shorter than a sample, soft caps bend, the scale of adapters is not 1, positions reach beyond
+    those of the first training, and each kind of block occurs.
+
+    Args:
+        sequence: tokens of a sample.
+    """
+    attention, moe = shape.attention, shape.moe
+    rope, lora = shape.rope, shape.lora
+    changes: dict[str, tuple[Any, Any]] = {}  # by field: the value, and the one for the proof
+    if attention.window is not None and attention.window >= sequence > 3:
+        changes["model.attention.window"] = attention.window, sequence // 3
+    if attention.full_every > shape.layers > 1:
+        changes["model.attention.full_every"] = attention.full_every, max(2, shape.layers // 2)
+    if attention.softcap is not None and attention.softcap > _SOFTCAP:
+        changes["model.attention.softcap"] = attention.softcap, _SOFTCAP
+    if shape.logit_softcap > _SOFTCAP:
+        changes["model.logit_softcap"] = shape.logit_softcap, _SOFTCAP
+    if moe is not None and moe.dense_layers >= shape.layers > 1:
+        changes["model.moe.dense_layers"] = moe.dense_layers, shape.layers // 2
+    if rope is not None and rope.original_positions is not None and rope.original_positions >= sequence > 3:
+        changes["model.rope.original_positions"] = rope.original_positions, sequence // 2
+    if lora is not None and lora.alpha == (lora.rank**0.5 if lora.rslora else lora.rank):
+        changes["lora.alpha"] = lora.alpha, 1.5 * lora.alpha
+    for name, (_, value) in changes.items():
+        *path, field = name.removeprefix("model.").split(".")
+        if not path:
+            shape = replace(shape, **{field: value})
+        else:
+            shape = replace(shape, **{path[0]: replace(getattr(shape, path[0]), **{field: value})})
+    return shape, [f"{name} is {value:g} in place of {old:g}" for name, (old, value) in changes.items()]
+
+
+# sizes of tensors, of which any other value makes another model; the peak rate; and clipping, which is
+# compared with the norms of the reference
+_EVIDENT = {"layers", "encoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence"}
+_ALSO_EVIDENT = {"experts", "shared_ffn", "rank", "lr", "clip"}
+
+
+def set_fields(job: Job) -> Iterator[tuple[str, Any, Job]]:
+    """The fields of model, adapters, initial values and optimiser that are set to another value than their
+    default, with the value, each with the job in which it has another one again.
+    """
+
+    def in_shape(part: str) -> Callable[[Any], Job]:
+        return lambda value: replace(job, shape=replace(job.shape, **{part: value}))
+
+    parts: list[tuple[str, Any, Callable[[Any], Job]]] = [
+        ("model", job.shape, lambda shape: replace(job, shape=shape)),
+        *(
+            (f"model.{part}", getattr(job.shape, part), in_shape(part))
+            for part in ("attention", "rope", "moe")
+        ),
+        ("lora", job.shape.lora, in_shape("lora")),
+        ("model", job.initial, lambda initial: replace(job, initial=initial)),
+        ("optim", job.optimiser, lambda optimiser: replace(job, optimiser=optimiser)),
+    ]
+    for section, part, put in parts:
+        if part is None:
+            continue
+        for name, item in declared(type(part)).items():
+            value = getattr(part, name)
+            if name in _EVIDENT | _ALSO_EVIDENT or value == item.default or item.field is None:
+                continue
+            try:
+                changed = put(replace(part, **{name: _other(value)}))
+            except (StrettoError, ValueError):
+                continue  # nothing else is legal beside the other fields
+            if changed != job:
+                yield f"{section}.{name}", value, changed
+
+
+def _other(value: Any) -> Any:
+    """Another value of a field; the same for what is off, and for a choice among words, each of which
+    computes something else.
+    """
+    if isinstance(value, bool):
+        return not value if value else value
+    if isinstance(value, int):
+        return value + 1 if value else value
+    if isinstance(value, float):
+        return value * (1.25 if value >= 1.0 else 0.75)
+    if isinstance(value, tuple) and value and all(isinstance(one, float) for one in value):
+        return tuple(one * 0.75 for one in value)
+    return value
+
+
+def without_effect(job: Job, trial: Trial) -> list[str]:
+    """The set fields whose change changes nothing in the first two steps of a microbatch in one process, and
+    clipping if no norm reaches its bound. Collective: each rank tries some of them.
+    """
+    from stretto.engine.parallel.control import gather_json, this_rank, world_size
+    from stretto.verify.compare import scales_of
+    from stretto.verify.diagnose import TOLERANCE
+    from stretto.verify.language.reference import Snapshot, run_reference
+
+    def run(changed: Job) -> list[Snapshot]:
+        one = replace(changed, global_batch=job.micro_batch)
+        samples = [batch.take(slice(0, job.micro_batch)) for batch in trial.batches[:2]]
+        return run_reference(one, replace(trial, batches=samples))
+
+    def differs(changed: Job) -> bool:
+        for ours, reference in zip(run(changed), expected, strict=True):
+            for others, tensors in (
+                (ours.weights, reference.weights),
+                (ours.gradients, reference.gradients),
+            ):
+                if {n: t.shape for n, t in others.items()} != {n: t.shape for n, t in tensors.items()}:
+                    return True
+                for name, scale in scales_of(tensors).items():
+                    if not float((others[name] - tensors[name]).abs().max()) <= TOLERANCE * scale:
+                        return True
+            if not abs(float(ours.loss) / float(reference.loss) - 1.0) <= TOLERANCE:
+                return True
+        return False
+
+    fields = list(set_fields(job))[this_rank() :: world_size()]
+    expected = run(job) if fields or this_rank() == 0 else []
+    silent = [f"{name}={_word(value)}" for name, value, changed in fields if not differs(changed)]
+    clip = job.optimiser.clip
+    if this_rank() == 0 and clip is not None and all(float(one.norm) < clip for one in expected):
+        silent.append(f"optim.clip={clip:g}")
+    gathered: list[list[str]] = gather_json(silent)
+    return sorted(name for names in gathered for name in names)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_word, value))}]"  # pyright: ignore[reportUnknownArgumentType]
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def without_ranks(cases: Sequence[Job]) -> Iterator[Impossible]:
+    """Ways to spread a model that all cases together do not use, for want of ranks."""
+    if cases[0].layout.world < 4:
+        if not any(size is not None for case in cases for size in case.dp.shards.values()):
+            parts = "shards over some of the ranks with the same parameters need 4 ranks"
+            yield Impossible(parts, ["dp.shard_states", "dp.shard_gradients", "dp.shard_parameters"])
+        if cases[0].shape.moe is not None:
+            yield Impossible(
+                "several ranks with the same experts need 4 ranks", ["layout.ep beside layout.dp"]
+            )
