@@ -152,7 +152,7 @@ def script_output(path: Path) -> str:
     return out.getvalue()
 
 
-GENERATED = {"docs/config.md", "docs/appendix/gpu.md", "docs/modes.md"}
+GENERATED = {"docs/config.md", "docs/appendix/gpu.md"}
 DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
 PROSE = [
     "README.md",
@@ -167,6 +167,7 @@ PROSE = [
 MERGED = {
     **dict.fromkeys(("docs/attention.md", "docs/compile.md", "docs/graphs.md"), "docs/accelerators.md"),
     "docs/gpu.md": "docs/appendix/gpu.md",
+    "docs/encoder-decoder.md": "docs/models.md",
 }
 
 
