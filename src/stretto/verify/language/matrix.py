@@ -36,7 +36,7 @@ def matrix() -> str:
     lines = [f"| schedule | {' | '.join(MODES)} |", "|---" * (len(MODES) + 1) + "|"]
     lines += [f"| {', '.join(schedules)} | {cells} |" for cells, schedules in rows.items()]
     notes = [
-        textwrap.fill(f"{number}. {reason}", 100, subsequent_indent="   ", break_on_hyphens=False)
+        textwrap.fill(f"{number}. {reason}", width=100, subsequent_indent="   ", break_on_hyphens=False)
         for number, reason in enumerate(reasons, 1)
     ]
     return "\n".join([*lines, *(("", *notes) if notes else ())])
