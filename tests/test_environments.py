@@ -133,7 +133,6 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "stretto checkpoint": "takes a checkpoint of another framework's",
         "torchrun": "takes torchtitan and 8 GPUs",
     },
-    "docs/hangs.md": {"stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some"},
     "docs/models.md": {
         "stretto checkpoint": "takes a model of 16 GB: docs/training.md has a tiny one",
         "stretto train runs/llama": "the same",
@@ -147,6 +146,7 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "stretto verify configs/quickstart.yaml layout.pp=4": "on four ranks: tests/test_readme.py has two"
     },
     "docs/reliability.md": {
+        "stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some",
         "torchrun --standalone --nproc-per-node 4": "takes a config of the reader's",
         "pytest": "is in what `.[test]` installs",
     },

@@ -167,6 +167,7 @@ PROSE = [
 MERGED = {
     **dict.fromkeys(("docs/attention.md", "docs/compile.md", "docs/graphs.md"), "docs/accelerators.md"),
     "docs/gpu.md": "docs/appendix/gpu.md",
+    "docs/hangs.md": "docs/reliability.md",
     "docs/encoder-decoder.md": "docs/models.md",
 }
 

@@ -198,7 +198,7 @@ class LoopConfig:
         Field(
             "Seconds without progress in a step after which a rank is taken to hang and the job fails, "
             "naming it; null: 3 times the 99th percentile of the steps, and at least 10; 0: never. The first "
-            "two steps, compilation, evaluations and saves may take `timeout_s`. See docs/hangs.md.",
+            "two steps, compilation, evaluations and saves may take `timeout_s`. See docs/reliability.md.",
             ge=0,
         ),
     ] = None

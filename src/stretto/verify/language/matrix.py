@@ -29,7 +29,8 @@ START, END = "<!-- table of modes: stretto.verify.language.matrix -->", "<!-- en
 
 def matrix() -> str:
     """The table, as Markdown; schedules with equal cells share a row."""
-    job, reasons, rows = configured_job(parse(_JOB)), list[str](), dict[str, list[str]]()
+    job, reasons = configured_job(parse(_JOB)), list[str]()
+    rows = dict[str, list[str]]()
     for name in _trained(job):
         cells = " | ".join(_cell(job, name, mode, reasons) for mode in MODES)
         rows.setdefault(cells, []).append(f"`{name}`")
