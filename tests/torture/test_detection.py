@@ -202,13 +202,13 @@ def test_of_two_ranks_whose_calls_differ_both_are_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_a_stopped_rank_of_a_recommender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes, named, longest = list[Any](), 0, 0.0
-    start = local._Ranks.start
+    start = local._RankGroup.start
 
     def started(self: Any, *arguments: Any) -> None:
         start(self, *arguments)
         processes[:] = self.processes
 
-    monkeypatch.setattr(local._Ranks, "start", started)
+    monkeypatch.setattr(local._RankGroup, "start", started)
     for rank in range(2):
         changes = ("train.steps=100000", "eval.every=null", "checkpoint.every=null", f"run.name=stop{rank}")
         config, stopped = recommender_config(tmp_path, *changes), list[float]()

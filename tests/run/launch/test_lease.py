@@ -24,7 +24,7 @@ from pages import ROOT, run_here
 from stretto.errors import StrettoError
 from stretto.run.config.schema import TrainConfig
 from stretto.run.launch import lease as module
-from stretto.run.launch.lease import LEASE, RunFolderLost, check_lease, lease, share
+from stretto.run.launch.lease import LEASE, RunFolderLost, check_lease, lease, share_folder
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.imported import import_model
 from stretto.run.train.language_job import LANGUAGE
@@ -35,7 +35,7 @@ from train_runs import at_step, train
 HOLD = """
 import sys, time
 from pathlib import Path
-from stretto.run.launch.lease import lease, share
+from stretto.run.launch.lease import lease, share_folder
 with {how}(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -111,8 +111,8 @@ def test_the_second_job_names_the_first_until_that_has_died(tmp_path: Path, held
 def test_ranks_that_outlive_their_launcher_are_waited_for(
     tmp_path: Path, held_by: Hold, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rank = held_by(tmp_path, "share")
-    with share(tmp_path):  # ranks do not hinder each other
+    rank = held_by(tmp_path, "share_folder")
+    with share_folder(tmp_path):  # ranks do not hinder each other
         pass
     monkeypatch.setattr(module, "STALE_S", 1.5)
     assert "ranks of an earlier job" in refused(tmp_path)
@@ -329,7 +329,7 @@ def test_a_job_that_lost_its_lease_saves_no_more(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_missing_is_no_cause_of_what_fails_later(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError) as caught, share(tmp_path / "missing"):
+    with pytest.raises(RuntimeError) as caught, share_folder(tmp_path / "missing"):
         raise RuntimeError("later")
     assert caught.value.__context__ is None
 

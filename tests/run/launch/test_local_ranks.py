@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause, peer_failure
-from stretto.run.launch.local import RankFailed, RanksStopped, _Signals, check_port, check_ranks, run_ranks
+from stretto.run.launch.local import (
+    RankFailed,
+    RanksStopped,
+    _SignalHandlers,
+    check_port,
+    check_ranks,
+    run_ranks,
+)
 
 
 def summed(scale: float) -> tuple[int, torch.Tensor, dict[str, str | None], str]:
@@ -105,7 +112,7 @@ def test_ranks_that_cannot_be_stopped_in_order_are_ended_at_once() -> None:
 def test_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
-        with _Signals(lambda _: None) as heard:
+        with _SignalHandlers(lambda _: None) as heard:
             os.kill(os.getpid(), signal.SIGHUP)
             assert heard.first is None
             os.kill(os.getpid(), signal.SIGTERM)

@@ -19,7 +19,6 @@ from stretto.engine.parallel.signed import KEY, is_genuine, signature
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.launch import rendezvous
-from stretto.run.launch.arrivals import RANK_0
 from stretto.run.launch.network import (
     bind_to_loopback,
     check_interfaces,
@@ -28,6 +27,7 @@ from stretto.run.launch.network import (
     loopback,
     loopback_listener,
 )
+from stretto.run.launch.registration import RANK_0
 from tiny_job import job
 from train_runs import at_step, train
 
@@ -68,13 +68,13 @@ def test_no_port_listens_beyond_the_loopback_interface(tmp_path: Path, monkeypat
     found = list[str]()
     from stretto.run.launch import local
 
-    inner = local._Ranks.watch
+    inner = local._RankGroup.watch
 
     def watch(self: Any) -> None:
         found.append(" ".join(listening([os.getpid()])))
         inner(self)
 
-    monkeypatch.setattr(local._Ranks, "watch", watch)
+    monkeypatch.setattr(local._RankGroup, "watch", watch)
     train(job(tmp_path, "layout.dp=2", "train.steps=2"), at_step(2, None, keep_listening, str(tmp_path)))
     ranks = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     addresses = {one for text in [*found, *ranks] for one in text.split()}

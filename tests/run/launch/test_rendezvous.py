@@ -17,10 +17,10 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from stretto.errors import StrettoError
-from stretto.run.launch import arrivals, rendezvous
-from stretto.run.launch.arrivals import Clock, Member
+from stretto.run.launch import registration, rendezvous
 from stretto.run.launch.failure import RanksMissing
 from stretto.run.launch.local import RankFailed, _listen, run_ranks
+from stretto.run.launch.registration import RankProcess, WaitTimer
 from stretto.run.launch.stop import Stopped
 
 LONG_S, SHORT_S = 60.0, 1.0
@@ -28,7 +28,9 @@ LONG_S, SHORT_S = 60.0, 1.0
 
 def register(store: Any, rank: int, world: int, start_s: float = LONG_S, said: Any = None) -> str:
     say: Callable[[str], None] = (lambda _: None) if said is None else said.append
-    return arrivals.register(store, Member.here(rank, world), Clock(start_s, say, lambda: None))
+    return registration.register(
+        store, RankProcess.current(rank, world), WaitTimer(start_s, say, lambda: None)
+    )
 
 
 def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) -> list[str | StrettoError]:
@@ -52,9 +54,9 @@ def outcomes(store: Any, ranks: list[int], world: int, start_s: float = LONG_S) 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dead are known to be dead soon."""
-    monkeypatch.setattr(arrivals, "_ANSWER_S", 0.6)
-    monkeypatch.setattr(arrivals, "_LINGER_S", 0.0)
-    monkeypatch.setattr(arrivals, "_BEYOND_S", 0.0)
+    monkeypatch.setattr(registration, "_ANSWER_S", 0.6)
+    monkeypatch.setattr(registration, "_GRACE_S", 0.0)
+    monkeypatch.setattr(registration, "_BEYOND_S", 0.0)
 
 
 def test_each_attempt_has_a_store_of_its_own(quickly: None) -> None:
@@ -84,8 +86,8 @@ def test_a_rank_that_dies_while_it_registers_hides_no_other(quickly: None) -> No
     store, came = HashStore(), list[Any]()
     rank_0 = Thread(target=lambda: came.extend(outcomes(store, [0], 3, SHORT_S)))
     rank_0.start()
-    first = Member.read(store.get(arrivals.RANK_0))
-    store.add(arrivals._registered(first.nonce), 1)  # all that rank 1 does
+    first = RankProcess.read(store.get(registration.RANK_0))
+    store.add(registration._registered(first.nonce), 1)  # all that rank 1 does
     came += outcomes(store, [2], 3, SHORT_S)
     rank_0.join()
     assert [str(one)[:24] for one in came] == ["rank 1 of 3 has not come"] * 2
@@ -98,7 +100,7 @@ def test_a_missing_rank_0_is_named(quickly: None) -> None:
 
 
 def test_who_is_waited_for_is_said_meanwhile(quickly: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "NOTE_S", 0.1)
+    monkeypatch.setattr(registration, "NOTE_S", 0.1)
     said = list[str]()
     with pytest.raises(RanksMissing):
         register(HashStore(), 0, 3, SHORT_S, said)
@@ -122,7 +124,7 @@ def test_a_rank_that_is_started_beside_a_running_job_is_refused(rank: int) -> No
     store, ended = HashStore(), threading.Event()
     name, _ = outcomes(store, [0, 1], 2)
     assert isinstance(name, str)
-    arrivals.answer_late(store, name, ended)
+    registration.answer_late(store, name, ended)
     try:
         with pytest.raises(StrettoError, match=rf"^rank {rank} was started twice"):
             register(store, rank, 2)
@@ -134,7 +136,7 @@ def test_ranks_with_another_number_of_ranks_are_refused(quickly: None) -> None:
     store, ended = HashStore(), threading.Event()
     name, _ = outcomes(store, [0, 1], 2)
     assert isinstance(name, str)
-    arrivals.answer_late(store, name, ended)
+    registration.answer_late(store, name, ended)
     try:
         with pytest.raises(StrettoError, match=r"^rank 3 .* WORLD_SIZE=4, and rank 0 on .* with 2"):
             register(store, 3, 4)
@@ -145,7 +147,7 @@ def test_ranks_with_another_number_of_ranks_are_refused(quickly: None) -> None:
 def test_what_another_program_wrote_is_refused() -> None:
     store = HashStore()
     for text in ("", "{}", "[1]", '{"rank": "x"}', "[" * 100000):
-        store.set(arrivals.RANK_0, text)
+        store.set(registration.RANK_0, text)
         with pytest.raises(StrettoError, match="no rank of Stretto has written"):
             register(store, 1, 2)
 
@@ -223,7 +225,7 @@ def join_without_torchrun(ranks: list[int], world: int, port: int, start_s: floa
     at = int(os.environ["RANK"])
     os.environ |= {"RANK": str(ranks[at]), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
-    arrivals.NOTE_S = 0.5
+    registration.NOTE_S = 0.5
     attempt, timeout = None, timedelta(seconds=LONG_S)
     try:
         attempt = rendezvous.attempt_store(start_s, timeout)

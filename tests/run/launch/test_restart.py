@@ -17,7 +17,7 @@ from stretto.errors import StrettoError
 from stretto.run.launch import restart
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed
-from stretto.run.launch.restart import Progress, Restart, supervise
+from stretto.run.launch.restart import JobProgress, Restart, supervise
 from stretto.run.launch.stop import Stopped, StopRequest
 
 
@@ -68,7 +68,7 @@ def job(
         attempt,
         limit=limit,
         stop=options.pop("stop", StopRequest()),
-        progress=lambda: Progress(steps=steps(len(numbers)), saved=saved(len(numbers)), begun=begun),
+        progress=lambda: JobProgress(steps=steps(len(numbers)), saved=saved(len(numbers)), begun=begun),
         prepare=told.append,
         **options,
     )
@@ -205,11 +205,11 @@ def test_a_job_is_given_up_when_and_only_when_it_failed_alike_twice_in_a_row(
             failure = Failure(rank=end.rank, kind=end.kind, name="", message=end.text)  # type: ignore[arg-type]
             raise RankFailed(failure)
 
-    def progress() -> Progress:
+    def progress() -> JobProgress:
         if not attempts:
-            return Progress(steps=0, saved=0)
+            return JobProgress(steps=0, saved=0)
         end = ends[attempts[-1]]
-        return Progress(steps=end.steps, saved=end.saved, begun=end.begun)
+        return JobProgress(steps=end.steps, saved=end.saved, begun=end.begun)
 
     expected = attempts_until_given_up(ends, limit)
     try:
@@ -235,8 +235,8 @@ def is_given_up(seed: int) -> bool:
         if steps < 40:
             raise died(draw.randrange(2))
 
-    def progress() -> Progress:
-        return Progress(steps=steps, saved=saved, begun=begun)
+    def progress() -> JobProgress:
+        return JobProgress(steps=steps, saved=saved, begun=begun)
 
     try:
         supervise(attempt, limit=20, stop=StopRequest(), progress=progress, prepare=lambda _: None)

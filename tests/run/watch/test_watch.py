@@ -24,9 +24,9 @@ from stretto.run.diagnose.dump import Call, Group, RankDump
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
-from stretto.run.watch.board import Board
-from stretto.run.watch.hang import HANG, Seen, aborted, crash_stack, judge, main_stack, process_state
-from stretto.run.watch.limit import FIRST, LEAST_S, StepLimit, percentile_99
+from stretto.run.watch.board import StatusBoard
+from stretto.run.watch.hang import HANG, RankStatus, aborted, crash_stack, judge, main_stack, process_state
+from stretto.run.watch.limit import MIN_LIMIT_S, WARM_UP, StepLimit, percentile_99
 from stretto.run.watch.local import Watch, watching
 from stretto.run.watch.record import record_environment
 from tiny_job import job
@@ -37,11 +37,13 @@ ROW = RankMarks(
 )
 
 
-def seen(rank: int, *, seconds: float = 11.0, mute: float = 0.0, state: str = "S", **row: Any) -> Seen:
-    return Seen(rank=rank, row=replace(ROW, **row), seconds=seconds, mute=mute, state=state)
+def seen(
+    rank: int, *, seconds: float = 11.0, silent_s: float = 0.0, state: str = "S", **row: Any
+) -> RankStatus:
+    return RankStatus(rank=rank, row=replace(ROW, **row), seconds=seconds, silent_s=silent_s, state=state)
 
 
-def among(*ranks: Seen) -> dict[int, Seen]:
+def among(*ranks: RankStatus) -> dict[int, RankStatus]:
     return {one.rank: one for one in ranks}
 
 
@@ -95,19 +97,19 @@ def test_every_kind_of_action_has_words() -> None:
 
 def test_the_limit_follows_the_steps() -> None:
     limit = StepLimit(None, 600.0)
-    for _ in range(FIRST):
+    for _ in range(WARM_UP):
         assert limit.seconds == 610.0
-        limit.made(300.0)  # which compile
-    limit.made(0.1)
-    assert limit.seconds == LEAST_S
-    limit.made(20.0)
+        limit.add(300.0)  # which compile
+    limit.add(0.1)
+    assert limit.seconds == MIN_LIMIT_S
+    limit.add(20.0)
     assert limit.seconds == 60.0
     for _ in range(300):
-        limit.made(5.0)
+        limit.add(5.0)
     assert limit.seconds == 15.0  # the 20 s are beyond the 99th percentile by now
     fixed = StepLimit(2.0, 600.0)
-    for _ in range(FIRST + 1):
-        fixed.made(50.0)
+    for _ in range(WARM_UP + 1):
+        fixed.add(50.0)
     assert fixed.seconds == 2.0
     assert percentile_99(deque(range(1, 101))) == 99
 
@@ -118,9 +120,9 @@ def test_the_limit_follows_the_steps() -> None:
 def test_who_hangs() -> None:
     waiting = seen(0)
     assert judge(among(waiting, seen(1, state="T", seconds=1.0)), None).culprits == (1,)
-    verdict = judge(among(waiting, seen(1, mute=9.0, waits=False)), None)
+    verdict = judge(among(waiting, seen(1, silent_s=9.0, waits=False)), None)
     assert verdict.culprits == (1,)
-    assert "GIL" in verdict.why
+    assert "GIL" in verdict.reason
     assert judge(among(waiting, seen(1, waits=False)), None).culprits == (1,)
     assert judge(among(waiting, seen(1, seconds=12.0)), None).culprits == (1,)
     assert judge(among(seen(0, state="T"), seen(1), seen(2, state="T")), None).culprits == (0, 2)
@@ -130,7 +132,7 @@ class Processes:
     """A watch over rows that a test writes, with a clock that a test moves."""
 
     def __init__(self, folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.board, self.now, self.state = Board(ranks, folder), 100.0, dict[int, str]()
+        self.board, self.now, self.state = StatusBoard(ranks, folder), 100.0, dict[int, str]()
         monkeypatch.setattr("stretto.run.watch.local.time.monotonic", lambda: self.now)
         monkeypatch.setattr("stretto.run.watch.local.time.sleep", self.sleep)
         monkeypatch.setattr("stretto.run.watch.local.process_state", lambda one: self.state.get(one, "S"))
@@ -198,7 +200,7 @@ def test_what_was_asked_for_in_vain_is_removed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ranks_can_be_asked_for_ever(tmp_path: Path) -> None:
-    board = Board(1, tmp_path)
+    board = StatusBoard(1, tmp_path)
     for _ in range(600):
         before = board.requests
         board.ask()
@@ -216,9 +218,9 @@ def test_ranks_that_wait_for_a_save_do_not_hang(tmp_path: Path, monkeypatch: pyt
 
 
 def judge_says(culprits: tuple[int, ...]) -> Any:
-    from stretto.run.watch.hang import Verdict
+    from stretto.run.watch.hang import HangVerdict
 
-    return Verdict(culprits=culprits, why="planted")
+    return HangVerdict(culprits=culprits, reason="planted")
 
 
 def test_time_in_which_nobody_looks_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ Thread 0x1 (most recent call first):
   File "/a/threading.py", line 1 in wait
 
 Thread 0x2 (most recent call first):
-  File "/s/run/watch/waits.py", line 29 in counted
+  File "/s/run/watch/rank.py", line 29 in counted
   File "/s/collectives.py", line 72 in all_sum
   File "/s/batches.py", line 174 in _count
 
@@ -288,10 +290,10 @@ def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
     both = among(seen(0), seen(1))
     verdict = judge(both, diagnose(dumps, 2))
     assert verdict.culprits == (0, 1)
-    assert "calls #28 of default_pg differ in operation" in verdict.why
-    assert verdict.why.endswith("rank 0 all_gather [12]; rank 1 all_reduce [12]")
+    assert "calls #28 of default_pg differ in operation" in verdict.reason
+    assert verdict.reason.endswith("rank 0 all_gather [12]; rank 1 all_reduce [12]")
     busy = judge(among(seen(0), seen(1, waits=False)), diagnose(dumps, 2))
-    assert "differ" not in busy.why, "a rank that waits for no other hangs by itself"
+    assert "differ" not in busy.reason, "a rank that waits for no other hangs by itself"
 
 
 def test_ranks_that_wait_for_each_other_are_all_named() -> None:
@@ -305,7 +307,7 @@ def test_ranks_that_wait_for_each_other_are_all_named() -> None:
         for one in calls
     ]
     verdict = judge(among(seen(0), seen(1)), diagnose(dumps, 2))
-    assert (verdict.culprits, verdict.why[:25]) == ((0, 1), "they wait for each other,")
+    assert (verdict.culprits, verdict.reason[:25]) == ((0, 1), "they wait for each other,")
 
 
 def test_the_flight_recorder_is_switched_on_unless_the_environment_says_otherwise(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a rank reports its failure, and which of several failures is the cause."""
+"""Failures of ranks: how one is reported, and which of several is the cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from stretto.errors import StrettoError
 from stretto.run.launch.stop import StopRequest
 
-Kind = Literal["input", "error", "died", "silent", "gone", "hung"]
+FailureKind = Literal["input", "error", "died", "silent", "gone", "hung"]
 
 _PLACE = re.compile(r"\[[^\]]*gloo/[^\]]*\] ")
 _GLOO = "gloo/"  # gloo's errors begin with the place in its source, and have no class of their own
@@ -27,12 +27,12 @@ class Failure:
 
     kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a report;
         `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed;
-        `hung`: its launcher has seen that it makes no progress.
-    name: class of the exception; "" where the process died.
+        `hung`: its launcher found that it makes no progress.
+    name: class of the exception; "" if the process died.
     """
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     name: str
     message: str
     traceback: str = ""
@@ -40,7 +40,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The failure that `error`, the exception being handled, describes."""
+        """Return the failure that `error`, the exception being handled, describes."""
         text = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, StrettoError):
             return cls(
@@ -63,7 +63,7 @@ class Failure:
 
     @classmethod
     def died(cls, rank: int, exitcode: int | None) -> Failure:
-        """The failure of a process that ended without a report."""
+        """Return the failure of a process that ended without a report."""
         if exitcode is None or exitcode >= 0:
             return cls(
                 rank=rank, kind="died", name="", message=f"ended with exit code {exitcode} without a report"
@@ -77,32 +77,30 @@ class Failure:
 
 
 def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
-    """Whether the error only reports that another rank does not answer (`silent`) or is gone; None where it
-    arose on this rank.
+    """Return "silent" or "gone" if the error only reports that another rank does not answer or is gone; None
+    if it arose on this rank.
     """
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-    root = list(_chain(error))[-1]  # raised first; the others come from cleaning up
+    root, visited = error, set[int]()  # the root was raised first; the others come from cleaning up
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        root = cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     lost = isinstance(root, DistBackendError | DistNetworkError | DistStoreError)
     if not lost and _GLOO not in str(root):
         return None
     return "silent" if any(word in str(root) for word in _LATE) else "gone"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and, one after another, the exceptions that led to it."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
 def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
-    `failures` are in order of arrival. Where all of them are from ranks that waited for others, the cause is
-    a rank that has not reported.
+    Args:
+        failures: failures by rank, in order of arrival. If all are from ranks that waited for others, the
+            cause is a rank that has not reported.
+        ranks: all ranks of the job.
     """
     reported = list(failures.values())
     hung = [failure for failure in reported if failure.kind == "hung"]
@@ -129,21 +127,21 @@ WAIT_FOR_CAUSE_S = 3.0
 
 
 class RanksMissing(StrettoError):
-    """Ranks that have not come to the start of a job in time."""
+    """Ranks have not registered in time for the start of the job."""
 
 
 class TrainingFailed(RuntimeError):
-    """The run cannot go on: a loss or a gradient that is not finite, with the step, rank and microbatch."""
+    """The run cannot continue: a loss or gradient is not finite; names the step, rank and microbatch."""
 
 
 @contextmanager
-def doing(what: str) -> Generator[None]:
+def error_context(activity: str) -> Generator[None]:
     """Add to an error what the rank was doing, such as "in step 3"."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, TrainingFailed):
-            error.add_note(what)
+            error.add_note(activity)
         raise
 
 
@@ -151,9 +149,9 @@ def doing(what: str) -> Generator[None]:
 def report_root_cause_first(stop: StopRequest) -> Generator[None]:
     """Under torchrun, let the rank that caused a failure report it first.
 
-    When a rank dies, its peers fail within milliseconds. Each of them waits here before it raises, until
-    torchrun has seen the first failure and sends a signal to the others. The launcher of local ranks needs
-    no such delay: it receives every failure and picks the cause (`first_cause`).
+    When a rank dies, its peers fail within milliseconds. Each peer waits here before it raises, until
+    torchrun has noticed the first failure and signals the others. The launcher of local ranks needs no such
+    delay: it receives every failure and picks the cause (`first_cause`).
     """
     try:
         yield

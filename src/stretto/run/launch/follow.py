@@ -1,6 +1,6 @@
-"""Imported first by the server that ranks are forked from: it ends when its launcher does.
+"""Ends the server that ranks are forked from when its launcher ends; the server imports it first.
 
-The server would see that the launcher is gone only once it has imported all that ranks need, seconds later.
+By itself the server would notice only once it has imported everything that ranks need, seconds later.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-LAUNCHER = "STRETTO_LAUNCHER"  # the number of its process, for the server only
+LAUNCHER = "STRETTO_LAUNCHER"  # process id of the launcher, for the server only
 _ON_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -23,5 +23,5 @@ def signal_on_parents_death(number: int) -> None:
 
 if launcher := os.environ.pop(LAUNCHER, None):
     signal_on_parents_death(signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it was gone before
+    if os.getppid() != int(launcher):  # the launcher had already ended
         sys.exit()

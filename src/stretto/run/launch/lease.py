@@ -1,12 +1,12 @@
 """The lease of a run's folder, by which one job at a time writes to it.
 
 `lease.json` names the job that holds the folder. On one machine that job also holds a lock on this file, and
-each of its ranks one on the folder, which the system takes back however they end. Other machines may not see
-locks: they go by the file's time of modification, which the holder renews every few seconds. No two clocks
-are compared: who wants the folder watches for the time to change, for so long by its own clock.
+each of its ranks one on the folder, which the system releases however they end. Other machines may not see
+locks: they rely on the file's modification time, which the holder renews every few seconds. Clocks are never
+compared: a job that wants the folder waits, by its own clock, for this time to change.
 
-A job whose lease was taken over, since it had given no sign of life, writes no more checkpoints; nor does one
-whose folder or lease was removed.
+A job whose lease was taken over because it had given no sign of life writes no more checkpoints, nor does a
+job whose folder or lease was removed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from stretto.errors import StrettoError
 
 LEASE = "lease.json"
 BEAT_S = 5.0  # between two signs of life
-STALE_S = 30.0  # a job of another machine that is watched for so long without one has ended
+STALE_S = 30.0  # a job of another machine that gives no sign of life for so long has ended
 _PATIENCE_S = 0.5  # for a job that is just ending
-_SETTLE_S = 1.0  # for another machine that takes the same lease over in the same moment
+_SETTLE_S = 1.0  # for another machine that takes the same lease over at the same moment
 _RETRY_S = 2.0  # for a lease that is being written, or a file server that does not answer
 _TOKEN = "STRETTO_LEASE"  # names the lease to this job's ranks, and the folder's device and inode
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
-LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN)  # what a folder that is gone answers
+LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN)  # errors from a folder that is gone
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL)
 
 
@@ -47,12 +47,12 @@ class Holder:
     """The job that holds a folder.
 
     Attributes:
-        machine: the host's name and the number of its last start.
-        process: its number on that machine: the launcher, or rank 0 under torchrun.
+        machine: the host's name and boot id.
+        process: process id there: the launcher's, or rank 0's under torchrun.
         since: when it took the lease, in UTC.
-        job: of torchrun or of SLURM, which may start it again elsewhere.
-        starts: how often SLURM has started it again.
-        token: unlike any other's.
+        job: job id of torchrun or SLURM, which may start the job again elsewhere.
+        starts: number of restarts by SLURM.
+        token: unique to this lease.
     """
 
     machine: str
@@ -68,7 +68,7 @@ class Holder:
         return f"a job on host {self.machine.partition('/')[0]}, process {self.process}, since {self.since}"
 
     def starts_again(self, holder: Holder) -> bool:
-        """Whether this is the same job, whose ranks of before have been ended by who started it again."""
+        """True if this is the same job, whose earlier ranks were ended by torchrun or SLURM."""
         if self.job is None or self.job != holder.job:
             return False
         return self.job.startswith(_TORCHRUN) or self.starts > holder.starts
@@ -76,25 +76,31 @@ class Holder:
 
 @contextlib.contextmanager
 def lease(folder: Path | None) -> Generator[None]:
-    """Hold the folder, which is made if need be, for as long as this job may write to it; None: there
-    is none.
+    """Hold the folder for as long as this job may write to it; it is created if necessary.
+
+    Args:
+        folder: the run's folder, or None if the job has none.
 
     Raises:
         StrettoError: another job holds it, or it cannot be written to.
-        RunFolderLost: at the end it is no longer there.
+        RunFolderLost: at the end it no longer exists.
     """
     if folder is None:
         yield
         return
-    made = _make(folder)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from None
     descriptor = -1
     try:
-        mine = _myself()
-        descriptor = _take(folder, mine)
+        own = _this_job()
+        descriptor = _acquire(folder, own)
         before = os.environ.get(_TOKEN)
-        os.environ[_TOKEN] = f"{mine.token} {identity(folder)}"
+        os.environ[_TOKEN] = f"{own.token} {identity(folder)}"
         ended = threading.Event()
-        beats = threading.Thread(target=_beat, args=(folder, mine, ended), name="lease", daemon=True)
+        beats = threading.Thread(target=_renew, args=(folder, own, ended), name="lease", daemon=True)
         beats.start()
         try:
             yield
@@ -106,23 +112,23 @@ def lease(folder: Path | None) -> Generator[None]:
                 del os.environ[_TOKEN]
             else:
                 os.environ[_TOKEN] = before
-            if _read(folder) == mine:
+            if _read(folder) == own:
                 (folder / LEASE).unlink(missing_ok=True)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-        for path in made:
+        for path in created:
             with contextlib.suppress(OSError):  # something was written there
                 path.rmdir()
 
 
 @contextlib.contextmanager
-def share(folder: Path) -> Generator[None]:
-    """On each rank: no other job takes the folder before this rank has ended, whatever becomes of the job's
-    launcher.
+def share_folder(folder: Path) -> Generator[None]:
+    """On each rank, keep other jobs from taking the folder before this rank has ended, whatever happens to
+    the job's launcher.
     """
     descriptor = None
-    with contextlib.suppress(OSError):  # rank 0 says it, when it writes there
+    with contextlib.suppress(OSError):  # rank 0 reports it when it writes there
         descriptor = os.open(folder, os.O_RDONLY)
     if descriptor is None:  # outside of the handler, which failures of the job would name as their cause
         yield
@@ -135,7 +141,7 @@ def share(folder: Path) -> Generator[None]:
 
 
 def check_lease(folder: Path) -> None:
-    """Raise StrettoError if another job has taken this job's lease over, or as `check_folder`."""
+    """Raise StrettoError if another job has taken this job's lease over; also what `check_folder` raises."""
     check_folder(folder)
     token, holder = os.environ.get(_TOKEN, "").partition(" ")[0], _read(folder)
     if token and holder is not None and holder.token != token:
@@ -146,7 +152,7 @@ def check_lease(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise RunFolderLost if the folder or its lease is not there any more."""
+    """Raise RunFolderLost if the folder or its lease no longer exists."""
     if (lost := lost_folder(folder)) is not None:
         raise RunFolderLost(lost, hint="start it again, and remove no folder that a job writes to")
 
@@ -156,9 +162,11 @@ class RunFolderLost(StrettoError):
 
 
 def lost_folder(folder: Path, before: str = "") -> str | None:
-    """Why the folder that this job has leased is not its own any more; None: it is, or none was leased.
+    """Return why the folder no longer is the one that this job has leased, or None if it is or none was
+    leased.
 
     Args:
+        folder: the run's folder.
         before: the folder's `identity` when it was first written to, for a job without a lease.
     """
     token, _, leased = os.environ.get(_TOKEN, "").partition(" ")
@@ -177,12 +185,12 @@ def lost_folder(folder: Path, before: str = "") -> str | None:
 
 
 def leave_folder() -> None:
-    """Hold no folder from now on: `check_lease` has nothing to check."""
+    """Forget the lease: from now on `check_lease` has nothing to check."""
     os.environ.pop(_TOKEN, None)
 
 
 def identity(folder: Path) -> str:
-    """The folder's device and inode; "" where there is none."""
+    """Return the folder's device and inode; "" if it does not exist."""
     try:
         status = folder.stat()
     except OSError as error:
@@ -192,19 +200,9 @@ def identity(folder: Path) -> str:
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns the folders that were not there, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from None
-    return missing
-
-
-def _take(folder: Path, mine: Holder) -> int:
-    """Take the lease; returns the descriptor that holds its lock."""
-    began, said = time.monotonic(), False
+def _acquire(folder: Path, own: Holder) -> int:
+    """Take the lease; return the descriptor that holds its lock."""
+    began, reported = time.monotonic(), False
     watched, since = "", began  # the last sign of life from another machine, and when it was first seen
     while True:
         try:
@@ -216,14 +214,14 @@ def _take(folder: Path, mine: Holder) -> int:
             raise StrettoError(f"{folder / LEASE} is not a plain file", hint="remove it")
         try:
             stale = watched if time.monotonic() - since > STALE_S else ""
-            problem = _obstacle(folder, descriptor, mine, stale)
+            problem = _obstacle(folder, descriptor, own, stale)
             if problem is None:
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+                os.pwrite(descriptor, json.dumps(asdict(own)).encode(), 0)
                 os.fsync(descriptor)
                 if stale:
                     time.sleep(_SETTLE_S)
-                if stale and (holder := _read(folder)) != mine:
+                if stale and (holder := _read(folder)) != own:
                     raise _in_use(folder, holder)
                 return descriptor
         except BaseException as error:
@@ -242,27 +240,28 @@ def _take(folder: Path, mine: Holder) -> int:
             note = "waiting until they have ended"
             if now - began > (STALE_S if isinstance(problem, _Ending) else _PATIENCE_S):
                 raise problem
-        if now - began > 1 and not said:
+        if now - began > 1 and not reported:
             print(f"{problem.message}: {note}", file=sys.stderr, flush=True)
-            said = True
+            reported = True
         time.sleep(0.05)
 
 
-def _obstacle(folder: Path, descriptor: int, mine: Holder, stale: str) -> StrettoError | None:
-    """Why the lease, whose file is open, cannot be taken; the lock on it is held if it can.
+def _obstacle(folder: Path, descriptor: int, own: Holder, stale: str) -> StrettoError | None:
+    """Return why the lease cannot be taken, or None if it can; then the lock on its file is held.
 
     Args:
-        stale: the last sign of life of a job of another machine, which has given no other for long enough.
+        descriptor: the lease's open file.
+        stale: last sign of life from a job of another machine that has given no other for STALE_S.
     """
     locks = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     holder = _read(folder)
     if locks is False:
         return _in_use(folder, holder)
     try:
-        there = os.stat(folder / LEASE)
+        status = os.stat(folder / LEASE)
     except FileNotFoundError:  # its holder has just ended
         return _in_use(folder, None)
-    if (there.st_dev, there.st_ino) != ((ours := os.fstat(descriptor)).st_dev, ours.st_ino):
+    if (status.st_dev, status.st_ino) != ((opened := os.fstat(descriptor)).st_dev, opened.st_ino):
         return _in_use(folder, holder)
     inner = os.open(folder, os.O_RDONLY)
     try:
@@ -273,21 +272,21 @@ def _obstacle(folder: Path, descriptor: int, mine: Holder, stale: str) -> Strett
             )
     finally:
         os.close(inner)
-    if holder is None or mine.starts_again(holder):
+    if holder is None or own.starts_again(holder):
         return None
-    if holder.machine == mine.machine:
+    if holder.machine == own.machine:
         gone = locks is True or not is_running(holder.process)
         return None if gone else _in_use(folder, holder)
-    sign = f"{holder.token} {there.st_mtime_ns}"
+    sign = f"{holder.token} {status.st_mtime_ns}"
     return None if sign == stale else _Elsewhere(_in_use(folder, holder), sign)
 
 
 class _Ending(StrettoError):
-    """Only ranks are left of the job that held the folder: they save, and end."""
+    """The launcher of the job that held the folder is gone; its ranks still save, and end."""
 
 
 class _Elsewhere(StrettoError):
-    """A job of another machine holds the folder, if it has not ended; `sign` changes when it renews that."""
+    """A job of another machine may hold the folder; `sign` changes when it renews its lease."""
 
     def __init__(self, refusal: StrettoError, sign: str) -> None:
         super().__init__(refusal.message, hint=refusal.hint)
@@ -301,12 +300,12 @@ def _in_use(folder: Path, holder: Holder | None) -> StrettoError:
 
 
 def _unusable(folder: Path, error: OSError) -> StrettoError:
-    why = error.strerror or str(error)
-    return StrettoError(f"run folder {folder} cannot be written to: {why}", hint="give another run.dir")
+    reason = error.strerror or str(error)
+    return StrettoError(f"run folder {folder} cannot be written to: {reason}", hint="give another run.dir")
 
 
 def _lock(descriptor: int, operation: int) -> bool | None:
-    """Whether the lock is held now; None where the file system has no locks."""
+    """Return whether the lock is now held, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:
@@ -319,41 +318,34 @@ def _lock(descriptor: int, operation: int) -> bool | None:
 
 
 def _read(folder: Path) -> Holder | None:
-    """Who holds the folder; None where that is not known."""
+    """Return the job that holds the folder, or None if there is none or its lease cannot be read."""
     path = folder / LEASE
     try:
         record: Any = json.loads(path.read_bytes()[:4096]) if path.is_file() else None
-        return Holder(**cast("dict[str, Any]", record)) if _is_holder(record) else None
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _is_holder(record: Any) -> bool:
+    types = {"machine": str, "process": int, "since": str, "job": str | None, "starts": int, "token": str}
     if not isinstance(record, dict):
-        return False
-    kinds = {"machine": str, "process": int, "since": str, "job": str | None, "starts": int}
-    kinds |= {"token": str}
+        return None
     record = cast("dict[str, Any]", record)
-    return set(record) == set(kinds) and all(isinstance(record[name], kind) for name, kind in kinds.items())
+    if set(record) != set(types) or not all(isinstance(record[name], kind) for name, kind in types.items()):
+        return None
+    return Holder(**record)
 
 
-def _beat(folder: Path, mine: Holder, ended: threading.Event) -> None:
-    """Renew the file's time until the job ends, or the lease is another's. A lease that cannot be read for a
-    moment is no other's.
+def _renew(folder: Path, own: Holder, ended: threading.Event) -> None:
+    """Renew the file's modification time until the job ends or another job has the lease. A lease that cannot
+    be read for a moment counts as this job's.
     """
-    while not ended.wait(BEAT_S) and _read(folder) in (mine, None):
+    while not ended.wait(BEAT_S) and _read(folder) in (own, None):
         with contextlib.suppress(OSError):
             os.utime(folder / LEASE)
 
 
-def _myself() -> Holder:
+def _this_job() -> Holder:
+    machine = socket.gethostname()
     with contextlib.suppress(OSError):
-        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return _holder(f"{socket.gethostname()}/{start}")
-    return _holder(socket.gethostname())
-
-
-def _holder(machine: str) -> Holder:
+        machine += "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     names = (_TORCHRUN, "SLURM_JOB_ID")
     jobs = [f"{name} {os.environ[name]}" for name in names if os.environ.get(name, "none") != "none"]
     now = datetime.now(UTC)
@@ -368,7 +360,7 @@ def _holder(machine: str) -> Holder:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this machine may still run; True where the system does not say."""
+    """True if a process of this machine may still run, or if the system does not report it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -26,11 +26,10 @@ from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause
 from stretto.run.launch.follow import LAUNCHER, signal_on_parents_death
 from stretto.run.launch.network import local_environment, loopback_listener
+from stretto.run.launch.stop import SIGNALS
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
-
-    from torch.distributed import TCPStore
 
 
 Look = Callable[[Mapping[int, int], Mapping[int, Failure]], Failure | None]
@@ -38,11 +37,11 @@ ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
 
 
-class Link:
+class LauncherConnection:
     """This rank's connection to the launcher.
 
     Args:
-        on_loss: called, on a thread, when the launcher has gone.
+        on_loss: called on a thread when the launcher is gone.
     """
 
     def __init__(self, connection: Connection, on_loss: Callable[[], None]) -> None:
@@ -59,17 +58,17 @@ class Link:
         self._read.set()
 
     def finish(self, value: Any) -> None:
-        """Hand over the result, and wait until it has been read: tensors in it are shared, not copied."""
+        """Send the result, and wait until it has been read: tensors in it are shared, not copied."""
         self._connection.send(value)
         self._read.wait()
 
     def report(self, failure: Failure) -> None:
-        """Send this rank's failure; without a launcher it is dropped."""
+        """Send this rank's failure, if the launcher still exists."""
         with contextlib.suppress(OSError):
             self._connection.send(failure)
 
 
-def enter(
+def run_rank(
     rank: int,
     connection: Connection,
     environment: Mapping[str, str],
@@ -78,18 +77,25 @@ def enter(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Run `function(*arguments)` as rank `rank`; its result or its failure goes through `connection`.
+    """Run `function(*arguments)` as rank `rank`; send its result or failure through `connection`.
 
-    The process starts with SIGINT and SIGTERM blocked, as its fork server has them: the launcher handles what
-    the terminal sends to the whole group. A `stoppable` function unblocks them when it is ready
+    The process starts with SIGINT and SIGTERM blocked, as its fork server has them: the launcher handles
+    signals that the terminal sends to the entire group. A `stoppable` function unblocks them when it is ready
     (`launch.stop`).
     """
+    from multiprocessing import forkserver
+
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    _follow_parent()
-    link = Link(connection, _stop_orderly if stoppable else _leave)
+    # the fork server ends with the launcher, though ranks may live longer
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if (alive := server._forkserver_alive_fd) is not None:  # as long as it is open, the server stays
+        os.close(alive)
+        server._forkserver_alive_fd = None
+    signal_on_parents_death(signal.SIGCONT)  # a stopped rank could not see that the launcher is gone
+    link = LauncherConnection(connection, _stop_orderly if stoppable else _exit_at_once)
     try:
         result = ("done", function(*arguments))
     except BaseException as error:
@@ -104,20 +110,7 @@ def enter(
         sys.exit(1)
 
 
-def _follow_parent() -> None:
-    """Let the fork server end with the launcher, though ranks may live longer, and be continued when it does:
-    a rank that is stopped could not see that the launcher is gone.
-    """
-    from multiprocessing import forkserver
-
-    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    if (alive := server._forkserver_alive_fd) is not None:  # as long as it is open, the server stays
-        os.close(alive)
-        server._forkserver_alive_fd = None
-    signal_on_parents_death(signal.SIGCONT)
-
-
-def _leave() -> None:
+def _exit_at_once() -> None:
     os._exit(ABANDONED)
 
 
@@ -125,10 +118,9 @@ def _stop_orderly() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to report theirs
 POLL_S = 0.5  # longest wait before deadlines are checked
-RANKS_PER_CORE = 16  # more are taken as a mistake in the layout
+RANKS_PER_CORE = 16  # more count as a mistake in the layout
 FORCE = 3  # this many Ctrl-C kill the ranks
 PRELOAD = (
     "stretto.run.launch.follow",
@@ -140,8 +132,8 @@ PRELOAD = (
 
 
 class RankFailed(RuntimeError):
-    """A rank failed; `failure` is the cause, with its `rank` and `traceback`. `signal` had asked the job to
-    stop before, if not None.
+    """A rank failed. `failure` is the cause, with its `rank` and `traceback`; `signal` is the signal that had
+    asked the job to stop before, or None.
     """
 
     def __init__(self, failure: Failure, signal: int | None = None) -> None:
@@ -152,7 +144,7 @@ class RankFailed(RuntimeError):
 
 
 class RanksStopped(RuntimeError):
-    """This process received `signal`; `results` are the ranks' if all of them stopped in order, else None."""
+    """This process received `signal`; `results` are the ranks' results if all stopped in order, else None."""
 
     def __init__(self, signal: int, results: list[Any] | None = None) -> None:
         super().__init__(f"stopped by signal {signal}")
@@ -174,29 +166,54 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
-    `function` finds RANK, WORLD_SIZE and the rendezvous in its environment, as under torchrun. Signals are
-    handled only where this is called from the main thread.
+    `function` has RANK, WORLD_SIZE and the rendezvous in its environment, as under torchrun. Signals are
+    handled only if this is called from the main thread.
 
     Args:
-        threads: value of OMP_NUM_THREADS on the ranks, where the environment has none.
-        port: of the rendezvous, on the loopback interface; 0 takes a free one.
+        ranks: number of processes.
+        function: function to run; it must be picklable, as must its arguments and its result.
+        arguments: arguments of `function`.
+        threads: value of OMP_NUM_THREADS on the ranks, unless the environment has one.
+        port: port of the rendezvous on the loopback interface; 0 takes a free one.
         stoppable: on one of SIGNALS send SIGTERM to the ranks and wait for their results; otherwise end them
             at once.
         earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
         look: called every half second, until after the first failure, with the processes of the ranks that
-            still run and the failures of others; the failure that it returns ends the job.
-        restarts: how often the job was started again, for the ranks' environment.
-        grace_s: longest wait for results after a signal, after which ranks are ended; None: no limit.
+            still run and the failures of the others; a failure that it returns ends the job.
+        restarts: number of earlier attempts of the job, for the ranks' environment.
+        grace_s: longest wait for results after a signal, after which ranks are killed; None for no limit.
 
     Raises:
         StrettoError: a rank raised it, or the port cannot be used.
         RankFailed: a rank failed otherwise; the others were killed.
         RanksStopped: this process received a signal.
     """
-    store = _store(port)
-    environment = _environment(ranks, store.port, threads) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    group = _Ranks(stoppable, look, grace_s)
-    with _Signals(group.on_signal) as signals:
+    from torch.distributed import TCPStore
+
+    listener = _listen(port)
+    bound_port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        bound_port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **local_environment(os.environ),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's, as under torchrun
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+    }
+    group = _RankGroup(stoppable, look, grace_s)
+    with _SignalHandlers(group.on_signal) as signals:
         try:
             signals.first = signals.first or (earlier_signal() if earlier_signal is not None else None)
             group.start(ranks, environment, function, arguments)
@@ -206,26 +223,31 @@ def run_ranks(
         finally:
             group.end()
     if group.failures:
-        raise _raised(group, signals.first)
+        cause = first_cause(group.failures, range(ranks))
+        if cause.kind == "input":
+            raise StrettoError(cause.message, hint=cause.hint)
+        raise RankFailed(cause, signals.first)
     if signals.first is not None:
-        whole = len(group.results) == ranks
-        raise RanksStopped(signals.first, [group.results[r] for r in range(ranks)] if whole else None)
+        complete = len(group.results) == ranks
+        raise RanksStopped(signals.first, [group.results[r] for r in range(ranks)] if complete else None)
     return [group.results[rank] for rank in range(ranks)]
 
 
 def prepare(preload: Sequence[str] = ()) -> None:
-    """Start the server that ranks are forked from; it imports `preload` while this process goes on.
+    """Start the server that ranks are forked from; it imports `preload` while this process continues.
 
-    Only the first call in a process has an effect, that of `run_ranks` included.
+    Only the first call in a process has an effect; `run_ranks` calls it too.
     """
     from multiprocessing import forkserver, resource_tracker, set_forkserver_preload
 
-    set_forkserver_preload([*PRELOAD, *preload, *_main_package()])
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)  # every rank imports it again
+    package = [main.name.removesuffix(".__main__")] if main is not None else []
+    set_forkserver_preload([*PRELOAD, *preload, *package])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads may run in a process that forks
     if threading.current_thread() is threading.main_thread():  # others may end before the process does
         os.environ[LAUNCHER] = str(os.getpid())
-    resource_tracker.ensure_running()  # here, since it unblocks signals when it is done
+    resource_tracker.ensure_running()  # before signals are blocked, since it unblocks them when it is done
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
@@ -249,11 +271,11 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Raise StrettoError when ranks cannot meet at `port`; 0 is any free one."""
+    """Raise StrettoError if ranks cannot meet at `port`; 0 stands for any free one."""
     _listen(port).close()
 
 
-class _Ranks:
+class _RankGroup:
     """The processes of a job, from start to end."""
 
     def __init__(self, stoppable: bool, look: Look | None = None, grace_s: float | None = None) -> None:
@@ -264,8 +286,8 @@ class _Ranks:
         self.results: dict[int, Any] = {}
         self.failures: dict[int, Failure] = {}
         self._interrupts = 0  # how often SIGINT arrived
-        self._cut = False  # kill them now
-        self._end: float | None = None  # when the time to stop in order is over
+        self._cut = False  # kill the ranks now
+        self._end: float | None = None  # deadline for stopping in order
 
     def start(
         self,
@@ -274,20 +296,20 @@ class _Ranks:
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Start all ranks; they share no state with this process but their arguments."""
+        """Start all ranks; they share nothing with this process but their arguments."""
         from torch.multiprocessing import get_context
 
         prepare()
         context: ForkServerContext = get_context("forkserver")
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-            arguments_of_rank = (rank, theirs, variables, os.getcwd(), self.stoppable, function, arguments)
-            process = context.Process(target=enter, args=arguments_of_rank, name=f"rank {rank}")
+            arguments_of_rank = (rank, child_end, variables, os.getcwd(), self.stoppable, function, arguments)
+            process = context.Process(target=run_rank, args=arguments_of_rank, name=f"rank {rank}")
             process.start()
-            theirs.close()
+            child_end.close()
             self.processes.append(process)
-            self.links[rank] = cast(Connection, ours)
+            self.links[rank] = cast(Connection, parent_end)
 
     def on_signal(self, number: int) -> None:
         """Handle a signal to this process."""
@@ -296,7 +318,7 @@ class _Ranks:
         self.ask()
 
     def ask(self) -> None:
-        """Ask ranks to stop, or kill them where they cannot stop in order."""
+        """Ask ranks to stop, or kill them if they cannot stop in order."""
         if self.stoppable:
             if self._grace_s is not None and self._end is None:
                 self._end = time.monotonic() + self._grace_s
@@ -308,7 +330,9 @@ class _Ranks:
         """Wait until every rank has sent its result, or one has failed and the others had time to report."""
         deadline: float | None = None
         while (open_ := self._open()) and not self._cut:
-            for rank in self._ready(open_):
+            objects = {self.links[r]: r for r in open_} | {self.processes[r].sentinel: r for r in open_}
+            ready = wait(list(objects), POLL_S)  # pyright: ignore[reportArgumentType]
+            for rank in sorted({objects[source] for source in ready}):  # pyright: ignore[reportArgumentType]
                 self._read(rank)
             self._cut = self._cut or (self._end is not None and time.monotonic() > self._end)
             if self._look is not None and deadline is None:
@@ -317,11 +341,13 @@ class _Ranks:
                     self.failures[hung.rank] = hung
             if self.failures and deadline is None:
                 deadline = time.monotonic() + WAIT_FOR_CAUSE_S
-            if deadline is not None and (time.monotonic() > deadline or self._known()):
+            # once the cause of a failure is known no further report can change it
+            cause_known = any(f.kind not in ("silent", "gone") for f in self.failures.values())
+            if deadline is not None and (cause_known or time.monotonic() > deadline):
                 return
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """End all processes."""
         patience = time.monotonic() + WAIT_FOR_CAUSE_S
         if len(self.results) == len(self.links):  # results are in: they are exiting
             for process in self.processes:
@@ -332,10 +358,6 @@ class _Ranks:
         for link in self.links.values():
             link.close()
 
-    def _known(self) -> bool:
-        """Whether the cause of a failure is known, so that no further report can change it."""
-        return any(f.kind not in ("silent", "gone") for f in self.failures.values())
-
     def _open(self) -> list[int]:
         """Ranks that have sent neither a result nor a failure."""
         return [rank for rank in self.links if rank not in self.results and rank not in self.failures]
@@ -343,7 +365,7 @@ class _Ranks:
     def _ready(self, ranks: Iterable[int]) -> list[int]:
         """Ranks that have sent something, or have died."""
         objects = {self.links[r]: r for r in ranks} | {self.processes[r].sentinel: r for r in ranks}
-        return sorted({objects[one] for one in wait(list(objects), POLL_S)})  # pyright: ignore[reportArgumentType]
+        return sorted({objects[ready] for ready in wait(list(objects), POLL_S)})  # pyright: ignore[reportArgumentType]
 
     def _read(self, rank: int) -> None:
         """Receive a rank's result or failure; a rank that has died without either has failed."""
@@ -356,7 +378,8 @@ class _Ranks:
             self.failures[rank] = message
         elif message is not None:
             self.results[rank] = message[1]
-            _answer(link)
+            with contextlib.suppress(OSError):  # the rank has exited
+                link.send(ACKNOWLEDGED)
         else:
             process.join(WAIT_FOR_CAUSE_S)
             self.failures[rank] = Failure.died(rank, process.exitcode)
@@ -368,8 +391,8 @@ class _Ranks:
                     os.kill(process.pid, number)
 
 
-class _Signals:
-    """Handles SIGNALS while in a `with`; a signal that is ignored (nohup) stays ignored.
+class _SignalHandlers:
+    """Handles SIGNALS inside a `with`; a signal that is ignored (nohup) stays ignored.
 
     Args:
         on_signal: called with the signal's number each time.
@@ -380,7 +403,7 @@ class _Signals:
         self._on_signal = on_signal
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> _SignalHandlers:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -396,57 +419,13 @@ class _Signals:
         self._on_signal(number)
 
 
-def _raised(group: _Ranks, stopped: int | None) -> Exception:
-    cause = first_cause(group.failures, range(len(group.links)))
-    return (
-        StrettoError(cause.message, hint=cause.hint) if cause.kind == "input" else RankFailed(cause, stopped)
-    )
-
-
-def _answer(link: Connection) -> None:
-    with contextlib.suppress(OSError):  # `_read` handles a rank that has exited
-        link.send(ACKNOWLEDGED)
-
-
 def _listen(port: int) -> socket.socket:
-    """A socket on the loopback interface only, since all ranks of the rendezvous are on this machine."""
+    """Return a socket on the loopback interface only, since all ranks are on this machine."""
     try:
         listener = loopback_listener("127.0.0.1", port)
     except (OSError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         hint = "give another --port, or 0 for any free one"
-        raise StrettoError(f"port {port} cannot be used: {why}", hint=hint) from None
+        raise StrettoError(f"port {port} cannot be used: {reason}", hint=hint) from None
     assert listener is not None, "127.0.0.1 is an address of the loopback interface"
     return listener
-
-
-def _store(port: int) -> TCPStore:
-    from torch.distributed import TCPStore
-
-    listener = _listen(port)
-    at = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", at, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
-def _environment(ranks: int, port: int, threads: int) -> dict[str, str]:
-    """Environment variables that all ranks share."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        **local_environment(os.environ),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's, as under torchrun
-    }
-
-
-def _main_package() -> list[str]:
-    """The package whose `__main__` this process runs; every rank imports it again."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return [spec.name.removesuffix(".__main__")] if spec is not None else []

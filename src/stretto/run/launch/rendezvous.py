@@ -1,8 +1,8 @@
-"""Where the ranks of a job meet: the store at MASTER_ADDR:MASTER_PORT, and in it the part of one attempt.
+"""The rendezvous of a job's ranks: the store at MASTER_ADDR:MASTER_PORT, and in it the part of one attempt.
 
-torchrun keeps one store for all attempts, in which a new attempt would find the addresses of ranks that are
-dead. Ranks therefore agree on a name for their attempt (`arrivals`) and keep everything under it. torchrun's
-count of restarts is no such name: it stays the same where nodes come or go.
+torchrun keeps one store for all attempts, in which a new attempt would find the addresses of dead ranks.
+Ranks therefore agree on a name for their attempt (`registration`) and keep everything under it. torchrun's
+restart count is no such name: it stays the same if nodes come or go.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.run.launch.arrivals import (
+from stretto.run.launch.network import loopback_listener
+from stretto.run.launch.registration import (
     RANK_0,
-    Clock,
-    Member,
+    RankProcess,
+    WaitTimer,
     answer_late,
+    log_stderr,
     missing_ranks,
     register,
     started_twice,
-    to_stderr,
 )
-from stretto.run.launch.network import loopback_listener
 from stretto.run.launch.stop import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-_PROBE_S, _CONNECT_S = 2.0, 10.0  # for a connection to whatever is there, and to a store
-_AGAIN_S = 0.2  # from one to the next
+_PROBE_S, _CONNECT_S = 2.0, 10.0  # time limits for a connection to any program, and to a store
+_AGAIN_S = 0.2  # between attempts to connect
 _READY, _READ = "stretto/ready", "stretto/ready/read"  # rank 0 has prepared the job, or why it has not
-_POLL_S, _READ_S = 0.05, 3.0  # for the others to read it
+_POLL_S, _READ_S = 0.05, 3.0  # between polls; for the other ranks to read why rank 0 failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """This process's place in an attempt of a job.
+    """This process as a rank of one attempt of a job.
 
     Attributes:
-        store: of this attempt alone.
+        store: the part of the store that belongs to this attempt.
         ended: set when the job is over.
     """
 
@@ -57,51 +57,51 @@ class Attempt:
     ended: threading.Event
 
 
-_joined: Attempt | None = None  # before its process group is made
+_joined: Attempt | None = None  # the attempt that this rank has joined, until its process group is created
 
 
 def join_early(start_s: float, timeout: timedelta, check: Callable[[], None] = lambda: None) -> Attempt:
-    """Join the attempt before its process group is made, unless this rank has: rank 0 may plan and prepare
-    the data for the others while all ranks are there. `attempt_store` then returns the same. Collective.
+    """Join the attempt before its process group is created, unless this rank already has: rank 0 may plan and
+    prepare the data for the others in between. `attempt_store` then returns the same attempt. Collective.
 
     Args:
-        check: called while it waits; raises where the job was asked to stop.
-        start_s, timeout: as of `attempt_store`.
+        start_s, timeout: see `attempt_store`.
+        check: called while it waits; raises if the job was asked to stop.
     """
     global _joined
     if _joined is None:
-        _joined = _join(start_s, timeout, check)
+        _joined = _enter_attempt(start_s, timeout, check)
     return _joined
 
 
 def attempt_store(start_s: float, timeout: timedelta) -> Attempt:
-    """The attempt of the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; waits until all of
-    its ranks have come. Collective.
+    """Join the attempt of the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; return once
+    all of its ranks have registered. Collective.
 
     Args:
-        start_s: the longest wait for ranks to come.
-        timeout: of the store, from then on.
+        start_s: longest wait for ranks to register, seconds.
+        timeout: timeout of the store's operations from then on.
 
     Raises:
-        RanksMissing: some have not come in time; it names them.
+        RanksMissing: some ranks have not registered in time; the message names them.
         StrettoError: this rank was started twice, or the environment does not describe a job.
     """
     global _joined
     attempt, _joined = _joined, None
-    return attempt or _join(start_s, timeout, lambda: None)
+    return attempt or _enter_attempt(start_s, timeout, lambda: None)
 
 
 @contextlib.contextmanager
 def reported_start(attempt: Attempt) -> Generator[None]:
-    """On rank 0, around what it does before the others join it: they wait, and end with its error if it has
-    one, or if it was asked to stop.
+    """Surrounds what rank 0 does while the other ranks wait for it in `await_start`: they end with its error
+    if it raises one, and stop if it was asked to stop.
     """
     try:
         yield
     except (StrettoError, Stopped) as error:
         bad = isinstance(error, StrettoError)
-        facts = {"error": error.message if bad else None, "hint": error.hint if bad else None}
-        attempt.store.set(_READY, json.dumps(facts))
+        reply = {"error": error.message if bad else None, "hint": error.hint if bad else None}
+        attempt.store.set(_READY, json.dumps(reply))
         end = time.monotonic() + _READ_S  # with this process the store may end
         while attempt.store.add(_READ, 0) < attempt.world - 1 and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -110,14 +110,16 @@ def reported_start(attempt: Attempt) -> Generator[None]:
 
 
 def await_start(attempt: Attempt, limit_s: float, check: Callable[[], None]) -> None:
-    """On the other ranks, wait for the end of rank 0's `reported_start`. The store's own wait would let no
-    signal through to Python.
+    """On the other ranks, wait for the end of rank 0's `reported_start`. During the store's own wait Python
+    would handle no signal.
 
     Args:
-        check: called while it waits; raises where the job was asked to stop.
+        attempt: this rank's attempt.
+        limit_s: longest wait, seconds.
+        check: called while it waits; raises if the job was asked to stop.
 
     Raises:
-        StrettoError: rank 0 has raised it, is gone, or has not come to the end within `limit_s`.
+        StrettoError: rank 0 has raised it, is gone, or has not ended within `limit_s`.
         Stopped: rank 0 was asked to stop.
     """
     from torch.distributed import DistError
@@ -129,22 +131,24 @@ def await_start(attempt: Attempt, limit_s: float, check: Callable[[], None]) -> 
             if time.monotonic() > end:
                 raise missing_ranks(f"rank 0 has not prepared the job within {limit_s:g} s")
             time.sleep(_POLL_S)
-        facts = json.loads(attempt.store.get(_READY))
+        reply = json.loads(attempt.store.get(_READY))
         attempt.store.add(_READ, 1)
     except DistError:
         raise missing_ranks("rank 0 has ended before the job began") from None
-    if facts:
-        raise Stopped if facts["error"] is None else StrettoError(facts["error"], hint=facts["hint"])
+    if reply:
+        raise Stopped if reply["error"] is None else StrettoError(reply["error"], hint=reply["hint"])
 
 
-def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Attempt:
+def _enter_attempt(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Attempt:
     from torch.distributed import PrefixStore
 
     rendezvous = RendezvousInfo.of(os.environ)
-    me, clock = Member.here(rendezvous.rank, rendezvous.world), Clock(start_s, to_stderr, check)
-    store = _host(rendezvous, me, start_s) if rendezvous.hosts_store else _reach(rendezvous, me, clock)
+    me, timer = RankProcess.current(rendezvous.rank, rendezvous.world), WaitTimer(start_s, log_stderr, check)
+    store = (
+        _open_store(rendezvous, me, start_s) if rendezvous.hosts_store else _connect(rendezvous, me, timer)
+    )
     store.set_timeout(timeout)
-    name, ended = register(store, me, clock), threading.Event()
+    name, ended = register(store, me, timer), threading.Event()
     if me.rank == 0:
         answer_late(store, name, ended)
     return Attempt(store=PrefixStore(name, store), rank=me.rank, world=me.world, ended=ended)
@@ -152,10 +156,10 @@ def _join(start_s: float, timeout: timedelta, check: Callable[[], None]) -> Atte
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousInfo:
-    """What the environment says of this rank's job.
+    """RANK, WORLD_SIZE and the address of the rendezvous, from the environment.
 
     Attributes:
-        hosts_store: this rank opens the store; else torchrun's agent does, or rank 0.
+        hosts_store: True if this rank opens the store; otherwise torchrun's agent or rank 0 does.
     """
 
     rank: int
@@ -166,7 +170,7 @@ class RendezvousInfo:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RendezvousInfo:
-        """Read it; raises StrettoError for what is missing or no number."""
+        """Read the environment; raise StrettoError for a variable that is missing or no number."""
         world = _number(environment, "WORLD_SIZE", 1, 1 << 24)
         rank = _number(environment, "RANK", 0, world - 1)
         host = environment.get("MASTER_ADDR", "")
@@ -186,23 +190,23 @@ class RendezvousInfo:
 
     @property
     def address(self) -> str:
-        """As people write it."""
+        """Host and port, as "host:port"."""
         return f"{self.host}:{self.port}"
 
 
-def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+def _number(environment: Mapping[str, str], name: str, smallest: int, largest: int) -> int:
     text = environment.get(name, "")
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and smallest <= int(text) <= largest):
         raise StrettoError(
-            f"{name} is {text!r}, and must be a whole number from {least} to {most}",
+            f"{name} is {text!r}, and must be a whole number from {smallest} to {largest}",
             hint="torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without it, set all of them",
         )
     return int(text)
 
 
-def _host(rendezvous: RendezvousInfo, me: Member, start_s: float) -> TCPStore:
-    """Open the store on this host: where MASTER_ADDR is a loopback address, on that interface alone; torch
-    itself would listen on all.
+def _open_store(rendezvous: RendezvousInfo, me: RankProcess, start_s: float) -> TCPStore:
+    """Open the store on this host. If MASTER_ADDR is a loopback address, it listens on that interface alone;
+    torch itself would listen on all.
     """
     from torch.distributed import DistNetworkError, TCPStore
 
@@ -212,7 +216,7 @@ def _host(rendezvous: RendezvousInfo, me: Member, start_s: float) -> TCPStore:
             rendezvous.host,
             rendezvous.port,
             is_master=True,
-            timeout=timedelta(seconds=start_s),  # of its own connection to MASTER_ADDR
+            timeout=timedelta(seconds=start_s),  # for its own connection to MASTER_ADDR
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=None if listener is None else listener.detach(),
@@ -228,12 +232,12 @@ def _host(rendezvous: RendezvousInfo, me: Member, start_s: float) -> TCPStore:
     raise _port_taken(rendezvous, me)
 
 
-def _port_taken(rendezvous: RendezvousInfo, me: Member) -> StrettoError:
-    """Why the port of the store is not free."""
+def _port_taken(rendezvous: RendezvousInfo, me: RankProcess) -> StrettoError:
+    """Return the error that says what has the store's port."""
     with contextlib.suppress(RuntimeError, StrettoError):
         store = _client(rendezvous, _PROBE_S)
         if store is not None and store.check([RANK_0]):
-            return started_twice(me, Member.read(store.get(RANK_0)))
+            return started_twice(me, RankProcess.read(store.get(RANK_0)))
     return StrettoError(
         f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {rendezvous.port}",
         hint="give the job another MASTER_PORT",
@@ -241,7 +245,7 @@ def _port_taken(rendezvous: RendezvousInfo, me: Member) -> StrettoError:
 
 
 def _client(rendezvous: RendezvousInfo, seconds: float) -> TCPStore | None:
-    """A connection to the store; None: what listens there does not answer as a store does."""
+    """Connect to the store; return None if the program that listens there does not answer like a store."""
     from torch.distributed import TCPStore
 
     connected = list[TCPStore]()
@@ -259,24 +263,24 @@ def _client(rendezvous: RendezvousInfo, seconds: float) -> TCPStore | None:
     return connected[0] if connected else None
 
 
-def _reach(rendezvous: RendezvousInfo, me: Member, clock: Clock) -> TCPStore:
-    """Connect to the store, once it is there."""
-    why = ""
+def _connect(rendezvous: RendezvousInfo, me: RankProcess, timer: WaitTimer) -> TCPStore:
+    """Connect to the store once it is open."""
+    reason = ""
 
     def waiting() -> str:
-        return f"rank {me.rank} on {me.place} waits for rank 0 to open {rendezvous.address}: {why}"
+        return f"rank {me.rank} on {me.place} waits for rank 0 to open {rendezvous.address}: {reason}"
 
     while True:
         try:
             socket.create_connection((rendezvous.host, rendezvous.port), _PROBE_S).close()
             if (store := _client(rendezvous, _CONNECT_S)) is not None:
                 return store
-            why = "what listens there is no rendezvous store"
+            reason = "what listens there is no rendezvous store"
         except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-        if clock.over(waiting):
+            reason = getattr(error, "strerror", None) or str(error)
+        if timer.over(waiting):
             raise missing_ranks(
-                f"rank 0 of {me.world} has not come within {clock.start_s:g} s (train.start_s): "
-                f"rank {me.rank} on {me.place} cannot reach {rendezvous.address}: {why}"
+                f"rank 0 of {me.world} has not come within {timer.start_s:g} s (train.start_s): "
+                f"rank {me.rank} on {me.place} cannot reach {rendezvous.address}: {reason}"
             )
         time.sleep(_AGAIN_S)

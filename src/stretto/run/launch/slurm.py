@@ -2,10 +2,9 @@
 
 How a job stops and restarts: SLURM signals the batch shell some time before the time limit, or when it
 preempts the job. The shell forwards the signal; torchrun passes it to the training ranks and waits; they
-finish the step, save if `train.grace_s` leaves the time, and exit with code 75 ("saved, submit again").
-torchrun itself then exits with 1, so the shell decides by the signal that it has received, and requeues the
-job, which resumes from the newest checkpoint. A job that is stopped each time before it has saved would be
-requeued for ever: there is a limit.
+finish the step, save if `train.grace_s` leaves time for it, and exit with code 75 ("saved, submit again").
+torchrun itself then exits with 1, so the shell decides by the signal that it received, and requeues the job,
+which resumes from the newest checkpoint. Requeues are limited, for a job that never reaches a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class SlurmJob:
     """The settings of a batch script.
 
     Attributes:
-        signal_seconds: how long before the time limit ranks start to save.
-        requeues: how often the job is requeued at most.
+        signal_seconds: time before the time limit at which ranks start to save, seconds.
+        requeues: most requeues of the job.
 
     Raises:
         StrettoError: a value that a `#SBATCH` line cannot carry, or a number out of range.
@@ -55,13 +54,13 @@ class SlurmJob:
 
     def __post_init__(self) -> None:
         for field in ("nodes", "ranks_per_node", "signal_seconds"):
-            _in_range(field, getattr(self, field), 1, 65535)  # SLURM holds the signal's time in 16 bits
-        _in_range("port", self.port, 1024, 65535)
-        _in_range("requeues", self.requeues, 0, 10**6)
+            _check_range(field, getattr(self, field), 1, 65535)  # SLURM holds the signal's time in 16 bits
+        _check_range("port", self.port, 1024, 65535)
+        _check_range("requeues", self.requeues, 0, 10**6)
         for field in ("job_name", "partition", "account"):
-            _word(field, getattr(self, field))
+            _check_word(field, getattr(self, field))
         for option in self.sbatch:
-            _word("sbatch", option)
+            _check_word("sbatch", option)
         for field, options in (("sbatch", self.sbatch), ("srun", self.srun)):
             for option in options:
                 if not option.startswith("-"):
@@ -74,7 +73,7 @@ class SlurmJob:
 
 
 def script(job: SlurmJob) -> str:
-    """The script's text, for `sbatch`."""
+    """Return the text of the script for `sbatch`."""
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _options(job)),
@@ -91,14 +90,14 @@ def script(job: SlurmJob) -> str:
         "# signs the ranks' control messages; no command line has it, which everyone could read",
         f"export {KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
-        _run(job),
+        _run_command(job),
         _WATCH.format(saved=SAVED, requeues=job.requeues),
     ]
     return "\n".join(lines)
 
 
 def _options(job: SlurmJob) -> list[str]:
-    """The job's `#SBATCH` options."""
+    """Return the job's `#SBATCH` options."""
     cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
     options = {
         "job-name": job.job_name,
@@ -120,8 +119,10 @@ def _options(job: SlurmJob) -> list[str]:
     ]
 
 
-def _run(job: SlurmJob) -> str:
-    """The command that runs one torchrun per node, in the background so that the shell receives signals."""
+def _run_command(job: SlurmJob) -> str:
+    """Return the command that runs one torchrun per node, in the background so that the shell gets
+    signals.
+    """
     launcher = [
         "torchrun",
         f"--nnodes={job.nodes}",
@@ -133,9 +134,9 @@ def _run(job: SlurmJob) -> str:
     ]
     train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
     # quoted once, for this shell: torchrun passes arguments on unchanged
-    words = " ".join(shlex.quote(word) for word in train)
+    command = " ".join(shlex.quote(word) for word in train)
     srun = " ".join(["srun --kill-on-bad-exit=1", *map(shlex.quote, job.srun)])
-    return f"{srun} \\\n  {' '.join(launcher)} \\\n  {words} &"
+    return f"{srun} \\\n  {' '.join(launcher)} \\\n  {command} &"
 
 
 _FORWARD = """\
@@ -176,12 +177,12 @@ exit "$status"
 """
 
 
-def _in_range(field: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is {least} to {most}")
+def _check_range(field: str, value: int, smallest: int, largest: int) -> None:
+    if not smallest <= value <= largest:
+        raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is {smallest} to {largest}")
 
 
-def _word(field: str, value: str | None) -> None:
+def _check_word(field: str, value: str | None) -> None:
     """Check a value for a `#SBATCH` line, whose quoting is unreliable."""
     if value is not None and not _WORD.fullmatch(value):
         raise StrettoError(

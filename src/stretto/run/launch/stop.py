@@ -1,6 +1,6 @@
-"""Ask a run to stop: Ctrl-C, SIGTERM, what batch systems send before the time is over (SIGUSR1, SIGUSR2), and
-what a terminal sends that is closed (SIGHUP, unless it is ignored, as under nohup) finish the step, save, and
-end.
+"""Requests to stop: on Ctrl-C, SIGTERM, the signals that batch systems send before the time limit (SIGUSR1,
+SIGUSR2), and that of a closed terminal (SIGHUP, unless ignored as under nohup) a run finishes its step,
+saves, and ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.since: float | None = None  # of time.monotonic
+        self.since: float | None = None  # by time.monotonic
         self._before: dict[int, object] = {}
         self._mask: Iterable[int] = ()
 

@@ -23,7 +23,7 @@ from stretto.run.launch.lease import STALE_S, lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import bind_to_loopback, check_interfaces, describe, local_environment
 from stretto.run.launch.rendezvous import RendezvousInfo, await_start, join_early, reported_start
-from stretto.run.launch.restart import Progress, supervise
+from stretto.run.launch.restart import JobProgress, supervise
 from stretto.run.launch.slurm import SAVED
 from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.restarts import Restarts
@@ -193,7 +193,7 @@ def _launch(job: JobType[C, D], config: C, quiet: bool, port: int) -> Result:
                 _print_network(folder, config.train, quiet)
                 attempts = _Attempts(job=job, config=config, data=data, stop=stop, quiet=quiet, port=port)
 
-                def progress() -> Progress:
+                def progress() -> JobProgress:
                     return replace(restarts.progress(), begun=attempts.begun)
 
                 outcomes = supervise(

@@ -11,7 +11,7 @@ from pathlib import Path
 from stretto.engine.checkpoint.folder import checkpoints, step_of
 from stretto.engine.checkpoint.manifest import quick_problems
 from stretto.run.launch.lease import check_folder
-from stretto.run.launch.restart import Progress, Restart
+from stretto.run.launch.restart import JobProgress, Restart
 from stretto.run.train.metrics import cut_records, json_line, recorded_steps
 
 RESTARTS = "restarts.jsonl"
@@ -28,12 +28,12 @@ class Restarts:
         self.folder, self._quiet = folder, quiet
         self.count = 0
 
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         """How far the job is, by its records and its newest whole checkpoint."""
         if self.folder is None:
-            return Progress(steps=0, saved=0)
+            return JobProgress(steps=0, saved=0)
         newest = newest_checkpoint(self.folder)
-        return Progress(
+        return JobProgress(
             steps=recorded_steps(self.folder), saved=0 if newest is None else step_of(newest) or 0
         )
 

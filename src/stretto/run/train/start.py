@@ -16,7 +16,7 @@ from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import JobConfig, LoopConfig
-from stretto.run.launch.lease import check_folder, share
+from stretto.run.launch.lease import check_folder, share_folder
 from stretto.run.launch.rendezvous import attempt_store
 from stretto.run.train.metrics import LogFormat, Metrics
 
@@ -70,7 +70,7 @@ def open_metrics(
         StrettoError: the folder cannot be written to.
     """
     run = config.run.folder
-    cleanup.enter_context(share(run))
+    cleanup.enter_context(share_folder(run))
     if dist.get_rank() != 0:
         return None
     check_folder(run)

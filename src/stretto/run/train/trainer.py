@@ -26,7 +26,7 @@ from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck, repor
 from stretto.engine.progress import PROGRESS, label
 from stretto.layout.layout import Layout
 from stretto.run.config.schema import GuardConfig, JobConfig, LoopConfig
-from stretto.run.launch.failure import TrainingFailed, doing
+from stretto.run.launch.failure import TrainingFailed, error_context
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.agreement import StepAgreement, StepReport, agree
@@ -46,9 +46,10 @@ from stretto.run.train.task import (
     mean_loss,
 )
 from stretto.run.train.trend import LossTrend
+from stretto.run.watch.hang import HANG
 from stretto.run.watch.joint import watched_together
 from stretto.run.watch.limit import StepLimit
-from stretto.run.watch.record import HANG, hang_record, record_environment
+from stretto.run.watch.record import hang_record, record_environment
 from stretto.run.watch.slow import BUSY, SlowRanks, slow_rank_changes
 
 D = TypeVar("D")
@@ -190,7 +191,7 @@ class Trainer:
             checkpointer.save()  # what the first rollback goes back to
         stopping = stopped = False
         while progress.step < steps and not stopped:
-            with doing(f"in step {progress.step + 1}"), self._limit.step(progress.step + 1):
+            with error_context(f"in step {progress.step + 1}"), self._limit.step(progress.step + 1):
                 progress.held_out_loss = None
                 results = self.step(stop)
                 stopping = stopping or any(result.agreed.stop for result in results)
@@ -201,7 +202,7 @@ class Trainer:
                 stopping = False
             self._trend.add(progress.loss)
             if self._rollback is not None:
-                with doing(f"going back before step {progress.step}"):
+                with error_context(f"going back before step {progress.step}"):
                     self._roll_back(self._rollback)
                 stopped = False  # a rank that was asked to stop reports it again in the next step
             elif stopped:
@@ -213,7 +214,7 @@ class Trainer:
                     return True
                 self.log(f"asked to stop: saving after step {progress.step}")
             else:
-                with doing(f"after step {progress.step}"):
+                with error_context(f"after step {progress.step}"):
                     every = self._eval_every
                     if every and (progress.step % every == 0 or progress.step == steps):
                         self.evaluate()
@@ -222,7 +223,7 @@ class Trainer:
         if checkpointer is not None:
             checkpointer.finish()
             if not checkpointer.is_saved:
-                with doing(f"saving after step {progress.step}"):
+                with error_context(f"saving after step {progress.step}"):
                     checkpointer.save()
         return stopped
 

@@ -17,18 +17,18 @@ _MEMORY = "/dev/shm"
 STACKS = getattr(signal, "SIGRTMIN", 0) + 5 if hasattr(signal, "SIGRTMIN") else 0
 
 
-class Board:
-    """One row for each local rank, a byte that asks them for their records, and a file for their stacks. It
-    is handed to the ranks as an argument of what they run.
+class StatusBoard:
+    """One row for each local rank, a byte that requests their records, and a file for their stacks. It is
+    passed to the ranks as an argument of the function that they run.
 
     Args:
-        folder: into which ranks write their records.
+        folder: destination of the ranks' records.
     """
 
     def __init__(self, ranks: int, folder: Path) -> None:
         size = (ranks + 1) * SIZE
-        place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-        with tempfile.TemporaryFile(dir=place) as file, tempfile.TemporaryFile(dir=place) as stacks:
+        shared = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        with tempfile.TemporaryFile(dir=shared) as file, tempfile.TemporaryFile(dir=shared) as stacks:
             file.write(bytes(size))  # a hole that cannot be filled later would end a rank with SIGBUS
             file.flush()
             self._set(ranks, folder, os.dup(file.fileno()), os.dup(stacks.fileno()))
@@ -44,16 +44,16 @@ class Board:
         return _received, (self.ranks, self.folder, dup(self._descriptor), dup(self.stacks))
 
     def memory(self, rank: int) -> memoryview:
-        """Where a rank writes its row."""
+        """Return the memory of a rank's row."""
         return self._rows[rank * SIZE : (rank + 1) * SIZE]
 
     def row(self, rank: int) -> RankMarks:
-        """The row of a rank."""
+        """Return a rank's row."""
         return read_row(bytes(self.memory(rank)))
 
     @property
     def has_begun(self) -> bool:
-        """Whether any rank has begun a step."""
+        """True if any rank has begun a step."""
         return any(self.row(rank).step > 0 for rank in range(self.ranks))
 
     def ask(self) -> None:
@@ -62,23 +62,23 @@ class Board:
 
     @property
     def requests(self) -> int:
-        """How often ranks were asked for their records, modulo 256."""
+        """Number of requests for records so far, modulo 256."""
         return self._rows[self.ranks * SIZE]
 
     def read_stacks(self, start: int) -> str:
-        """What ranks have written into the file of stacks from byte `start` on."""
+        """Return what ranks have written to the file of stacks, from byte `start`."""
         return os.pread(self.stacks, 1 << 20, start).decode(errors="replace")
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._rows.release()
         self._map.close()
         os.close(self._descriptor)
         os.close(self.stacks)
 
 
-def _received(ranks: int, folder: Path, descriptor: Any, stacks: Any) -> Board:
-    """The board on a rank."""
-    board = Board.__new__(Board)
+def _received(ranks: int, folder: Path, descriptor: Any, stacks: Any) -> StatusBoard:
+    """Return the board on a rank."""
+    board = StatusBoard.__new__(StatusBoard)
     board._set(ranks, folder, descriptor.detach(), stacks.detach())  # pyright: ignore[reportPrivateUsage]
     return board

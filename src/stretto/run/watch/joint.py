@@ -1,9 +1,9 @@
 """The watch of a job that torchrun or SLURM has started: its ranks watch each other through the
 rendezvous store.
 
-Every rank publishes its row every second, and more often where a hang seems near. Rank 0 judges all of them;
-the others judge rank 0, and the store: whoever makes no progress and hears nothing is cut off. A rank that
-ends the job ends its own process, so that what has started it sees a failure.
+Every rank publishes its row every second, and more often if a hang seems near. Rank 0 judges all of them; the
+others judge rank 0 and the store: a rank that makes no progress and gets no reply from the store is
+considered partitioned. A rank that ends the job ends its own process, so that its launcher sees a failure.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ from typing import Any
 import torch.distributed as dist
 
 from stretto.engine.progress import PROGRESS, SIZE, RankMarks, read_row
-from stretto.run.watch.hang import RECORD, Seen, failure, judge, process_state, read_records, remove_records
+from stretto.run.watch.hang import (
+    RECORD,
+    RankStatus,
+    failure,
+    judge,
+    process_state,
+    read_records,
+    remove_records,
+)
+from stretto.run.watch.rank import counted_waits
 from stretto.run.watch.record import write_now
-from stretto.run.watch.waits import counted_waits
 
 HUNG = 69  # exit code of a rank that ends since another does not answer (EX_UNAVAILABLE)
 _EVERY_S, _BEAT_S = 1.0, 0.25
-_SOON_S = 0.25  # between two exchanges where a hang seems near
+_SOON_S = 0.25  # between two exchanges if a hang seems near
 _ANSWER_S = 5.0  # of the store
 _GATHER_S = 2.5  # for records
 _GRACE_S = 2.5  # for the others to read the verdict
@@ -42,11 +50,11 @@ _VERDICT, _READ = "watch/verdict", "watch/read"
 
 @contextlib.contextmanager
 def watched_together(folder: Path, hang_s: float | None) -> Generator[None]:
-    """Watch over the other ranks of the default process group while in the block, unless a launcher does.
+    """Watch the other ranks of the default process group inside the block, unless a launcher does.
 
     Args:
-        folder: for the records of a hang.
-        hang_s: as in the config; 0: hangs are not looked for.
+        folder: destination of the records of a hang.
+        hang_s: limit within a step, as in the config; 0 disables the watch.
     """
     if hang_s == 0 or PROGRESS.attached:
         yield
@@ -69,37 +77,37 @@ def _end(text: str) -> None:
     os._exit(HUNG)
 
 
-class _Heard:
-    """What is known of one rank's row, and since when it is as it is."""
+class PeerStatus:
+    """Latest row of one rank, and for how long it has not changed."""
 
     def __init__(self) -> None:
         self.row: RankMarks | None = None
-        self.seconds = self.mute = 0.0
+        self.seconds = self.silent_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
         self.seconds += seconds
-        self.mute += seconds
+        self.silent_s += seconds
 
     def update(self, row: RankMarks) -> None:
         if self.row is None or row.marks != self.row.marks:
             self.seconds = 0.0
         if self.row is None or row.alive_ns != self.row.alive_ns:
-            self.mute = 0.0
+            self.silent_s = 0.0
         self.row = row
 
-    def seen(self, rank: int) -> Seen | None:
+    def status(self, rank: int) -> RankStatus | None:
         if self.row is None:
             return None
         state = process_state(self.row.process) if self.row.host == socket.gethostname() else ""
-        return Seen(rank=rank, row=self.row, seconds=self.seconds, mute=self.mute, state=state)
+        return RankStatus(rank=rank, row=self.row, seconds=self.seconds, silent_s=self.silent_s, state=state)
 
 
 class JointWatch:
     """One rank's part of the watch.
 
     Args:
-        store: the rendezvous, in a client of its own.
-        end: ends this process with a message.
+        store: a separate client of the rendezvous store.
+        end: callback that ends this process with a message.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class JointWatch:
         self._store, self._folder = store, folder
         self._end = end
         self.rank, self.world = rank, world
-        self._heard = {other: _Heard() for other in (range(world) if rank == 0 else {0, rank})}
+        self._peers = {other: PeerStatus() for other in (range(world) if rank == 0 else {0, rank})}
         self._silence = 0.0  # seconds since the store has answered
         self._requests = self._answered = 0
         self._asked_at: list[int] | None = None  # on rank 0, the marks when it asked for records
@@ -137,18 +145,18 @@ class JointWatch:
         """Publish this rank's row, and read those that it judges."""
         store = self._store
         store.set(_key(self.rank), _packed(read_row(PROGRESS.snapshot())))
-        others = [other for other in self._heard if other != self.rank]
+        others = [other for other in self._peers if other != self.rank]
         texts = store.multi_get([_key(other) for other in others]) if others else []
         with self._lock:
             for other, text in zip(others, texts, strict=True):
-                self._heard[other].update(_unpacked(text))
+                self._peers[other].update(_unpacked(text))
             self._silence = 0.0
         if self.rank != 0 and store.check([_VERDICT]):
             text = bytes(store.get(_VERDICT)).decode()
             store.add(_READ, 1)
             self._end(text)
-        if store.check([_ASK]) and (number := int(store.get(_ASK))) != self._answered:
-            self._answered = number
+        if store.check([_ASK]) and (request := int(store.get(_ASK))) != self._answered:
+            self._answered = request
             write_now(self._folder, self.rank)
 
     # ------------------------------------------------------------------ the judgement
@@ -162,81 +170,80 @@ class JointWatch:
             last = now
 
     def look(self, passed: float) -> None:
-        """Judge, `passed` seconds after the last time; ends this process where a rank hangs."""
+        """Judge the ranks, `passed` seconds after the last call; end this process if a rank hangs."""
         with self._lock:
             self._silence += passed
-            for heard in self._heard.values():
-                heard.pass_time(passed)
-            self._heard[self.rank].update(read_row(PROGRESS.snapshot()))
-            seen = {rank: one for rank, heard in self._heard.items() if (one := heard.seen(rank)) is not None}
-        mine = seen[self.rank]
-        self._soon = any(one.nearly_late for one in seen.values())
-        if mine.late and self._silence > mine.row.limit:
+            for peer in self._peers.values():
+                peer.pass_time(passed)
+            self._peers[self.rank].update(read_row(PROGRESS.snapshot()))
+            latest = {rank: peer.status(rank) for rank, peer in self._peers.items()}
+            statuses = {rank: status for rank, status in latest.items() if status is not None}
+        own = statuses[self.rank]
+        self._soon = any(status.nearly_late for status in statuses.values())
+        if own.late and self._silence > own.row.limit:
             self._leave(
                 f"the rendezvous store has not answered for {self._silence:.1f} s: this host is cut off, "
                 "or the store's host is gone",
-                mine,
+                own,
             )
         elif self.rank != 0:
-            if mine.late and 0 in seen and seen[0].mute > mine.row.limit:
-                host = seen[0].row.host
-                self._leave(f"rank 0 on host {host} has given no sign of life for {seen[0].mute:.1f} s", mine)
+            if own.late and 0 in statuses and statuses[0].silent_s > own.row.limit:
+                host = statuses[0].row.host
+                self._leave(
+                    f"rank 0 on host {host} has given no sign of life for {statuses[0].silent_s:.1f} s", own
+                )
         elif time.monotonic() >= self._wait_until:
-            if any(one.late for one in seen.values()):
-                self._judge(seen)
-            else:
-                self._ask_ahead(seen)
+            if any(status.late for status in statuses.values()):
+                self._judge(statuses)
+            elif self._soon and self._asked_at is None:  # records may be needed soon
+                self._ask(statuses, 0.0)
+            elif not self._soon and self._asked_at is not None:  # they were not
+                self._asked_at = None
+                remove_records(self._folder)
 
-    def _leave(self, why: str, mine: Seen) -> None:
+    def _leave(self, reason: str, own: RankStatus) -> None:
         write_now(self._folder, self.rank)
-        doing = mine.row.text + (", waiting for others" if mine.row.waits else "")
+        doing = own.row.text + (", waiting for others" if own.row.waits else "")
         self._end(
-            f"rank {self.rank} on host {mine.row.host} ends: {why}; it was in step {mine.row.step}: {doing}, "
-            f"without progress for {mine.seconds:.1f} s"
+            f"rank {self.rank} on host {own.row.host} ends: {reason}; it was in step {own.row.step}: "
+            f"{doing}, without progress for {own.seconds:.1f} s"
         )
 
-    def _ask_ahead(self, seen: Mapping[int, Seen]) -> None:
-        """Ask for records, as they may be needed soon; remove them where they were not."""
-        if self._soon and self._asked_at is None:
-            self._ask(seen, 0.0)
-        elif not self._soon and self._asked_at is not None:
-            self._asked_at = None
-            remove_records(self._folder)
-
-    def _ask(self, seen: Mapping[int, Seen], seconds: float) -> None:
+    def _ask(self, statuses: Mapping[int, RankStatus], seconds: float) -> None:
         remove_records(self._folder)
-        self._asked_at = [one.row.marks for one in seen.values()]
+        self._asked_at = [status.row.marks for status in statuses.values()]
         self._requests += 1
         number = str(self._requests)
         self._on_store(lambda: self._store.set(_ASK, number), seconds)
 
-    def _judge(self, seen: Mapping[int, Seen]) -> None:
-        """Gather what the ranks know, and end the job; on rank 0."""
-        if self._asked_at != [one.row.marks for one in seen.values()]:
-            self._ask(seen, _ANSWER_S)
+    def _judge(self, statuses: Mapping[int, RankStatus]) -> None:
+        """On rank 0: gather all ranks' records, and end the job if they name a rank that is late."""
+        if self._asked_at != [status.row.marks for status in statuses.values()]:
+            self._ask(statuses, _ANSWER_S)
+        able = [status.rank for status in statuses.values() if status.answers]
+        records = [self._folder / RECORD.format(rank=rank) for rank in able]
         end = time.monotonic() + _GATHER_S
-        while time.monotonic() < end and not self._has_records(seen):
+        while time.monotonic() < end and not all(path.is_file() for path in records):
             time.sleep(0.05)
-        verdict = judge(seen, read_records(self._folder, self.world))
-        if not any(seen[rank].late for rank in verdict.culprits):
+        verdict = judge(statuses, read_records(self._folder, self.world))
+        if not any(statuses[rank].late for rank in verdict.culprits):
             self._wait_until = time.monotonic() + _AGAIN_S
             self._asked_at = None
             return
-        hung = failure(seen, verdict, self._folder)
+        hung = failure(statuses, verdict, self._folder)
         text = f"rank {hung.rank} {hung.message}\n{hung.traceback}\nhint: {hung.hint}"
-        readers = sum(one.answers for one in seen.values()) - 1
-        self._on_store(lambda: self._tell(text, readers), _GRACE_S)
+
+        def publish() -> None:
+            end = time.monotonic() + _GRACE_S  # for the other ranks to read it
+            self._store.set(_VERDICT, text)
+            while self._store.add(_READ, 0) < len(able) - 1 and time.monotonic() < end:
+                time.sleep(0.05)
+
+        self._on_store(publish, _GRACE_S)
         self._end(text)
 
-    def _tell(self, text: str, readers: int) -> None:
-        """Set the verdict, and wait until so many ranks have read it, or have had time to."""
-        end = time.monotonic() + _GRACE_S
-        self._store.set(_VERDICT, text)
-        while self._store.add(_READ, 0) < readers and time.monotonic() < end:
-            time.sleep(0.05)
-
     def _on_store(self, act: Callable[[], object], seconds: float) -> None:
-        """Do it on a thread of its own, and wait for it: the store may not answer."""
+        """Call `act` on a separate thread and wait at most `seconds`: the store may not answer."""
 
         def run() -> None:
             with contextlib.suppress(dist.DistError, RuntimeError):
@@ -246,32 +253,27 @@ class JointWatch:
         thread.start()
         thread.join(seconds)
 
-    def _has_records(self, seen: Mapping[int, Seen]) -> bool:
-        return all(
-            (self._folder / RECORD.format(rank=one.rank)).is_file() for one in seen.values() if one.answers
-        )
-
 
 def _key(rank: int) -> str:
     return f"watch/{rank}"
 
 
 def _packed(row: RankMarks) -> str:
-    """A row as JSON; JSON has no infinity."""
+    """Return a row as JSON, which has no infinity."""
     return json.dumps({**asdict(row), "limit": min(row.limit, 1e300)})
 
 
 def _unpacked(text: bytes) -> RankMarks:
-    """The row of another rank; what does not say as much as a row says raises RuntimeError."""
+    """Return the row of another rank; raise RuntimeError if the text is not a complete row."""
     try:
-        facts = json.loads(text)
-        limit = float(facts["limit"])
+        fields = json.loads(text)
+        limit = float(fields["limit"])
         return RankMarks(
-            **{name: int(facts[name]) for name in ("marks", "marked_ns", "alive_ns", "process", "step")},
+            **{name: int(fields[name]) for name in ("marks", "marked_ns", "alive_ns", "process", "step")},
             limit=inf if limit >= 1e300 else limit,
-            waits=bool(facts["waits"]),
-            text=str(facts["text"])[:320],
-            host=str(facts["host"])[:128],
+            waits=bool(fields["waits"]),
+            text=str(fields["text"])[:320],
+            host=str(fields["host"])[:128],
         )
     except (ValueError, TypeError, KeyError) as error:
         raise RuntimeError(f"the row of another rank is no row: {error!r}") from None

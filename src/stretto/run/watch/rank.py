@@ -1,4 +1,6 @@
-"""A rank's side of the watch: it shares its marks, shows that it lives, writes its record when asked."""
+"""A rank's side of the watch: share its marks, show that it is alive, count its waits for other ranks, and
+write its record on request.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from stretto.engine.progress import PROGRESS
-from stretto.run.watch.board import STACKS, Board
+from stretto.run.watch.board import STACKS, StatusBoard
 
 BEAT_S = 0.25
 
 
-def watched(board: Board, function: Callable[..., Any], *arguments: Any) -> Any:
+def watched(board: StatusBoard, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run `function(*arguments)` as a local rank whose launcher watches the board."""
-    from stretto.run.watch.waits import counted_waits
-
     rank, process = int(os.environ["RANK"]), os.getpid()
     PROGRESS.attach(board.memory(rank), process, socket.gethostname())
     if STACKS:  # in C, so that it works whatever holds the interpreter's lock
@@ -31,7 +32,7 @@ def watched(board: Board, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _beat(board: Board, rank: int, process: int) -> None:
+def _beat(board: StatusBoard, rank: int, process: int) -> None:
     from stretto.run.watch.record import write_now
 
     answered = board.requests
@@ -41,3 +42,30 @@ def _beat(board: Board, rank: int, process: int) -> None:
             answered = requests
             write_now(board.folder, rank)
         time.sleep(BEAT_S)
+
+
+@contextmanager
+def counted_waits() -> Generator[None]:
+    """Count in `PROGRESS` the time that the main thread waits for other ranks, which it does in `Work.wait`
+    alone. torch has no hook there, so the method is replaced. On an accelerator it returns at once, as the
+    device waits and not the host.
+    """
+    from torch.distributed import Work
+
+    wait, main = Work.wait, threading.main_thread().ident
+    thread = threading.get_ident
+
+    def counted(work: Work, *arguments: Any, **named: Any) -> Any:
+        if thread() != main:
+            return wait(work, *arguments, **named)
+        began = PROGRESS.begin_wait()
+        try:
+            return wait(work, *arguments, **named)
+        finally:
+            PROGRESS.end_wait(began)
+
+    Work.wait = counted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        Work.wait = wait

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when ranks wait in vain: its last calls and its stacks."""
+"""The record that a rank writes when ranks wait in vain: its last calls and its stacks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from stretto.engine.pipeline.executor import Awaited, PipelineError
 from stretto.engine.progress import PROGRESS, label, read_row
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import peer_failure
-from stretto.run.watch.hang import HANG, RECORD, STACK, remove_records
+from stretto.run.watch.hang import RECORD, STACK, remove_records
 
-_pipeline: Sequence[int] = ()  # the ranks of this rank's pipeline, while it trains
+NCCL = "nccl"  # subfolder of the records for NCCL's own dumps: a rank has one file in each
+_pipeline: Sequence[int] = ()  # ranks of this rank's pipeline, while it trains
 
 
 @contextlib.contextmanager
@@ -28,8 +29,8 @@ def hang_record(folder: Path, pipeline: Sequence[int]) -> Generator[None]:
     """Write this rank's flight record into `folder` if the block fails because other ranks do not answer.
 
     Args:
-        folder: of the run's records; those of an earlier hang are removed.
-        pipeline: the ranks of this rank's pipeline, in its order.
+        folder: destination of the records; those of an earlier hang are removed.
+        pipeline: ranks of this rank's pipeline, in order.
     """
     global _pipeline
     if dist.get_rank() == 0:
@@ -40,18 +41,23 @@ def hang_record(folder: Path, pipeline: Sequence[int]) -> Generator[None]:
     except Exception as error:
         if peer_failure(error) is not None:
             with contextlib.suppress(OSError, StrettoError):  # the failure itself is what must be reported
-                _write(folder, _awaited(error))
+                cause: BaseException | None = error
+                while cause is not None and not (
+                    isinstance(cause, PipelineError) and cause.awaited is not None
+                ):
+                    cause = cause.__cause__ or cause.__context__
+                _write(folder, None if cause is None else cause.awaited)
         raise
     finally:
         _pipeline = ()
 
 
 def write_now(folder: Path, rank: int) -> None:
-    """Write this rank's record and the Python stacks of its threads, whatever it is doing: for a thread
-    beside the main one. What cannot be written is left out.
+    """Write this rank's record and the Python stacks of its threads, whatever the main thread is doing; parts
+    that cannot be written are left out. Called on another thread.
     """
     with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
+        folder.mkdir(exist_ok=True)  # not its parents: the run's folder is not created anew
         with (folder / STACK.format(rank=rank)).open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
     with contextlib.suppress(Exception):  # torch's recorder may be in any state
@@ -61,7 +67,7 @@ def write_now(folder: Path, rank: int) -> None:
 
 
 def _write(folder: Path, awaited: Awaited | None) -> None:
-    """torch's record as JSON, with what gloo leaves out: the ranks of groups, and the message waited for."""
+    """Write torch's record as JSON, with what gloo omits: the ranks of groups and the awaited message."""
     gloo, rank = "gloo" in dist.get_backend(), dist.get_rank()
     record = read_pickle(flight_record())
     names: Mapping[Any, str] = dist.distributed_c10d._world.pg_names
@@ -75,8 +81,8 @@ def _write(folder: Path, awaited: Awaited | None) -> None:
     }
     entries = record.setdefault("entries", [])
     if gloo and awaited is not None and rank in _pipeline:
-        me, peer = _pipeline.index(rank), awaited.peer
-        name = f"send {me}->{peer}" if awaited.sends else f"recv {me}<-{peer}"
+        index, peer = _pipeline.index(rank), awaited.peer
+        name = f"send {index}->{peer}" if awaited.sends else f"recv {index}<-{peer}"
         record["pg_config"]["pipeline"] = {
             "name": "pipeline",
             "desc": "pipeline",
@@ -93,35 +99,20 @@ def _write(folder: Path, awaited: Awaited | None) -> None:
                 "retired": False,
             }
         )
-    folder.mkdir(exist_ok=True)  # in the run's, which is not made anew
+    folder.mkdir(exist_ok=True)  # not its parents: the run's folder is not created anew
     path = folder / RECORD.format(rank=rank)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(record), encoding="utf-8")
-    beside.replace(path)
-
-
-def _awaited(error: BaseException | None) -> Awaited | None:
-    """The message that the failed action of the pipeline waited for; None: none, or it failed elsewhere."""
-    while error is not None:
-        if isinstance(error, PipelineError) and error.awaited is not None:
-            return error.awaited
-        error = error.__cause__ or error.__context__
-    return None
-
-
-__all__ = ["HANG", "hang_record", "write_now"]
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(record), encoding="utf-8")
+    temporary.replace(path)
 
 
 def record_environment(folder: Path, environment: dict[str, str] | None = None) -> None:
-    """Switch NCCL's flight recorder on and let its watchdog write into the run's folder when a call times
-    out, unless the environment says otherwise. Before the process groups are made.
+    """Enable NCCL's flight recorder and let its watchdog write into the run's folder when a call times out,
+    unless the environment says otherwise. Call it before process groups are created.
     """
-    here = os.environ if environment is None else environment
-    here.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in here:  # the name of before
-        here.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in here:
-        here.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / NCCL / "rank_"))
-
-
-NCCL = "nccl"  # a folder of its own inside that of the records: a rank has one file there and one here
+    variables = os.environ if environment is None else environment
+    variables.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in variables:  # the older name
+        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in variables:
+        variables.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / NCCL / "rank_"))
