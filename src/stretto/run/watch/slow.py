@@ -127,7 +127,8 @@ class SlowRanks:
 
     def _judge(self, size: int) -> dict[int, float]:
         steps = list(self._busy)
-        window, past, slow = steps[-size:], steps[:-size], dict[int, float]()
+        window, past = steps[-size:], steps[:-size]
+        slow = dict[int, float]()
         baseline = None
         if any(len(group) == 1 for group in self._groups) and len(past) >= _SHORTEST_PAST:
             baseline = [median(times) for times in zip(*past, strict=True)]
