@@ -95,12 +95,12 @@ def lease(folder: Path | None) -> Generator[None]:
         raise _unusable(folder, error) from None
     descriptor = -1
     try:
-        own = _this_job()
-        descriptor = _acquire(folder, own)
+        this_job = _this_job()
+        descriptor = _acquire(folder, this_job)
         before = os.environ.get(_TOKEN)
-        os.environ[_TOKEN] = f"{own.token} {identity(folder)}"
+        os.environ[_TOKEN] = f"{this_job.token} {identity(folder)}"
         ended = threading.Event()
-        beats = threading.Thread(target=_renew, args=(folder, own, ended), name="lease", daemon=True)
+        beats = threading.Thread(target=_renew, args=(folder, this_job, ended), name="lease", daemon=True)
         beats.start()
         try:
             yield
@@ -112,7 +112,7 @@ def lease(folder: Path | None) -> Generator[None]:
                 del os.environ[_TOKEN]
             else:
                 os.environ[_TOKEN] = before
-            if _read(folder) == own:
+            if _read(folder) == this_job:
                 (folder / LEASE).unlink(missing_ok=True)
     finally:
         if descriptor >= 0:
@@ -200,7 +200,7 @@ def identity(folder: Path) -> str:
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def _acquire(folder: Path, own: Holder) -> int:
+def _acquire(folder: Path, this_job: Holder) -> int:
     """Take the lease; return the descriptor that holds its lock."""
     began, reported = time.monotonic(), False
     watched, since = "", began  # the last sign of life from another machine, and when it was first seen
@@ -214,14 +214,14 @@ def _acquire(folder: Path, own: Holder) -> int:
             raise StrettoError(f"{folder / LEASE} is not a plain file", hint="remove it")
         try:
             stale = watched if time.monotonic() - since > STALE_S else ""
-            problem = _obstacle(folder, descriptor, own, stale)
+            problem = _obstacle(folder, descriptor, this_job, stale)
             if problem is None:
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(asdict(own)).encode(), 0)
+                os.pwrite(descriptor, json.dumps(asdict(this_job)).encode(), 0)
                 os.fsync(descriptor)
                 if stale:
                     time.sleep(_SETTLE_S)
-                if stale and (holder := _read(folder)) != own:
+                if stale and (holder := _read(folder)) != this_job:
                     raise _in_use(folder, holder)
                 return descriptor
         except BaseException as error:
@@ -246,7 +246,7 @@ def _acquire(folder: Path, own: Holder) -> int:
         time.sleep(0.05)
 
 
-def _obstacle(folder: Path, descriptor: int, own: Holder, stale: str) -> StrettoError | None:
+def _obstacle(folder: Path, descriptor: int, this_job: Holder, stale: str) -> StrettoError | None:
     """Return why the lease cannot be taken, or None if it can; then the lock on its file is held.
 
     Args:
@@ -272,9 +272,9 @@ def _obstacle(folder: Path, descriptor: int, own: Holder, stale: str) -> Stretto
             )
     finally:
         os.close(inner)
-    if holder is None or own.starts_again(holder):
+    if holder is None or this_job.starts_again(holder):
         return None
-    if holder.machine == own.machine:
+    if holder.machine == this_job.machine:
         gone = locks is True or not is_running(holder.process)
         return None if gone else _in_use(folder, holder)
     sign = f"{holder.token} {status.st_mtime_ns}"
@@ -333,11 +333,11 @@ def _read(folder: Path) -> Holder | None:
     return Holder(**record)
 
 
-def _renew(folder: Path, own: Holder, ended: threading.Event) -> None:
+def _renew(folder: Path, this_job: Holder, ended: threading.Event) -> None:
     """Renew the file's modification time until the job ends or another job has the lease. A lease that cannot
     be read for a moment counts as this job's.
     """
-    while not ended.wait(BEAT_S) and _read(folder) in (own, None):
+    while not ended.wait(BEAT_S) and _read(folder) in (this_job, None):
         with contextlib.suppress(OSError):
             os.utime(folder / LEASE)
 

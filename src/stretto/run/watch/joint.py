@@ -178,19 +178,20 @@ class JointWatch:
             self._peers[self.rank].update(read_row(PROGRESS.snapshot()))
             latest = {rank: peer.status(rank) for rank, peer in self._peers.items()}
             statuses = {rank: status for rank, status in latest.items() if status is not None}
-        own = statuses[self.rank]
+        this_rank = statuses[self.rank]
         self._soon = any(status.nearly_late for status in statuses.values())
-        if own.late and self._silence > own.row.limit:
+        if this_rank.late and self._silence > this_rank.row.limit:
             self._leave(
                 f"the rendezvous store has not answered for {self._silence:.1f} s: this host is cut off, "
                 "or the store's host is gone",
-                own,
+                this_rank,
             )
         elif self.rank != 0:
-            if own.late and 0 in statuses and statuses[0].silent_s > own.row.limit:
+            if this_rank.late and 0 in statuses and statuses[0].silent_s > this_rank.row.limit:
                 host = statuses[0].row.host
                 self._leave(
-                    f"rank 0 on host {host} has given no sign of life for {statuses[0].silent_s:.1f} s", own
+                    f"rank 0 on host {host} has given no sign of life for {statuses[0].silent_s:.1f} s",
+                    this_rank,
                 )
         elif time.monotonic() >= self._wait_until:
             if any(status.late for status in statuses.values()):
@@ -201,12 +202,12 @@ class JointWatch:
                 self._asked_at = None
                 remove_records(self._folder)
 
-    def _leave(self, reason: str, own: RankStatus) -> None:
+    def _leave(self, reason: str, this_rank: RankStatus) -> None:
         write_now(self._folder, self.rank)
-        doing = own.row.text + (", waiting for others" if own.row.waits else "")
+        doing = this_rank.row.text + (", waiting for others" if this_rank.row.waits else "")
         self._end(
-            f"rank {self.rank} on host {own.row.host} ends: {reason}; it was in step {own.row.step}: "
-            f"{doing}, without progress for {own.seconds:.1f} s"
+            f"rank {self.rank} on host {this_rank.row.host} ends: {reason}; it was in step {this_rank.row.step}: "
+            f"{doing}, without progress for {this_rank.seconds:.1f} s"
         )
 
     def _ask(self, statuses: Mapping[int, RankStatus], seconds: float) -> None:
