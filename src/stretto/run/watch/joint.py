@@ -206,8 +206,8 @@ class JointWatch:
         write_now(self._folder, self.rank)
         doing = this_rank.row.text + (", waiting for others" if this_rank.row.waits else "")
         self._end(
-            f"rank {self.rank} on host {this_rank.row.host} ends: {reason}; it was in step {this_rank.row.step}: "
-            f"{doing}, without progress for {this_rank.seconds:.1f} s"
+            f"rank {self.rank} on host {this_rank.row.host} ends: {reason}; it was in step "
+            f"{this_rank.row.step}: {doing}, without progress for {this_rank.seconds:.1f} s"
         )
 
     def _ask(self, statuses: Mapping[int, RankStatus], seconds: float) -> None:
