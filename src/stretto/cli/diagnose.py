@@ -14,7 +14,7 @@ from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.run.diagnose.dump import Call
+    from stretto.run.diagnose.dump import RecordedCall
     from stretto.run.diagnose.hang import Diagnosis, Mismatch
 
 app = command_app()
@@ -109,7 +109,7 @@ def _record(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _call_record(call: Call) -> dict[str, Any]:
+def _call_record(call: RecordedCall) -> dict[str, Any]:
     if call.completed:
         state = "completed"
     elif call.retired:
@@ -127,7 +127,7 @@ def _call_record(call: Call) -> dict[str, Any]:
         "dtypes": sorted({*call.input_dtypes, *call.output_dtypes}),
         "state": state,
         "created_ns": call.created_ns,
-        "place": None if call.place is None else str(call.place),
+        "place": None if call.frame is None else str(call.frame),
     }
 
 
@@ -144,7 +144,8 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield ""
         yield "who waits for whom"
         for wait in diagnosis.waits[:_SHOWN]:
-            yield f"  rank {wait.rank} -> rank {wait.target}: {wait.call}{wait.call.sizes}{wait.call.at}"
+            call = wait.call
+            yield f"  rank {wait.rank} -> rank {wait.target}: {call}{call.sizes}{call.location}"
         if len(diagnosis.waits) > _SHOWN:
             yield f"  and {len(diagnosis.waits) - _SHOWN} more: --json has all"
     chains = [
@@ -166,7 +167,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
             first = next(iter(each.waiting.values()))
             yield (
                 f"{_ranks(each.missing, 'is', 'are')} missing in {first}: "
-                f"{_ranks(each.waiting, 'waits', 'wait')} in it{first.at}"
+                f"{_ranks(each.waiting, 'waits', 'wait')} in it{first.location}"
             )
             if not each.members_known:
                 yield f"  (no dump says who belongs to {each.group}: these are the ranks that used it)"
@@ -174,7 +175,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         if stalled.queued:
             call = next(iter(stalled.calls.values()))
             yield (
-                f"{_ranks(stalled.open_on, 'waits', 'wait')} in {call}{call.at}: "
+                f"{_ranks(stalled.open_on, 'waits', 'wait')} in {call}{call.location}: "
                 f"{_ranks(stalled.queued, 'has', 'have')} asked for it too, and the device has not "
                 "begun with it, as it is busy or stuck before it"
             )
@@ -186,7 +187,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         newest = max(other.created_ns for other in diagnosis.last.values())
         seconds = (newest - call.created_ns) / 1e9
         since = f", {seconds:.1f} s before the newest call of any rank" if seconds >= 0.1 else ""
-        yield f"  rank {rank} waits for no other rank; its last call was {call}{call.at}{since}"
+        yield f"  rank {rank} waits for no other rank; its last call was {call}{call.location}{since}"
     if diagnosis.circle:
         yield (
             f"ranks {' -> '.join(map(str, diagnosis.circle))} wait for each other in a circle: each asks for "
@@ -197,7 +198,7 @@ def _cause(diagnosis: Diagnosis) -> Iterator[str]:
         )
         yield (
             "  either their calls are in different orders, or one computes or hangs outside of them: rank "
-            f"{oldest.rank} has asked for nothing for longest, its last call is {oldest}{oldest.at}"
+            f"{oldest.rank} has asked for nothing for longest, its last call is {oldest}{oldest.location}"
         )
     if not diagnosis.waits and not diagnosis.mismatches:
         for stalled in diagnosis.stalled:

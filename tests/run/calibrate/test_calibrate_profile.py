@@ -14,7 +14,7 @@ from stretto.planner.machines.describe import save_cluster
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
-from stretto.run.calibrate.host import Host, host_of
+from stretto.run.calibrate.host import HostOverhead, host_of
 from stretto.run.calibrate.kernels import merged
 from stretto.run.calibrate.profile import Measured, merge_ranks, profile
 
@@ -94,4 +94,6 @@ def test_host_time_is_step_time_without_kernels() -> None:
 
 
 def test_less_than_kernels_take_is_nothing_beside_them() -> None:
-    assert host_of(dict.fromkeys(((1, 2), (1, 10), (5, 2), (5, 10)), 0.01), find_device("cpu")) == Host(0, 0)
+    assert host_of(
+        dict.fromkeys(((1, 2), (1, 10), (5, 2), (5, 10)), 0.01), find_device("cpu")
+    ) == HostOverhead(0, 0)

@@ -20,7 +20,7 @@ from stretto.cli import main
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, SIZE, ProgressMarks, RankMarks, label, read_row
 from stretto.program.action import Action, ActionKind
-from stretto.run.diagnose.dump import Call, Group, RankDump
+from stretto.run.diagnose.dump import RecordedCall, RecordedGroup, RankDump
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
@@ -278,13 +278,15 @@ def test_of_a_rank_that_gloo_has_ended_the_stack_is_told(tmp_path: Path) -> None
 
 
 def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
-    group = Group("0", "default_pg", (0, 1))
+    group = RecordedGroup("0", "default_pg", (0, 1))
     calls = [
-        Call(rank=rank, group=group, operation=name, number=28, record=1, input_sizes=((12,),), started=True)
+        RecordedCall(
+            rank=rank, group=group, operation=name, number=28, record=1, input_sizes=((12,),), started=True
+        )
         for rank, name in enumerate(("all_gather", "all_reduce"))
     ]
     dumps = [
-        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, whole=True)
+        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, complete=True)
         for one in calls
     ]
     both = among(seen(0), seen(1))
@@ -297,13 +299,15 @@ def test_of_two_calls_that_differ_neither_is_the_odd_one() -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_all_named() -> None:
-    group = Group("0", "pipeline", (0, 1))
+    group = RecordedGroup("0", "pipeline", (0, 1))
     calls = [
-        Call(rank=rank, group=group, operation="recv", number=1, record=1, message=True, peer=1 - rank)
+        RecordedCall(
+            rank=rank, group=group, operation="recv", number=1, record=1, message=True, peer=1 - rank
+        )
         for rank in range(2)
     ]
     dumps = [
-        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, whole=True)
+        RankDump(rank=one.rank, path=Path(), version="2.10", calls=(one,), groups={}, complete=True)
         for one in calls
     ]
     verdict = judge(among(seen(0), seen(1)), diagnose(dumps, 2))

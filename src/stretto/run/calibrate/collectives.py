@@ -27,7 +27,7 @@ _ENOUGH = 40
 
 
 @dataclass(frozen=True)
-class _Round:
+class _RoundTimes:
     """Seconds of one call: wall time of the slowest rank, mean CPU time of the ranks, idle core time."""
 
     wall: float
@@ -74,16 +74,16 @@ class CollectiveTimer:
         once = self._round(call, 1).wall
         count = int(min(_ENOUGH, max(1, self.budget / _ROUNDS / max(once, 1e-6))))
         rounds = [self._round(call, count) for _ in range(_ROUNDS)]
-        wall = min(one.wall for one in rounds)
+        wall = min(round_.wall for round_ in rounds)
         if self.cores is None:
             return wall
-        cpu = median(one.cpu for one in rounds)
+        cpu = median(round_.cpu for round_ in rounds)
         ranks = dist.get_world_size()
         # core time taken by other processes does not count as time of the collective
-        undisturbed = sum(ranks * one.cpu + one.idle for one in rounds) / _ROUNDS / self.cores
+        undisturbed = sum(ranks * round_.cpu + round_.idle for round_ in rounds) / _ROUNDS / self.cores
         return max(cpu, min(wall, undisturbed) * min(1.0, self.cores / ranks))
 
-    def _round(self, call: Callable[[], object], count: int) -> _Round:
+    def _round(self, call: Callable[[], object], count: int) -> _RoundTimes:
         dist.barrier()
         self._wait()
         idle = idle_seconds()
@@ -98,7 +98,7 @@ class CollectiveTimer:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         dist.all_reduce(times)
         _, cpu, idle = (times / count / dist.get_world_size()).tolist()
-        return _Round(float(slowest) / count, cpu, idle)
+        return _RoundTimes(float(slowest) / count, cpu, idle)
 
     def _wait(self) -> None:
         synchronize(self.device)
@@ -137,12 +137,12 @@ def _group(world: int, ranks: int) -> ProcessGroup:
     """The group of neighbouring ranks that this rank is in."""
     if ranks == world:
         return cast(ProcessGroup, dist.group.WORLD)
-    mine = None
+    member = None
     for first in range(0, world, ranks):
-        made = make_group(list(range(first, first + ranks)), None)
-        mine = made or mine
-    assert mine is not None
-    return mine
+        group = make_group(list(range(first, first + ranks)), None)
+        member = group or member
+    assert member is not None
+    return member
 
 
 def _floats(size: int, device: torch.device) -> Tensor:

@@ -37,7 +37,7 @@ _STEPS = 12  # the fastest counts: disturbances only add, and the differences ar
 
 
 @dataclass(frozen=True)
-class Host:
+class HostOverhead:
     """Host seconds beside kernels.
 
     Attributes:
@@ -60,7 +60,7 @@ def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
     return seconds
 
 
-def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
+def host_of(steps: dict[tuple[int, int], float], device: Device) -> HostOverhead:
     """Host overhead: `small_steps` less their kernels, predicted from the device's measurements."""
     (few, many), (less, more) = _BLOCKS, _MICROBATCHES
     each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
@@ -82,8 +82,8 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
         )
         return work.forward + work.back + work.weight
 
-    rest = each[few] - few * block - kernels("embed") - kernels("head")
-    return Host(max(0.0, block - kernels("block")), max(0.0, rest / 2))
+    microbatch = each[few] - few * block - kernels("embed") - kernels("head")
+    return HostOverhead(max(0.0, block - kernels("block")), max(0.0, microbatch / 2))
 
 
 def _job(blocks: int, microbatches: int) -> Job:

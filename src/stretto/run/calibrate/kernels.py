@@ -143,7 +143,7 @@ Passes = tuple[Callable[[], object], float, int]  # a call, the bytes counted fo
 
 _WIDTH = 256
 _HOST_ROWS, _ROWS = (8, 512, 4096), (512, 8192, 65536)
-_LEAST = 1.5e-6  # seconds of the shortest kernel
+_SHORTEST = 1.5e-6  # seconds of the shortest kernel
 _FASTEST = 2e11  # bytes/s, out of the cache of a CPU's core
 
 
@@ -178,10 +178,10 @@ def rows_of(
         call, size, parts = make(device, count)
         seconds = watch.seconds(call) / parts
         if not rows:
-            fixed = max(0.0, seconds - _LEAST) if device.type == "cpu" else 0.0
+            fixed = max(0.0, seconds - _SHORTEST) if device.type == "cpu" else 0.0
         # a time below the fixed part is noise; no pass is much faster than the caches
-        least = max(_LEAST, size / parts / _FASTEST) if device.type == "cpu" else 0.0
-        rows.append([size / parts, max(seconds - fixed, least)])
+        floor = max(_SHORTEST, size / parts / _FASTEST) if device.type == "cpu" else 0.0
+        rows.append([size / parts, max(seconds - fixed, floor)])
     return rows
 
 

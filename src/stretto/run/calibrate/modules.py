@@ -42,7 +42,7 @@ def profile_layers(
     """
     if not layers:
         raise StrettoError("there are no layers", hint="give the model as a list of modules, in order")
-    runs = [_Layer(module=layer, at=at) for at, layer in enumerate(layers)]
+    runs = [_ProfiledLayer(module=layer, index=index) for index, layer in enumerate(layers)]
     if loss is not None:
         runs[-1].after = lambda *y: loss(y[0] if len(y) == 1 else y, target)
     first = sample if isinstance(sample, tuple) else (sample,)
@@ -53,7 +53,7 @@ def profile_layers(
         parameter.grad = None  # so that nothing accumulates into it
     try:
         with forked_random([device]):
-            _keep(runs, first)
+            _count_activations(runs, first)
             for turn in range(_WARMUP + repeats):
                 _round(runs, first, device, turn >= _WARMUP)
     finally:
@@ -62,10 +62,10 @@ def profile_layers(
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    named = list(names) or [f"{at} {type(layer).__name__}" for at, layer in enumerate(layers)]
+    named = list(names) or [f"{index} {type(layer).__name__}" for index, layer in enumerate(layers)]
     shared = tuple(
         SharedWeights(
-            tuple(at for at, _ in tie.uses), _size(layers[tie.uses[0][0]].get_parameter(tie.uses[0][1]))
+            tuple(index for index, _ in tie.uses), _size(layers[tie.uses[0][0]].get_parameter(tie.uses[0][1]))
         )
         for tie in find_ties(layers)
     )
@@ -77,25 +77,25 @@ def profile_layers(
 
 
 @dataclass(kw_only=True)
-class _Layer:
+class _ProfiledLayer:
     """One layer and its measurements."""
 
     module: nn.Module
-    at: int
+    index: int
     after: Callable[..., Any] | None = None
     forwards: list[float] = field(default_factory=list[float])
     backwards: list[float] = field(default_factory=list[float])
     inputs: list[float] = field(default_factory=list[float])
     output: int = 0
     activations: int = 0
-    of_input: int = 0
+    input_bytes: int = 0
 
     def __call__(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         try:
             y = self.module(*x)
         except Exception as error:
             raise StrettoError(
-                f"layer {self.at} ({type(self.module).__name__}) fails: {' '.join(str(error).split())}",
+                f"layer {self.index} ({type(self.module).__name__}) fails: {' '.join(str(error).split())}",
                 hint="each layer takes what the one before it returns, a tuple as several arguments",
             ) from error
         y = y if type(y) is tuple else (y,)
@@ -117,14 +117,14 @@ class _Layer:
             activations=self.activations,
             output=self.output,
             weight=weight,
-            input=self.of_input,
+            input=self.input_bytes,
         )
 
 
-def _round(runs: Sequence[_Layer], x: tuple[Any, ...], device: torch.device, counts: bool) -> None:
+def _round(runs: Sequence[_ProfiledLayer], x: tuple[Any, ...], device: torch.device, counts: bool) -> None:
     """All layers once: forward, backward, and the backward of inputs alone."""
     for run in runs:
-        x = _entering(x, run.at)
+        x = _entering(x, run.index)
         begin = _now(device)
         y = run(x)
         middle = _now(device)
@@ -149,29 +149,30 @@ def _ends(y: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
     return results, [torch.ones_like(t) for t in results]
 
 
-def _entering(x: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+def _entering(x: tuple[Any, ...], index: int) -> tuple[Any, ...]:
     """A layer's arguments as leaves, as a stage receives them; the sample itself needs no gradient."""
     return tuple(
-        t.detach().requires_grad_(at > 0 and t.is_floating_point()) if isinstance(t, Tensor) else t for t in x
+        t.detach().requires_grad_(index > 0 and t.is_floating_point()) if isinstance(t, Tensor) else t
+        for t in x
     )
 
 
-def _keep(runs: Sequence[_Layer], x: tuple[Any, ...]) -> None:
+def _count_activations(runs: Sequence[_ProfiledLayer], x: tuple[Any, ...]) -> None:
     """Count the memory that each layer saves for its backward and no layer before it has saved."""
-    seen = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
-    seen |= {p.untyped_storage().data_ptr() for run in runs for p in run.module.parameters()}
-    seen |= {b.untyped_storage().data_ptr() for run in runs for b in run.module.buffers()}
+    counted = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
+    counted |= {p.untyped_storage().data_ptr() for run in runs for p in run.module.parameters()}
+    counted |= {b.untyped_storage().data_ptr() for run in runs for b in run.module.buffers()}
     alive: list[Any] = []  # so that no address is reused
     for run in runs:
-        x = _entering(x, run.at)
+        x = _entering(x, run.index)
         entered = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
 
-        def pack(t: Tensor, run: _Layer = run, entered: set[int] = entered) -> Tensor:
+        def pack(t: Tensor, run: _ProfiledLayer = run, entered: set[int] = entered) -> Tensor:
             memory = t.untyped_storage()
-            if memory.data_ptr() not in seen:
-                seen.add(memory.data_ptr())
+            if memory.data_ptr() not in counted:
+                counted.add(memory.data_ptr())
                 run.activations += memory.nbytes()
-                run.of_input += memory.nbytes() if memory.data_ptr() in entered else 0
+                run.input_bytes += memory.nbytes() if memory.data_ptr() in entered else 0
             alive.append(t)
             return t
 

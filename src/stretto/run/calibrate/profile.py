@@ -37,19 +37,19 @@ from stretto.run.launch.local import RANKS_PER_CORE, check_ranks, run_ranks
 _WIDTH = 78
 
 
-class Bar:
+class ProgressLine:
     """Progress on stderr, in a `with`; only one rank prints it."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._terminal = quiet, sys.stderr.isatty()
         self._part, self._begun = "", time.monotonic()
 
-    def say(self, part: str, what: str) -> None:
+    def show(self, part: str, measurement: str) -> None:
         """Show the part and the measurement that begin now."""
         if self._quiet:
             return
         if self._terminal:
-            text = f"{time.monotonic() - self._begun:4.0f} s  {part}: {what}"
+            text = f"{time.monotonic() - self._begun:4.0f} s  {part}: {measurement}"
             print(f"\r{text[:_WIDTH]:{_WIDTH}}", end="", file=sys.stderr, flush=True)
         elif part != self._part:
             print(f"measuring {part}", file=sys.stderr, flush=True)
@@ -104,13 +104,13 @@ def measure_rank(kind: str, quick: bool, quiet: bool) -> Measured:
     device = rank_device(kind)
     dist.init_process_group(backend_for(kind))
     try:
-        with Bar(quiet or dist.get_rank() > 0) as bar:
+        with ProgressLine(quiet or dist.get_rank() > 0) as bar:
             return _measure(device, quick, bar)
     finally:
         dist.destroy_process_group()
 
 
-def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
+def _measure(device: torch.device, quick: bool, bar: ProgressLine) -> Measured:
     measured = Measured(kind=device.type, backend=dist.get_backend())
     watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -125,7 +125,7 @@ def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
     if dist.get_world_size() > 1:
         _part("collectives", collective_times(timer, quick), measured.collectives, device, bar)
     if device.type == "cpu":
-        bar.say("layers", "small models")
+        bar.show("layers", "small models")
         measured.steps = small_steps(watch)
         measured.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     else:
@@ -135,19 +135,19 @@ def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
 
 def _part(
     name: str,
-    what: Iterator[tuple[str, Callable[[Any], None]]],
+    measurements: Iterator[tuple[str, Callable[[Any], None]]],
     into: Any,
     device: torch.device,
-    bar: Bar,
+    bar: ProgressLine,
 ) -> None:
     """All ranks take the same measurements in step, until they are done or the part's time is over."""
     begun = time.monotonic()
-    for one, measure in what:
+    for title, measure in measurements:
         late = torch.tensor([float(time.monotonic() - begun > LIMITS[name])], device=device)
         dist.all_reduce(late)
         if late:
             return
-        bar.say(name, one)
+        bar.show(name, title)
         measure(into)
 
 
@@ -155,14 +155,14 @@ def merge_ranks(ranks: list[Measured]) -> Measured:
     """The measurements of all ranks as one: the median of each row, and the mean of equal products."""
     first = ranks[0]
     return Measured(
-        launch=median(one.launch for one in ranks),
-        matmul={p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
-        passes=_medians([one.passes for one in ranks]),
-        attention=_median([one.attention for one in ranks]),
+        launch=median(rank.launch for rank in ranks),
+        matmul={p: merged(_median([rank.matmul[p] for rank in ranks])) for p in first.matmul},
+        passes=_medians([rank.passes for rank in ranks]),
+        attention=_median([rank.attention for rank in ranks]),
         collectives={
-            kind: sorted(rows) for kind, rows in _medians([one.collectives for one in ranks]).items()
+            kind: sorted(rows) for kind, rows in _medians([rank.collectives for rank in ranks]).items()
         },
-        steps={key: median(one.steps[key] for one in ranks) for key in first.steps},
+        steps={key: median(rank.steps[key] for rank in ranks) for key in first.steps},
         memory=first.memory,
         kind=first.kind,
         driver=first.driver,
@@ -171,15 +171,15 @@ def merge_ranks(ranks: list[Measured]) -> Measured:
 
 
 def _medians(ranks: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
-    return {kind: _median([one[kind] for one in ranks]) for kind in ranks[0]}
+    return {kind: _median([rank[kind] for rank in ranks]) for kind in ranks[0]}
 
 
 def _median(ranks: list[Rows]) -> Rows:
     """Rows that have the same sizes on all ranks, with the median of their seconds."""
-    return [[*row[:-1], median(one[at][-1] for one in ranks)] for at, row in enumerate(ranks[0])]
+    return [[*row[:-1], median(rank[index][-1] for rank in ranks)] for index, row in enumerate(ranks[0])]
 
 
-USUAL_RANKS = 4  # on a CPU
+DEFAULT_RANKS = 4  # on a CPU
 
 
 def calibrate(
@@ -200,7 +200,7 @@ def calibrate(
     kind = device_kind(device)
     backend_for(kind)
     devices = 0 if kind == HOST else device_count(kind)
-    count = ranks or devices or USUAL_RANKS
+    count = ranks or devices or DEFAULT_RANKS
     if devices and count > devices:
         raise StrettoError(
             f"{count} ranks, but there are {devices} devices of kind {kind} here", hint=f"--ranks {devices}"
@@ -230,7 +230,7 @@ def profile(measured: Measured, ranks: int) -> Cluster:
 
 def _device(measured: Measured, ranks: int) -> Device:
     """A device of this machine; figures that cannot be measured come from the catalogue."""
-    known = known_by_driver(measured.driver) if measured.driver else None
+    catalogued = known_by_driver(measured.driver) if measured.driver else None
     peaks: dict[Precision, float] = {p: _best(rows) for p, rows in measured.matmul.items()}
     kernels: dict[str, Any] = {
         "launch": measured.launch,
@@ -240,10 +240,10 @@ def _device(measured: Measured, ranks: int) -> Device:
     kernels["attention"] = measured.attention
     bandwidth = max(size / seconds for size, seconds in measured.passes["copy"])
     device = Device(
-        name=known.name if known else f"{measured.kind}-{machine_name()}",
-        tflops=known.tflops if known else peaks,
+        name=catalogued.name if catalogued else f"{measured.kind}-{machine_name()}",
+        tflops=catalogued.tflops if catalogued else peaks,
         memory=measured.memory if measured.driver else measured.memory / ranks,
-        bandwidth=known.bandwidth if known else bandwidth,
+        bandwidth=catalogued.bandwidth if catalogued else bandwidth,
         sustained=peaks,
         kernels=kernels,
         notes=measured.driver or f"one core; memory is the machine's by {ranks} ranks",
@@ -259,13 +259,13 @@ def _best(rows: list[list[float]]) -> float:
     return max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
 
 
-def _link(measured: Measured, usual: Cluster | None) -> Link:
+def _link(measured: Measured, reference: Cluster | None) -> Link:
     """Latency and bandwidth of messages, from the smallest and the largest measured."""
     kind = measured.backend
     rows = sorted(measured.collectives.get("send", []))
     rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:
-        return usual.inner if usual else Link(20e9, 1e-5, kind)
+        return reference.inner if reference else Link(20e9, 1e-5, kind)
     (*_, small, first), (*_, large, last) = rows[0], rows[-1]
     bandwidth = (large - small) / max(last - first, 1e-9)
     return Link(bandwidth, max(0.0, first - small / bandwidth), kind)

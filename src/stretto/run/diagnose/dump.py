@@ -27,7 +27,7 @@ _TORCH = re.compile(
 Sizes = tuple[tuple[int, ...], ...]
 
 
-class Group(NamedTuple):
+class RecordedGroup(NamedTuple):
     """A process group: its name, what it is for, and its ranks; () where the dump does not say."""
 
     name: str
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RecordedCall:
     """One collective, or one message, that a rank has asked for.
 
     number: of the call in its group: the same on all ranks of a collective; messages have their own.
@@ -64,7 +64,7 @@ class Call:
     """
 
     rank: int
-    group: Group
+    group: RecordedGroup
     operation: str
     number: int
     record: int
@@ -86,7 +86,7 @@ class Call:
         return self.completed or self.retired
 
     @property
-    def place(self) -> Frame | None:
+    def frame(self) -> Frame | None:
         """The innermost line of code outside of torch."""
         return next((frame for frame in self.frames if not _TORCH.search(frame.file)), None)
 
@@ -94,7 +94,7 @@ class Call:
     def details(self) -> str:
         """What was called, with which sizes and types, and where."""
         kinds = "".join(f" {kind}" for kind in sorted({*self.input_dtypes, *self.output_dtypes}))
-        return f"{self.operation}{self.sizes}{kinds}{self.at}"
+        return f"{self.operation}{self.sizes}{kinds}{self.location}"
 
     @property
     def sizes(self) -> str:
@@ -103,9 +103,9 @@ class Call:
         return "".join(f" {list(size)}" for size in sizes[:3]) + (" ..." if len(sizes) > 3 else "")
 
     @property
-    def at(self) -> str:
+    def location(self) -> str:
         """Where it was called, to follow other words."""
-        return f", at {self.place}" if self.place is not None else ""
+        return f", at {self.frame}" if self.frame is not None else ""
 
     def __str__(self) -> str:
         if self.peer is None:
@@ -118,16 +118,16 @@ class Call:
 class RankDump:
     """What one rank has recorded, the oldest call first.
 
-    whole: nothing older has been overwritten.
+    complete: no older call has been overwritten.
     enqueued: number of the last collective by name of its group, as the group itself counts them.
     """
 
     rank: int
     path: Path
     version: str
-    calls: tuple[Call, ...]
-    groups: Mapping[str, Group]
-    whole: bool
+    calls: tuple[RecordedCall, ...]
+    groups: Mapping[str, RecordedGroup]
+    complete: bool
     enqueued: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -195,9 +195,10 @@ def _dump(value: Any, path: Path, rank: int) -> RankDump:
         )
     groups = _groups(fields.get("pg_config", {}))
     entries = [
-        _mapping(f"entries[{at}]", entry) for at, entry in enumerate(_list("entries", fields["entries"]))
+        _mapping(f"entries[{index}]", entry)
+        for index, entry in enumerate(_list("entries", fields["entries"]))
     ]
-    calls = [_call(f"entries[{at}]", entry, rank, groups) for at, entry in enumerate(entries)]
+    calls = [_call(f"entries[{index}]", entry, rank, groups) for index, entry in enumerate(entries)]
     status = _mapping("pg_status", fields.get("pg_status", {}))
     return RankDump(
         rank=rank,
@@ -205,7 +206,7 @@ def _dump(value: Any, path: Path, rank: int) -> RankDump:
         version=_text("version", fields["version"]),
         calls=tuple(sorted(_coalesced(calls), key=lambda call: call.record)),
         groups=groups,
-        whole=not calls or min(call.record for call in calls) == 0,
+        complete=not calls or min(call.record for call in calls) == 0,
         enqueued={
             name: _number(f"pg_status.{name}", _mapping("pg_status", each).get("last_enqueued_collective", 0))
             for name, each in status.items()
@@ -213,28 +214,31 @@ def _dump(value: Any, path: Path, rank: int) -> RankDump:
     )
 
 
-def _groups(value: Any) -> dict[str, Group]:
+def _groups(value: Any) -> dict[str, RecordedGroup]:
     """The process groups by name; gloo of torch 2.13 writes none."""
-    groups = dict[str, Group]()
+    groups = dict[str, RecordedGroup]()
     for name, config in _mapping("pg_config", value).items():
         each = _mapping(f"pg_config.{name}", config)
         try:
             ranks = json.loads(_text(f"pg_config.{name}.ranks", each.get("ranks", "[]")))
         except (ValueError, RecursionError):
             ranks = []  # said in another way, by another version
-        where = f"pg_config.{name}"
-        members = tuple(sorted({_number(where, rank) for rank in _list(where, ranks)}))
-        groups[name] = Group(name, _text(where, each.get("desc", "")), members)
+        field_name = f"pg_config.{name}"
+        members = tuple(sorted({_number(field_name, rank) for rank in _list(field_name, ranks)}))
+        groups[name] = RecordedGroup(name, _text(field_name, each.get("desc", "")), members)
     return groups
 
 
-def _call(where: str, entry: Mapping[str, Any], rank: int, groups: Mapping[str, Group]) -> Call:
+def _call(
+    field_name: str, entry: Mapping[str, Any], rank: int, groups: Mapping[str, RecordedGroup]
+) -> RecordedCall:
     pair = [
-        _text(where, part) for part in _list(f"{where}.process_group", entry.get("process_group", ["", ""]))
+        _text(field_name, part)
+        for part in _list(f"{field_name}.process_group", entry.get("process_group", ["", ""]))
     ]
     name, about = (*pair, "", "")[:2]
-    group = Group(name, about, groups[name].ranks if name in groups else ())
-    _, _, operation = _text(where, entry.get("profiling_name", "")).partition(":")
+    group = RecordedGroup(name, about, groups[name].ranks if name in groups else ())
+    _, _, operation = _text(field_name, entry.get("profiling_name", "")).partition(":")
     send, recv = _SEND.match(operation), _RECV.match(operation)
     peer = None
     if match := send or recv:
@@ -242,89 +246,92 @@ def _call(where: str, entry: Mapping[str, Any], rank: int, groups: Mapping[str, 
         peer = group.ranks[local] if local < len(group.ranks) else local
     single = peer is not None or bool(entry.get("is_p2p"))
     state = entry.get("state")
-    return Call(
+    return RecordedCall(
         rank=rank,
         group=group,
         operation=operation.partition(" ")[0],
-        number=_number(where, entry.get("p2p_seq_id" if single else "collective_seq_id", 0)),
-        record=_number(where, entry.get("record_id", 0)),
+        number=_number(field_name, entry.get("p2p_seq_id" if single else "collective_seq_id", 0)),
+        record=_number(field_name, entry.get("record_id", 0)),
         message=single,
         peer=peer,
         sends=send is not None,
-        input_sizes=_sizes(f"{where}.input_sizes", entry.get("input_sizes", [])),
-        output_sizes=_sizes(f"{where}.output_sizes", entry.get("output_sizes", [])),
-        input_dtypes=_texts(where, entry.get("input_dtypes", [])),
-        output_dtypes=_texts(where, entry.get("output_dtypes", [])),
+        input_sizes=_sizes(f"{field_name}.input_sizes", entry.get("input_sizes", [])),
+        output_sizes=_sizes(f"{field_name}.output_sizes", entry.get("output_sizes", [])),
+        input_dtypes=_texts(field_name, entry.get("input_dtypes", [])),
+        output_dtypes=_texts(field_name, entry.get("output_dtypes", [])),
         completed=state == "completed",
         retired=entry.get("retired") is True,
         started=state in ("started", "completed"),
-        created_ns=_number(where, entry.get("time_created_ns", 0)),
-        frames=tuple(_frame(where, frame) for frame in _list(where, entry.get("frames", []))),
+        created_ns=_number(field_name, entry.get("time_created_ns", 0)),
+        frames=tuple(_frame(field_name, frame) for frame in _list(field_name, entry.get("frames", []))),
     )
 
 
-def _coalesced(calls: Sequence[Call]) -> list[Call]:
+def _coalesced(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The calls without those that close a bracket of coalesced ones, whose state is that of the close: NCCL
     keeps no event for a call in a bracket. All in a bracket have one number.
     """
-    brackets = dict[tuple[str, bool, int], list[Call]]()
+    brackets = dict[tuple[str, bool, int], list[RecordedCall]]()
     for call in calls:
         brackets.setdefault((call.group.name, call.message, call.number), []).append(call)
-    kept = list[Call]()
+    merged = list[RecordedCall]()
     for *inner, last in brackets.values():
         if not inner or not last.operation.endswith("coalesced"):
-            kept += [*inner, last]
+            merged += [*inner, last]
             continue
         state = {"completed": last.completed, "retired": last.retired, "started": last.started}
-        kept += [replace(call, **state) for call in inner]
-    return kept
+        merged += [replace(call, **state) for call in inner]
+    return merged
 
 
-def _frame(where: str, value: Any) -> Frame:
-    fields = _mapping(f"{where}.frames", value)
-    line = _number(f"{where}.frames", fields.get("line", 0))
-    function, file = (_text(f"{where}.frames", fields.get(name, "")) for name in ("name", "filename"))
+def _frame(field_name: str, value: Any) -> Frame:
+    fields = _mapping(f"{field_name}.frames", value)
+    line = _number(f"{field_name}.frames", fields.get("line", 0))
+    function, file = (_text(f"{field_name}.frames", fields.get(name, "")) for name in ("name", "filename"))
     return Frame(function, file, line)
 
 
-def _sizes(where: str, value: Any) -> Sizes:
-    return tuple(tuple(_number(where, n) for n in _list(where, row)) for row in _list(where, value))
+def _sizes(field_name: str, value: Any) -> Sizes:
+    return tuple(
+        tuple(_number(field_name, n) for n in _list(field_name, row)) for row in _list(field_name, value)
+    )
 
 
-def _texts(where: str, value: Any) -> tuple[str, ...]:
-    return tuple(_text(where, each) for each in _list(where, value))
+def _texts(field_name: str, value: Any) -> tuple[str, ...]:
+    return tuple(_text(field_name, each) for each in _list(field_name, value))
 
 
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+def _mapping(field_name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise StrettoError(
-            f"{where} is a {type(value).__name__}, must be a dict", hint="is it a dump of torch?"
+            f"{field_name} is a {type(value).__name__}, must be a dict", hint="is it a dump of torch?"
         )
     return value
 
 
-def _list(where: str, value: Any) -> Sequence[Any]:
+def _list(field_name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise StrettoError(
-            f"{where} is a {type(value).__name__}, must be a list", hint="is it a dump of torch?"
+            f"{field_name} is a {type(value).__name__}, must be a list", hint="is it a dump of torch?"
         )
     return value
 
 
-def _number(where: str, value: Any) -> int:
+def _number(field_name: str, value: Any) -> int:
     """A whole number; JSON dumps have some as text."""
     if isinstance(value, str) and value.lstrip("-").isdigit() and len(value) < 20:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise StrettoError(
-            f"{where} has a {type(value).__name__}, must be a whole number", hint="is it a dump of torch?"
+            f"{field_name} has a {type(value).__name__}, must be a whole number",
+            hint="is it a dump of torch?",
         )
     return value
 
 
-def _text(where: str, value: Any) -> str:
+def _text(field_name: str, value: Any) -> str:
     if not isinstance(value, str):  # str() of what is nested deeply would not end
         raise StrettoError(
-            f"{where} has a {type(value).__name__}, must be text", hint="is it a dump of torch?"
+            f"{field_name} has a {type(value).__name__}, must be text", hint="is it a dump of torch?"
         )
     return value

@@ -243,7 +243,7 @@ def _call(status: RankStatus, verdict: HangVerdict) -> str:
         return ""
     whom = ", ".join(dict.fromkeys(str(wait.target) for wait in waits))
     call = waits[0].call
-    return f" (in {call}{call.sizes}{call.at}, for rank {whom})"
+    return f" (in {call}{call.sizes}{call.location}, for rank {whom})"
 
 
 def summary_lines(folder: Path) -> list[str]:
