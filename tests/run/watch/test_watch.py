@@ -20,7 +20,7 @@ from stretto.cli import main
 from stretto.engine.pipeline.words import in_words
 from stretto.engine.progress import PROGRESS, SIZE, ProgressMarks, RankMarks, label, read_row
 from stretto.program.action import Action, ActionKind
-from stretto.run.diagnose.dump import RecordedCall, RecordedGroup, RankDump
+from stretto.run.diagnose.dump import RankDump, RecordedCall, RecordedGroup
 from stretto.run.diagnose.hang import diagnose
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, run_ranks
