@@ -31,7 +31,7 @@ FILLERS = frozenset(
     )
 )
 # a whole config, not a section of it
-CONFIGS = frozenset({"TrainConfig", "RecommenderConfig", "AnyConfig", "JobConfig", "LoopConfig", "Config"})
+CONFIGS = frozenset({"TrainConfig", "RecommenderConfig", "AnyConfig", "JobConfig", "Config"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Graph = Mapping[str, set[str]]
