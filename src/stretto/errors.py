@@ -47,8 +47,8 @@ def _short(text: str) -> str:
     """The text with its middle left out where it is too long to be read, as with a value of megabytes."""
     if len(text) <= LONGEST:
         return text
-    kept = LONGEST // 2 - 25  # of each end, so that a message that is made anew is not cut again
-    return f"{text[:kept]} [... {len(text) - 2 * kept} characters ...] {text[-kept:]}"
+    width = LONGEST // 2 - 25  # of each end, so that a message that is made anew is not cut again
+    return f"{text[:width]} [... {len(text) - 2 * width} characters ...] {text[-width:]}"
 
 
 class Problem(StrettoError):
@@ -77,14 +77,14 @@ class UnknownName(StrettoError):
 
 
 class TorchMissing(StrettoError, ImportError):
-    """PyTorch is not installed, and `what` computes with it."""
+    """PyTorch is not installed, and `feature` computes with it."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} needs PyTorch, which is not installed", hint="pip install torch")
-        self.what = what
+    def __init__(self, feature: str) -> None:
+        super().__init__(f"{feature} needs PyTorch, which is not installed", hint="pip install torch")
+        self.feature = feature
 
     def __reduce__(self) -> tuple[object, ...]:
-        return TorchMissing, (self.what,)
+        return TorchMissing, (self.feature,)
 
     @staticmethod
     def is_cause(error: ModuleNotFoundError) -> bool:

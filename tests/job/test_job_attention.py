@@ -92,11 +92,11 @@ def test_recomputation_of_different_blocks() -> None:
 @pytest.mark.parametrize(("window", "sequence"), [(None, 64), (8, 64), (64, 64), (100, 64), (1, 5)])
 def test_a_window_counts_the_pairs_within_it(window: int | None, sequence: int) -> None:
     """Against counting: position i sees min(i + 1, window), where s / 2 stands for (s + 1) / 2."""
-    seen = AttentionShape(window=window).seen(sequence, causal=True)
+    seen = AttentionShape(window=window).mean_context(sequence, causal=True)
     width = min(window or sequence, sequence)
     exact = sum(min(i + 1, width) for i in range(sequence)) / sequence
     assert seen == pytest.approx(exact - width / (2 * sequence))
-    assert AttentionShape(window=window).seen(sequence, causal=False) == width
+    assert AttentionShape(window=window).mean_context(sequence, causal=False) == width
 
 
 def test_latent_attention_by_tensor() -> None:

@@ -29,9 +29,9 @@ def test_gradients_are_summed_over_the_ranks_with_the_same_parameters() -> None:
     both = {each.axes: each for each in exchanges(Layout(cp=2, dp=2), 8)}
     assert both["dp"].sends == ()
     assert "cp-dp" in both["dp"].note
-    assert [send.what for send in both["cp-dp"].sends] == ["gradients"]
+    assert [send.content for send in both["cp-dp"].sends] == ["gradients"]
     (only,) = exchanges(Layout(dp=2), 8)
-    assert [send.what for send in only.sends] == ["gradients"]
+    assert [send.content for send in only.sends] == ["gradients"]
 
 
 @pytest.mark.parametrize(

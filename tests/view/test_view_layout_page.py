@@ -72,9 +72,9 @@ def lines(layout: Layout, exchange: Exchange, rank: int, node: int) -> list[str]
         far = [other for other in ranks if other not in near]
         for others, where in ((near, "inside the node"), (far, "between nodes")):
             if others:
-                expected.append(f"{send.what} to {', '.join(map(str, others))} {where}")
+                expected.append(f"{send.content} to {', '.join(map(str, others))} {where}")
         if not ranks:
-            expected.append(f"{send.what} to none: it has the")
+            expected.append(f"{send.content} to none: it has the")
     return expected
 
 

@@ -230,7 +230,7 @@ class AttentionShape:
             rule = f"it must be above half of buckets, which is {self.buckets}"
             raise Problem("max_distance", self.max_distance, rule, "128 is T5's")
 
-    def seen(self, sequence: int, causal: bool) -> float:
+    def mean_context(self, sequence: int, causal: bool) -> float:
         """Return the mean number of positions that a query is scored against: `sequence`, or half of it with
         `causal`, the convention of published figures (not (s + 1)/2). A window limits it.
         """

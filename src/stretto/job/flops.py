@@ -44,10 +44,10 @@ def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
 
 def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
     """Scores, and their product with the values, of the positions that one is scored against."""
-    seen = kind.attention.seen(sequence, causal and kind.attention.causal)
+    context = kind.attention.mean_context(sequence, causal and kind.attention.causal)
     if kind.encoder_layers:
-        seen += memory or sequence
-    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * seen
+        context += memory or sequence
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * context
 
 
 def _block(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:

@@ -127,7 +127,8 @@ def normalised_name(name: str) -> str:
 def _preset_names() -> dict[str, str]:
     """Every name, normalised_name, and the preset's."""
     return {
-        normalised_name(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]
+        normalised_name(alias): name
+        for alias, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]
     }
 
 

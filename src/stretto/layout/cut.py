@@ -44,9 +44,9 @@ def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
         for i in range(stage, layers + 1):
             while j + 1 < i and best[j] < sums[i] - sums[j]:
                 j += 1
-            here = max(best[j], sums[i] - sums[j])
+            current = max(best[j], sums[i] - sums[j])
             before = max(best[j - 1], sums[i] - sums[j - 1]) if j >= stage else inf
-            extended[i] = min(here, before)
+            extended[i] = min(current, before)
         best = extended
     return best[layers]
 
@@ -81,10 +81,10 @@ def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[ra
 def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
     """How far the largest stage is above the mean, then a line a stage: its layers and share of the cost."""
     totals = [sum(costs[layer] for layer in stage) for stage in stages]
-    whole = sum(totals) or 1.0
-    largest = max(totals) * len(stages) / whole
+    total_cost = sum(totals) or 1.0
+    largest = max(totals) * len(stages) / total_cost
     lines = [f"{len(costs)} layers over {len(stages)} stages, largest {largest:.3f} x mean"]
     for number, (stage, total) in enumerate(zip(stages, totals, strict=True)):
         span = f"layers {stage.start}-{stage.stop - 1}" if len(stage) > 1 else f"layer {stage.start}"
-        lines.append(f"  stage {number}: {span}, {100 * total / whole:.1f}%")
+        lines.append(f"  stage {number}: {span}, {100 * total / total_cost:.1f}%")
     return "\n".join(lines)

@@ -66,14 +66,14 @@ class RankGrid:
     def group(self, rank: int, axes: str) -> list[int]:
         """The group over `axes` that holds `rank`."""
         masked, _ = self._split(axes)
-        here = rank - self.offset
-        start = here - sum(here // stride % size * stride for size, stride in masked)
+        index = rank - self.offset
+        start = index - sum(index // stride % size * stride for size, stride in masked)
         return [self.offset + start + i for i in offsets(masked)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on every axis."""
-        here = rank - self.offset
-        return {axis: here // self.strides[axis] % size for axis, size in self.sizes.items()}
+        index = rank - self.offset
+        return {axis: index // self.strides[axis] % size for axis, size in self.sizes.items()}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at the given coordinates; axes left out are 0."""
@@ -143,14 +143,14 @@ class Layout:
             StrettoError: expert dp is not whole, or the pipelines of expert and dense layers differ.
         """
         tp = self.tp if self.expert_tp is None else self.expert_tp
-        here, one = self.world // self.pp, tp * self.ep
-        if here % one:
-            near = _nearest_ep(here, tp, self.ep)
+        ranks, divisor = self.world // self.pp, tp * self.ep
+        if ranks % divisor:
+            nearest_ep = _nearest_ep(ranks, tp, self.ep)
             raise StrettoError(
-                f"ep={self.ep} with expert_tp={tp} does not divide the {here} ranks of a pipeline stage",
-                hint=f"expert_tp x ep must divide tp x cp x dp; the nearest ep is {near}",
+                f"ep={self.ep} with expert_tp={tp} does not divide the {ranks} ranks of a pipeline stage",
+                hint=f"expert_tp x ep must divide tp x cp x dp; the nearest ep is {nearest_ep}",
             )
-        sizes = {"tp": tp, "ep": self.ep, "dp": here // one, "pp": self.pp}
+        sizes = {"tp": tp, "ep": self.ep, "dp": ranks // divisor, "pp": self.pp}
         grid = RankGrid({axis: sizes[axis] for axis in self.order.split("-") if axis != "cp"}, self.offset)
         if self.pp > 1 and _starts(grid) != _starts(self.grid):
             raise StrettoError(
@@ -173,8 +173,8 @@ class Layout:
         if (
             self.ep == 1 and self.expert_tp is None
         ):  # experts are laid out like the dense layers, in any order
-            same = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
-            return self.grid, "-".join(filter(None, (same.get(name, name) for name in names)))
+            dense_names = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
+            return self.grid, "-".join(filter(None, (dense_names.get(name, name) for name in names)))
         if "cp" in names:
             raise StrettoError(
                 f"group {axes!r} names cp beside an axis of experts",
@@ -232,14 +232,14 @@ class Layout:
 
     def describe(self) -> str:
         """Short text such as "tp2 dp2 pp4", which `parse` reads; "single" for one rank."""
-        words = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.expert_tp is not None:
-            words.append(f"expert_tp{self.expert_tp}")
+            parts.append(f"expert_tp{self.expert_tp}")
         if self.order != ORDER:
-            words.append(f"order={self.order}")
+            parts.append(f"order={self.order}")
         if self.offset:
-            words.append(f"offset={self.offset}")
-        return " ".join(words) or "single"
+            parts.append(f"offset={self.offset}")
+        return " ".join(parts) or "single"
 
     __str__ = describe
 
@@ -256,7 +256,7 @@ class Layout:
             StrettoError: a word that names no axis, or names one twice.
         """
         values: dict[str, int | str] = {}
-        for word in _words(text):
+        for word in _split_words(text):
             name, value = _field(word, text)
             if name in values:
                 raise StrettoError(f"layout {text!r} names {name} twice", hint="name every axis at most once")
@@ -306,10 +306,10 @@ class Layout:
         """The dp that makes up `world` with the other degrees."""
         if world % self.world:
             below = world // self.world * self.world
-            near = [n for n in (below, below + self.world) if n]
+            worlds = [n for n in (below, below + self.world) if n]
             raise StrettoError(
                 f"world={world} is not a multiple of {self._product()} = {self.world}",
-                hint=f"the nearest legal world is {min(near, key=lambda n: abs(n - world))}",
+                hint=f"the nearest legal world is {min(worlds, key=lambda n: abs(n - world))}",
             )
         return world // self.world
 
@@ -318,21 +318,22 @@ class Layout:
         return " x ".join(f"{axis}={self.sizes[axis]}" for axis in axes) or "single"
 
 
-def _at_least(field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _at_least(field: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise StrettoError(
-            f"{field}={value!r} is not allowed", hint=f"{field} is a whole number, at least {least}"
+            f"{field}={value!r} is not allowed", hint=f"{field} is a whole number, at least {minimum}"
         )
 
 
 def _wrong_group(axes: str, names: list[str]) -> StrettoError:
-    known = (*AXES, *(name for name in EXPERT_AXES if name not in AXES))
+    axis_names = (*AXES, *(name for name in EXPERT_AXES if name not in AXES))
     for name in names:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in axis_names:
+            suggestion = nearest(name, axis_names)
             return StrettoError(
                 f"group {axes!r} names unknown axis {name!r}",
-                hint=f"did you mean {near!r}? " * bool(near) + f"axes are {', '.join(known)}, as in tp-pp",
+                hint=f"did you mean {suggestion!r}? " * bool(suggestion)
+                + f"axes are {', '.join(axis_names)}, as in tp-pp",
             )
     twice = next(name for name in names if names.count(name) > 1)
     once = "-".join(dict.fromkeys(names))
@@ -344,10 +345,10 @@ def _complete_order(order: str, sizes: Mapping[str, int]) -> str:
     names = order.split("-")
     for name in names:
         if name not in AXES:
-            near = nearest(name, AXES)
+            suggestion = nearest(name, AXES)
             raise StrettoError(
                 f"order {order!r} names unknown axis {name!r}",
-                hint=f"did you mean {near!r}? " * bool(near) + f"axes are {', '.join(AXES)}",
+                hint=f"did you mean {suggestion!r}? " * bool(suggestion) + f"axes are {', '.join(AXES)}",
             )
         if names.count(name) > 1:
             raise StrettoError(
@@ -375,12 +376,12 @@ def _nearest_ep(ranks: int, tp: int, ep: int) -> str:
     )
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Words of a layout's text; `-` parts them too, except inside `order=`."""
-    words: list[str] = []
+    parts: list[str] = []
     for word in text.replace(",", " ").split():
-        words += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
-    return [] if words == ["single"] else words
+        parts += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
+    return [] if parts == ["single"] else parts
 
 
 def _field(word: str, text: str) -> tuple[str, int | str]:
@@ -388,11 +389,11 @@ def _field(word: str, text: str) -> tuple[str, int | str]:
     if name == "order" and equals:
         return name, value
     match = re.fullmatch(r"([a-z_]+)=?(\d+)", word)
-    known = (*AXES, "expert_tp", "offset")
-    if match and match[1] in known:
+    names = (*AXES, "expert_tp", "offset")
+    if match and match[1] in names:
         return match[1], int(match[2])
-    near = nearest(match[1] if match else word, known)
-    hint = f"did you mean {near!r}? " * bool(near) + 'write it as in "tp2-dp2-pp4"'
+    suggestion = nearest(match[1] if match else word, names)
+    hint = f"did you mean {suggestion!r}? " * bool(suggestion) + 'write it as in "tp2-dp2-pp4"'
     raise StrettoError(f"layout {text!r} has {word!r}, which is no axis with its degree", hint=hint)
 
 

@@ -54,7 +54,7 @@ def place(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
         if value < 1:
             raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is at least 1")
     if name not in PLACEMENTS:
-        near = nearest(name, PLACEMENTS)
-        hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
+        suggestion = nearest(name, PLACEMENTS)
+        hint = f"did you mean {suggestion!r}? " * bool(suggestion) + f"placements are {', '.join(PLACEMENTS)}"
         raise StrettoError(f"unknown placement {name!r}", hint=hint)
     return PLACEMENTS[name](ranks, chunks)

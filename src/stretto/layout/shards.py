@@ -26,8 +26,8 @@ class ShardSizes:
     states: int = 1
 
     @property
-    def whole(self) -> bool:
-        """Whether nothing is split."""
+    def unsharded(self) -> bool:
+        """True if nothing is split."""
         return self.states == 1
 
     def levels(self, copies: int) -> tuple[int, int, int, int]:

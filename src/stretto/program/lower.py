@@ -75,7 +75,7 @@ class RankLowering:
         self.program, self._lookahead = program, lookahead
         self._sets = _tied_sets(tied, program)
         check_structure(program)
-        self._kept = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
+        self._compute = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
         self._sent: dict[int, dict[Channel, list[Action]]] = {}
         self._orders: dict[int, tuple[Action, ...]] = {}
 
@@ -83,7 +83,7 @@ class RankLowering:
         """The program with the lowered orders of these ranks and of those they exchange messages with; the
         orders of all others are empty.
         """
-        wanted = {rank for one in ranks for rank in (one, *self._peers(one))}
+        wanted = {peer for rank in ranks for peer in (rank, *self._peers(rank))}
         orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
         return replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
 
@@ -95,12 +95,14 @@ class RankLowering:
 
     def _order(self, rank: int) -> tuple[Action, ...]:
         if rank not in self._orders:
-            program, order = self.program, self._kept[rank]
+            program, order = self.program, self._compute[rank]
             sending = [self._sends(peer) for peer in self._peers(rank)]
             arriving = [m for of_peer in sending for channel, m in of_peer.items() if channel[1] == rank]
             posts = _posts(program, order, arriving, self._lookahead)
-            here = [s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank]
-            ends = [Action(stage, ActionKind.REDUCE_TIED) for stage in here]
+            shared_stages = [
+                s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank
+            ]
+            ends = [Action(stage, ActionKind.REDUCE_TIED) for stage in shared_stages]
             self._orders[rank] = (*_merge(program, order, posts), *ends)
         return self._orders[rank]
 
@@ -108,7 +110,7 @@ class RankLowering:
         """The receives that a rank's sends meet, by channel, in the order of the sends."""
         if rank not in self._sent:
             sending: dict[Channel, list[Action]] = defaultdict(list)
-            for action in self._kept[rank]:
+            for action in self._compute[rank]:
                 if send := sent_by(self.program, action):
                     sending[channel_of(self.program, send)].append(receive_of(send))
             self._sent[rank] = sending
@@ -130,8 +132,8 @@ def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[i
             )
     copies = range(program.copies)
     every = tuple(tuple(c * program.depth + s for c in copies for s in tie) for tie in sets)
-    whole = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
-    return every + (whole if program.copies > 1 else ())
+    copies_of_stages = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
+    return every + (copies_of_stages if program.copies > 1 else ())
 
 
 def _posts(

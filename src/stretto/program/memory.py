@@ -23,13 +23,15 @@ def peak_held(program: Program) -> list[int]:
 def peak_inputs(program: Program) -> list[int]:
     """Per rank, the most (stage, microbatch) pairs of which it holds the input alone at once: from F to
     `RECOMPUTE`, and not while it is offloaded. 0 where nothing is recomputed."""
-    return [max((kept for _, kept in holdings(program, rank)), default=0) for rank in range(program.ranks)]
+    return [
+        max((inputs for _, inputs in holdings(program, rank)), default=0) for rank in range(program.ranks)
+    ]
 
 
 def peak_activations(program: Program) -> list[float]:
     """`peak_held` in rank units: one microbatch through the rank's stages of one copy counts 1."""
     chunks = [program.placement.count(rank) / program.copies for rank in range(program.ranks)]
-    return [held / (count or 1) for held, count in zip(peak_held(program), chunks, strict=True)]
+    return [peak / (count or 1) for peak, count in zip(peak_held(program), chunks, strict=True)]
 
 
 def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
@@ -44,10 +46,10 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
         return [(int(action.kind is ActionKind.F), 0) for action in order]
     if not MEMORY_SAVING.isdisjoint({action.kind for action in order}):
         return _with_recompute_or_offload(order)
-    held, counts = 0, list[tuple[int, int]]()
+    count, counts = 0, list[tuple[int, int]]()
     for action in order:
-        held += _STEP.get(action.kind, 0)
-        counts.append((held, 0))
+        count += _STEP.get(action.kind, 0)
+        counts.append((count, 0))
     return counts
 
 

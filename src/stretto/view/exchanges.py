@@ -24,14 +24,14 @@ class Send:
     """One kind of message of every rank of a group.
 
     Attributes:
-        what: the content of the message.
-        how: the collective or message, and when.
+        content: what the message holds.
+        collective: the collective or message, and when.
         to: every other rank of the group, the one before it in the ring, or a neighbour along the group.
         stages: the pipeline ranks that send it, the first and one after the last, or None for all.
     """
 
-    what: str
-    how: str
+    content: str
+    collective: str
     to: Receiver
     stages: tuple[int, int] | None = None
 

@@ -80,7 +80,7 @@ class _Panel:
 
     @property
     def about(self) -> str:
-        sends = (f"{send.what} {RECEIVERS[send.to]}" for send in self.exchange.sends)
+        sends = (f"{send.content} {RECEIVERS[send.to]}" for send in self.exchange.sends)
         return self.exchange.note or self.exchange.brief or ", ".join(sends)
 
     @property

@@ -305,8 +305,8 @@ const groupFacts = (group) => {
   for (const send of sent(state.rank, group)) {
     const others = receivers(state.rank, ranks, send.to);
     const lines = others.length ? where(state.rank, others) : [`to none: ${nothing(send, ranks)}`];
-    for (const line of lines) list.append(make("li", {}, `${send.what} ${line}`));
-    list.lastChild?.append(make("span", { className: "quiet", textContent: `: ${send.how}` }));
+    for (const line of lines) list.append(make("li", {}, `${send.content} ${line}`));
+    list.lastChild?.append(make("span", { className: "quiet", textContent: `: ${send.collective}` }));
   }
   if (group.note) list.append(make("li", { className: "quiet", textContent: group.note }));
   const card = make("div", { className: "group" }, ...parts, ...(list.childElementCount ? [list] : []));

@@ -81,12 +81,12 @@ def shape_from_fields(named: ShapeFields, family: Family) -> ModelShape:
     )
 
 
-def differences(one: ModelShape, other: ModelShape) -> dict[str, tuple[Any, Any]]:
+def differences(shape: ModelShape, other: ModelShape) -> dict[str, tuple[Any, Any]]:
     """Return the fields in which the functions of two shapes with the same weights differ, with both values,
     by their names under `model` in a config.
     """
-    functions = _function(one), _function(other)
-    every = fields_by_name(one), fields_by_name(other)
+    functions = _function(shape), _function(other)
+    every = fields_by_name(shape), fields_by_name(other)
     differing = dict[str, tuple[Any, Any]]()
     for name in functions[0] | functions[1]:
         values = functions[0].get(name), functions[1].get(name)

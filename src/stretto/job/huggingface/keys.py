@@ -20,11 +20,11 @@ class KeyType:
     holds: Callable[[object], bool]
 
 
-def whole(least: int, most: int) -> KeyType:
+def integer(low: int, high: int) -> KeyType:
     """Return the type of whole numbers within bounds; a size without one could cause a loop of 10^9 steps."""
     return KeyType(
-        f"a whole number from {least} to {most}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+        f"a whole number from {low} to {high}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
     )
 
 
@@ -34,10 +34,10 @@ def _is_number(value: object, above: float = -1e30) -> bool:
     return above < value < 1e30
 
 
-SIZE: Final = whole(1, 10**8)
-COUNT: Final = whole(0, 10**8)
-LAYERS: Final = whole(1, LARGEST_LAYERS)
-EXPERTS: Final = whole(1, 100_000)
+SIZE: Final = integer(1, 10**8)
+COUNT: Final = integer(0, 10**8)
+LAYERS: Final = integer(1, LARGEST_LAYERS)
+EXPERTS: Final = integer(1, 100_000)
 NUMBER: Final = KeyType("a finite number", _is_number)
 POSITIVE: Final = KeyType("a finite number above 0", lambda value: _is_number(value, above=0.0))
 FLAG: Final = KeyType("true or false", lambda value: isinstance(value, bool))
@@ -92,7 +92,7 @@ class ConfigKeys:
         self._used.add(key)
         return self._values.get(key)
 
-    def words(self, key: str) -> list[str] | None:
+    def strings(self, key: str) -> list[str] | None:
         """A list of words, or None where there is none."""
         return self._list(key, WORD, "a list of words")
 

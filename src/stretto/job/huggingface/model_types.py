@@ -147,9 +147,9 @@ def _attention_bias(default: bool) -> tuple[KeyRule, ...]:
     return tuple(Key("attention_bias", name, FLAG, default=default) for name in fields)
 
 
-def _more_unbuilt(fields: ShapeFields, *words: str) -> ShapeFields:
+def _more_unbuilt(fields: ShapeFields, *features: str) -> ShapeFields:
     """Return the features without a module here, with these added."""
-    return {"beyond": (*fields.get("beyond", ()), *words)}
+    return {"beyond": (*fields.get("beyond", ()), *features)}
 
 
 def _without_positions(config: ConfigKeys, fields: ShapeFields) -> ShapeFields:
@@ -404,7 +404,7 @@ _TYPES = (
                 "feed_forward_proj",
                 "mlp",
                 WORD,
-                words={"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gelu_new": "gelu"},
+                values={"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gelu_new": "gelu"},
                 default="relu",
             ),
             Dropout(("dropout_rate",)),

@@ -217,7 +217,7 @@ class Windows:
         if self.period is not None:
             config.get("_sliding_window_pattern", SIZE, self.period, self.period)
             bound = config.get("sliding_window_pattern", SIZE, self.period, self.period)
-        types = config.words("layer_types")
+        types = config.strings("layer_types")
         if types is None:
             return [window is not None and self.pattern(i, bound) for i in range(layers)]
         if not set(types) <= {FULL, SLIDING}:

@@ -19,8 +19,8 @@ from stretto.job.huggingface.keys import (
     SIZE,
     ConfigKeys,
     KeyType,
+    integer,
     shown,
-    whole,
 )
 
 KeyValues = dict[str, Any]
@@ -59,7 +59,7 @@ class Key:
     default: Any = REQUIRED
     null: Any = REQUIRED
     other: str | None = None
-    words: Mapping[str, Any] | None = None
+    values: Mapping[str, Any] | None = None
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         key = self.key
@@ -70,19 +70,19 @@ class Key:
             key = self.other
         default = self.null if self.default is None else self.default
         value = config.get(key, self.type, default, self.null)
-        if self.words is not None and value not in self.words:
-            rule = f"our modules compute only {' or '.join(self.words)}"
-            raise config.problem(key, rule, f"{key}: {next(iter(self.words))}")
-        if self.words is not None:
-            value = self.words[value]
+        if self.values is not None and value not in self.values:
+            rule = f"our modules compute only {' or '.join(self.values)}"
+            raise config.problem(key, rule, f"{key}: {next(iter(self.values))}")
+        if self.values is not None:
+            value = self.values[value]
         fields[self.field] = float(value) if self.type in (NUMBER, POSITIVE) and value is not None else value
 
     def write(self, fields: ShapeFields, config: KeyValues) -> None:
         if self.field not in fields:
             return
         value = fields[self.field]
-        if self.words is not None:
-            if word := next((word for word, meaning in self.words.items() if meaning == value), None):
+        if self.values is not None:
+            if word := next((word for word, meaning in self.values.items() if meaning == value), None):
                 config[self.key] = word
             return
         if self.type is SIZE and isinstance(value, float) and value.is_integer():
@@ -99,10 +99,12 @@ class Fixed:
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         value = config.raw(self.key)
-        equal = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.allowed)
+        equal = (
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.allowed
+        )
         if self.key in config and not any(equal):
-            words = {True: "true", False: "false", None: "null"}
-            values = (words[v] if isinstance(v, bool) or v is None else str(v) for v in self.allowed)
+            texts = {True: "true", False: "false", None: "null"}
+            values = (texts[v] if isinstance(v, bool) or v is None else str(v) for v in self.allowed)
             listed = " or ".join(dict.fromkeys(values))
             raise config.problem(self.key, f"our modules compute only {listed}", f"{self.key}: {listed}")
 
@@ -187,7 +189,7 @@ class SparseBlocks:
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         only = config.numbers("mlp_only_layers") or []
-        every = config.get("decoder_sparse_step", whole(1, 10_000), 1)
+        every = config.get("decoder_sparse_step", integer(1, 10_000), 1)
         dense = {i for i in only if (i + 1) % every == 0 and i < fields["layers"]}
         leading = max(dense, default=-1) + 1
         if dense != {i for i in range(leading) if (i + 1) % every == 0}:

@@ -49,9 +49,9 @@ class Device:
 
     def peak(self, precision: Precision) -> float:
         """The vendor's FLOP/s at that precision, or at the next higher one that the device has."""
-        for known in _FALLBACKS[precision]:
-            if known in self.tflops:
-                return self.tflops[known] * 1e12
+        for fallback in _FALLBACKS[precision]:
+            if fallback in self.tflops:
+                return self.tflops[fallback] * 1e12
         raise ValueError(f"device {self.name} has no peak")
 
 

@@ -108,7 +108,7 @@ class RankMemory:
         open: whole gradients that are held for a while, of which it keeps a shard.
         versions: copies of weights that older microbatches compute with.
         batch: tokens and targets of a step, tables of positions, and a framework's buckets.
-        held: the most bytes between two actions.
+        between: the most bytes between two actions.
         flights: by stage, the most microbatches whose activations are held at once.
         stages: by stage, bytes that one microbatch keeps.
     """
@@ -123,7 +123,7 @@ class RankMemory:
     transient: int
     versions: int
     batch: int
-    held: int
+    between: int
     at: str
     masters: int = 0
     saving: int = 0
@@ -230,16 +230,16 @@ class _Walk:
         self.order = self.program.orders[rank]
         stages = self.program.stages_of(rank)
         self.split = {a.stage for a in self.order if a.kind is ActionKind.W}
-        self.held = Counter[str]()
+        self.bytes = Counter[str]()
         self.units = {s: job.units(s % self.program.depth) for s in stages}
-        self.transient = TransientMemory(self.units, self.order, self.held)
+        self.transient = TransientMemory(self.units, self.order, self.bytes)
         self.works = dict[tuple[int, int], StageMemory]()
         self.work = {s: self._work(s, 0) for s in stages}
         self.most_held = 0
         self.peak = 0
         self.at = "the step"
         self.during = 0
-        self.fullest = self.held
+        self.fullest = self.bytes
         self.flying, self.flights = Counter[int](), dict.fromkeys(stages, 0)
         self.versions = HeldVersions(self.program, self.order)
 
@@ -250,14 +250,14 @@ class _Walk:
         for send, point in send_releases(self.program, self.rank).items():
             if point is not None:
                 sending.setdefault(point, []).append(send)
-        self.held["messages"] = sum(
+        self.bytes["messages"] = sum(
             count * (self.work[stage].enters if kind is ActionKind.RECV_F else self.work[stage].returns)
             for (stage, kind), count in receive_buffers(self.order).items()
         )
         for action in self.order:
             for send in sending.get(action, ()):
                 work = self.work[send.stage]
-                self.held["messages"] -= work.boundary if send.kind is ActionKind.SEND_F else work.enters
+                self.bytes["messages"] -= work.boundary if send.kind is ActionKind.SEND_F else work.enters
             self._act(action)
         self._update()
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
@@ -275,7 +275,7 @@ class _Walk:
             transient=self.during,
             versions=self.fullest["versions"],
             batch=batch,
-            held=states.total + batch + saving + self.most_held,
+            between=states.total + batch + saving + self.most_held,
             at=self.at,
             masters=states.masters,
             saving=saving,
@@ -296,13 +296,13 @@ class _Walk:
             transient.forward(stage)
         elif kind is ActionKind.B or kind is ActionKind.I:
             transient.open(stage)
-            self.most_held = max(self.most_held, self.held.total())
+            self.most_held = max(self.most_held, self.bytes.total())
             self._note(action, self._during(action) - transient.replaced(action))
             self._backward(action)
             transient.backward(action)
         elif kind is ActionKind.W:
             self._note(action, max(work.products, self._last_product(stage) - work.queued))
-            self.held["activations"] -= work.queued + work.boundary * (
+            self.bytes["activations"] -= work.queued + work.boundary * (
                 work.lent and self._gradient_is_local(action)
             )
             transient.backward(action)
@@ -315,27 +315,27 @@ class _Walk:
             self._note(action, 0)
         elif kind is ActionKind.UPDATE:
             transient.updated(stage)
-            self.held["versions"] += self.versions.update(stage) * self.units[stage].weights
-        self.most_held = max(self.most_held, self.held.total())
+            self.bytes["versions"] += self.versions.update(stage) * self.units[stage].weights
+        self.most_held = max(self.most_held, self.bytes.total())
 
     def _update(self) -> None:
         """All gradients have arrived, and the optimiser steps."""
         self.transient.end()
         if not self.program.versions:
             taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
-            if (now := self.held.total() + taken) > self.peak:
+            if (now := self.bytes.total() + taken) > self.peak:
                 self.peak = now
                 self.at = "the update"
                 self.during = taken
-                self.fullest = self.held.copy()
+                self.fullest = self.bytes.copy()
 
     def _note(self, action: Action, during: int) -> None:
         """Record an action that takes `during` bytes beyond what is held."""
-        if (now := self.held.total() + during) > self.peak:
+        if (now := self.bytes.total() + during) > self.peak:
             self.peak = now
             self.at = str(action)
             self.during = during
-            self.fullest = self.held.copy()
+            self.fullest = self.bytes.copy()
 
     def _work(self, stage: int, before: int) -> StageMemory:
         """The memory of a stage while `before` reductions of earlier microbatches run."""
@@ -364,29 +364,29 @@ class _Walk:
 
     def _forward(self, action: Action) -> None:
         stage, work = action.stage, self.work[action.stage]
-        self.held["activations"] += work.saved
-        self.held["ends"] += work.ends
+        self.bytes["activations"] += work.saved
+        self.bytes["ends"] += work.ends
         self.flying[stage] += 1
         self.flights[stage] = max(self.flights[stage], self.flying[stage])
         if not self.program.is_last(stage):
-            self.held[self._category(action)] += work.boundary
+            self.bytes[self._category(action)] += work.boundary
 
     def _backward(self, action: Action) -> None:
         stage, kind, mb = action
         work, program = self.work[stage], self.program
-        self.held["activations"] -= work.saved
-        self.held["ends"] -= work.ends
+        self.bytes["activations"] -= work.saved
+        self.bytes["ends"] -= work.ends
         self.flying[stage] -= 1
         if kind is ActionKind.I:
-            self.held["activations"] += work.queued
+            self.bytes["activations"] += work.queued
         if self._gradient_is_local(action) and not (kind is ActionKind.I and work.lent):
-            self.held["activations"] -= work.boundary
+            self.bytes["activations"] -= work.boundary
         if not program.is_first(stage):
             if needed_by(program, Action(stage, ActionKind.F, mb)) is None:
-                self.held["activations"] -= work.enters  # the input, made by a stage on this rank
-            self.held[self._category(action)] += work.enters
+                self.bytes["activations"] -= work.enters  # the input, made by a stage on this rank
+            self.bytes[self._category(action)] += work.enters
         if self.versions.done(action):
-            self.held["versions"] -= self.units[stage].weights
+            self.bytes["versions"] -= self.units[stage].weights
 
     def _gradient_is_local(self, action: Action) -> bool:
         """True if the next stage is on this rank too and left the gradient here instead of sending it."""

@@ -202,14 +202,14 @@ SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
-    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names.
+    """Tracks the gathered weights and open gradients of a rank, and adds them to `bytes` under these names.
 
     Attributes:
         units: units of each stage, without a weight that several of the stages share.
     """
 
-    def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
-        self.held = held
+    def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], bytes: Counter[str]) -> None:
+        self.bytes = bytes
         self._split = {action.stage for action in order if action.kind is ActionKind.W}
         tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
@@ -234,23 +234,23 @@ class TransientMemory:
         """A forward leaves the weights of the last layer gathered for the backward."""
         if stage not in self._waiting:
             self._waiting.add(stage)
-            self.held["gathered"] += self.units[stage].waiting
+            self.bytes["gathered"] += self.units[stage].waiting
 
     def gather(self, stage: int) -> None:
         """The weights of a stage are gathered."""
         self._hold_tied(stage, 1)
         self._gathered.add(stage)
-        self.held["gathered"] += self.units[stage].gathered
+        self.bytes["gathered"] += self.units[stage].gathered
 
     def release(self, stage: int) -> None:
         """The gathered weights of a stage are freed."""
         self._gathered.remove(stage)
         self._hold_tied(stage, -1)
-        self.held["gathered"] -= self.units[stage].gathered
+        self.bytes["gathered"] -= self.units[stage].gathered
 
     def _hold_tied(self, stage: int, sign: int) -> None:
         if self._tied is not None and stage in self._shared and self._gathered.isdisjoint(self._shared):
-            self.held["gathered"] += sign * self._tied.gathered
+            self.bytes["gathered"] += sign * self._tied.gathered
 
     # ------------------------------------------------------------------ gradients
 
@@ -274,17 +274,17 @@ class TransientMemory:
         if stage in self._opened or not (size := self.units[stage].open):
             return
         for done in self._reduced:
-            self.held["open"] -= self.units[done].open + self.units[done].arriving
+            self.bytes["open"] -= self.units[done].open + self.units[done].arriving
         self._reduced.clear()
         self._opened.add(stage)
-        self.held["open"] += size
+        self.bytes["open"] += size
 
     def backward(self, action: Action) -> None:
         """A backward, or one of its halves, is done: reductions of the gradients that it completed start."""
         stage, kind, _ = action
         if kind is not ActionKind.W and stage in self._waiting:
             self._waiting.remove(stage)
-            self.held["gathered"] -= self.units[stage].waiting
+            self.bytes["gathered"] -= self.units[stage].waiting
         units = self.units[stage]
         halves = (True, False) if stage in self._split else (None,)
         for inputs in halves:
@@ -296,20 +296,20 @@ class TransientMemory:
     def _launch(self, stage: int, sizes: Sequence[int]) -> None:
         """Start reductions; all but the last two of them have arrived by then."""
         flying = self._flying[stage]
-        self.held["open"] -= sum(flying)
+        self.bytes["open"] -= sum(flying)
         flying[:] = [*flying, *sizes][-UNDER_WAY:]
-        self.held["open"] += sum(flying)
+        self.bytes["open"] += sum(flying)
 
     def reduce(self, stage: int) -> None:
         """The reduction of a step's gradients starts."""
         self._reduced.add(stage)
-        self.held["open"] += self.units[stage].arriving
+        self.bytes["open"] += self.units[stage].arriving
 
     def updated(self, stage: int) -> None:
         """Reduced gradients are applied in the middle of the step."""
         self._reduced.discard(stage)
-        self.held["open"] -= self.units[stage].arriving
+        self.bytes["open"] -= self.units[stage].arriving
 
     def end(self) -> None:
         """All gradients have arrived."""
-        self.held["open"] = 0
+        self.bytes["open"] = 0

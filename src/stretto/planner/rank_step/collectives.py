@@ -156,7 +156,7 @@ class LayerGathers:
     calls: list[StateUnit] = field(default_factory=list[StateUnit])
 
     def __post_init__(self) -> None:
-        self._there = dict[str, StateUnit]()
+        self._gathered = dict[str, StateUnit]()
         self._of_stage = {stage: set[str]() for stage in self.stages}
 
     def run(self, order: Sequence[Action]) -> list[StateUnit]:
@@ -185,8 +185,8 @@ class LayerGathers:
 
     def _gather_layer(self, stage: int, at: int, following: int) -> None:
         for name, unit in {**self._units(stage, at), **self._units(stage, following)}.items():
-            if name not in self._there:
-                self._there[name] = unit
+            if name not in self._gathered:
+                self._gathered[name] = unit
                 self._of_stage[stage].add(name)
                 self.calls.append(unit)
 
@@ -196,7 +196,7 @@ class LayerGathers:
 
     def _release(self, stage: int, names: set[str]) -> None:
         for name in names:
-            self._there.pop(name, None)
+            self._gathered.pop(name, None)
         self._of_stage[stage] -= names
 
 

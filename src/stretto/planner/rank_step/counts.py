@@ -422,7 +422,7 @@ class _Counting:
         for unit in self.units:
             # the optimiser works on something other than the parameters themselves
             server = unit.state_config.mode == "server" and unit.copies > 1
-            moves = not unit.sizes.whole or unit.has_masters or server
+            moves = not unit.sizes.unsharded or unit.has_masters or server
             for call in (*once_a_step(unit), *(published(unit) if moves else ())):
                 self._digit_collective(unit, call)
         tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}

@@ -303,8 +303,8 @@ def _core(
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
     if shape.attention.window is not None:
-        all_positions = AttentionShape().seen(keys, causal)
-        seconds *= min(1.0, shape.attention.seen(keys, causal) / all_positions)
+        all_positions = AttentionShape().mean_context(keys, causal)
+        seconds *= min(1.0, shape.attention.mean_context(keys, causal) / all_positions)
     return seconds
 
 

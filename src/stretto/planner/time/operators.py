@@ -156,8 +156,8 @@ def _from_table(
 ) -> float:
     rows, faster = table
     launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
-    known = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
-    rate = nearest_rate(known, (float(m), float(n), float(k), float(batch)), launch)
+    points = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
+    rate = nearest_rate(points, (float(m), float(n), float(k), float(batch)), launch)
     return 2.0 * m * n * k * batch / (rate * faster) + launch
 
 

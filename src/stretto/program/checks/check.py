@@ -92,16 +92,16 @@ def _check_rank(program: Program, rank: int, position: dict[Action, int]) -> Non
             raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
 
 
-def _check_transfer(program: Program, where: str, action: Action) -> None:
+def _check_transfer(program: Program, location: str, action: Action) -> None:
     """Transfers occur only in lowered programs, between stages on two ranks."""
     if not program.lowered:
-        raise ScheduleError(f"{where}, but the program is not lowered")
+        raise ScheduleError(f"{location}, but the program is not lowered")
     onward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
     neighbour = action.stage + (1 if onward else -1)
     if program.is_last(action.stage) if onward else program.is_first(action.stage):
-        raise ScheduleError(f"{where}, but there is no stage {neighbour} in that copy of the model")
+        raise ScheduleError(f"{location}, but there is no stage {neighbour} in that copy of the model")
     if program.placement[neighbour] == program.placement[action.stage]:
-        raise ScheduleError(f"{where}, but stage {neighbour} is on the same rank")
+        raise ScheduleError(f"{location}, but stage {neighbour} is on the same rank")
 
 
 def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
@@ -177,14 +177,16 @@ def check_reductions(program: Program) -> None:
 
 def _check_sets(program: Program) -> None:
     if program.versions and (program.tied or program.copies > 1):
-        what = f"tied set {program.tied[0]}" if program.tied else f"{program.copies} copies"
-        raise ScheduleError(f"the program has {what} and weights that change within the step")
+        cause = f"tied set {program.tied[0]}" if program.tied else f"{program.copies} copies"
+        raise ScheduleError(f"the program has {cause} and weights that change within the step")
     if program.copies > 1:
         sets = {frozenset(tie) for tie in program.tied}
         for stage in range(program.depth):
-            mine = tuple(range(stage, program.stages, program.depth))
-            if frozenset(mine) not in sets:
-                raise ScheduleError(f"copies {mine} of stage {stage} are no tied set: their gradients differ")
+            copies = tuple(range(stage, program.stages, program.depth))
+            if frozenset(copies) not in sets:
+                raise ScheduleError(
+                    f"copies {copies} of stage {stage} are no tied set: their gradients differ"
+                )
 
 
 def _check_updates(program: Program, rank: int, stage: int) -> None:
@@ -207,17 +209,17 @@ def _check_updates(program: Program, rank: int, stage: int) -> None:
 def _check_stage(program: Program, rank: int, stage: int) -> None:
     """The reductions of one stage at the end of a synchronous step."""
     order = program.orders[rank]
-    mine = [(at, a.kind) for at, a in enumerate(order) if a.stage == stage]
+    actions = [(at, a.kind) for at, a in enumerate(order) if a.stage == stage]
     # a copy that no microbatch goes through has nothing to reduce, but joins the sum over the copies
-    last = max((at for at, kind in mine if kind in (ActionKind.B, ActionKind.W)), default=-1)
-    reduced = [at for at, kind in mine if kind is ActionKind.REDUCE_GRAD]
+    last = max((at for at, kind in actions if kind in (ActionKind.B, ActionKind.W)), default=-1)
+    reduced = [at for at, kind in actions if kind is ActionKind.REDUCE_GRAD]
     times = int(last >= 0)
     if len(reduced) != times:
         must = "must have it once" if times else "but has no gradient of that stage"
         raise ScheduleError(f"rank {rank} has {stage}REDUCE_GRAD {len(reduced)} times, {must}")
     if reduced and reduced[0] < last:
         raise ScheduleError(f"rank {rank} has {stage}REDUCE_GRAD before {order[last]}")
-    tied = [at for at, kind in mine if kind is ActionKind.REDUCE_TIED]
+    tied = [at for at, kind in actions if kind is ActionKind.REDUCE_TIED]
     sets = sum(stage in tie for tie in program.tied)
     if len(tied) != sets:
         raise ScheduleError(

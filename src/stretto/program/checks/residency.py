@@ -101,8 +101,8 @@ def check_gathered(program: Program) -> None:
             weights no `UNSHARD` could gather.
     """
     for rank, order in enumerate(program.orders):
-        there = {action.stage: False for action in order if action.kind in _MOVES}
-        if not there:
+        resident = {action.stage: False for action in order if action.kind in _MOVES}
+        if not resident:
             continue
         for at, action in enumerate(order):
             stage, kind, _ = action
@@ -110,14 +110,14 @@ def check_gathered(program: Program) -> None:
             if kind in _MOVES:
                 if program.versions:
                     problem = "but parameters with versions are not sharded"
-                elif there[stage] == (kind is ActionKind.UNSHARD):
-                    problem = f"but the parameters of stage {stage} are {_STATE[there[stage]]} already"
-                there[stage] = kind is ActionKind.UNSHARD
-            elif kind in USES and not there.get(stage, True):
+                elif resident[stage] == (kind is ActionKind.UNSHARD):
+                    problem = f"but the parameters of stage {stage} are {_STATE[resident[stage]]} already"
+                resident[stage] = kind is ActionKind.UNSHARD
+            elif kind in USES and not resident.get(stage, True):
                 problem = f"but the parameters of stage {stage} are released"
             if problem is not None:
                 raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
-        for stage, gathered in there.items():
+        for stage, gathered in resident.items():
             if gathered:
                 last = Action(stage, ActionKind.RESHARD)
                 raise ScheduleError(

@@ -19,16 +19,16 @@ def check_structure(program: Program) -> None:
         ScheduleError: naming the first rank and action that break this.
     """
     _check_shape(program)
-    seen: set[Action] = set()
+    done: set[Action] = set()
     for rank, order in enumerate(program.orders):
         for at, action in enumerate(order):
             problem = _placement_problem(program, rank, action)
             if problem is None and action.kind.has_microbatch:
-                problem = "which is in the program twice" if action in seen else _order_problem(seen, action)
-                seen.add(action)
+                problem = "which is in the program twice" if action in done else _order_problem(done, action)
+                done.add(action)
             if problem is not None:
                 raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
-    _check_complete(program, seen)
+    _check_complete(program, done)
     check_memory_saving(program)
     check_gathered(program)
     check_versions(program)
@@ -81,14 +81,14 @@ def _placement_problem(program: Program, rank: int, action: Action) -> str | Non
     return None
 
 
-def _order_problem(seen: set[Action], action: Action) -> str | None:
+def _order_problem(done: set[Action], action: Action) -> str | None:
     """What is wrong unless F precedes B or I, I precedes W, and B excludes I and W; else None."""
     stage, kind, microbatch = action
     before = _BEFORE.get(kind)
-    if before is not None and (need := Action(stage, before, microbatch)) not in seen:
+    if before is not None and (need := Action(stage, before, microbatch)) not in done:
         return f"before {need} on the same rank"
     for other in _INSTEAD.get(kind, ()):
-        if (clash := Action(stage, other, microbatch)) in seen:
+        if (clash := Action(stage, other, microbatch)) in done:
             return f"but {clash} does that work already"
     return None
 
@@ -104,7 +104,7 @@ _INSTEAD = {
 }
 
 
-def _check_complete(program: Program, seen: set[Action]) -> None:
+def _check_complete(program: Program, done: set[Action]) -> None:
     """Every stage does every microbatch of its copy."""
     for stage, rank in enumerate(program.placement):
         for i, copy in enumerate(program.copy_of):
@@ -112,13 +112,13 @@ def _check_complete(program: Program, seen: set[Action]) -> None:
             if max(copy, 0) != stage // program.depth:
                 continue
             missing = None
-            if Action(stage, ActionKind.F, i) not in seen:
+            if Action(stage, ActionKind.F, i) not in done:
                 missing = f"{stage}F{i}"
             elif not program.trains:
                 continue
-            elif Action(stage, ActionKind.I, i) in seen:
-                missing = None if Action(stage, ActionKind.W, i) in seen else f"{stage}W{i}"
-            elif Action(stage, ActionKind.B, i) not in seen:
+            elif Action(stage, ActionKind.I, i) in done:
+                missing = None if Action(stage, ActionKind.W, i) in done else f"{stage}W{i}"
+            elif Action(stage, ActionKind.B, i) not in done:
                 missing = f"{stage}B{i}"
             if missing:
                 raise ScheduleError(f"rank {rank} never does {missing}")

@@ -120,23 +120,23 @@ def _most_versions(program: Program, stage: int) -> int:
     actions = list(_of_stage(program, stage))
     # a version is needed from its making until the last microbatch that uses it is done
     users = Counter(versions[i] for _, kind, i in actions if kind is ActionKind.F and i is not None)
-    held = {0}
+    live = {0}
     newest = 0
-    most = 1
+    peak = 1
     for _, kind, i in actions:
         if kind is ActionKind.UPDATE:
             if not users[newest]:
-                held.discard(newest)
+                live.discard(newest)
             newest += 1
-            held.add(newest)
-            most = max(most, len(held))
+            live.add(newest)
+            peak = max(peak, len(live))
         elif kind in _GRADIENT:
             assert i is not None
             version = versions[i]
             users[version] -= 1
             if not users[version] and version != newest:
-                held.discard(version)
-    return most
+                live.discard(version)
+    return peak
 
 
 def _of_stage(program: Program, stage: int) -> Iterable[Action]:

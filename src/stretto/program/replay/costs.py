@@ -101,8 +101,8 @@ class Costs:
         rates = self.bandwidth if isinstance(self.bandwidth, Mapping) else {None: self.bandwidth}
         for pair, rate in rates.items():
             if not rate > 0:
-                where = "bandwidth" if pair is None else f"bandwidth[{pair}]"
-                raise StrettoError(f"{where} is {rate}, must be above 0", hint="leave it out for no limit")
+                entry = "bandwidth" if pair is None else f"bandwidth[{pair}]"
+                raise StrettoError(f"{entry} is {rate}, must be above 0", hint="leave it out for no limit")
         if self.kept_for_w > 1:
             raise StrettoError(
                 f"kept_for_w is {self.kept_for_w}, must be 0 to 1: a part of activations",
@@ -148,7 +148,7 @@ _SIZES = frozenset({"message_bytes", "activations", "inputs", "kept_for_w", "pai
 
 _T = TypeVar("_T")
 
-BESIDE = {
+OVERLAPPED = {
     ActionKind.UNSHARD: "unshard",
     ActionKind.OFFLOAD: "offload",
     ActionKind.RELOAD: "reload",
@@ -180,9 +180,9 @@ class Prices:
         self.update = self._shared("update", costs.update)
 
     @cached_property
-    def beside(self) -> dict[ActionKind, list[float]]:
+    def overlapped(self) -> dict[ActionKind, list[float]]:
         """Time of each kind that runs beside the work, stage by stage."""
-        return {kind: self._shared(name, getattr(self.costs, name)) for kind, name in BESIDE.items()}
+        return {kind: self._shared(name, getattr(self.costs, name)) for kind, name in OVERLAPPED.items()}
 
     @cached_property
     def activations(self) -> list[float]:

@@ -21,7 +21,7 @@ from stretto.program.action import TRANSFER, Action, ActionKind
 from stretto.program.messages import needed_by, receive_of, sent_by, tied_waits
 from stretto.program.pairing import Step, steps_of
 from stretto.program.program import Program
-from stretto.program.replay.costs import BESIDE, Prices
+from stretto.program.replay.costs import OVERLAPPED, Prices
 
 _BACKWARD = frozenset({ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE})
 _UNKNOWN, _NONE = -1.0, -1
@@ -54,17 +54,17 @@ class _OnDemand(Mapping[Action, _T]):
         self._make = make
 
     @cached_property
-    def _made(self) -> dict[Action, _T]:
+    def _values(self) -> dict[Action, _T]:
         return self._make()
 
     def __getitem__(self, name: Action) -> _T:
-        return self._made[name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[Action]:
-        return iter(self._made)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._values)
 
 
 class _Link(NamedTuple):
@@ -116,7 +116,7 @@ class Events:
         self.messages = Messages(program)
         self._links = self._all_links()
         self._rules = [self._rules_of(stage) for stage in range(program.stages)]
-        self._there = [_UNKNOWN] * self.messages.count
+        self._arrival_times = [_UNKNOWN] * self.messages.count
         # of both sides of each message, if there are transfers: when it is ready, its place in the order
         self._ready = [_UNKNOWN] * (2 * self.messages.count * program.lowered)
         self._places = [_NONE] * (2 * self.messages.count * program.lowered)
@@ -131,12 +131,12 @@ class Events:
         self._tied = tied_waits(program) if program.tied else {}
         self._joined: dict[tuple[int, int], float] = {}
         self._joining: list[int] = []
-        beside = {kind: prices.beside[kind] for kind in BESIDE if kind in kinds}
+        overlapped = {kind: prices.overlapped[kind] for kind in OVERLAPPED if kind in kinds}
         if ActionKind.UPDATE in kinds:
-            beside[ActionKind.REDUCE_GRAD] = prices.reduce
+            overlapped[ActionKind.REDUCE_GRAD] = prices.reduce
         pieces = program.stages * program.microbatches
         self._streams = {
-            kind: _Stream(costs, [0.0] * program.ranks, [0.0] * pieces) for kind, costs in beside.items()
+            kind: _Stream(costs, [0.0] * program.ranks, [0.0] * pieces) for kind, costs in overlapped.items()
         }
 
     def _rules_of(self, stage: int) -> dict[ActionKind, _Rule]:
@@ -201,7 +201,7 @@ class Events:
 
     def _arrivals(self) -> dict[Action, float]:
         name = self.messages.name
-        return {name(message): time for message, time in enumerate(self._there) if time != _UNKNOWN}
+        return {name(message): time for message, time in enumerate(self._arrival_times) if time != _UNKNOWN}
 
     @property
     def queued(self) -> Mapping[Action, Action]:
@@ -215,8 +215,8 @@ class Events:
     @property
     def stuck(self) -> dict[int, Action]:
         """Ranks that have not come to their end, and where they stand."""
-        where = enumerate(zip(self._reached, self.program.orders, strict=True))
-        return {rank: order[at] for rank, (at, order) in where if at < len(order)}
+        positions = enumerate(zip(self._reached, self.program.orders, strict=True))
+        return {rank: order[at] for rank, (at, order) in positions if at < len(order)}
 
     def run(self) -> None:
         """Advance all ranks to their ends, or until none can go on."""
@@ -239,7 +239,7 @@ class Events:
         """Go through the rank's order; yields where it has to wait."""
         order = self.program.orders[rank]
         starts, ends = self.starts[rank], self.ends[rank]
-        rules, there = self._rules, self._there
+        rules, arrivals = self._rules, self._arrival_times
         awaited, reached = self._awaited, self._reached
         blocking, streams = self.costs.blocking, bool(self._streams)
         steps = steps_of(self.program, rank, blocks=True) if self.costs.pair is not None else []
@@ -259,11 +259,11 @@ class Events:
             cost, need, message, side, link = rule
             if need >= 0:
                 need += i or 0
-                if there[need] < 0.0:
+                if arrivals[need] < 0.0:
                     reached[rank], awaited[rank] = at, need
                     yield
-                if there[need] > now:
-                    now = there[need]
+                if arrivals[need] > now:
+                    now = arrivals[need]
             if streams and side < 0:
                 now = self._released(rank, action, now)
             starts[at] = now
@@ -277,10 +277,10 @@ class Events:
             else:
                 self._meet(message, link, side, now, at)
             if blocking and side <= 0:
-                if there[message] < 0.0:
+                if arrivals[message] < 0.0:
                     reached[rank], awaited[rank] = at, message
                     yield
-                now = max(now, there[message])
+                now = max(now, arrivals[message])
         reached[rank] = len(order)
 
     def _block(self, rank: int, step: Step, now: float) -> Generator[None, None, float]:
@@ -306,10 +306,10 @@ class Events:
 
     def _wait(self, rank: int, message: int, now: float) -> Generator[None, None, float]:
         """Until the message is there."""
-        if self._there[message] < 0.0:
+        if self._arrival_times[message] < 0.0:
             self._awaited[rank] = message
             yield
-        return max(now, self._there[message])
+        return max(now, self._arrival_times[message])
 
     def _join(self, rank: int, at: int, now: float) -> Generator[None, None, float]:
         """A reduction of tied parameters starts when all ranks have reached it, and takes no time."""
@@ -366,8 +366,8 @@ class Events:
 
     def _meet(self, message: int, link: _Link, side: int, now: float, at: int) -> None:
         """A send or a receive; the message leaves when both are there."""
-        mine, other = 2 * message + side, 2 * message + 1 - side
-        self._ready[mine], self._places[mine] = now, at
+        index, other = 2 * message + side, 2 * message + 1 - side
+        self._ready[index], self._places[index] = now, at
         if self._ready[other] >= 0.0:
             self._request(message, link, max(now, self._ready[other]), self._places[2 * message])
 
@@ -387,7 +387,7 @@ class Events:
                 self._behind[message] = self._last[number]
             self._free[number] = ready + occupied
             self._last[number] = message
-        time = self._there[message] = ready + delay
+        time = self._arrival_times[message] = ready + delay
         if self._places:
             send, receive = self._places[2 * message : 2 * message + 2]
             self.ends[source][send] = self.ends[destination][receive] = time

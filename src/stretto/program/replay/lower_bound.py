@@ -85,7 +85,7 @@ class _Bound:
         end = max([*ends, *(self._round_trip(copy) for copy in range(self.program.copies))])
         if self.program.trains and not self.inside:
             stages = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
-            end += max(sum(self.prices.update[stage] for stage in held) for held in stages)
+            end += max(sum(self.prices.update[stage] for stage in held_stages) for held_stages in stages)
         return end
 
     def _chains(self) -> tuple[list[float], list[float], list[float]]:
@@ -128,31 +128,32 @@ class _Bound:
 
     def _rank(self, rank: int, memory: float | None) -> float:
         passing, depth = self.passing, self.program.depth
-        held = [stage for stage in self.program.stages_of(rank) if passing[stage // depth]]
-        if not held:
+        held_stages = [stage for stage in self.program.stages_of(rank) if passing[stage // depth]]
+        if not held_stages:
             return 0.0
-        head = min(self.heads[stage] for stage in held)
+        head = min(self.heads[stage] for stage in held_stages)
         forward, back, weight = (
-            sum(passing[stage // depth] * self.times[stage][part] for stage in held) for part in range(3)
+            sum(passing[stage // depth] * self.times[stage][part] for stage in held_stages)
+            for part in range(3)
         )
         if not self.program.trains:
-            return head + forward + min(self.rounds[stage] for stage in held)
-        ends = head + forward + back + weight + self.extra[rank] + self._reductions(held)
-        put_off = head + forward + back + min(self.tails[stage] for stage in held)
-        return max(ends, put_off, head + self._occupied(rank, held, memory))
+            return head + forward + min(self.rounds[stage] for stage in held_stages)
+        ends = head + forward + back + weight + self.extra[rank] + self._reductions(held_stages)
+        put_off = head + forward + back + min(self.tails[stage] for stage in held_stages)
+        return max(ends, put_off, head + self._occupied(rank, held_stages, memory))
 
-    def _reductions(self, held: list[int]) -> float:
-        reduce = [self.prices.reduce[stage] for stage in held]
+    def _reductions(self, held_stages: list[int]) -> float:
+        reduce = [self.prices.reduce[stage] for stage in held_stages]
         if self.inside:
             return 0.0
         return min(reduce) if self.costs.reduce_overlaps else sum(reduce)
 
-    def _occupied(self, rank: int, held: list[int], memory: float | None) -> float:
+    def _occupied(self, rank: int, held_stages: list[int], memory: float | None) -> float:
         """The least time in which a rank's microbatches fit through its memory."""
         if memory is None or any(a.kind in _KEPT_ELSEWHERE for a in self.program.orders[rank]):
             return 0.0
         area = 0.0
-        for stage in held:
+        for stage in held_stages:
             size, (forward, back, weight) = self.prices.activations[stage], self.times[stage]
             if size > memory:
                 raise StrettoError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
 from stretto.program.program import Program, ScheduleError
-from stretto.program.replay.costs import BESIDE, Costs, Prices
+from stretto.program.replay.costs import OVERLAPPED, Costs, Prices
 from stretto.program.replay.events import Events
 from stretto.program.replay.sweep import KINDS, Code, encode, sweep
 from stretto.program.replay.timeline import Event, Timeline
@@ -153,16 +153,16 @@ def _by_events(code: Code, prices: Prices) -> bool:
         costs.blocking
         or (costs.contention and any(r and r.occupied for r in prices.forward + prices.backward))
         or (costs.pair is not None and bool(program.pairs))
-        or any(kind in present and any(prices.beside[kind]) for kind in BESIDE)
+        or any(kind in present and any(prices.overlapped[kind]) for kind in OVERLAPPED)
         or (ActionKind.UPDATE in present and any(prices.reduce))
     )
 
 
 def _deadlock(program: Program, replay_: Events) -> ScheduleError:
     """A program that completes, but not with the blocking sends or blocks of these costs."""
-    where = "; ".join(f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items()))
+    waits = "; ".join(f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items()))
     return ScheduleError(
-        f"program {program.name!r} deadlocks with these costs: {where}",
+        f"program {program.name!r} deadlocks with these costs: {waits}",
         hint="with blocking sends, post receives earlier (a larger lookahead)"
         if replay_.costs.blocking
         else "a pair that runs as one block needs both inputs at its start; leave out pair",

@@ -236,12 +236,12 @@ class _Encoder:
                 # the loss: its gradient exists once the forward is done
                 rules[kind] = rule(_FREE if forward else _LOCAL, kind, slots_of[stage, ActionKind.F])
                 continue
-            away, made = (
+            away, source_terms = (
                 program.placement[source],
                 slots_of[source, ActionKind.F if forward else ActionKind.I],
             )
             receive = needed_by(program, Action(stage, kind, 0))
-            remote = rule(_LOCAL if receive is None else _REMOTE, kind, made, away)
+            remote = rule(_LOCAL if receive is None else _REMOTE, kind, source_terms, away)
             if receive is not None and program.lowered:
                 sent = slots_of[source, ActionKind.SEND_F if forward else ActionKind.SEND_B]
                 remote = remote._replace(
@@ -287,8 +287,8 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
     )
     for slot, before in zip(code.transfers, code.transfers_before, strict=True):
         starts[slot] = ends[slot] = ends[before]
-    for there, send, receive in zip(arrivals, code.sends, code.receives, strict=True):
-        ends[send] = ends[receive] = there
+    for arrival, send, receive in zip(arrivals, code.sends, code.receives, strict=True):
+        ends[send] = ends[receive] = arrival
     return starts, ends
 
 
@@ -299,9 +299,9 @@ def _plain(
     for slot, source, kind in zip(code.slots, code.sources, code.kinds, strict=True):
         start = ends[slot - 1]
         if source:
-            there = ends[source] + delay[kind]
-            if there > start:
-                start = there
+            arrival = ends[source] + delay[kind]
+            if arrival > start:
+                start = arrival
         starts[slot] = start
         ends[slot] = start + cost[kind]
 
@@ -321,12 +321,12 @@ def _posted(
     for slot, before, source, posted, kind in islice(nodes, begin, end):
         start = ends[before]
         if source:
-            there = ends[source]
-            if ends[posted] > there:
-                there = ends[posted]
-            there += delay[kind]
-            arrivals.append(there)
-            if there > start:
-                start = there
+            arrival = ends[source]
+            if ends[posted] > arrival:
+                arrival = ends[posted]
+            arrival += delay[kind]
+            arrivals.append(arrival)
+            if arrival > start:
+                start = arrival
         starts[slot] = start
         ends[slot] = start + cost[kind]

@@ -15,7 +15,7 @@ from stretto.program.memory import peak_activations
 from stretto.program.messages import needed_by, send_of, tied_waits
 from stretto.program.pairing import steps_of
 from stretto.program.program import Program
-from stretto.program.replay.costs import BESIDE, Costs, Prices
+from stretto.program.replay.costs import OVERLAPPED, Costs, Prices
 from stretto.program.replay.lower_bound import bound
 
 Curve = list[tuple[float, float]]
@@ -42,11 +42,11 @@ def _curve(allocations: _Allocations, starts: Sequence[float], ends: Sequence[fl
             changes.append((end, -freed))
     # stable: at equal times, changes of the earlier action come first
     changes.sort(key=itemgetter(0))
-    held = 0.0
+    live = 0.0
     curve: Curve = []
     for time, change in changes:
-        held += change
-        curve.append((time, held))
+        live += change
+        curve.append((time, live))
     return curve
 
 
@@ -65,20 +65,20 @@ class _Allocations:
         full = self.prices.activations[stage]
         early = full * (1 - self.prices.costs.kept_for_w)  # what I gives back
         repeated = (stage, i) in self.repeated
-        kept = self.prices.inputs[stage] if repeated else 0.0
+        inputs = self.prices.inputs[stage] if repeated else 0.0
         if kind is ActionKind.F:
             if repeated:
-                return kept, 0.0  # nothing but its input is held for the backward
+                return inputs, 0.0  # nothing but its input is held for the backward
             return full, 0.0 if self.trains else full
         if kind is ActionKind.RECOMPUTE:
-            return full, kept
+            return full, inputs
         if kind is ActionKind.B:
             return 0.0, full
         if kind is ActionKind.I:
             return 0.0, early
         if kind is ActionKind.W:
             return 0.0, full - early
-        moved = kept if repeated else full
+        moved = inputs if repeated else full
         if kind is ActionKind.OFFLOAD:
             return 0.0, moved
         if kind is ActionKind.RELOAD:
@@ -125,7 +125,7 @@ class _Place(NamedTuple):
     at: int
 
 
-class _Held(NamedTuple):
+class _Blocker(NamedTuple):
     """Until when `by` held an event up."""
 
     until: float
@@ -138,15 +138,17 @@ def critical_path(timeline: Timeline) -> list[Cause]:
     path = _Path(timeline)
     place: _Place | None = path.last()
     causes: list[Cause] = []
-    seen: set[_Place] = set()
-    while place is not None and place not in seen:
-        seen.add(place)
+    visited: set[_Place] = set()
+    while place is not None and place not in visited:
+        visited.add(place)
         event = path.event(place)
-        held = (
-            max(path.held_by(place), key=lambda held: held.until, default=None) if event.start > 0 else None
+        blocker = (
+            max(path.blockers(place), key=lambda blocker: blocker.until, default=None)
+            if event.start > 0
+            else None
         )
-        causes.append(Cause(event, "start" if held is None else held.reason))
-        place = None if held is None else held.by
+        causes.append(Cause(event, "start" if blocker is None else blocker.reason))
+        place = None if blocker is None else blocker.by
     return causes[::-1]
 
 
@@ -181,7 +183,7 @@ class _Path:
         event = self.event(place)
         return event.end, event.end - event.start
 
-    def held_by(self, place: _Place) -> Iterator[_Held]:
+    def blockers(self, place: _Place) -> Iterator[_Blocker]:
         """All that could have held the event up, with the times until which they did."""
         rank, at = place
         if rank < 0:
@@ -191,13 +193,13 @@ class _Path:
             action = self.program.orders[rank][member.at]
             if action.kind in COMPUTE:
                 yield from self._input(action)
-            yield from self._beside(rank, member.at, action)
+            yield from self._overlapped(rank, member.at, action)
         first = self.blocks.get(place, (place,))[0]
         yield from self._order(rank, first.at, self.timeline.starts[rank][at])
         if self.program.orders[rank][at].kind is ActionKind.REDUCE_TIED:
             for wait in self.tied.get((rank, at), ()):
-                for held in self._order(wait.rank, wait.completed):
-                    yield held._replace(reason="reduction")
+                for blocker in self._order(wait.rank, wait.completed):
+                    yield blocker._replace(reason="reduction")
 
     @cached_property
     def blocks(self) -> dict[_Place, tuple[_Place, ...]]:
@@ -210,7 +212,7 @@ class _Path:
                     members_of |= dict.fromkeys(members, members)
         return members_of
 
-    def _order(self, rank: int, at: int, start: float = inf) -> Iterator[_Held]:
+    def _order(self, rank: int, at: int, start: float = inf) -> Iterator[_Blocker]:
         """The action before on the rank that its clock passes through. A receive between the two of a block
         is posted before the block, so actions that end after its start are passed over.
         """
@@ -224,7 +226,7 @@ class _Path:
                 until = self.timeline.ends[rank][before]
                 if blocking and not self.program.lowered and (name := self._result(action)):
                     until = max(until, self.timeline.arrivals.get(name, 0.0))
-                yield _Held(until, _Place(rank, before), "order")
+                yield _Blocker(until, _Place(rank, before), "order")
                 return
 
     def _exposed(self, action: Action) -> bool:
@@ -251,7 +253,7 @@ class _Path:
         split = self.place.get(Action(stage, ActionKind.I, i))
         return split or self.place[Action(stage, ActionKind.B, i)]
 
-    def _input(self, action: Action) -> Iterator[_Held]:
+    def _input(self, action: Action) -> Iterator[_Blocker]:
         """The message that a compute action takes."""
         name = needed_by(self.program, action)
         if name is None:
@@ -259,9 +261,9 @@ class _Path:
         if name in self.timeline.queued:
             # it held the link up until this message's turn: the longest wait of them all
             before = self.timeline.queued[name]
-            yield _Held(self._arrival(name), self._side(before), "queue")
+            yield _Blocker(self._arrival(name), self._side(before), "queue")
         else:
-            yield _Held(self._arrival(name), self._side(name), "message")
+            yield _Blocker(self._arrival(name), self._side(name), "message")
 
     def _side(self, name: Action) -> _Place:
         """The later of a message's two sides."""
@@ -280,7 +282,7 @@ class _Path:
         assert route is not None
         return self.event(self._maker(name)).end + route.delay
 
-    def _beside(self, rank: int, at: int, action: Action) -> Iterator[_Held]:
+    def _overlapped(self, rank: int, at: int, action: Action) -> Iterator[_Blocker]:
         """What runs beside the work and what it holds up."""
         stage, kind, i = action
         causes: list[tuple[Action, Reason]] = []
@@ -295,37 +297,39 @@ class _Path:
         for need, reason in causes:
             if need.kind in self.kinds:
                 yield from self._latest(rank, at, lambda other, need=need: other == need, reason)
-        if kind in BESIDE or kind is ActionKind.REDUCE_GRAD:
+        if kind in OVERLAPPED or kind is ActionKind.REDUCE_GRAD:
             reason: Reason = "reduction" if kind is ActionKind.REDUCE_GRAD else "beside"
             yield from self._latest(rank, at, lambda other: other.kind is kind, reason)
 
-    def _latest(self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason) -> Iterator[_Held]:
+    def _latest(
+        self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason
+    ) -> Iterator[_Blocker]:
         """The last action before place `at` that matches."""
         order = self.program.orders[rank]
         for before in range(at - 1, -1, -1):
             if match(order[before]):
-                yield _Held(self.timeline.ends[rank][before], _Place(rank, before), reason)
+                yield _Blocker(self.timeline.ends[rank][before], _Place(rank, before), reason)
                 return
 
-    def _tail(self, at: int) -> Iterator[_Held]:
+    def _tail(self, at: int) -> Iterator[_Blocker]:
         """What holds up a reduction that is in no order, or an update after the step."""
         tail = self.timeline.tail
         rank, action, start, _ = tail[at]
         for before in range(at - 1, -1, -1):
             if tail[before].rank == rank and tail[before].action.kind is action.kind:
                 reason: Reason = "order" if action.kind is ActionKind.UPDATE else "reduction"
-                yield _Held(tail[before].end, _Place(-1, before), reason)
+                yield _Blocker(tail[before].end, _Place(-1, before), reason)
                 break
         if action.kind is ActionKind.UPDATE:
             others = [_Place(-1, b) for b, e in enumerate(tail) if e.action.kind is not ActionKind.UPDATE]
             for place in (*self.place.values(), *others):
                 if self.event(place).end <= start:
-                    yield _Held(self.event(place).end, place, "barrier")
+                    yield _Blocker(self.event(place).end, place, "barrier")
             return
         ends, order = self.timeline.ends[rank], self.program.orders[rank]
         for before, each in enumerate(order):
             if each.kind in _MOVING and ends[before] <= start:
-                yield _Held(ends[before], _Place(rank, before), "order")
+                yield _Blocker(ends[before], _Place(rank, before), "order")
 
 
 _BUSY = COMPUTE | {ActionKind.RECOMPUTE, ActionKind.UPDATE}
@@ -401,8 +405,8 @@ class Timeline:
     @property
     def idle(self) -> float:
         """Idle part of all ranks' time together; above the bubble's rate where ranks have unequal work."""
-        whole = self.makespan * self.program.ranks
-        return 1.0 - sum(self.work) / whole if whole else 0.0
+        rank_time = self.makespan * self.program.ranks
+        return 1.0 - sum(self.work) / rank_time if rank_time else 0.0
 
     @cached_property
     def spans(self) -> list[tuple[float, float]]:
@@ -445,7 +449,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> list[float]:
         """Per rank, the most activation bytes held at once, at the ends of steps in `live_bytes` included."""
-        return [max((held for _, held in curve), default=0.0) for curve in self.live_bytes]
+        return [max((live for _, live in curve), default=0.0) for curve in self.live_bytes]
 
     @property
     def weight_versions(self) -> tuple[int, ...]:

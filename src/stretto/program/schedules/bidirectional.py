@@ -25,7 +25,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     writers = [Writer(microbatches, splits=microbatches < total) for _ in range(ranks)]
     for rank, writer in enumerate(writers):
         down, up = rank, 2 * ranks - 1 - rank
-        _eight_steps(writer=writer, zero=down, one=up, rank=rank, ranks=ranks, microbatches=total)
+        _eight_steps(writer=writer, stage_0=down, stage_1=up, rank=rank, ranks=ranks, microbatches=total)
     return _program("dualpipe-v", vee(ranks), microbatches, writers)
 
 
@@ -48,16 +48,23 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
     writers = [Writer(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
     for rank, writer in enumerate(writers):
         # copy 0 is the near one for the first half of the ranks
-        near, far = rank, 2 * ranks - 1 - rank
+        down, up = rank, 2 * ranks - 1 - rank
         if rank >= half:
-            near, far = far, near
+            down, up = up, down
         _eight_steps(
-            writer=writer, zero=near, one=far, rank=min(rank, ranks - 1 - rank), ranks=half, microbatches=each
+            writer=writer,
+            stage_0=down,
+            stage_1=up,
+            rank=min(rank, ranks - 1 - rank),
+            ranks=half,
+            microbatches=each,
         )
     return _program("dualpipe", mirror(ranks), microbatches, writers, copies=2)
 
 
-def _eight_steps(writer: Writer, zero: int, one: int, rank: int, ranks: int, microbatches: int) -> None:
+def _eight_steps(
+    writer: Writer, stage_0: int, stage_1: int, rank: int, ranks: int, microbatches: int
+) -> None:
     """One rank's order, in the eight steps of DeepSeek's code (github.com/deepseek-ai/DualPipe).
 
     The names are that code's: nF0 is forwards of direction 0, nB1 backwards of direction 1, W a deferred
@@ -65,45 +72,45 @@ def _eight_steps(writer: Writer, zero: int, one: int, rank: int, ranks: int, mic
     the near end, those of direction 1 come from the far end.
 
     Args:
-        zero: the rank's stage of direction 0.
-        one: the rank's stage of direction 1.
+        stage_0: the rank's stage of direction 0.
+        stage_1: the rank's stage of direction 1.
         rank: distance from the near end.
         ranks: ranks between the ends of a direction: half of them in DualPipe, all in DualPipeV.
         microbatches: of one direction.
     """
     before = ranks - rank - 1  # ranks between this one and where the directions turn
-    here = rank + 1
+    before_end = rank + 1
     # step 1, nF0: fill the pipeline until the other direction's first microbatch arrives
-    writer.forward(*[zero] * (2 * before))
+    writer.forward(*[stage_0] * (2 * before))
     # step 2, nF0F1: both directions fill
-    writer.forward(*[zero, one] * here)
+    writer.forward(*[stage_0, stage_1] * before_end)
     # step 3, nB1W1F1: the first backwards of direction 1; split, so that the rank before gets its I at once
     for _ in range(before):
-        writer.input_gradient(one)
+        writer.input_gradient(stage_1)
         writer.weight_gradient()
-        writer.forward(one)
+        writer.forward(stage_1)
     # step 4, the main step, nF0B1F1B0: every forward is paired with a backward of the other direction, whose
     # all-to-all and compute hide each other
-    for step in range(microbatches - 2 * ranks + here):
+    for step in range(microbatches - 2 * ranks + before_end):
         if step == 0 and before == 0:  # where the directions turn, a pair would only delay the backward
-            writer.forward(zero)
-            writer.backward(one)
+            writer.forward(stage_0)
+            writer.backward(stage_1)
         else:
-            writer.pair(zero, one)
-        writer.pair(one, zero)
+            writer.pair(stage_0, stage_1)
+        writer.pair(stage_1, stage_0)
     # step 5, nB1F1B0: direction 0 has no forwards left
     for _ in range(before):
-        writer.backward(one)
-        writer.pair(one, zero)
+        writer.backward(stage_1)
+        writer.pair(stage_1, stage_0)
     # step 6, nB1B0: backwards alone; the second half split, since W is of use in the drain to come
-    backwards = [one, zero] * here
-    whole = 2 * (here // 2) + (0 if rank % 2 else 1)
+    backwards = [stage_1, stage_0] * before_end
+    unsplit = 2 * (before_end // 2) + (0 if rank % 2 else 1)
     for at, stage in enumerate(backwards):
-        (writer.backward if at < whole else writer.input_gradient)(stage)
+        (writer.backward if at < unsplit else writer.input_gradient)(stage)
     # step 7, nWB0: deferred W fill the waits between the last backwards of direction 0
     for _ in range(before):
         writer.weight_gradient()
-        (writer.backward if whole >= len(backwards) else writer.input_gradient)(zero)
+        (writer.backward if unsplit >= len(backwards) else writer.input_gradient)(stage_0)
     # step 8, nW: the W that are left
     writer.weight_gradients()
 

@@ -50,16 +50,16 @@ def tighten(
 
     def admit(rank: int, at: int) -> bool:
         started, first_open = simulation.started[rank], simulation.first_open(rank)
-        held, limit = simulation.held[rank] + 1, limits[rank]
+        live, limit = simulation.live[rank] + 1, limits[rank]
         if at == first_open:
             return True
-        if held > limit:
+        if live > limit:
             return False
-        mine = steps[rank]
+        changes = steps[rank]
         for earlier in range(first_open, at):
             if not started[earlier]:
-                held += mine[earlier]
-                if held > limit:
+                live += changes[earlier]
+                if live > limit:
                     return False
         return True
 
@@ -122,10 +122,10 @@ class _Simulation:
         self.in_order = False  # start actions strictly in the order of preference
         self.cost = {ActionKind.F: 1, ActionKind.B: backward, ActionKind.I: 1, ActionKind.W: 1}
         self.started = [bytearray(len(order)) for order in preferences]
-        self.held = [0 for _ in preferences]
+        self.live = [0 for _ in preferences]
         self.inside = dict.fromkeys(range(0, len(placement), self.depth), 0)  # microbatches, by first stage
         self._first_open = [0 for _ in preferences]
-        self._where: dict[_Key, int] = {
+        self._positions: dict[_Key, int] = {
             action: at for order in preferences for at, action in enumerate(order)
         }
         self._ready: list[list[int]] = [[] for _ in preferences]
@@ -181,7 +181,7 @@ class _Simulation:
         for at in refused:
             heappush(ready, at)
         if chosen is not None:
-            self.held[rank] += _HOLDS[chosen.kind]
+            self.live[rank] += _HOLDS[chosen.kind]
             if chosen.kind is ActionKind.F and chosen.stage in self.inside:
                 self.inside[chosen.stage] += 1
                 self._enable(next(self._entering[chosen.stage], None))
@@ -210,12 +210,12 @@ class _Simulation:
 
     def _backward(self, stage: int, microbatch: int | None) -> _Key:
         split = (stage, ActionKind.I, microbatch)
-        return split if split in self._where else (stage, ActionKind.B, microbatch)
+        return split if split in self._positions else (stage, ActionKind.B, microbatch)
 
     def _enable(self, name: _Key | None) -> list[int]:
         """Make an action ready; the rank that it is on."""
         if name is None:
             return []
         rank = self.placement[name[0]]
-        heappush(self._ready[rank], self._where[name])
+        heappush(self._ready[rank], self._positions[name])
         return [rank]

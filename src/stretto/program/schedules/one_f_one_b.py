@@ -67,12 +67,12 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     """
     size = group_size(ranks, microbatches, group)
     short = 0 < microbatches % size < ranks
-    whole = -(-microbatches // size) * size if short else microbatches
+    padded = -(-microbatches // size) * size if short else microbatches
     table = [
         (chunk, i)
-        for start in range(0, whole, size)
+        for start in range(0, padded, size)
         for chunk in range(chunks)
-        for i in range(start, min(start + size, whole))
+        for i in range(start, min(start + size, padded))
     ]
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):

@@ -116,24 +116,24 @@ def schedule(
     Raises:
         StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
     """
-    known = entry(name)
+    chosen = entry(name)
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
     values: dict[str, Any] = {}
     for option, value in {"chunks": chunks, "group": group, **options}.items():
         if value is None:
             continue
-        if option not in known.options:
+        if option not in chosen.options:
             if option == "chunks" and value == 1:
                 continue
-            raise _no_such_option(known, option, value)
-        if option in known.numbers:
+            raise _no_such_option(chosen, option, value)
+        if option in chosen.numbers:
             at_least_one(option, value)
         values[option] = value
-    program = known.build(ranks, microbatches, **values)
+    program = chosen.build(ranks, microbatches, **values)
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's function
         raise StrettoError(f"schedule {name!r} returned {type(program).__name__}, must return a Program")
-    if chunks == 1 and "chunks" not in known.options and program.depth > ranks:
+    if chunks == 1 and "chunks" not in chosen.options and program.depth > ranks:
         stages = program.depth // ranks
         raise StrettoError(
             f"chunks is 1, but schedule {name!r} has {stages} stages a rank", hint="leave chunks out"
@@ -166,7 +166,7 @@ def entry(name: str) -> Entry:
     return registered
 
 
-def _no_such_option(known: Entry, option: str, value: object) -> StrettoError:
+def _no_such_option(chosen: Entry, option: str, value: object) -> StrettoError:
     takers = [e.name for e in _ENTRIES.values() if option in e.options]
     if not takers:
         every = sorted({name for e in _ENTRIES.values() for name in e.options})
@@ -177,6 +177,6 @@ def _no_such_option(known: Entry, option: str, value: object) -> StrettoError:
         )
     without = "chunks=1 or none" if option == "chunks" else f"no {option}"
     return StrettoError(
-        f"{option} is {value}, but schedule {known.name!r} takes {without}",
+        f"{option} is {value}, but schedule {chosen.name!r} takes {without}",
         hint=f"leave {option} out, or use a schedule that takes it: {', '.join(takers)}",
     )

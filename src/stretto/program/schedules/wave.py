@@ -40,11 +40,11 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
             action
             for _, action in sorted(
                 (at + _UNITS * i, Action(stage, kind, i))
-                for at, stage, kind in mine
+                for at, stage, kind in slots
                 for i in range(microbatches)
             )
         )
-        for mine in timed
+        for slots in timed
     )
 
 
@@ -145,7 +145,9 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
 
 def _preferences(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
     """Per rank, backwards before forwards, the oldest microbatch first, the end of the model first."""
-    held = [[s for s, rank in enumerate(placement) if rank == r] for r in range(max(placement) + 1)]
+    stages_of_ranks = [
+        [s for s, rank in enumerate(placement) if rank == r] for r in range(max(placement) + 1)
+    ]
     return [
         [
             Action(stage, kind, i)
@@ -153,5 +155,5 @@ def _preferences(placement: Sequence[int], microbatches: int) -> list[list[Actio
             for i in range(microbatches)
             for stage in reversed(stages)
         ]
-        for stages in held
+        for stages in stages_of_ranks
     ]

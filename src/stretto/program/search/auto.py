@@ -74,10 +74,10 @@ def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
         return [chunks] if chunks is not None else [c for c in (1, 2, MOST_CHUNKS) if c == 1 or ranks > 1]
     stages = len(costs.per_stage)
     if not stages or stages % ranks:
-        near = max(1, round(stages / ranks)) * ranks
+        nearest_stages = max(1, round(stages / ranks)) * ranks
         raise StrettoError(
             f"per_stage has {stages} entries, which {ranks} ranks cannot share evenly",
-            hint=f"nearest is {near} stages, {near // ranks} a rank",
+            hint=f"nearest is {nearest_stages} stages, {nearest_stages // ranks} a rank",
         )
     if chunks is not None and chunks * ranks != stages:
         raise StrettoError(
@@ -94,8 +94,8 @@ def placements(ranks: int, counts: Iterable[int], only: str | None) -> list[tupl
         StrettoError: `only` is not a placement, or has another number of chunks.
     """
     if only is not None and only not in PLACEMENTS:
-        near = nearest(only, PLACEMENTS)
-        hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
+        suggestion = nearest(only, PLACEMENTS)
+        hint = f"did you mean {suggestion!r}? " * bool(suggestion) + f"placements are {', '.join(PLACEMENTS)}"
         raise StrettoError(f"placement is {only!r}, which is not one", hint=hint)
     chosen: dict[tuple[int, ...], None] = {}
     for count in counts:
@@ -114,10 +114,10 @@ def placements(ranks: int, counts: Iterable[int], only: str | None) -> list[tupl
 def choice(name: str, value: object, allowed: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in allowed:
-        near = nearest(str(value), allowed)
+        suggestion = nearest(str(value), allowed)
         raise StrettoError(
             f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}",
-            hint=f"did you mean {near!r}?" if near else None,
+            hint=f"did you mean {suggestion!r}?" if suggestion else None,
         )
     return value
 
@@ -132,7 +132,7 @@ def fixed_programs(
         memory: per rank, the limit of activations in rank units, None for none.
         split: whether backwards may be split into I and W.
     """
-    seen: set[tuple[object, ...]] = set()
+    keys: set[tuple[object, ...]] = set()
     for name in names():
         if name == "auto":
             continue
@@ -142,20 +142,20 @@ def fixed_programs(
             except StrettoError:
                 continue
             key = (program.placement, program.orders)
-            if key not in seen and _fits(program, chunks, memory, split):
-                seen.add(key)
+            if key not in keys and _fits(program, chunks, memory, split):
+                keys.add(key)
                 yield " ".join([name, *(f"{option}={value}" for option, value in values.items())]), program
 
 
 def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Option values worth trying for a schedule; the caller skips those that it refuses."""
-    known = options(name)
+    accepted = options(name)
     values: dict[str, list[int]] = {}
-    if "chunks" in known:
+    if "chunks" in accepted:
         values["chunks"] = [c for c in chunks if c > 1] or [1]
-    if "waves" in known:
+    if "waves" in accepted:
         values["waves"] = [c // 2 for c in chunks if c % 2 == 0] or [1]
-    if "group" in known:
+    if "group" in accepted:
         groups = {ranks, ranks + 1, ranks + 2, 2 * ranks, microbatches}
         values["group"] = sorted({min(group, microbatches) for group in groups})
     for chosen in product(*values.values()):
@@ -256,12 +256,12 @@ def search(
     costs = costs or Costs()
     memories = limits(memory, ranks)
     counts = chunk_counts(ranks, costs, chunks)
-    where = placements(ranks, counts, placement)
+    allowed = placements(ranks, counts, placement)
     by_span = choice("objective", objective, ("barrier", "span")) == "span"
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < float("inf"):
         raise StrettoError(f"effort is {effort!r}, must be a number >= 0", hint="say effort=1")
     value: Value = span if by_span else _barrier
-    problems = [problem_of(place, microbatches, costs, memories, split) for place in where]
+    problems = [problem_of(place, microbatches, costs, memories, split) for place in allowed]
     fixed = _fixed(
         problems=problems,
         microbatches=microbatches,
@@ -274,8 +274,8 @@ def search(
     bounds = [_work(problem) if by_span else lower_bound(problem) for problem in problems]
     rated = [(*_rated(each, costs, by_span), each.source) for each in solution.best]
     rated += [(worth, program, name) for worth, name, program in fixed[:1]]
-    worth, program, source = min(rated, key=lambda one: one[0])
-    optimal = solution.complete and all(worth <= one[0] for one in rated)
+    worth, program, source = min(rated, key=lambda entry: entry[0])
+    optimal = solution.complete and all(worth <= entry[0] for entry in rated)
     bound = worth if optimal else min(min(bounds), worth)
     parameters = {
         "chunks": program.stages // ranks,
@@ -329,7 +329,7 @@ def _fixed(
         for name, program in fixed_programs(len(memories), microbatches, counts, memories, split)
         if program.placement in allowed
     ]
-    return sorted(fixed, key=lambda one: one[0])
+    return sorted(fixed, key=lambda entry: entry[0])
 
 
 def _rated(candidate: Candidate, costs: Costs, by_span: bool) -> tuple[float, Program]:

@@ -39,13 +39,13 @@ class _Dispatch:
         self.patience = patience
         self.orders: Orders = [[] for _ in problem.limits]
         self.free = [0.0] * problem.ranks
-        self.held = [0] * problem.ranks
+        self.live = [0] * problem.ranks
         self.counts = [0] * (3 * problem.stages)
         self.arrivals: Times = [[] for _ in self.counts]
         self.arrivals[0] = [0.0] * problem.microbatches
         self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
-        whole = problem.microbatches * problem.stages // problem.ranks
-        self.limited = [limit < whole for limit in problem.limits]
+        all_actions = problem.microbatches * problem.stages // problem.ranks
+        self.limited = [limit < all_actions for limit in problem.limits]
 
     def run(self) -> Orders:
         events = [(0.0, rank) for rank in range(self.problem.ranks)]
@@ -70,9 +70,9 @@ class _Dispatch:
             free[rank] = end
             kind = op % 3
             if kind == F:
-                self.held[rank] += 1
+                self.live[rank] += 1
             elif kind == release:
-                self.held[rank] -= 1
+                self.live[rank] -= 1
             if kind == 1 and split:
                 arrivals[op + 1].append(end)
             after = follower[op]
@@ -89,7 +89,7 @@ class _Dispatch:
         counts = self.counts
         arrivals = self.arrivals
         urgency = self.urgency
-        best, least = -1, _NEVER
+        best, lowest = -1, _NEVER
         blocked = _NEVER
         freeing = -1
         freeing_least = _NEVER
@@ -107,15 +107,15 @@ class _Dispatch:
             elif ready[count] > now:
                 coming.append((ready[count], priority))
             else:
-                if priority < least:
-                    best, least = op, priority
+                if priority < lowest:
+                    best, lowest = op, priority
                 if op % 3 == release and priority < freeing_least:
                     freeing, freeing_least = op, priority
-        if freeing >= 0 and blocked < least:
-            best, least = freeing, blocked
+        if freeing >= 0 and blocked < lowest:
+            best, lowest = freeing, blocked
         if best >= 0 and coming:
             until = now + self.patience * self.problem.cost[best]
-            if any(comes < until and priority < least for comes, priority in coming):
+            if any(comes < until and priority < lowest for comes, priority in coming):
                 return -1
         return best
 
@@ -124,12 +124,12 @@ class _Dispatch:
         counts = self.counts
         finish = self.problem.release
         limit = self.problem.limits[rank]
-        mine = self.forwards[rank]
-        if self.held[rank] >= limit or len(mine) == 1:
-            return self.held[rank] < limit
-        for older in range(min(counts[forward + finish] for forward in mine), counts[op]):
+        operations = self.forwards[rank]
+        if self.live[rank] >= limit or len(operations) == 1:
+            return self.live[rank] < limit
+        for older in range(min(counts[forward + finish] for forward in operations), counts[op]):
             need = 1
-            for forward in mine:
+            for forward in operations:
                 done = counts[forward]
                 if done <= older:
                     need += 1

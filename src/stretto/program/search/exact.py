@@ -54,11 +54,11 @@ class _Search:
         self.left = problem.actions
         self.tails = tails_of(problem)
         self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
-        most = problem.microbatches * problem.stages // problem.ranks
-        self.free = [limit >= most for limit in problem.limits]
+        total = problem.microbatches * problem.stages // problem.ranks
+        self.free = [limit >= total for limit in problem.limits]
         # operations whose input may be under way
         self.crossing = [op for op, d in enumerate(problem.source) if d >= 0 and self._crosses(op)]
-        self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+        self.visited: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     def _crosses(self, op: int) -> bool:
         return self.problem.rank_of[op] != self.problem.rank_of[self.problem.source[op]]
@@ -73,7 +73,7 @@ class _Search:
             if finish < self.value - self.tolerance:
                 self.value, self.best = finish, [list(order) for order in self.orders]
             return
-        if self._least(now) >= self.value - self.tolerance or self._dominated(now):
+        if self._lower_bound(now) >= self.value - self.tolerance or self._dominated(now):
             return
         for start, _, op in self._choices(now):
             self._step(op, start)
@@ -123,11 +123,11 @@ class _Search:
     def _admits(self, rank: int, op: int) -> bool:
         """Whether a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""
         counts, release = self.counts, self.problem.release
-        mine = self.forwards[rank]
-        held = sum(counts[forward] - counts[forward + release] for forward in mine)
-        oldest = min(counts[forward + release] for forward in mine)
-        due = sum(counts[forward] <= oldest for forward in mine)
-        return self.problem.limits[rank] - held - 1 >= due - (counts[op] == oldest)
+        forwards = self.forwards[rank]
+        live = sum(counts[forward] - counts[forward + release] for forward in forwards)
+        oldest = min(counts[forward + release] for forward in forwards)
+        due = sum(counts[forward] <= oldest for forward in forwards)
+        return self.problem.limits[rank] - live - 1 >= due - (counts[op] == oldest)
 
     def _dominated(self, now: float) -> bool:
         """Whether a state seen before is as far and later in nothing; if not, note this one."""
@@ -135,15 +135,15 @@ class _Search:
         times = [max(clock, now) for clock in self.clocks]
         for op in self.crossing:
             times += [max(time, now) for time in self.arrivals[op][counts[op] :]]
-        mine = tuple(times)
-        others = self.seen.setdefault(tuple(counts), [])
-        if any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
+        state = tuple(times)
+        others = self.visited.setdefault(tuple(counts), [])
+        if any(all(a <= b for a, b in zip(other, state, strict=True)) for other in others):
             return True
-        others[:] = [o for o in others if not all(a <= b for a, b in zip(mine, o, strict=True))]
-        others.append(mine)
+        others[:] = [o for o in others if not all(a <= b for a, b in zip(state, o, strict=True))]
+        others.append(state)
         return False
 
-    def _least(self, now: float) -> float:
+    def _lower_bound(self, now: float) -> float:
         """No way on from here is done before this."""
         problem = self.problem
         counts = self.counts
@@ -160,7 +160,7 @@ class _Search:
                 origin = source[op]
                 comes = ready[count] if count < len(ready) else early[origin] + cost[origin] + delay[op]
                 early[op] = max(comes, now, self.clocks[problem.rank_of[op]])
-        least = max(self.clocks)
+        bound = max(self.clocks)
         for rank, ops in enumerate(problem.operations):
             begin = _NEVER
             work = 0.0
@@ -174,7 +174,7 @@ class _Search:
                 elif counts[op] < counts[op - 1]:
                     begin = min(begin, max(self.clocks[rank], now))
             if work:
-                least = max(least, begin + work)
+                bound = max(bound, begin + work)
             if counts[ops[0] + I] < m:
-                least = max(least, begin + ahead + self.tails[ops[0] // 3])
-        return least
+                bound = max(bound, begin + ahead + self.tails[ops[0] // 3])
+        return bound

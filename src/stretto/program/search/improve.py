@@ -69,8 +69,8 @@ def redispatch(
 
 def _perturbed(times: list[float], by: float, random: Random) -> list[float]:
     """One operation a little earlier or later as a whole, and each of its microbatches a little less."""
-    whole = random.uniform(-by, by)
-    return [time + whole + random.uniform(-by, by) / 4 for time in times]
+    common = random.uniform(-by, by)
+    return [time + common + random.uniform(-by, by) / 4 for time in times]
 
 
 def climb(candidate: Candidate, value: Value, budget: Budget, random: Random, until: float) -> Candidate:

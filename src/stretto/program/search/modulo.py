@@ -179,11 +179,11 @@ def _measured(problem: Problem, starts: list[float], period: float) -> _Block:
         life += sum(end - begin for begin, end in lives)
         peak = 0
         for moment, _ in lives:
-            held = sum(
+            live = sum(
                 floor((moment - begin) / period + _TINY) - floor((moment - end) / period + _TINY)
                 for begin, end in lives
             )
-            peak = max(peak, held)
+            peak = max(peak, live)
         excess += max(0, peak - problem.limits[rank])
     return _Block(starts, excess, life)
 

@@ -111,17 +111,17 @@ class Problem:
         return all(self.rank_fits(rank, order) for rank, order in enumerate(orders))
 
     def rank_fits(self, rank: int, order: Sequence[int]) -> bool:
-        held = 0
+        live = 0
         limit = self.limits[rank]
         release = self.release
         for op in order:
             kind = op % 3
             if kind == F:
-                held += 1
-                if held > limit:
+                live += 1
+                if live > limit:
                     return False
             elif kind == release:
-                held -= 1
+                live -= 1
         return True
 
     def program(self, orders: Orders) -> Program:
@@ -179,14 +179,14 @@ def problem_of(
     routes = zip(prices.forward, prices.backward, strict=True)
     delays = tuple((f.delay if f else 0.0, b.delay if b else 0.0) for f, b in routes)
     chunks = len(placement) // ranks
-    most = microbatches * chunks
-    limits = tuple(most if limit is None else min(most, held(limit, chunks)) for limit in memory)
+    total = microbatches * chunks
+    limits = tuple(total if limit is None else min(total, activations_in(limit, chunks)) for limit in memory)
     return Problem(
         placement=placement, microbatches=microbatches, times=times, delays=delays, limits=limits, split=split
     )
 
 
-def held(limit: float, chunks: int) -> int:
+def activations_in(limit: float, chunks: int) -> int:
     """A limit in rank units as a number of (stage, microbatch) activations."""
     return int(limit * chunks + 1e-9)
 
@@ -202,18 +202,18 @@ def lower_bound(problem: Problem) -> float:
     """
     cost = problem.cost
     m = problem.microbatches
-    least = 0.0
+    bound = 0.0
     start = _heads(problem)
-    held = _activation_lifetimes(problem)
+    lifetimes = _activation_lifetimes(problem)
     tails = tails_of(problem)
     for rank, ops in enumerate(problem.operations):
         stages = sorted({op // 3 for op in ops})
         head = start[stages[0]]
         work = m * sum(cost[op] for op in ops)
         ahead = m * sum(cost[op] for op in ops if op % 3 in (F, I)) + tails[stages[0]]
-        area = m * sum(held[stage] for stage in stages) / problem.limits[rank]
-        least = max(least, head + work, head + ahead, head + area)
-    return least
+        area = m * sum(lifetimes[stage] for stage in stages) / problem.limits[rank]
+        bound = max(bound, head + work, head + ahead, head + area)
+    return bound
 
 
 def _heads(problem: Problem) -> list[float]:

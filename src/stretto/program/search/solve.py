@@ -53,9 +53,9 @@ def solve(
     everything = sum(problem.actions for problem in problems)
     tries = int(_TRIES * effort * min(1.0, _ALL / everything))
     candidates = [
-        one
+        candidate
         for problem in problems
-        for one in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], tries)]
+        for candidate in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], tries)]
     ]
     _sort(candidates)
     size = max(problem.actions for problem in problems)
@@ -66,7 +66,7 @@ def solve(
 
 
 def _sort(candidates: list[Candidate]) -> None:
-    candidates.sort(key=lambda one: one.value)
+    candidates.sort(key=lambda candidate: candidate.value)
 
 
 def _candidates(problem: Problem, orders: Orders | None, value: Value, source: str) -> list[Candidate]:
@@ -79,10 +79,10 @@ def _candidates(problem: Problem, orders: Orders | None, value: Value, source: s
 
 def _named(problem: Problem, fixed: Sequence[tuple[str, Program]], value: Value) -> list[Candidate]:
     return [
-        one
+        candidate
         for name, program in fixed
         if program.placement == problem.placement
-        for one in _candidates(problem, problem.orders_of(program), value, name)
+        for candidate in _candidates(problem, problem.orders_of(program), value, name)
     ]
 
 
@@ -112,16 +112,20 @@ def _improve(
     """Improve the best of each problem, more and more of the effort on fewer and fewer."""
     random = Random(0)
     pool = _diverse(candidates, 12)
-    whole = budget.actions
+    total = budget.actions
     for width, share in ((12, 0.2), (4, 0.3), (1, 0.5)):
         del pool[width:]
-        for at, one in enumerate(pool):
-            until = bounds[one.problem] * (1 + 1e-12)
-            if pool[0].value <= until or one.value <= until or bounds[one.problem] >= pool[0].value:
+        for at, candidate in enumerate(pool):
+            until = bounds[candidate.problem] * (1 + 1e-12)
+            if (
+                pool[0].value <= until
+                or candidate.value <= until
+                or bounds[candidate.problem] >= pool[0].value
+            ):
                 continue
-            mine = Budget(whole * share / width)
-            better = redispatch(one, value, mine, random, until, tries=6 if width > 1 else 12)
-            pool[at] = climb(better, value, mine, random, until)
+            part = Budget(total * share / width)
+            better = redispatch(candidate, value, part, random, until, tries=6 if width > 1 else 12)
+            pool[at] = climb(better, value, part, random, until)
         _sort(pool)
     return _merged(pool, candidates)
 
@@ -129,12 +133,12 @@ def _improve(
 def _diverse(candidates: list[Candidate], count: int) -> list[Candidate]:
     """The best: at most a third from one problem and source, and no two of a problem with equal value."""
     chosen: list[Candidate] = []
-    seen: set[tuple[Problem, float]] = set()
-    for one in candidates:
-        same = sum(one.problem is t.problem and one.source == t.source for t in chosen)
-        if (one.problem, one.value) not in seen and same < max(1, count // 3):
-            seen.add((one.problem, one.value))
-            chosen.append(one)
+    values: set[tuple[Problem, float]] = set()
+    for candidate in candidates:
+        similar = sum(candidate.problem is t.problem and candidate.source == t.source for t in chosen)
+        if (candidate.problem, candidate.value) not in values and similar < max(1, count // 3):
+            values.add((candidate.problem, candidate.value))
+            chosen.append(candidate)
         if len(chosen) == count:
             break
     return chosen
@@ -157,12 +161,12 @@ def _prove(
     """Solve the problems that are small enough; whether the first of `best` is optimal after that."""
     complete = True
     for problem in sorted(problems, key=bounds.__getitem__):
-        least = best[0].value
-        if bounds[problem] >= least * (1 - 1e-12):
+        value_to_beat = best[0].value
+        if bounds[problem] >= value_to_beat * (1 - 1e-12):
             continue
         if problem.actions > _PROVABLE:
             return False
-        proof = exact(problem, least, bounds[problem], int(_SMALL * effort) + 1)
+        proof = exact(problem, value_to_beat, bounds[problem], int(_SMALL * effort) + 1)
         complete = complete and proof.complete
         best[:0] = _candidates(problem, proof.orders, value, "exact")
         _sort(best)

@@ -53,20 +53,20 @@ def from_json(text: str) -> Program:
         orders.append(tuple(_action_at(f"orders[{rank}][{at}]", cell) for at, cell in enumerate(row)))
     parameters = _of(fields, "parameters", dict)
     for key, value in parameters.items():
-        _whole(f"parameters.{key}", value)
+        _integer(f"parameters.{key}", value)
     program = Program(
         name=_of(fields, "name", str),
-        placement=_wholes("placement", fields["placement"]),
-        microbatches=_whole("microbatches", fields["microbatches"]),
+        placement=_integers("placement", fields["placement"]),
+        microbatches=_integer("microbatches", fields["microbatches"]),
         orders=tuple(orders),
         parameters=parameters,
-        tied=_rows_of_wholes(fields, "tied"),
+        tied=_integer_rows(fields, "tied"),
         lowered=_of(fields, "lowered", bool),
         trains=_of(fields, "trains", bool),
-        copies=_whole("copies", fields["copies"]),
+        copies=_integer("copies", fields["copies"]),
         pairs=frozenset(_pair(f"pairs[{at}]", pair) for at, pair in enumerate(_of(fields, "pairs", list))),
-        versions=_rows_of_wholes(fields, "versions"),
-        steps=_whole("steps", fields["steps"]),
+        versions=_integer_rows(fields, "versions"),
+        steps=_integer("steps", fields["steps"]),
     )
     check(program)
     return program
@@ -118,20 +118,20 @@ def _of(fields: dict[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise StrettoError(f"{name} is {value!r}, must be a whole number >= 0")
     return value
 
 
-def _wholes(name: str, values: Any) -> tuple[int, ...]:
+def _integers(name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise StrettoError(f"{name} is {values!r}, must be a list of whole numbers")
-    return tuple(_whole(f"{name}[{at}]", value) for at, value in enumerate(values))
+    return tuple(_integer(f"{name}[{at}]", value) for at, value in enumerate(values))
 
 
-def _rows_of_wholes(fields: dict[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(_wholes(f"{key}[{at}]", row) for at, row in enumerate(_of(fields, key, list)))
+def _integer_rows(fields: dict[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_integers(f"{key}[{at}]", row) for at, row in enumerate(_of(fields, key, list)))
 
 
 def _pair(name: str, pair: Any) -> tuple[Action, Action]:

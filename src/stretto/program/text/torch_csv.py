@@ -182,8 +182,8 @@ def _rows(text: str) -> tuple[list[tuple[Action, ...]], list[_Pair], dict[int, i
             for action in cell:
                 first = holder.setdefault(action.stage, rank) + 1
                 if first != rank + 1:
-                    where = f"line {rank + 1} column {column}"
-                    raise StrettoError(f"{where} has stage {action.stage}, which is in line {first} too")
+                    location = f"line {rank + 1} column {column}"
+                    raise StrettoError(f"{location} has stage {action.stage}, which is in line {first} too")
             order += cell
             if len(cell) == 2:
                 pairs.append((cell[0], cell[1]))

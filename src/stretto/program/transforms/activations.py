@@ -114,7 +114,7 @@ def _blocks(program: Program, order: Sequence[Action]) -> list[list[Action]]:
 
 def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[ActionKind]) -> set[int]:
     """The stages meant, the program being one that can take such actions."""
-    what = " and ".join(sorted(kinds))
+    names = " and ".join(sorted(kinds))
     if program.lowered:
         raise StrettoError(
             f"program {program.name!r} is lowered already", hint="give the schedule's own program"
@@ -122,7 +122,7 @@ def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[ActionKin
     if not program.trains:
         raise StrettoError(f"program {program.name!r} is forward-only: it keeps no activations")
     if any(action.kind in kinds for order in program.orders for action in order):
-        raise StrettoError(f"program {program.name!r} has {what} already")
+        raise StrettoError(f"program {program.name!r} has {names} already")
     chosen = set(range(program.stages)) if stages is None else set(stages)
     for stage in sorted(chosen):
         if not 0 <= stage < program.stages:

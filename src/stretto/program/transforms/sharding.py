@@ -44,10 +44,12 @@ def gather(program: Program, limit: int = 3) -> Program:
     ):
         raise StrettoError(f"program {program.name!r} gathers its parameters already")
     check_structure(program)
-    least = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
-    if limit < least:
-        why = " with overlapped pairs of two stages" if least > 1 else ""
-        raise StrettoError(f"limit is {limit}, must be at least {least}{why}", hint=f"nearest is {least}")
+    minimum = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+    if limit < minimum:
+        reason = " with overlapped pairs of two stages" if minimum > 1 else ""
+        raise StrettoError(
+            f"limit is {limit}, must be at least {minimum}{reason}", hint=f"nearest is {minimum}"
+        )
     orders = tuple(_gathered(program, order, limit) for order in program.orders)
     gathered = replace(program, orders=orders)
     check_structure(gathered)

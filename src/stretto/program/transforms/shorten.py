@@ -45,8 +45,8 @@ class _Steady:
         but for the numbers of microbatches; and moments in between repeat the period. Messages need a little
         more, since receives are posted ahead, here and on the neighbours.
         """
-        kept = self.settled - self.start + self.length + 2 * LOOKAHEAD
-        return (self.end - self.start - kept) // self.length
+        needed = self.settled - self.start + self.length + 2 * LOOKAHEAD
+        return (self.end - self.start - needed) // self.length
 
 
 def shorten(program: Program) -> Program:
@@ -60,15 +60,15 @@ def shorten(program: Program) -> Program:
     if not program.trains or not all(action.kind.is_compute for order in program.orders for action in order):
         return program
     periods = [_period(order) for order in program.orders]
-    known = [period for period in periods if period is not None]
-    if len(known) < program.ranks:
+    repeated = [period for period in periods if period is not None]
+    if len(repeated) < program.ranks:
         return program
-    shift = lcm(*(span for _, span in known))
+    shift = lcm(*(span for _, span in repeated))
     steady = [
         _steady(order, length * (shift // span), shift)
-        for order, (length, span) in zip(program.orders, known, strict=True)
+        for order, (length, span) in zip(program.orders, repeated, strict=True)
     ]
-    spare = min(one.spare for one in steady)
+    spare = min(rank.spare for rank in steady)
     if spare < 1:
         return program
     short = _without(program, steady, spare, shift)
@@ -89,24 +89,24 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
     """
     middle = len(order) // 2
     stage, kind, first = order[middle]
-    stages, here = {action.stage for action in order}, Counter[tuple[int, ActionKind]]()
+    stages, counts = {action.stage for action in order}, Counter[tuple[int, ActionKind]]()
     for at in range(middle, (middle + len(order)) // 2 + 1):
-        same, again, microbatch = order[at]
-        if (same, again) == (stage, kind) and _balanced(here, stages):
+        other, again, microbatch = order[at]
+        if (other, again) == (stage, kind) and _balanced(counts, stages):
             assert first is not None
             assert microbatch is not None
             length, shift = at - middle, microbatch - first
             if shift > 0 and all(_later(order[t], shift) == order[t + length] for t in range(middle, at)):
                 return length, shift
-        here[same, again] += 1
+        counts[other, again] += 1
     return None
 
 
-def _balanced(here: Counter[tuple[int, ActionKind]], stages: Iterable[int]) -> bool:
+def _balanced(counts: Counter[tuple[int, ActionKind]], stages: Iterable[int]) -> bool:
     """Whether of every stage as many microbatches begin as end."""
     return all(
-        here[stage, ActionKind.F] == here[stage, ActionKind.B] + here[stage, ActionKind.I] > 0
-        and here[stage, ActionKind.I] == here[stage, ActionKind.W]
+        counts[stage, ActionKind.F] == counts[stage, ActionKind.B] + counts[stage, ActionKind.I] > 0
+        and counts[stage, ActionKind.I] == counts[stage, ActionKind.W]
         for stage in stages
     )
 
@@ -139,9 +139,9 @@ def _without(program: Program, steady: Sequence[_Steady], spare: int, shift: int
     gone = spare * shift
     orders = list[tuple[Action, ...]]()
     pairs = set[tuple[Action, Action]]()
-    for order, one in zip(program.orders, steady, strict=True):
-        out = spare * one.length
-        at = one.start + one.length  # within the steady part, so that neighbours stay neighbours
+    for order, part in zip(program.orders, steady, strict=True):
+        out = spare * part.length
+        at = part.start + part.length  # within the steady part, so that neighbours stay neighbours
         orders.append((*order[:at], *(_later(action, -gone) for action in order[at + out :])))
         if program.pairs:
             stood = chain(pairwise(order[:at]), pairwise(order[at + out - 1 :]))

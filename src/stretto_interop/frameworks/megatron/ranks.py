@@ -324,7 +324,7 @@ def _write_shards(values: JobValues) -> Settings:
             raise refused(f"dp.{name}", size, instead, (sizes.states,))
         if mode == job.dp.mode:
             break
-    if sizes.whole or sizes.states == job.copies:
+    if sizes.unsharded or sizes.states == job.copies:
         return {}
     return {"num-distributed-optimizer-instances": job.copies // sizes.states}
 

@@ -87,7 +87,7 @@ class FlatParameter:
     @property
     def plain(self) -> bool:
         """True if the optimiser updates the parameters themselves."""
-        return self.groups.sizes.whole and not self._has_master and not self.server
+        return self.groups.sizes.unsharded and not self._has_master and not self.server
 
     @property
     def state_span(self) -> tuple[int, int]:
