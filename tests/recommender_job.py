@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from stretto.recommender.clicks.index import Feature
+from stretto.recommender.clicks.index import CategoricalFeature
 from stretto.recommender.clicks.writer import ClickWriter
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
@@ -49,7 +49,7 @@ def job_file(folder: Path) -> Path:
 def folder_of(path: Path, samples: int = 300) -> Path:
     """A click folder of two features, of which the second has a number of ids that varies."""
     rng = np.random.default_rng(0)
-    features = [Feature("user", 50), Feature("tags", 9, None)]
+    features = [CategoricalFeature("user", 50), CategoricalFeature("tags", 9, None)]
     with ClickWriter(path, features, ["a", "b", "c"]) as writer:
         lengths = np.stack([np.ones(samples, int), rng.integers(0, 4, samples)], 1)
         ids = np.concatenate(

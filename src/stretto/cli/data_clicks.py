@@ -16,7 +16,7 @@ from stretto.cli.report import CommandReport, number, text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.recommender.clicks.build import Progress, Settings
+    from stretto.recommender.clicks.build import BuildProgress, Settings
     from stretto.recommender.clicks.folder import ClickFolder
     from stretto.recommender.clicks.synthetic.files import Report
 
@@ -85,21 +85,23 @@ def clicks(
     it was.
     """
     from stretto.recommender.clicks.build import build
-    from stretto.recommender.clicks.tabular import Named
+    from stretto.recommender.clicks.tabular import ColumnNames
 
     settings = _settings(threshold, rows, raw=raw, flags=flags, on_error=on_error, split=split)
 
     def names(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
-    def described(at: Progress) -> tuple[str, int]:
+    def described(at: BuildProgress) -> tuple[str, int]:
         malformed = f", {at.malformed} malformed" if at.malformed else ""
         return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
 
-    named = Named(label, names(numbers), names(features))
+    columns = ColumnNames(label, names(numbers), names(features))
     try:
         with stage_progress(as_json, described) as progress:
-            folder = build(sources, out, settings, form=form, named=named, replace=force, progress=progress)
+            folder = build(
+                sources, out, settings, form=form, columns=columns, replace=force, progress=progress
+            )
     except KeyboardInterrupt:
         print("stopped: the same command continues where it was", file=sys.stderr)
         raise
@@ -252,11 +254,11 @@ def synth_clicks(
     A log already made at DIR with the same settings is kept. A click folder that was stopped is continued.
     """
     from stretto.recommender.clicks.synthetic.files import write
-    from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, spread
+    from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, geometric_features
 
     low, _, high = rows.partition(":")
     spec = SyntheticSpec(
-        features=spread(
+        features=geometric_features(
             features,
             integer(low, "--rows"),
             integer(high or low, "--rows"),
@@ -283,12 +285,12 @@ def synth_clicks(
             "bytes": written.bytes,
             "base_rate": base_rate,
             "best": parts,
-            "kept": written.kept,
+            "kept": written.reused,
         }
     )
     report.line(
         f"{written.path}: {written.samples:,} samples, {base_rate:.2%} clicked, {written.bytes / 1e6:,.1f} MB"
-        f"{', there already' if written.kept else ''}"
+        f"{', written earlier' if written.reused else ''}"
     )
     metrics = ("entropy", "logloss", "auc")
     report.table(

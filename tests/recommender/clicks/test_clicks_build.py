@@ -18,13 +18,12 @@ from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import build as building
 from stretto.recommender.clicks import criteo, raw
-from stretto.recommender.clicks.build import Progress, Settings, build
-from stretto.recommender.clicks.folder import ClickFolder
+from stretto.recommender.clicks.build import BuildProgress, Settings, build
+from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
 from stretto.recommender.clicks.index import _crc32
-from stretto.recommender.clicks.samples import ClickSamples
 from stretto.recommender.clicks.synthetic.files import write
-from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec
-from stretto.recommender.clicks.tabular import Named, ParquetReader
+from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec
+from stretto.recommender.clicks.tabular import ColumnNames, ParquetReader
 
 
 @pytest.fixture
@@ -44,8 +43,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, often saved; the machine will not lose its power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(raw, "BLOCK", 7000)
-    blocks = raw.blocks
-    monkeypatch.setattr(criteo, "blocks", lambda path, start, line: blocks(path, start, line, 7000))
+    blocks = raw.line_blocks
+    monkeypatch.setattr(criteo, "line_blocks", lambda path, start, line: blocks(path, start, line, 7000))
     monkeypatch.setattr(building, "COUNTED_LINES", 60)
     monkeypatch.setattr(building, "WRITTEN_LINES", 60)
 
@@ -115,7 +114,7 @@ def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
     assert folder.popularity()["C2"].hot == 6 / 5
     transform = ClickFolder(tmp_path / "out").transform
     assert transform is not None
-    (piece,) = ParquetReader(path, Named()).read(path)
+    (piece,) = ParquetReader(path, ColumnNames()).read(path)
     served = transform.batch(piece.parsed.chunk)
     assert served.ids.ids.equal(kept.ids.ids)
     assert served.ids.lengths.equal(kept.ids.lengths)
@@ -124,14 +123,14 @@ def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
 
 @pytest.mark.parametrize("settings", [Settings(threshold=2), Settings(kind="hash", rows=40)])
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path, settings: Settings):
-    seen = list[Progress]()
+    seen = list[BuildProgress]()
     build(days, tmp_path / "whole", settings, progress=seen.append)
     whole, stops = content(tmp_path / "whole"), len(seen)
     assert len({at.stage for at in seen}) == (2 if settings.kind == "vocabulary" else 1)
     assert stops > 20
     polls, least = 0, 0
 
-    def stop(at: Progress) -> None:
+    def stop(at: BuildProgress) -> None:
         nonlocal polls
         polls += 1
         if polls == least:
@@ -158,7 +157,7 @@ def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
     while not (tmp_path / "out").exists():
         polls = 0
 
-        def stop(at: Progress) -> None:
+        def stop(at: BuildProgress) -> None:
             nonlocal polls
             polls += 1
             if polls == 5:
@@ -177,8 +176,8 @@ def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
 KILLED = """
 import sys, time
 from stretto.recommender.clicks import build as building, criteo, raw
-blocks = raw.blocks
-criteo.blocks = lambda path, start, line: blocks(path, start, line, 7000)
+blocks = raw.line_blocks
+criteo.line_blocks = lambda path, start, line: blocks(path, start, line, 7000)
 building.COUNTED_LINES = building.WRITTEN_LINES = 60
 def told(at):
     print(at.stage, at.lines, flush=True)
@@ -200,7 +199,7 @@ def test_killed_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path):
         assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.*.build")
     assert (left / "state.json").exists()
-    seen = list[Progress]()
+    seen = list[BuildProgress]()
     build(days, tmp_path / "out", Settings(threshold=2), progress=seen.append)
     assert {at.stage for at in seen} == {"write samples"}
     assert seen[0].lines > 400
@@ -208,7 +207,7 @@ def test_killed_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path):
 
 
 def test_it_is_kept_until_something_changes(days: list[Path], tmp_path: Path):
-    seen = list[Progress]()
+    seen = list[BuildProgress]()
     first = build(days, tmp_path / "out", progress=seen.append).index.key
     seen.clear()
     assert build(days, tmp_path / "out", progress=seen.append).index.key == first
@@ -298,7 +297,9 @@ def test_files_that_are_named_so_are_held_out_and_in_no_vocabulary(tmp_path: Pat
     folder = build(sources, tmp_path / "named", Settings(threshold=1))
     assert folder.index.parts == [("train.txt", 60), ("empty.txt", 0), ("valid.txt", 30)]
     assert folder.index.held_parts == 1
-    train, valid = (ClickSamples(folder, split, held="named", shuffle=False) for split in ("train", "valid"))
+    train, valid = (
+        ClickSamples(folder, split, held_out="named", shuffle=False) for split in ("train", "valid")
+    )
     labels = [int(line[0]) for line in lines]
     assert train.batch(0, 60).labels.tolist() == labels[30:]
     assert valid.batch(0, 30).labels.tolist() == labels[:30]
@@ -328,7 +329,7 @@ def test_the_clicks_of_another_source_are_replaced_only_if_asked_for(days: list[
         build(days[1:], tmp_path / "out", Settings(kind="raw"))
     assert "--force" in str(caught.value.hint)
     with pytest.raises(StrettoError, match="holds the clicks of"):
-        write(SyntheticSpec(features=(ClickFeature(name="C1", rows=5),), samples=10), tmp_path / "out")
+        write(SyntheticSpec(features=(SyntheticFeature(name="C1", rows=5),), samples=10), tmp_path / "out")
     assert ClickFolder(tmp_path / "out").index.key == first
     other = build(days[1:], tmp_path / "out", Settings(kind="raw"), replace=True)
     assert other.index.key != first

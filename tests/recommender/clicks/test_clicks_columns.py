@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.recommender.clicks.files import find_files, reader_of
+from stretto.recommender.clicks.files import find_files, open_reader
 from stretto.recommender.clicks.raw import RawChunk, text_keys
-from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader
+from stretto.recommender.clicks.tabular import ColumnNames, CsvReader, ParquetReader
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -68,7 +68,7 @@ def write_parquet(path: Path, rows: Rows, **more: Any) -> Path:
 def test_parquet(tmp_path: Path, lists: bool):
     rows = ROWS if lists else {name: each for name, each in ROWS.items() if name != "C3"}
     path = write_parquet(tmp_path / "a.parquet", rows)
-    reader = ParquetReader(path, Named())
+    reader = ParquetReader(path, ColumnNames())
     (piece,) = reader.read(path)
     check(piece.parsed.chunk, rows, ["C1", "C2", "C3"] if lists else ["C1", "C2"], ["I2", "I10"])
     assert piece.parsed.chunk.columns.keys[:2] == ("int", "text")
@@ -87,7 +87,7 @@ def test_parquet_of_other_types(tmp_path: Path):
         }
     )
     parquet.write_table(table, path)
-    reader = ParquetReader(path, Named("clicked", ("price",), ("user", "item", "tags")))
+    reader = ParquetReader(path, ColumnNames("clicked", ("price",), ("user", "item", "tags")))
     (piece,) = reader.read(path)
     rows = {name: each.to_pylist() for name, each in zip(table.column_names, table.columns, strict=True)}
     check(piece.parsed.chunk, rows, ["user", "item", "tags"], ["price"], "clicked")
@@ -99,7 +99,7 @@ def test_parquet_goes_on_at_any_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reading, "_ROWS", 7)
     rows = {"label": [i % 2 for i in range(50)], "C1": list(range(50))}
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=20)
-    reader = ParquetReader(path, Named())
+    reader = ParquetReader(path, ColumnNames())
     pieces = list(reader.read(path))
     assert [piece.start for piece in pieces][-1] == 50
     for stop in pieces:
@@ -112,7 +112,7 @@ def test_parquet_goes_on_at_any_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_bad_rows_are_told(tmp_path: Path):
     rows = {"label": [0, 2, None, 1], "I1": [1.0, 2.0, 3.0, math.inf], "C1": [1, 2, 3, 4]}
     path = write_parquet(tmp_path / "a.parquet", rows)
-    (piece,) = ParquetReader(path, Named()).read(path)
+    (piece,) = ParquetReader(path, ColumnNames()).read(path)
     faults = [(2, "label 2.0, not 0 or 1"), (3, "the label is missing"), (4, "a number is infinite")]
     assert piece.parsed.faults == faults
     assert piece.parsed.chunk.keys.tolist() == [1]
@@ -139,7 +139,7 @@ def test_csv(tmp_path: Path, mark: str, end: str):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(b"\xef\xbb\xbf" * (mark == ",") + b"")
     path.write_bytes(gzip.compress(csv_text(rows, mark).replace("\n", end).encode("utf-8-sig")))
-    reader = CsvReader(path, Named())
+    reader = CsvReader(path, ColumnNames())
     (piece,) = reader.read(path)
     check(piece.parsed.chunk, rows, ["C1", "C2"], ["I2", "I10"])
     assert (piece.line, piece.parsed.blank) == (7, 0)
@@ -150,7 +150,7 @@ def test_csv_faults_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     path = tmp_path / "a.csv"
     path.write_text("label,I1,C1\n0,1,a\n\n1,x,b\n1,2\n3,1,c\n1,inf,d\n,1,e\n1,nan,f\n0,7,g\n")
-    reader = CsvReader(path, Named())
+    reader = CsvReader(path, ColumnNames())
     (piece,) = reader.read(path)
     assert piece.parsed.faults == [
         (4, "I1 is 'x', not a number"),
@@ -186,21 +186,23 @@ def test_the_quick_way_through_a_csv_is_the_slow_one(
     data = (end.join(",".join(line) for line in lines) + end * ends).encode()
     path = tmp_path_factory.getbasetemp() / "header.csv"
     path.write_text("label,I1,C1\n")
-    reader = CsvReader(path, Named())
+    reader = CsvReader(path, ColumnNames())
     if not data:
         return
-    one = reader._parse(data, 2, ["label", "I1", "C1"], ",")
-    other = reader._slow(data, 2, ["label", "I1", "C1"], ",")
-    assert (one.lines, one.blank, one.faults) == (other.lines, other.blank, other.faults)
-    assert np.array_equal(one.chunk.numbers, other.chunk.numbers, equal_nan=True)
+    slow = reader._parse_lines(data, 2, ["label", "I1", "C1"], ",")
+    quick = reader._parse_with_arrow(data, ["label", "I1", "C1"], ",")
+    if quick is None:
+        return
+    assert (quick.lines, quick.blank, quick.faults) == (slow.lines, slow.blank, slow.faults)
+    assert np.array_equal(quick.chunk.numbers, slow.chunk.numbers, equal_nan=True)
     for name in ("keys", "missing", "labels"):
-        assert np.array_equal(getattr(one.chunk, name), getattr(other.chunk, name))
+        assert np.array_equal(getattr(quick.chunk, name), getattr(slow.chunk, name))
 
 
 def test_the_quick_way_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.csv").write_text("label,I1,C1\n1,2,a\n\n0,,\n")
-    reader = CsvReader(tmp_path / "a.csv", Named())
-    monkeypatch.setattr(CsvReader, "_slow", None)
+    reader = CsvReader(tmp_path / "a.csv", ColumnNames())
+    monkeypatch.setattr(CsvReader, "_parse_lines", None)
     (piece,) = reader.read(tmp_path / "a.csv")
     assert (piece.parsed.chunk.samples, piece.parsed.blank) == (2, 1)
 
@@ -208,14 +210,14 @@ def test_the_quick_way_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("columns", "named", "message"),
     [
-        (["click", "I1", "C1"], Named(), "no column 'label'"),
-        (["label", "x"], Named(), "no features"),
-        (["label", "C1"], Named(numbers=("price",)), "no column 'price'"),
-        (["label", "C1"], Named(features=("C1", "C1")), "named twice"),
-        (["label", "C1", "I1"], Named(features=("I1",)), "named twice"),
+        (["click", "I1", "C1"], ColumnNames(), "no column 'label'"),
+        (["label", "x"], ColumnNames(), "no features"),
+        (["label", "C1"], ColumnNames(numbers=("price",)), "no column 'price'"),
+        (["label", "C1"], ColumnNames(features=("C1", "C1")), "named twice"),
+        (["label", "C1", "I1"], ColumnNames(features=("I1",)), "named twice"),
     ],
 )
-def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: Named, message: str):
+def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: ColumnNames, message: str):
     (tmp_path / "a.csv").write_text(",".join(columns) + "\n")
     with pytest.raises(StrettoError, match=message):
         CsvReader(tmp_path / "a.csv", named)
@@ -227,19 +229,19 @@ def test_wrong_columns_are_refused(tmp_path: Path, columns: list[str], named: Na
 def test_a_column_that_is_there_twice_is_refused_if_it_is_read(tmp_path: Path):
     (tmp_path / "a.csv").write_text("label,C1,x,x,C1\n1,a,b,c,d\n")
     with pytest.raises(StrettoError, match="2 columns are named 'C1'"):
-        CsvReader(tmp_path / "a.csv", Named())
-    reader = CsvReader(tmp_path / "a.csv", Named(features=("label",), label=None))
+        CsvReader(tmp_path / "a.csv", ColumnNames())
+    reader = CsvReader(tmp_path / "a.csv", ColumnNames(features=("label",), label=None))
     assert reader.unread == ("C1", "x", "x", "C1")
 
 
 def test_types_that_are_none_of_these_are_refused(tmp_path: Path):
     path = write_parquet(tmp_path / "a.parquet", {"label": [1], "C1": [1.5], "I1": ["x"], "C2": [1]})
     with pytest.raises(StrettoError, match="'C1' is double"):
-        ParquetReader(path, Named())
+        ParquetReader(path, ColumnNames())
     with pytest.raises(StrettoError, match="'I1' is string"):
-        list(ParquetReader(path, Named(features=("C2",))).read(path))
+        list(ParquetReader(path, ColumnNames(features=("C2",))).read(path))
     other = write_parquet(tmp_path / "b.parquet", {"label": [1], "C2": ["x"]})
-    reader = ParquetReader(path, Named(features=("C2",), numbers=()))
+    reader = ParquetReader(path, ColumnNames(features=("C2",), numbers=()))
     with pytest.raises(StrettoError, match="'C2' is string, in the first file it is not"):
         list(reader.read(other))
 
@@ -247,13 +249,13 @@ def test_types_that_are_none_of_these_are_refused(tmp_path: Path):
 def test_damaged_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1nothing")
     with pytest.raises(StrettoError, match="damaged Parquet"):
-        ParquetReader(tmp_path / "a.parquet", Named())
+        ParquetReader(tmp_path / "a.parquet", ColumnNames())
     (tmp_path / "a.csv").write_bytes(b"label,\xff\n")
     with pytest.raises(StrettoError, match="not UTF-8"):
-        CsvReader(tmp_path / "a.csv", Named())
+        CsvReader(tmp_path / "a.csv", ColumnNames())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(StrettoError, match="takes the package pyarrow"):
-        ParquetReader(tmp_path / "a.parquet", Named())
+        ParquetReader(tmp_path / "a.parquet", ColumnNames())
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path: Path):
@@ -281,6 +283,6 @@ def test_wrong_files_are_refused(tmp_path: Path, names: list[str], form: str | N
         (tmp_path / name).write_text("label,C1\n")
     (tmp_path / "empty").touch()
     with pytest.raises(StrettoError, match=message):
-        reader_of(find_files([tmp_path / name for name in names]), form, Named())
+        open_reader(find_files([tmp_path / name for name in names]), form, ColumnNames())
     with pytest.raises(StrettoError, match="Criteo's format, which has none"):
-        reader_of(find_files(tmp_path / "a.csv"), "criteo", Named("clicked"))
+        open_reader(find_files(tmp_path / "a.csv"), "criteo", ColumnNames("clicked"))

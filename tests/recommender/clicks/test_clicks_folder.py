@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import counting
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.counting import popularity, spread
-from stretto.recommender.clicks.folder import ClickFolder
-from stretto.recommender.clicks.index import Feature
-from stretto.recommender.clicks.samples import ClickSamples
+from stretto.recommender.clicks.counting import lookup_histogram, sample_runs
+from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
+from stretto.recommender.clicks.index import CategoricalFeature
 from stretto.recommender.clicks.writer import ClickWriter
 from stretto.run.data.permutation import positions
 
@@ -35,12 +34,13 @@ class Log:
     ) -> None:
         random = np.random.default_rng(samples)
         self.features = [
-            Feature(f"C{i}", rows, hot) for i, (rows, hot) in enumerate(zip(ROWS, hots, strict=True))
+            CategoricalFeature(f"C{i}", rows, hot)
+            for i, (rows, hot) in enumerate(zip(ROWS, hots, strict=True))
         ]
         self.dense = random.random((samples, 2), dtype=np.float32)
         self.labels = random.integers(0, 2, samples)
 
-        def some(feature: Feature) -> np.ndarray:
+        def some(feature: CategoricalFeature) -> np.ndarray:
             hot = int(random.integers(0, 4)) if feature.hot is None else feature.hot
             return random.integers(0, feature.rows or 0, hot)
 
@@ -191,7 +191,7 @@ def test_what_was_left_and_is_damaged_is_begun_anew(tmp_path: Path):
         log.add(first, 0, 10)
         first.save({"at": 10})
     (tmp_path / ".x.k.build/ids.bin").write_bytes(b"short")
-    with pytest.raises(StrettoError, match="shorter than it was left"), writer():
+    with pytest.raises(StrettoError, match="shorter than when it was saved"), writer():
         pass
     for damage in (b"{", b'{"state": "{}", "crc32": 1}', b"[]"):
         with writer() as second:
@@ -223,7 +223,7 @@ def test_bad_samples_are_refused(tmp_path: Path, change: dict[str, Any], message
 
 
 def test_ids_without_bound_are_wide(tmp_path: Path):
-    with ClickWriter(tmp_path / "x", [Feature("C1", None)], []) as writer:
+    with ClickWriter(tmp_path / "x", [CategoricalFeature("C1", None)], []) as writer:
         writer.add(np.zeros((2, 0), np.float32), np.array([0, 1]), np.array([0, 2**62]))
         folder = writer.commit()
     assert folder.index.dtype == "int64"
@@ -234,14 +234,14 @@ def test_ids_without_bound_are_wide(tmp_path: Path):
 def test_batches_follow_the_order_and_go_on(tmp_path: Path):
     log = Log(50)
     folder = log.write(tmp_path / "x")
-    train = ClickSamples(folder, "train", seed=3, held=0.2)
+    train = ClickSamples(folder, "train", seed=3, held_out=0.2)
     assert len(train) == 40
     order = [positions(np.arange(40), 40, 3, epoch).tolist() for epoch in (0, 1, 2)]
     assert sorted(order[0]) == sorted(order[1]) == list(range(40))
     assert order[0] != order[1]
     log.check(train.batch(30, 70), order[0][30:] + order[1] + order[2][:20])
     log.check(train.batch(30, 70, (8, 12)), order[0][38:] + order[1][:2])
-    valid = ClickSamples(folder, "valid", held=0.2, shuffle=False)
+    valid = ClickSamples(folder, "valid", held_out=0.2, shuffle=False)
     log.check(valid.batch(0, 12), [*range(40, 50), 40, 41])
     assert len(ClickSamples(folder, "all", block=4)) == 50
 
@@ -254,17 +254,17 @@ def test_the_last_part_is_held_out(tmp_path: Path):
             log.add(writer, start, stop)
         folder = writer.commit()
     assert folder.index.parts == [("day_0", 20), ("day_20", 15), ("day_35", 15)]
-    assert ClickSamples(folder, "train", held="last-part").range == range(35)
-    assert ClickSamples(folder, "valid", held="last-part").range == range(35, 50)
+    assert ClickSamples(folder, "train", held_out="last-part").range == range(35)
+    assert ClickSamples(folder, "valid", held_out="last-part").range == range(35, 50)
 
 
 @pytest.mark.parametrize(
     ("split", "more", "message"),
     [
         ("tran", {}, "split 'tran'"),
-        ("train", {"held": "last-part"}, "no samples for 'train'"),
-        ("valid", {"held": 0.0}, "no samples for 'valid'"),
-        ("valid", {"held": 1.0}, "held out: 1.0"),
+        ("train", {"held_out": "last-part"}, "no samples for 'train'"),
+        ("valid", {"held_out": 0.0}, "no samples for 'valid'"),
+        ("valid", {"held_out": 1.0}, "held out: 1.0"),
         ("train", {"block": -1}, "block -1"),
     ],
 )
@@ -276,7 +276,7 @@ def test_bad_splits_are_refused(tmp_path: Path, split: str, more: dict[str, Any]
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=300).filter(any))
 def test_buckets_hold_all_lookups_the_popular_first(counts: list[int]):
-    counted = popularity(np.array(counts), 1.0)
+    counted = lookup_histogram(np.array(counts), 1.0)
     assert sum(n for n, _ in counted.buckets) == counted.ids == sum(c > 0 for c in counts)
     assert sum(share for _, share in counted.buckets) == pytest.approx(1)
     assert counted.lookups == sum(counts)
@@ -287,7 +287,7 @@ def test_buckets_hold_all_lookups_the_popular_first(counts: list[int]):
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5))
 def test_runs_of_samples_are_spread_and_few(samples: int, wanted: int):
-    runs = spread(samples, wanted)
+    runs = sample_runs(samples, wanted)
     assert sum(map(len, runs)) <= wanted
     assert runs
     assert all(0 <= run.start < run.stop <= samples for run in runs)

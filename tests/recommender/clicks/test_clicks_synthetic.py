@@ -10,24 +10,26 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.synthetic.draws import RankSampler, bell, power_law, stream, uniform, words
-from stretto.recommender.clicks.synthetic.log import (
-    ClickFeature,
-    SyntheticClicks,
-    SyntheticLog,
-    SyntheticSpec,
-    spread,
+from stretto.recommender.clicks.synthetic.draws import (
+    RankSampler,
+    bell,
+    power_law,
+    random_bits,
+    stream,
+    uniform,
 )
+from stretto.recommender.clicks.synthetic.log import SyntheticClicks, SyntheticLog
+from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec, geometric_features
 from stretto.recommender.clicks.synthetic.truth import HEAD, probability
 from stretto.recommender.train.evaluate import Quality
 
 MIXED = (
-    ClickFeature(name="one", rows=1),
-    ClickFeature(name="few", rows=7, skew=0.0),
-    ClickFeature(name="three", rows=3000, hot=3),
-    ClickFeature(name="vary", rows=500, hot=2.5, varying=True),
-    ClickFeature(name="rare", rows=40, hot=0.5, varying=True),
-    ClickFeature(name="huge", rows=1 << 31, skew=1.2),
+    SyntheticFeature(name="one", rows=1),
+    SyntheticFeature(name="few", rows=7, skew=0.0),
+    SyntheticFeature(name="three", rows=3000, hot=3),
+    SyntheticFeature(name="vary", rows=500, hot=2.5, varying=True),
+    SyntheticFeature(name="rare", rows=40, hot=0.5, varying=True),
+    SyntheticFeature(name="huge", rows=1 << 31, skew=1.2),
 )
 SPEC = SyntheticSpec(features=MIXED, samples=1000, dense=3, seed=5)
 LOG = SyntheticLog(SPEC)
@@ -44,13 +46,13 @@ def equal(one: ClickBatch, other: ClickBatch) -> bool:
 
 
 def test_numbers_of_a_stream_are_splitmix64s():
-    numbers = words(np.array([1234567], np.uint64), np.arange(1, 4, dtype=np.uint64))
+    numbers = random_bits(np.array([1234567], np.uint64), np.arange(1, 4, dtype=np.uint64))
     assert numbers.tolist() == [[6457827717110365317, 3203168211198807973, 9817491932198370423]]
     assert stream("a", 1) != stream("a1")
 
 
 def test_deviates_have_the_moments_they_say():
-    bits = words(np.array([stream("x")]), np.arange(200_000, dtype=np.uint64))
+    bits = random_bits(np.array([stream("x")]), np.arange(200_000, dtype=np.uint64))
     assert bell(bits).mean() == pytest.approx(0, abs=0.01)
     assert bell(bits).var() == pytest.approx(1, abs=0.01)
     assert np.abs(bell(bits)).max() < 3.5
@@ -136,7 +138,7 @@ def test_a_thousand_million_ids_are_few_runs():
 def test_draws_are_as_popular_as_they_should_be():
     columns = [power_law(5, 1.0), power_law(1000, 1.1)]
     draw, count = RankSampler(columns), 200_000
-    bits = words(np.array([stream("a"), stream("b")]), np.arange(count, dtype=np.uint64))
+    bits = random_bits(np.array([stream("a"), stream("b")]), np.arange(count, dtype=np.uint64))
     for popular, ranks in zip(columns, draw(bits, slice(0, 2)), strict=True):
         expected = np.repeat(popular.shares / popular.widths, popular.widths) * count
         seen = np.bincount(ranks, minlength=len(expected))
@@ -150,7 +152,7 @@ def test_draws_are_as_popular_as_they_should_be():
 @settings(max_examples=20)
 def test_every_rank_has_an_id_of_its_own(rows: int, seed: int):
     log = SyntheticLog(
-        SyntheticSpec(features=(ClickFeature(name="a", rows=rows, skew=0.0),), samples=10, seed=seed)
+        SyntheticSpec(features=(SyntheticFeature(name="a", rows=rows, skew=0.0),), samples=10, seed=seed)
     )
     clicks = log.clicks(0, 20 * rows)
     pairs = set(zip(clicks.ranks[0].tolist(), clicks.ids[0].tolist(), strict=True))
@@ -177,7 +179,9 @@ def test_the_logit_is_the_sum_that_is_documented():
 
 
 def test_labels_are_drawn_from_the_true_probability():
-    log = SyntheticLog(SyntheticSpec(features=spread(26, 100, 10_000), base_rate=0.1, strength=2.0, seed=3))
+    log = SyntheticLog(
+        SyntheticSpec(features=geometric_features(26, 100, 10_000), base_rate=0.1, strength=2.0, seed=3)
+    )
     clicks = log.clicks(0, 100_000)
     assert clicks.labels.mean() == pytest.approx(0.1, abs=0.005)
     assert clicks.logits.std() == pytest.approx(2.0, rel=0.03)
@@ -189,13 +193,13 @@ def test_labels_are_drawn_from_the_true_probability():
 
 def test_effects_do_not_depend_on_how_many_ids_a_sample_has():
     for hot, varying in ((10.0, False), (2.5, True)):
-        features = spread(8, 50, 5000, hot=hot, varying=varying)
+        features = geometric_features(8, 50, 5000, hot=hot, varying=varying)
         logits = SyntheticLog(SyntheticSpec(features=features, samples=10)).clicks(0, 20_000).logits
         assert logits.std() == pytest.approx(1.5, rel=0.15)
 
 
 def test_the_best_is_what_the_truth_itself_reaches():
-    spec = SyntheticSpec(features=spread(26, 1000, 100_000), samples=20_000)
+    spec = SyntheticSpec(features=geometric_features(26, 1000, 100_000), samples=20_000)
     log = SyntheticLog(spec)
     best, first = log.best("valid"), log.span("valid")[0]
     clicks = log.clicks(first, 2000)
@@ -211,14 +215,16 @@ def test_the_best_is_what_the_truth_itself_reaches():
 
 
 def test_the_default_is_neither_trivial_nor_noise():
-    best = SyntheticLog(SyntheticSpec(features=spread(26, 1000, 100_000), samples=50_000)).best("train")
+    best = SyntheticLog(SyntheticSpec(features=geometric_features(26, 1000, 100_000), samples=50_000)).best(
+        "train"
+    )
     assert best.entropy is not None
     assert best.expected_entropy is not None
     assert 0.7 < best.expected_entropy < 0.85
     assert best.entropy == pytest.approx(best.expected_entropy, abs=0.02)
-    noise = SyntheticLog(SyntheticSpec(features=spread(3, 10, 100), samples=20_000, strength=0.0)).best(
-        "train"
-    )
+    noise = SyntheticLog(
+        SyntheticSpec(features=geometric_features(3, 10, 100), samples=20_000, strength=0.0)
+    ).best("train")
     assert noise.expected_entropy == pytest.approx(1, abs=1e-9)
     assert noise.auc == 0.5
 
@@ -236,11 +242,11 @@ def test_popularity_is_told_as_a_folder_tells_it():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: ClickFeature(name="a", rows=0), "feature a: rows is 0"),
-        (lambda: ClickFeature(name="a", rows=1 << 40), "feature a: rows is"),
-        (lambda: ClickFeature(name="a", rows=5, hot=1.5), r"feature a: hot is 1\.5"),
-        (lambda: ClickFeature(name="a", rows=5, hot=0), "feature a: hot is 0"),
-        (lambda: ClickFeature(name="a", rows=5, skew=-1), "feature a: skew is -1"),
+        (lambda: SyntheticFeature(name="a", rows=0), "feature a: rows is 0"),
+        (lambda: SyntheticFeature(name="a", rows=1 << 40), "feature a: rows is"),
+        (lambda: SyntheticFeature(name="a", rows=5, hot=1.5), r"feature a: hot is 1\.5"),
+        (lambda: SyntheticFeature(name="a", rows=5, hot=0), "feature a: hot is 0"),
+        (lambda: SyntheticFeature(name="a", rows=5, skew=-1), "feature a: skew is -1"),
         (lambda: SyntheticSpec(features=()), "features is"),
         (lambda: SyntheticSpec(features=(MIXED[0], MIXED[0])), "features is"),
         (lambda: SyntheticSpec(features=MIXED, samples=0), "samples is 0"),
@@ -248,7 +254,7 @@ def test_popularity_is_told_as_a_folder_tells_it():
         (lambda: SyntheticSpec(features=MIXED, base_rate=1.0), "base_rate is 1.0"),
         (lambda: SyntheticSpec(features=MIXED, strength=-1.0), "strength is -1.0"),
         (lambda: SyntheticSpec(features=MIXED, dense=-1), "dense is -1"),
-        (lambda: spread(3, 10, 5), "3 features of 10 to 5 rows"),
+        (lambda: geometric_features(3, 10, 5), "3 features of 10 to 5 rows"),
     ],
 )
 def test_what_is_refused(make: object, error: str):

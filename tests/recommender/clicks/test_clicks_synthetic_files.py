@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,25 +10,26 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.build import Settings, build
-from stretto.recommender.clicks.folder import ClickFolder
-from stretto.recommender.clicks.samples import ClickSamples
+from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
 from stretto.recommender.clicks.synthetic import files as synthetic_files
 from stretto.recommender.clicks.synthetic import log as synthetic_log
-from stretto.recommender.clicks.synthetic.files import FACTS, write
-from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticLog, SyntheticSpec, spread
+from stretto.recommender.clicks.synthetic.files import METADATA, write
+from stretto.recommender.clicks.synthetic.log import SyntheticLog
+from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec, geometric_features
 from stretto.recommender.clicks.synthetic.truth import MISSING
+from stretto.recommender.clicks.writer import ClickWriter
 
-SPEC = SyntheticSpec(features=spread(26, 5, 300), samples=600, valid=0.25, seed=2)
+SPEC = SyntheticSpec(features=geometric_features(26, 5, 300), samples=600, valid=0.25, seed=2)
 VARYING = (
-    ClickFeature(name="a", rows=50, hot=2.5, varying=True),
-    ClickFeature(name="b", rows=9),
-    ClickFeature(name="c", rows=20, hot=3),
+    SyntheticFeature(name="a", rows=50, hot=2.5, varying=True),
+    SyntheticFeature(name="b", rows=9),
+    SyntheticFeature(name="c", rows=20, hot=3),
 )
 
 
 @pytest.fixture(autouse=True)
 def _few_samples_for_the_bias(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(synthetic_log, "_FITTED", 500)
+    monkeypatch.setattr(synthetic_log, "_BIAS_SAMPLES", 500)
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -47,7 +49,7 @@ def test_a_folder_holds_what_the_stream_gives(tmp_path: Path, spec: SyntheticSpe
     assert folder.index.parts == [("train", 450), ("valid", 150)]
     assert folder.table_rows() == {feature.name: feature.rows for feature in spec.features}
     assert written.best == folder.index.extra["best"]
-    assert written.best["valid"] == log.best("valid").facts()
+    assert written.best["valid"] == log.best("valid").as_dict()
     assert written.best["train"]["samples"] == 450
     assert written.bytes == sum(
         len(data) for name, data in content(folder.path).items() if name != "index.json"
@@ -57,10 +59,10 @@ def test_a_folder_holds_what_the_stream_gives(tmp_path: Path, spec: SyntheticSpe
 def test_a_folder_of_the_same_spec_is_kept(tmp_path: Path):
     first = write(SPEC, tmp_path / "clicks")
     again = write(SPEC, tmp_path / "clicks")
-    assert (first.kept, again.kept) == (False, True)
-    assert replace(again, kept=False) == first
+    assert (first.reused, again.reused) == (False, True)
+    assert replace(again, reused=False) == first
     other = write(replace(SPEC, seed=3), tmp_path / "clicks")
-    assert not other.kept
+    assert not other.reused
     assert other.best != first.best
 
 
@@ -83,13 +85,13 @@ def test_a_writing_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.
             write(SPEC, tmp_path / "stopped", report=report)
         assert not (tmp_path / "stopped").exists()
     written = list[int]()
-    real = synthetic_files._add
+    real = ClickWriter.add
 
-    def count(writer: object, log: SyntheticLog, clicks: synthetic_log.Clicks) -> None:
-        written.append(len(clicks.labels))
-        real(writer, log, clicks)  # pyright: ignore[reportArgumentType]
+    def count(writer: ClickWriter, dense: Any, labels: Any, *ids: Any) -> None:
+        written.append(len(labels))
+        real(writer, dense, labels, *ids)
 
-    monkeypatch.setattr(synthetic_files, "_add", count)
+    monkeypatch.setattr(ClickWriter, "add", count)
     resumed = write(SPEC, tmp_path / "stopped")
     assert sum(written) < 200
     assert content(tmp_path / "stopped") == content(tmp_path / "whole")
@@ -98,9 +100,9 @@ def test_a_writing_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.
 
 def test_text_is_read_back_as_the_same_samples(tmp_path: Path):
     written = write(SPEC, tmp_path / "text", "criteo")
-    assert sorted(each.name for each in (tmp_path / "text").iterdir()) == [FACTS, "train.txt", "valid.txt"]
+    assert sorted(each.name for each in (tmp_path / "text").iterdir()) == [METADATA, "train.txt", "valid.txt"]
     log = SyntheticLog(SPEC)
-    assert written.best == {part: log.best(part).facts() for part in ("train", "valid")}
+    assert written.best == {part: log.best(part).as_dict() for part in ("train", "valid")}
     folder = build(tmp_path / "text", tmp_path / "clicks", Settings(threshold=1, split="share"))
     assert folder.index.parts == [("train.txt", 450), ("valid.txt", 150)]
     assert folder.index.lines["malformed"] == 0
@@ -134,20 +136,20 @@ def test_text_is_of_criteos_kind(tmp_path: Path):
 
 def test_text_is_kept_or_replaced_and_nothing_else_is(tmp_path: Path):
     first = write(SPEC, tmp_path / "text", "criteo")
-    assert write(SPEC, tmp_path / "text", "criteo").kept
+    assert write(SPEC, tmp_path / "text", "criteo").reused
     with (tmp_path / "text" / "valid.txt").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(StrettoError, match="is there already"):
+    with pytest.raises(StrettoError, match="exists already"):
         write(SPEC, tmp_path / "text", "criteo")
     assert first.bytes > 0
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
     for form in ("folder", "criteo"):
-        with pytest.raises(StrettoError, match="is there already"):
+        with pytest.raises(StrettoError, match="exists already"):
             write(SPEC, tmp_path / "mine", form)
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
     other = write(replace(SPEC, seed=9), tmp_path / "other", "criteo")
-    assert not write(SPEC, tmp_path / "other", "criteo").kept
+    assert not write(SPEC, tmp_path / "other", "criteo").reused
     assert write(SPEC, tmp_path / "other", "criteo").best != other.best
 
 
@@ -156,8 +158,8 @@ def test_text_is_kept_or_replaced_and_nothing_else_is(tmp_path: Path):
     [
         (SPEC, "criteoo", "format 'criteoo'"),
         (replace(SPEC, dense=12), "criteo", "12 numbers and 26 features"),
-        (replace(SPEC, features=spread(25, 5, 9)), "criteo", "13 numbers and 25 features"),
-        (replace(SPEC, features=spread(26, 5, 9, hot=2)), "criteo", "up to 2 ids"),
+        (replace(SPEC, features=geometric_features(25, 5, 9)), "criteo", "13 numbers and 25 features"),
+        (replace(SPEC, features=geometric_features(26, 5, 9, hot=2)), "criteo", "up to 2 ids"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, spec: SyntheticSpec, form: str, error: str):

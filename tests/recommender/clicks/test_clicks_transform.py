@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import counting
-from stretto.recommender.clicks.counting import Counter
+from stretto.recommender.clicks.counting import IdCounter
 from stretto.recommender.clicks.criteo import COLUMNS, parse
 from stretto.recommender.clicks.raw import Columns, RawChunk, mix, text_keys, unmix
 from stretto.recommender.clicks.transform import ClickTransform, Vocabulary
@@ -32,9 +32,9 @@ def one(keys: np.ndarray, missing: np.ndarray | None = None) -> RawChunk:
 
 def of_log(lines: list[str], threshold: int, tmp_path: Path) -> ClickTransform:
     chunk = parse("\n".join(lines).encode()).chunk
-    counter = Counter(tmp_path, 26)
+    counter = IdCounter(tmp_path, 26)
     counter.add(chunk)
-    vocabularies = {n: Vocabulary(counter.result(i, threshold).keys) for i, n in enumerate(COLUMNS.features)}
+    vocabularies = {n: Vocabulary(counter.counts(i, threshold).keys) for i, n in enumerate(COLUMNS.features)}
     return ClickTransform(columns=COLUMNS, kind="vocabulary", threshold=threshold, vocabularies=vocabularies)
 
 
@@ -63,7 +63,7 @@ def test_a_large_vocabulary_of_crowded_keys():
 @given(st.lists(st.tuples(KEYS, st.booleans()), max_size=4), st.integers(1, 4))
 def test_counts_in_runs_are_counts(tmp_path_factory: pytest.TempPathFactory, parts: list, threshold: int):
     folder = tmp_path_factory.mktemp("runs")
-    counter, wanted, gone = Counter(folder, 1), Bag[int](), 0
+    counter, wanted, gone = IdCounter(folder, 1), Bag[int](), 0
     for keys, flush in parts:
         missing = keys == 3
         counter.add(one(keys, missing))
@@ -71,10 +71,10 @@ def test_counts_in_runs_are_counts(tmp_path_factory: pytest.TempPathFactory, par
         gone += int(missing.sum())
         if flush:
             counter.flush()
-            counter = Counter(folder, 1, counter.runs, counter.missing)
+            counter = IdCounter(folder, 1, counter.runs, counter.missing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "MERGED", 8)
-        counted = counter.result(0, threshold)
+        counted = counter.counts(0, threshold)
     often = sorted((-n, key) for key, n in wanted.items() if n >= threshold)
     assert counted.keys.tolist() == [key for _, key in often]
     assert counted.counts.tolist() == [-n for n, _ in often]
@@ -84,12 +84,12 @@ def test_counts_in_runs_are_counts(tmp_path_factory: pytest.TempPathFactory, par
 
 
 def test_counts_beyond_the_memory_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(counting, "HELD", 100)
-    counter = Counter(tmp_path, 1)
+    monkeypatch.setattr(counting, "IN_MEMORY", 100)
+    counter = IdCounter(tmp_path, 1)
     for start in range(10):
         counter.add(one(np.arange(start, start + 60, dtype=np.uint64)))
     assert len(counter.runs) == 5
-    assert int(counter.result(0, 1).counts.sum()) == 600
+    assert int(counter.counts(0, 1).counts.sum()) == 600
     counting.remove_runs(tmp_path)
     assert not list(tmp_path.iterdir())
 

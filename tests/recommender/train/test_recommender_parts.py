@@ -18,7 +18,8 @@ from recommender_job import config_of, folder_of
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.synthetic.files import write
-from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticClicks, SyntheticSpec
+from stretto.recommender.clicks.synthetic.log import SyntheticClicks
+from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.planner.placement_file import read_placements
@@ -243,7 +244,8 @@ def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> Non
 
 def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_path: Path) -> None:
     spec = SyntheticSpec(
-        features=(ClickFeature(name="C1", rows=30), ClickFeature(name="C2", rows=9, hot=2)), samples=400
+        features=(SyntheticFeature(name="C1", rows=30), SyntheticFeature(name="C2", rows=9, hot=2)),
+        samples=400,
     )
     write(spec, tmp_path / "clicks")
     words = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]

@@ -16,7 +16,7 @@ class ClickBatch:
 
     Attributes:
         dense: [samples, numbers] float32, transformed.
-        ids: the categorical features.
+        ids: ids of the categorical features.
         labels: [samples] float32, 0 or 1.
     """
 
@@ -34,15 +34,15 @@ class ClickBatch:
 
 
 class ClickSource(Protocol):
-    """Samples in an endless order, a function of the sample's number alone."""
+    """Samples in an endless order; each is a function of its index alone."""
 
     def __len__(self) -> int:
         """Samples in an epoch."""
         ...
 
     def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
-        """Samples first, first + 1, ..., first + count - 1 of the order; with `part`, a rank's own of them.
+        """Return samples [first, first + count) of the order, or only a rank's `part` of them.
 
-        `part` is (start, stop) within the batch: samples first + start to first + stop - 1.
+        `part` is (start, stop) within the batch: samples [first + start, first + stop).
         """
         ...

@@ -2,7 +2,7 @@
 
 An empty field is a missing value. So are the train.txt of the Kaggle competition and the 24 day files of the
 Terabyte log; lines of a test set have no label. Eight characters are taken as one 64-bit number, so that all
-fields of a block are read at once; the arithmetic within the number is the usual one for digits in words.
+fields of a block are read at once; digits are combined within the number (SWAR).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.recommender.clicks.raw import Columns, Parsed, Piece, RawChunk, blocks
+from stretto.recommender.clicks.raw import Columns, Parsed, ParsedBlock, RawChunk, line_blocks
 
 NUMBERS, FEATURES = 13, 26
 COLUMNS = Columns(
@@ -26,14 +26,14 @@ COLUMNS = Columns(
 _TAB, _LINE, _RETURN, _MINUS = b"\t\n\r-"
 _PAD = bytes(8)
 _INTEGER = re.compile(rb"-?[0-9]{1,18}")
-Words = NDArray[np.uint64]
+Uint64 = NDArray[np.uint64]
 
 
 class CriteoReader:
     """Reads files of lines, plain or gzip.
 
     Args:
-        labelled: whether lines begin with a label.
+        labelled: True if lines begin with a label.
     """
 
     columns = COLUMNS
@@ -42,16 +42,16 @@ class CriteoReader:
     def __init__(self, labelled: bool = True) -> None:
         self._labelled = labelled
 
-    def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
-        """See Reader."""
-        for block in blocks(path, start, line):
+    def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[ParsedBlock]:
+        """See LogReader."""
+        for block in line_blocks(path, start, line):
             parsed = parse(block.data, block.line, self._labelled)
-            yield Piece(parsed, block.end, block.line + parsed.lines)
+            yield ParsedBlock(parsed, block.end, block.line + parsed.lines)
 
 
 def is_labelled(path: Path) -> bool:
-    """Whether the first line that is not blank has a field more than one without a label."""
-    for block in blocks(path, size=1 << 16):
+    """True if the first line that is not blank has a label, by its number of fields."""
+    for block in line_blocks(path, size=1 << 16):
         for line in block.data.splitlines():
             if line.strip(b"\r"):
                 return line.count(b"\t") + 1 != NUMBERS + FEATURES
@@ -59,12 +59,12 @@ def is_labelled(path: Path) -> bool:
 
 
 def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:
-    """Read whole lines.
+    """Parse complete lines.
 
     Args:
         data: the lines; the last may lack its line end.
-        line: the number of the first.
-        labelled: whether lines begin with a label. For serving: False.
+        line: number of the first line.
+        labelled: True if lines begin with a label; False for logs to be scored.
     """
     fields = int(labelled) + NUMBERS + FEATURES
     if data and not data.endswith(b"\n"):
@@ -84,54 +84,53 @@ def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:
     starts = np.concatenate([begins[good][:, None], stops[:, :-1] + 1], axis=1)
     stops = stops.copy()
     stops[:, -1] -= text[np.maximum(stops[:, -1] - 1, starts[:, -1])] == _RETURN
-    chunk, wrong = _fields(text, starts, stops, labelled)
-    faults = [(line + int(i), f"{widths[i]} columns, not {fields}") for i in np.flatnonzero(~good & ~blank)]
-    if wrong.any():
-        numbers = line + np.flatnonzero(good)
-        bad: NDArray[np.bool_] = np.any(wrong, axis=1)
-        for i in np.flatnonzero(bad):
-            column = int(np.argmax(wrong[i]))
-            value = text[starts[i, column] : stops[i, column]].tobytes()
-            faults.append((int(numbers[i]), _why(column - labelled, value)))
-        chunk = chunk.kept(~bad)
-    return Parsed(chunk, len(ends), int(blank.sum()), sorted(faults))
-
-
-def _fields(
-    text: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64], labelled: bool
-) -> tuple[RawChunk, NDArray[np.bool_]]:
-    """All values of fields [n, columns], and which of them are malformed."""
-    # the eight bytes from each place on, without a copy: maps of a place to a number
-    words = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
+    # eight bytes from each offset on, without a copy
+    windows = np.ndarray(len(text) - 7, "<u8", text, strides=(1,))
     wrong = np.zeros(starts.shape, bool)
     cut = int(labelled) + NUMBERS
     labels = None
     if labelled:
-        value = text[starts[:, 0]] - np.uint8(ord("0"))
-        wrong[:, 0] = (stops[:, 0] - starts[:, 0] != 1) | (value > 1)
-        labels = value & np.uint8(1)
+        digits = text[starts[:, 0]] - np.uint8(ord("0"))
+        wrong[:, 0] = (stops[:, 0] - starts[:, 0] != 1) | (digits > 1)
+        labels = digits & np.uint8(1)
     integers = slice(int(labelled), cut)
-    numbers, wrong[:, integers] = _integers(text, words, starts[:, integers], stops[:, integers])
-    keys, missing, wrong[:, cut:] = _hex(words, starts[:, cut:], stops[:, cut:])
-    return RawChunk(
+    numbers, wrong[:, integers] = _parse_integers(text, windows, starts[:, integers], stops[:, integers])
+    keys, missing, wrong[:, cut:] = _parse_hex(windows, starts[:, cut:], stops[:, cut:])
+    chunk = RawChunk(
         columns=COLUMNS,
         numbers=numbers,
         keys=keys.reshape(-1),
         missing=missing.reshape(-1),
         lengths=None,
         labels=labels,
-    ), wrong
+    )
+    faults = [(line + int(i), f"{widths[i]} columns, not {fields}") for i in np.flatnonzero(~good & ~blank)]
+    if wrong.any():
+        lines = line + np.flatnonzero(good)
+        bad: NDArray[np.bool_] = np.any(wrong, axis=1)
+        for i in np.flatnonzero(bad):
+            field = int(np.argmax(wrong[i]))
+            shown = repr(text[starts[i, field] : stops[i, field]].tobytes()[:20].decode("latin-1"))
+            column = field - labelled
+            reason = f"C{column + 1 - NUMBERS} is {shown}, not 8 hexadecimal digits"
+            if column < 0:
+                reason = f"label {shown}, not 0 or 1"
+            elif column < NUMBERS:
+                reason = f"I{column + 1} is {shown}, not an integer of up to 18 digits"
+            faults.append((int(lines[i]), reason))
+        chunk = chunk.select(~bad)
+    return Parsed(chunk, len(ends), int(blank.sum()), sorted(faults))
 
 
-def _integers(
-    text: NDArray[np.uint8], words: Words, starts: NDArray[np.int64], stops: NDArray[np.int64]
+def _parse_integers(
+    text: NDArray[np.uint8], windows: Uint64, starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Decimal integers, NaN for empty fields; and which are none."""
+    """Decimal integers, NaN for empty fields; and which fields are malformed."""
     minus = (text[starts] == _MINUS) & (stops > starts)
     digits = stops - starts - minus
     # the last eight characters; those before the number's first are made zeros, but a lone minus stays
-    kept = (~np.uint64(0)) << (np.uint64(8) * (8 - np.clip(digits, 1, 8)).astype(np.uint64))
-    value = (words[stops - 8] ^ np.uint64(0x3030303030303030)) & kept
+    mask = (~np.uint64(0)) << (np.uint64(8) * (8 - np.clip(digits, 1, 8)).astype(np.uint64))
+    value = (windows[stops - 8] ^ np.uint64(0x3030303030303030)) & mask
     no_digit = ((value + np.uint64(0x7676767676767676)) | value) & np.uint64(0x8080808080808080)
     value = (value * np.uint64(10)) + (value >> np.uint64(8))
     pairs = np.uint64(0x000000FF000000FF)
@@ -143,18 +142,18 @@ def _integers(
     empty = stops == starts
     numbers[empty] = np.nan
     wrong = ~empty & (no_digit != 0)
-    for at in zip(*np.nonzero(digits > 8), strict=True):
-        written = text[starts[at] : stops[at]].tobytes()
-        wrong[at] = not _INTEGER.fullmatch(written)
-        numbers[at] = 0 if wrong[at] else int(written)
+    for index in zip(*np.nonzero(digits > 8), strict=True):
+        written = text[starts[index] : stops[index]].tobytes()
+        wrong[index] = not _INTEGER.fullmatch(written)
+        numbers[index] = 0 if wrong[index] else int(written)
     return numbers, wrong
 
 
-def _hex(
-    words: Words, starts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> tuple[Words, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Eight hexadecimal digits, 0 for empty fields; which are empty; and which are neither."""
-    word = words[starts]
+def _parse_hex(
+    windows: Uint64, starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> tuple[Uint64, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Values of eight hexadecimal digits, 0 for empty fields; which fields are empty; and which malformed."""
+    word = windows[starts]
     letter = (word >> np.uint64(6)) & np.uint64(0x0101010101010101)
     value = (word & np.uint64(0x0F0F0F0F0F0F0F0F)) + letter * np.uint64(9)
     # 0 to 9 are 0x30 to 0x39; a to f are 0x61 to 0x66, and capitals the same without 0x20
@@ -169,13 +168,3 @@ def _hex(
     wrong = (wrong | (stops - starts != 8)) & ~missing
     value[missing | wrong] = 0
     return value, missing, wrong
-
-
-def _why(column: int, value: bytes) -> str:
-    """What is wrong with a field; column -1 is the label."""
-    shown = repr(value[:20].decode("latin-1"))
-    if column < 0:
-        return f"label {shown}, not 0 or 1"
-    if column < NUMBERS:
-        return f"I{column + 1} is {shown}, not an integer of up to 18 digits"
-    return f"C{column + 1 - NUMBERS} is {shown}, not 8 hexadecimal digits"

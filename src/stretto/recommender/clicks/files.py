@@ -11,8 +11,8 @@ from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import CriteoReader, is_labelled
-from stretto.recommender.clicks.raw import Columns, Reader
-from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader, columns_of
+from stretto.recommender.clicks.raw import Columns, LogReader
+from stretto.recommender.clicks.tabular import ColumnNames, CsvReader, ParquetReader, read_column_names
 from stretto.run.config.sources import is_token_folder
 from stretto.run.data.part_names import parts_of
 
@@ -30,8 +30,10 @@ class LogFile:
 
 
 def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
-    """The files of sources, in order; within a directory, of which all below count that are not hidden, or a
-    glob by name, with day_2 before day_10. A file that several sources name counts once.
+    """Return the files of sources, in order.
+
+    Directories are searched recursively, without hidden files. Files of a directory or glob are sorted by
+    name, with day_2 before day_10. A file that several sources name counts once.
 
     Raises:
         StrettoError: a source that does not exist, an empty file, no file.
@@ -39,11 +41,11 @@ def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
     names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     files = dict[Path, LogFile]()
     for source in names:
-        for path in _expanded(os.fspath(source)):
-            facts = path.stat()
-            if not facts.st_size:
+        for path in _expand_source(os.fspath(source)):
+            stat = path.stat()
+            if not stat.st_size:
                 raise StrettoError(f"{path}: empty file", hint="name files with samples")
-            files.setdefault(path.resolve(), LogFile(path, facts.st_size, facts.st_mtime_ns))
+            files.setdefault(path.resolve(), LogFile(path, stat.st_size, stat.st_mtime_ns))
     if not files:
         raise StrettoError(
             "no files to read", hint="name Criteo, Parquet or CSV files, or a directory of them"
@@ -52,45 +54,52 @@ def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
 
 
 def held_out_last(files: Sequence[LogFile]) -> tuple[list[LogFile], int]:
-    """The files in their order, but those that are held out by their names (valid, test, ...) at the end; and
-    how many those are: 0 if all are, or none.
+    """Move the files that are held out by their names (valid, test, ...) to the end.
+
+    Returns the files and the number of those held out; 0 if all of them would be.
     """
-    held = [part == "valid" for part in parts_of([file.path for file in files])]
-    count = sum(held) % len(files)
-    return [files[i] for i in sorted(range(len(files)), key=held.__getitem__)], count
+    is_held_out = [part == "valid" for part in parts_of([file.path for file in files])]
+    count = sum(is_held_out) % len(files)
+    return [files[i] for i in sorted(range(len(files)), key=is_held_out.__getitem__)], count
 
 
-def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reader:
-    """The reader of a format; None: by file name, .parquet or .csv, otherwise Criteo's.
+def open_reader(files: Sequence[LogFile], form: str | None, columns: ColumnNames) -> LogReader:
+    """Return the reader of a format; by default chosen by file name: .parquet, .csv, otherwise Criteo's.
 
     Raises:
         StrettoError: an unknown format, files of several formats, or missing columns.
     """
-    form = form or form_of(files)
+    form = form or format_of(files)
     if form == "criteo":
-        if named != Named():
+        if columns != ColumnNames():
             raise StrettoError(
                 "names of columns with Criteo's format, which has none",
                 hint="leave --label, --numbers and --features out",
             )
         return CriteoReader()
     if form == "csv":
-        return CsvReader(files[0].path, named)
+        return CsvReader(files[0].path, columns)
     if form == "parquet":
-        return ParquetReader(files[0].path, named)
-    near = nearest(form, FORMATS)
+        return ParquetReader(files[0].path, columns)
+    close = nearest(form, FORMATS)
     raise StrettoError(
-        f"format {form!r}: allowed are {', '.join(FORMATS)}", hint=f"did you mean {near}?" if near else None
+        f"format {form!r}: allowed are {', '.join(FORMATS)}", hint=f"did you mean {close}?" if close else None
     )
 
 
-def form_of(files: Sequence[LogFile]) -> str:
-    """The format that the files' names tell: .parquet, .csv, otherwise Criteo's.
+def format_of(files: Sequence[LogFile]) -> str:
+    """Return the format of files by their names: .parquet, .csv, otherwise Criteo's.
 
     Raises:
         StrettoError: files of several formats.
     """
-    forms = sorted({_form(file.path) for file in files})
+    names = [file.path.name.lower().removesuffix(".gz") for file in files]
+    forms = sorted(
+        {
+            "parquet" if name.endswith(".parquet") else "csv" if name.endswith(".csv") else "criteo"
+            for name in names
+        }
+    )
     if len(forms) > 1:
         raise StrettoError(
             f"files of several formats: {', '.join(forms)}", hint="one log has one format: --format NAME"
@@ -98,26 +107,22 @@ def form_of(files: Sequence[LogFile]) -> str:
     return forms[0]
 
 
-def reader_like(files: Sequence[LogFile], columns: Columns, form: str | None, label: str) -> Reader:
-    """The reader of new files with the columns of another log; without labels where they have none.
+def open_reader_like(files: Sequence[LogFile], columns: Columns, form: str | None, label: str) -> LogReader:
+    """Return the reader of new files with the columns of another log; they need not have labels.
 
     Raises:
-        StrettoError: as `reader_of`.
+        StrettoError: as `open_reader`.
     """
-    form = form or form_of(files)
+    form = form or format_of(files)
     first = files[0].path
     if form == "criteo":
         return CriteoReader(is_labelled(first))
-    named = Named(label if label in columns_of(first, form) else None, columns.numbers, columns.features)
-    return reader_of(files, form, named)
+    has_label = label in read_column_names(first, form)
+    names = ColumnNames(label if has_label else None, columns.numbers, columns.features)
+    return open_reader(files, form, names)
 
 
-def _form(path: Path) -> str:
-    name = path.name.lower().removesuffix(".gz")
-    return "parquet" if name.endswith(".parquet") else "csv" if name.endswith(".csv") else "criteo"
-
-
-def _expanded(source: str) -> list[Path]:
+def _expand_source(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -127,17 +132,17 @@ def _expanded(source: str) -> list[Path]:
             hint="name a click folder (stretto data clicks), or the files of a click log",
         )
     if path.is_dir():
-        below = [each for each in path.rglob("*") if each.is_file()]
-        plain = [each for each in below if not any(n.startswith(".") for n in each.relative_to(path).parts)]
-        return sorted(plain, key=_natural)
+        inner = [entry for entry in path.rglob("*") if entry.is_file()]
+        shown = [p for p in inner if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        return sorted(shown, key=_natural_key)
     if glob.has_magic(source):
         return sorted(
-            (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()), key=_natural
+            (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()), key=_natural_key
         )
     raise StrettoError(f"{source}: no such file or directory", hint="check the name")
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def _natural_key(path: Path) -> list[tuple[int, str]]:
     """A sort key that compares numbers in names as numbers."""
     parts = re.split("([0-9]+)", str(path))
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

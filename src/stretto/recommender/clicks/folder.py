@@ -2,14 +2,14 @@
 
 dense.bin       float32 [samples, numbers]
 labels.bin      uint8 [samples], 0 or 1
-ids.bin         uint32, or int64 where a feature's ids may be larger, sample by sample and in a sample
+ids.bin         uint32, or int64 if a feature's ids may be larger, sample by sample and in a sample
                 feature by feature: [samples, ids of a sample]
 lengths.bin     uint16 [samples, features] and
-offsets.bin     int64 [samples + 1], where each sample's ids begin: only where the number of ids varies
-weights.bin     float32, of each id: only where ids have weights
-transform.json  how raw lines became these numbers and ids (see transform.py), with
-vocabulary.bin  the ids that have rows of their own: neither is there for synthetic clicks
-index.json      counts, popularity, sizes, checksums (see index.py)
+offsets.bin     int64 [samples + 1], the start of each sample's ids: only if the number of ids varies
+weights.bin     float32, a weight for each id: only if ids have weights
+transform.json  the transform from raw lines to these numbers and ids (see transform.py), with
+vocabulary.bin  the ids that have their own rows: synthetic clicks have neither
+index.json      counts, lookup histograms, sizes, checksums (see index.py)
 
 All are little endian.
 """
@@ -19,27 +19,35 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks import index as names
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity, read_index
+from stretto.recommender.clicks.index import CategoricalFeature, ClickIndex, LookupHistogram, read_index
 from stretto.recommender.tables.jagged import Jagged
 from stretto.run.config.sources import is_click_folder
 from stretto.run.data.checksum import check_chunks, check_size
+from stretto.run.data.permutation import positions
 
 if TYPE_CHECKING:
     from stretto.recommender.clicks.transform import ClickTransform
 
 
 class Arrays:
-    """Read-only maps: dense [samples, numbers], labels [samples], ids [samples, width] or, where their number
-    varies, [n] with lengths [samples, features] and offsets [samples + 1]; weights as ids, or None."""
+    """Read-only memory maps of a folder's files.
+
+    Attributes:
+        dense: [samples, numbers].
+        labels: [samples].
+        ids: [samples, width], or [n] if the number of ids varies.
+        lengths, offsets: [samples, features] and [samples + 1], or None if the number of ids is fixed.
+        weights: shaped as `ids`, or None.
+    """
 
     def __init__(self, folder: Path, index: ClickIndex) -> None:
         samples, features = index.samples, len(index.features)
@@ -56,55 +64,59 @@ class Arrays:
             self.offsets = _map(folder / names.OFFSETS, "<i8", (samples + 1,))
 
     def gather(self, samples: NDArray[np.int64]) -> ClickBatch:
-        """The samples of these numbers, in this order."""
-        dense = torch.from_numpy(self.dense[samples])
-        labels = torch.from_numpy(self.labels[samples].astype(np.float32))
-        return ClickBatch(dense, self._jagged(samples) if self.jagged else self._fixed(samples), labels)
-
-    def _fixed(self, samples: NDArray[np.int64]) -> Jagged:
-        ids = torch.from_numpy(self._by_feature(self.ids[samples]).astype(np.int64, copy=False))
-        weights = None
-        if self.weights is not None:
-            weights = torch.from_numpy(self._by_feature(self.weights[samples]))
-        lengths = torch.tensor(self.hot).unsqueeze(1).expand(len(self.hot), len(samples))
-        return Jagged(ids, lengths, weights, self.hot)
+        """Return the samples with these indices, in this order."""
+        hot = None
+        if self.jagged:
+            assert self.lengths is not None
+            assert self.offsets is not None
+            by_sample = self.lengths[samples].astype(np.int64)
+            starts = np.cumsum(by_sample, axis=1) - by_sample + self.offsets[samples][:, None]
+            index = runs(np.ascontiguousarray(starts.T), np.ascontiguousarray(by_sample.T))
+            ids = self.ids[index]
+            weights = None if self.weights is None else self.weights[index]
+            lengths = torch.from_numpy(np.ascontiguousarray(by_sample.T))
+        else:
+            hot = self.hot
+            ids = self._by_feature(self.ids[samples])
+            weights = None if self.weights is None else self._by_feature(self.weights[samples])
+            lengths = torch.tensor(hot).unsqueeze(1).expand(len(hot), len(samples))
+        return ClickBatch(
+            torch.from_numpy(self.dense[samples]),
+            Jagged(
+                torch.from_numpy(ids.astype(np.int64, copy=False)),
+                lengths,
+                None if weights is None else torch.from_numpy(weights),
+                hot,
+            ),
+            torch.from_numpy(self.labels[samples].astype(np.float32)),
+        )
 
     def _by_feature(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """[n, width] sample by sample to flat feature by feature."""
+        """Reorder [n, width], sample by sample, to a flat array, feature by feature."""
         if set(self.hot) == {1}:
             return np.ascontiguousarray(rows.T).reshape(-1)
         cuts = np.cumsum(self.hot)[:-1]
         return np.concatenate([part.reshape(-1) for part in np.split(rows, cuts, axis=1)])
 
-    def _jagged(self, samples: NDArray[np.int64]) -> Jagged:
-        assert self.lengths is not None
-        assert self.offsets is not None
-        lengths = self.lengths[samples].astype(np.int64)
-        starts = np.cumsum(lengths, axis=1) - lengths + self.offsets[samples][:, None]
-        at = runs(np.ascontiguousarray(starts.T), np.ascontiguousarray(lengths.T))
-        ids = torch.from_numpy(self.ids[at].astype(np.int64, copy=False))
-        weights = None if self.weights is None else torch.from_numpy(self.weights[at])
-        return Jagged(ids, torch.from_numpy(np.ascontiguousarray(lengths.T)), weights)
-
 
 def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, ..., start + length - 1 of each run, one after another: int64 [sum of lengths]."""
+    """Concatenate the indices [start, start + length) of each run: int64 [sum of lengths]."""
     starts, lengths = starts.reshape(-1), lengths.reshape(-1)
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def by_sample(ids: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
-    """Ids, lengths [samples, features] and weights of a batch, sample by sample."""
+    """Return ids, lengths [samples, features] and weights of a batch, sample by sample."""
     lengths = ids.lengths.numpy().astype(np.int64)
     starts = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
-    at = runs(np.ascontiguousarray(starts.T), np.ascontiguousarray(lengths.T))
-    weights = None if ids.weights is None else ids.weights.numpy()[at].astype(np.float32, copy=False)
-    return ids.ids.numpy()[at], np.ascontiguousarray(lengths.T), weights
+    index = runs(np.ascontiguousarray(starts.T), np.ascontiguousarray(lengths.T))
+    weights = None if ids.weights is None else ids.weights.numpy()[index].astype(np.float32, copy=False)
+    return ids.ids.numpy()[index], np.ascontiguousarray(lengths.T), weights
 
 
 def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A map of a file; of an empty one an empty array, which cannot be mapped."""
+    """Map a file into memory; an empty file, which cannot be mapped, is an empty array."""
     try:
         if not path.stat().st_size:
             return np.zeros([max(0, size) for size in shape], dtype)
@@ -115,7 +127,7 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return np.asarray(mapped).reshape(shape)
 
 
-CHECKED_WHOLE = 1 << 28
+FULL_CHECK = 1 << 28
 """Opening checks every byte of files smaller than this, and the first and last chunk of larger ones."""
 
 
@@ -132,8 +144,8 @@ class ClickFolder:
         self.index: ClickIndex = read_index(self.path)
         for name, sums in self.index.files.items():
             check_size(self.path / name, sums)
-            few = None if sums.bytes < CHECKED_WHOLE else {0, len(sums.crc32) - 1}
-            check_chunks(self.path / name, sums, self.index.chunk, few)
+            chunks = None if sums.bytes < FULL_CHECK else {0, len(sums.crc32) - 1}
+            check_chunks(self.path / name, sums, self.index.chunk, chunks)
         self.arrays = Arrays(self.path, self.index)
         offsets = self.arrays.offsets
         if offsets is not None and (int(offsets[0]), int(offsets[-1])) != (0, len(self.arrays.ids)):
@@ -155,7 +167,7 @@ class ClickFolder:
         return self.index.numbers
 
     @property
-    def features(self) -> list[Feature]:
+    def features(self) -> list[CategoricalFeature]:
         return self.index.features
 
     @property
@@ -164,11 +176,11 @@ class ClickFolder:
         return self.index.positives / self.index.samples
 
     def table_rows(self) -> dict[str, int | None]:
-        """Rows that each feature's table must have; None: its ids are unbounded."""
+        """Rows that each feature's table must have; None if its ids are unbounded."""
         return {feature.name: feature.rows for feature in self.features}
 
     def notes(self) -> list[str]:
-        """Lines of text about rows and columns of the log that the folder leaves out."""
+        """Lines of text about lines and columns of the log that the folder leaves out."""
         lines, unread = self.index.lines, self.index.extra.get("unread", ())
         notes = list[str]()
         if bad := lines.get("malformed", 0):
@@ -180,13 +192,13 @@ class ClickFolder:
             notes.append(f"columns that are not read: {', '.join(unread[:8])}{more}")
         return notes
 
-    def popularity(self) -> dict[str, Popularity]:
-        """How often the ids of each feature are looked up."""
+    def popularity(self) -> dict[str, LookupHistogram]:
+        """Histogram of each feature's lookups."""
         return self.index.popularity
 
     @cached_property
     def transform(self) -> ClickTransform | None:
-        """What made the samples, for lines to come; None for synthetic clicks."""
+        """The transform that made the samples, for new lines; None for synthetic clicks."""
         from stretto.recommender.clicks.transform import ClickTransform
 
         return ClickTransform.load(self.path) if names.TRANSFORM in self.index.files else None
@@ -203,7 +215,7 @@ class ClickFolder:
 
 
 def open_if_current(path: Path, key: str) -> ClickFolder | None:
-    """The click folder at `path` if it is whole and was made for `key`."""
+    """Return the click folder at `path` if it is complete and was made for `key`, else None."""
     if not key or not is_click_folder(path):
         return None
     try:
@@ -211,3 +223,93 @@ def open_if_current(path: Path, key: str) -> ClickFolder | None:
     except StrettoError:
         return None
     return folder if folder.index.key == key else None
+
+
+SPLITS = ("train", "valid", "all")
+HeldOut = float | Literal["last-part", "named"]
+
+
+class ClickSamples:
+    """The samples of one split of a click folder in training's order, a function of the index and the seed.
+
+    Sample k of the order is sample k % len of epoch k // len; the order of each epoch is a pure function of
+    (seed, epoch). With `shuffle=False` every epoch is in the order of the log.
+    """
+
+    def __init__(
+        self,
+        folder: ClickFolder,
+        split: str = "train",
+        seed: int = 0,
+        *,
+        held_out: HeldOut = 0.1,
+        shuffle: bool = True,
+        block: int = 0,
+    ) -> None:
+        """Open the split `train`, `valid` or `all` of `folder`.
+
+        Args:
+            held_out: the split `valid`: a share of the log, always its end, since a model is to predict the
+                clicks of tomorrow; `last-part`, the last file, such as Criteo's last day; or `named`, the
+                files that are held out by their names.
+            block: number of neighbouring samples that are shuffled together; 0 shuffles single samples (see
+                `positions`).
+
+        Raises:
+            StrettoError: no such split, a share outside [0, 1), a split without samples.
+        """
+        if split not in SPLITS:
+            close = nearest(split, SPLITS)
+            raise StrettoError(
+                f"split {split!r}: allowed are {', '.join(SPLITS)}",
+                hint=f"did you mean {close}?" if close else None,
+            )
+        if block < 0:
+            raise StrettoError(f"block {block}: must be at least 0", hint="typical values are 0 and 4096")
+        self.folder = folder
+        self.split = split
+        self.seed = seed
+        self.shuffle = shuffle
+        self.block = block
+        cut = first_held_out(folder, held_out)
+        self.range = {"train": range(cut), "valid": range(cut, folder.samples), "all": range(folder.samples)}[
+            split
+        ]
+        if not self.range:
+            raise StrettoError(
+                f"{folder.path}: no samples for {split!r}: {folder.samples} samples, held out is {held_out}",
+                hint="a share between 0 and 1, or a folder of more than one file for last-part",
+            )
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return len(self.range)
+
+    def folder_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Map indices of the order to sample numbers of the folder: int64 [len(indices)]."""
+        epochs, offsets = np.divmod(indices, len(self.range))
+        for epoch in np.unique(epochs).tolist() if self.shuffle else ():
+            mask = epochs == epoch
+            offsets[mask] = positions(offsets[mask], len(self.range), self.seed, epoch, self.block)
+        return self.range.start + offsets
+
+    def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
+        """See ClickSource."""
+        assert first >= 0, "sample numbers start at 0"
+        start, stop = part or (0, count)
+        assert 0 <= start <= stop <= count, f"part {part} of {count} samples"
+        return self.folder.arrays.gather(self.folder_samples(np.arange(first + start, first + stop)))
+
+
+def first_held_out(folder: ClickFolder, held_out: HeldOut) -> int:
+    """Index of the first sample that is held out.
+
+    Raises:
+        StrettoError: a share outside [0, 1).
+    """
+    if isinstance(held_out, str):
+        parts = 1 if held_out == "last-part" else folder.index.held_parts
+        return sum(samples for _, samples in folder.index.parts[: len(folder.index.parts) - parts])
+    if not 0 <= held_out < 1:
+        raise StrettoError(f"held out: {held_out}", hint="a share of the log from 0 to below 1, or last-part")
+    return folder.samples - round(held_out * folder.samples)

@@ -1,4 +1,4 @@
-"""`index.json` of a click folder: its contents, and the facts that tell whether it is complete."""
+"""`index.json` of a click folder: a description of its contents, with sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _REBUILD = "make the folder again"
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A categorical feature.
+class CategoricalFeature:
+    """A categorical feature of a log.
 
-    rows: its ids are below; None: any, for tables with `hash` ids.
-    hot: ids of every sample; None: their number varies, 0 included.
+    Attributes:
+        rows: exclusive upper bound of the ids, or None if they are unbounded, for tables with `hash` ids.
+        hot: ids of every sample, or None if their number varies (and may be 0).
     """
 
     name: str
@@ -39,11 +40,13 @@ class Feature:
 
 
 @dataclass(frozen=True)
-class Popularity:
-    """How often the ids of a feature are looked up.
+class LookupHistogram:
+    """The lookups of a feature's ids, as counted in a log.
 
-    hot: ids of a sample, on average. ids: distinct ones among `lookups` that were counted; buckets: (number
-    of ids, their share of the lookups), the most popular first; shares sum to 1.
+    Attributes:
+        hot: mean number of ids in a sample.
+        ids: number of distinct ids among the counted `lookups`.
+        buckets: (number of ids, their share of the lookups), the most popular first; shares sum to 1.
     """
 
     hot: float
@@ -54,32 +57,32 @@ class Popularity:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickIndex:
-    """The facts of a click folder.
+    """The description of a click folder.
 
     Attributes:
         numbers: names of the dense columns.
-        features: the categorical ones.
-        dtype: of the ids in their file.
-        weighted: whether each id has a weight.
-        samples, positives: counts.
-        parts: (name, samples) of each source file in order, as days are.
-        held_parts: the last parts, as many as are held out by their names.
-        popularity: by feature.
-        lines: of the source: read, kept, blank, malformed.
-        key: fingerprint of the source and the settings; empty: none.
-        source: what the user named.
-        extra: what the maker of the folder adds, e.g. the best possible entropy of synthetic clicks.
-        chunk, files: sums of each file per `chunk` bytes.
+        features: the categorical columns.
+        dtype: dtype of the ids in their file.
+        weighted: True if each id has a weight.
+        samples, positives: number of samples, and of samples with label 1.
+        parts: (name, samples) of each source file in order, e.g. days.
+        held_parts: number of parts at the end that are held out by their names.
+        popularity: histogram of each feature's lookups.
+        lines: numbers of lines of the source: read, kept, blank, malformed.
+        key: fingerprint of the source and the settings; empty if there is none.
+        source: the files and folders that the user named.
+        extra: additions by the writer of the folder, e.g. the best possible entropy of synthetic clicks.
+        chunk, files: checksums of each file per `chunk` bytes.
     """
 
     numbers: list[str]
-    features: list[Feature]
+    features: list[CategoricalFeature]
     dtype: str
     weighted: bool
     samples: int
     positives: int
     parts: list[tuple[str, int]]
-    popularity: dict[str, Popularity]
+    popularity: dict[str, LookupHistogram]
     lines: dict[str, int]
     key: str
     source: list[str]
@@ -90,16 +93,16 @@ class ClickIndex:
 
     @property
     def jagged(self) -> bool:
-        """Whether the number of ids varies from sample to sample."""
+        """True if the number of ids varies from sample to sample."""
         return any(feature.hot is None for feature in self.features)
 
     @property
     def width(self) -> int:
-        """Ids of a sample, where that does not vary."""
+        """Ids of a sample, if their number does not vary."""
         return sum(feature.hot or 0 for feature in self.features)
 
     def to_bytes(self) -> bytes:
-        """The file's content; `crc32` covers all of the rest."""
+        """The file's content; `crc32` covers all other fields."""
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
 
@@ -137,33 +140,29 @@ def read_index(folder: Path) -> ClickIndex:
     if body.pop("crc32", None) != _crc32(body):
         raise StrettoError(f"{path}: corrupt: its own checksum does not match", hint=_REBUILD)
     try:
-        index = _from_body(body)
+        fields = {name: body[name] for name in ClickIndex.__dataclass_fields__ if name != "held_parts"}
+        fields["held_parts"] = body.get("held_parts", 0)  # older folders hold out no parts by their names
+        fields["features"] = [CategoricalFeature(**feature) for feature in body["features"]]
+        fields["parts"] = [(str(name), int(count)) for name, count in body["parts"]]
+        fields["popularity"] = {name: histogram_from(each) for name, each in body["popularity"].items()}
+        fields["files"] = {
+            name: FileSums(int(sums["bytes"]), list(sums["crc32"])) for name, sums in body["files"].items()
+        }
+        index = ClickIndex(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise StrettoError(f"{path}: a field is missing or wrong ({error})", hint=_REBUILD) from None
-    _check(index, path)
+    _check_consistent(index, path)
     return index
 
 
-def _from_body(body: Mapping[str, Any]) -> ClickIndex:
-    body = {"held_parts": 0, **body}  # older folders have no parts that are held out by their names
-    taken = {name: body[name] for name in ClickIndex.__dataclass_fields__}
-    taken["features"] = [Feature(**each) for each in body["features"]]
-    taken["parts"] = [(str(name), int(count)) for name, count in body["parts"]]
-    taken["popularity"] = {name: popularity_from(each) for name, each in body["popularity"].items()}
-    taken["files"] = {
-        name: FileSums(int(sums["bytes"]), list(sums["crc32"])) for name, sums in body["files"].items()
-    }
-    return ClickIndex(**taken)
-
-
-def popularity_from(body: Mapping[str, Any]) -> Popularity:
-    """From JSON."""
-    buckets = [(int(number), float(share)) for number, share in body["buckets"]]
-    return Popularity(float(body["hot"]), int(body["ids"]), int(body["lookups"]), buckets)
+def histogram_from(body: Mapping[str, Any]) -> LookupHistogram:
+    """Read a histogram from JSON."""
+    buckets = [(int(ids), float(share)) for ids, share in body["buckets"]]
+    return LookupHistogram(float(body["hot"]), int(body["ids"]), int(body["lookups"]), buckets)
 
 
 def expected_bytes(index: ClickIndex, ids: int) -> dict[str, int]:
-    """The size that each file of samples must have, with `ids` ids in all."""
+    """Return the size that each file of samples must have, with `ids` ids in total."""
     sizes = {
         DENSE: 4 * len(index.numbers) * index.samples,
         LABELS: index.samples,
@@ -176,23 +175,23 @@ def expected_bytes(index: ClickIndex, ids: int) -> dict[str, int]:
     return sizes
 
 
-def _check(index: ClickIndex, path: Path) -> None:
-    """That the facts agree with one another."""
+def _check_consistent(index: ClickIndex, path: Path) -> None:
+    """Raise StrettoError if a field contradicts another."""
     files = index.files
     if index.dtype not in ID_BYTES or IDS not in files:
         raise StrettoError(f"{path}: field 'dtype' or 'files' is wrong", hint=_REBUILD)
     ids = files[IDS].bytes // ID_BYTES[index.dtype] if index.jagged else index.samples * index.width
-    wanted = expected_bytes(index, ids)
+    sizes = expected_bytes(index, ids)
     rules = {
         "samples": index.samples > 0,
         "positives": 0 <= index.positives <= index.samples,
         "parts": sum(count for _, count in index.parts) == index.samples,
         "held_parts": 0 <= index.held_parts <= max(0, len(index.parts) - 1),
         "chunk": index.chunk > 0,
-        "files": wanted.keys() <= files.keys() <= NAMES,
+        "files": sizes.keys() <= files.keys() <= NAMES,
         "popularity": index.popularity.keys() == {feature.name for feature in index.features},
-        **{f"files.{name}.bytes": name in files and files[name].bytes == wanted[name] for name in wanted},
+        **{f"files.{name}.bytes": name in files and files[name].bytes == sizes[name] for name in sizes},
     }
     for name, good in rules.items():
         if not good:
-            raise StrettoError(f"{path}: field {name!r} contradicts the rest", hint=_REBUILD)
+            raise StrettoError(f"{path}: field {name!r} contradicts another", hint=_REBUILD)

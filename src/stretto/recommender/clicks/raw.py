@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.run.data.readers import opened
 
 Keys = Literal["hex", "int", "text"]
-"""What a categorical value is: eight hexadecimal digits, an integer, or any text."""
+"""The type of a categorical value: eight hexadecimal digits, an integer, or any text."""
 _SHIFTS = tuple(np.uint64(s) for s in (30, 27, 31))
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _INVERSES = tuple(np.uint64(pow(int(factor), -1, 1 << 64)) for factor in _FACTORS)
@@ -23,8 +23,14 @@ _INVERSES = tuple(np.uint64(pow(int(factor), -1, 1 << 64)) for factor in _FACTOR
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a click log: the names of its numbers, and of its features with what their values are.
-    `lists`: features with a list of values a sample."""
+    """The columns of a click log.
+
+    Attributes:
+        numbers: names of the dense columns.
+        features: names of the categorical columns.
+        keys: type of each feature's values.
+        lists: True for each feature with a list of values per sample.
+    """
 
     numbers: tuple[str, ...]
     features: tuple[str, ...]
@@ -37,13 +43,13 @@ class RawChunk:
     """Samples with every value as a number.
 
     Attributes:
-        columns: what they are.
-        numbers: [n, numbers] float64, NaN where missing.
+        columns: the columns of the samples.
+        numbers: [n, numbers] float64, NaN if missing.
         keys: [m] uint64, sample by sample and in a sample feature by feature: the value of eight hexadecimal
             digits, an integer modulo 2^64, or 64 bits of the BLAKE2b of a text.
-        missing: [m] bool; the key there is 0.
-        lengths: [n, features] int64, values of each; None: one each.
-        labels: [n] uint8, or None where the source has none.
+        missing: [m] bool; the key of a missing value is 0.
+        lengths: [n, features] int64, number of values of each; None if every feature has one.
+        labels: [n] uint8, or None if the source has none.
     """
 
     columns: Columns
@@ -57,39 +63,43 @@ class RawChunk:
     def samples(self) -> int:
         return len(self.numbers)
 
-    def feature(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-        """Keys of one feature, and where they are missing."""
-        at = self.places(number)
-        return self.keys[at], self.missing[at]
+    def feature(self, index: int) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+        """Keys of one feature, and which of them are missing."""
+        positions = self.positions(index)
+        return self.keys[positions], self.missing[positions]
 
-    def places(self, number: int) -> slice | NDArray[np.bool_]:
-        """Where in `keys` one feature's are."""
+    def positions(self, feature: int) -> slice | NDArray[np.bool_]:
+        """Index into `keys` that selects one feature's."""
         if self.lengths is None:
-            return slice(number, None, len(self.columns.features))
+            return slice(feature, None, len(self.columns.features))
         owner = np.repeat(
             np.tile(np.arange(self.lengths.shape[1]), len(self.lengths)), self.lengths.reshape(-1)
         )
-        return owner == number
+        return owner == feature
 
-    def kept(self, good: NDArray[np.bool_]) -> RawChunk:
-        """The samples that are `good`."""
+    def select(self, mask: NDArray[np.bool_]) -> RawChunk:
+        """The samples for which `mask` [n] is True."""
         features = len(self.columns.features)
-        each = np.repeat(good, features if self.lengths is None else self.lengths.sum(1))
+        key_mask = np.repeat(mask, features if self.lengths is None else self.lengths.sum(1))
         return RawChunk(
             columns=self.columns,
-            numbers=self.numbers[good],
-            keys=self.keys[each],
-            missing=self.missing[each],
-            lengths=None if self.lengths is None else self.lengths[good],
-            labels=None if self.labels is None else self.labels[good],
+            numbers=self.numbers[mask],
+            keys=self.keys[key_mask],
+            missing=self.missing[key_mask],
+            lengths=None if self.lengths is None else self.lengths[mask],
+            labels=None if self.labels is None else self.labels[mask],
         )
 
 
 @dataclass
 class Parsed:
-    """A block of a source: its good lines as a chunk, and what became of the others.
+    """The parsed lines of a block.
 
-    `faults` are (line, why) of all malformed ones, lines counted from 1 in their file.
+    Attributes:
+        chunk: the samples of the valid lines.
+        lines: number of lines, blank and malformed ones included.
+        blank: number of blank lines.
+        faults: (line, reason) of each malformed line, counted from 1 in its file.
     """
 
     chunk: RawChunk
@@ -98,23 +108,22 @@ class Parsed:
     faults: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
 
 
-@dataclass
-class Piece:
-    """A block that is parsed, and where the next one begins."""
+class ParsedBlock(NamedTuple):
+    """A parsed block, with the position at which the next one begins."""
 
     parsed: Parsed
     start: int
     line: int
 
 
-class Reader(Protocol):
+class LogReader(Protocol):
     """Reads the files of one format."""
 
     columns: Columns
     unread: tuple[str, ...]  # columns of the first file that are not among them
 
-    def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[Piece]:
-        """The samples of a file in blocks; from `start` on, which a piece before has told, and its `line`."""
+    def read(self, path: Path, start: int = 0, line: int = 1) -> Iterator[ParsedBlock]:
+        """Yield the samples of a file in blocks, from the `start` and `line` of an earlier block on."""
         ...
 
 
@@ -127,7 +136,7 @@ def mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def unmix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The other way."""
+    """The inverse of `mix`."""
     keys = keys ^ (keys >> _SHIFTS[2]) ^ (keys >> np.uint64(62))
     keys = keys * _INVERSES[1]
     keys = keys ^ (keys >> _SHIFTS[1]) ^ (keys >> np.uint64(54))
@@ -136,7 +145,7 @@ def unmix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def text_keys(values: Sequence[str]) -> NDArray[np.uint64]:
-    """The keys of texts: the first 64 bits of their BLAKE2b. Two of 10^9 share one with probability 3%."""
+    """The keys of texts: 64 bits of their BLAKE2b. Among 10^9 texts two share a key with probability 3%."""
     digests = b"".join(
         blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).digest() for value in values
     )
@@ -144,43 +153,41 @@ def text_keys(values: Sequence[str]) -> NDArray[np.uint64]:
 
 
 BLOCK = 1 << 21
-"""Larger ones are slower to read: their arrays fall out of the cache."""
+"""Bytes of a block. Larger blocks are slower to read: their arrays fall out of the cache."""
 LONGEST_LINE = 1 << 24
 
 
-@dataclass(frozen=True)
-class Block:
-    """Whole lines: the first is line `line` of its file, from 1; the next block begins at byte `end`."""
+class LineBlock(NamedTuple):
+    """Complete lines: the first is line `line` of its file, from 1; the next block begins at byte `end`."""
 
     data: bytes
     line: int
     end: int
 
 
-def blocks(path: Path, start: int = 0, line: int = 1, size: int = BLOCK) -> Iterator[Block]:
-    """The lines from byte `start` on, which is where line `line` begins, in blocks of about `size` bytes.
+def line_blocks(path: Path, start: int = 0, line: int = 1, size: int = BLOCK) -> Iterator[LineBlock]:
+    """Yield the lines from byte `start`, the beginning of line `line`, in blocks of about `size` bytes.
 
-    Bytes are those of the unpacked file; one in gzip is unpacked from its beginning again.
+    Offsets refer to the unpacked file; a gzip file is unpacked from its beginning again.
 
     Raises:
         StrettoError: unreadable, damaged gzip, a line of more than 16 MiB.
     """
     with opened(path) as file:
         file.seek(start)
-        held = b""
+        buffer = b""
         while True:
             data = file.read(size)
-            held += data
-            cut = held.rfind(b"\n") + 1 if data else len(held)
-            if not cut and len(held) > LONGEST_LINE:
+            buffer += data
+            cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
+            if not cut and len(buffer) > LONGEST_LINE:
                 raise StrettoError(
                     f"{path}, line {line}: longer than {LONGEST_LINE >> 20} MiB", hint="is it a text file?"
                 )
             if cut:
-                whole, held = held[:cut], held[cut:]
+                lines, buffer = buffer[:cut], buffer[cut:]
                 start += cut
-                lines = whole.count(b"\n")
-                yield Block(whole, line, start)
-                line += lines
+                yield LineBlock(lines, line, start)
+                line += lines.count(b"\n")
             if not data:
                 return

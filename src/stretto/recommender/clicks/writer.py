@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import index as names
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.counting import COUNTED, count, popularity, spread
+from stretto.recommender.clicks.counting import COUNTED, count_ids, lookup_histogram, sample_runs
 from stretto.recommender.clicks.folder import Arrays, ClickFolder, by_sample
-from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity
+from stretto.recommender.clicks.index import CategoricalFeature, ClickIndex, LookupHistogram
 from stretto.run.data.checksum import CHUNK, FileSums, RunningSums, SummedFile
 from stretto.run.data.commit import PartialFolder
 
@@ -33,14 +33,16 @@ class GrowingFile:
     """An append-only file that can be reopened at its last durable size; later bytes are truncated."""
 
     def __init__(self, path: Path, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
-        """Open the file, whose content up to `sums` is kept.
+        """Open the file; its content after `sums` is discarded.
 
         Raises:
-            StrettoError: it is shorter than that.
+            StrettoError: it is shorter than `sums`.
         """
         sums = sums or FileSums(0)
         if sums.bytes and (not path.is_file() or path.stat().st_size < sums.bytes):
-            raise StrettoError(f"{path}: shorter than it was left", hint="the same command begins anew")
+            raise StrettoError(
+                f"{path}: shorter than when it was saved", hint="the same command starts from the beginning"
+            )
         self._file = path.open("r+b" if sums.bytes else "w+b")
         self._file.truncate(sums.bytes)
         self._file.seek(sums.bytes)
@@ -56,7 +58,7 @@ class GrowingFile:
         self._sums.add(data)
 
     def flush(self) -> FileSums:
-        """Make all that was written durable; its sums."""
+        """Make all written bytes durable and return their checksums."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._sums.sums()
@@ -66,9 +68,9 @@ class GrowingFile:
 
 
 class WorkFolder(PartialFolder):
-    """A partial folder. With a `key`, the next process with the same key resumes in it.
+    """A partial folder. With a `key`, a later process with the same key resumes from it.
 
-    `save` and `load` keep its progress as JSON. Only one process at a time can open it.
+    `save` and `load` store its progress as JSON. Only one process at a time can open it.
     """
 
     def __init__(self, target: Path, key: str = "") -> None:
@@ -90,13 +92,23 @@ class WorkFolder(PartialFolder):
                 f"{self.target}: cannot be written: {error.strerror}",
                 hint="name a directory you may write to",
             ) from None
-        if not _locked(self._lock):
+        if not _try_lock(self._lock):
             os.close(self._lock)
             self._lock = None
             raise StrettoError(
                 f"{self.target}: another process is building it", hint="wait for it, or name another --out"
             )
-        self._remove_others()
+        # remove abandoned builds of the same target, but not running ones
+        for folder in self.target.parent.glob(f".{self.target.name}.*.build"):
+            if folder == self.path:
+                continue
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+            except OSError:
+                continue
+            if _try_lock(descriptor):
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
         return self
 
     def __exit__(
@@ -110,7 +122,7 @@ class WorkFolder(PartialFolder):
             self._lock = None
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Keep `state`, durably and whole, in place of what was kept before."""
+        """Replace the saved state, durably and atomically."""
         body = json.dumps(state)
         new = self.path / f"{STATE}.new"
         with new.open("w", encoding="utf-8") as file:
@@ -120,7 +132,7 @@ class WorkFolder(PartialFolder):
         new.rename(self.path / STATE)
 
     def load(self) -> dict[str, Any] | None:
-        """What was kept last; None where nothing was, or not whole."""
+        """Return the saved state; None if there is none, or it is damaged."""
         try:
             parsed = json.loads((self.path / STATE).read_text(encoding="utf-8"))
             body = parsed["state"]
@@ -132,35 +144,12 @@ class WorkFolder(PartialFolder):
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def forget(self) -> None:
-        """Remove what was kept."""
+    def remove_state(self) -> None:
+        """Remove the saved state."""
         (self.path / STATE).unlink(missing_ok=True)
 
-    def _remove_others(self) -> None:
-        """Removes what other builds for the same target left, unless they are running."""
-        for folder in self.target.parent.glob(f".{self.target.name}.*.build"):
-            if folder == self.path:
-                continue
-            try:
-                other = os.open(folder, os.O_RDONLY)
-            except OSError:
-                continue
-            if _locked(other):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(other)
 
-
-def sums_to_json(files: Mapping[str, FileSums]) -> dict[str, Any]:
-    """Sums as JSON has them."""
-    return {name: asdict(sums) for name, sums in files.items()}
-
-
-def sums_from_json(body: Mapping[str, Any]) -> dict[str, FileSums]:
-    """The other way."""
-    return {name: FileSums(int(sums["bytes"]), list(sums["crc32"])) for name, sums in body.items()}
-
-
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -178,14 +167,15 @@ class ClickWriter:
             writer.add(dense, labels, ids)  # as often as there are chunks
             folder = writer.commit()
 
-    Nothing is seen at `path` before the commit. With `resume` and a `key`, what a killed writer had made
-    durable by `save(cursor)` is there again, and `cursor` says where its source was; None: start anew.
+    `path` does not exist before the commit. With `resume` and a `key`, the samples that a killed writer had
+    made durable with `save(cursor)` are restored, and `cursor` is the position in its source; otherwise it is
+    None.
     """
 
     def __init__(
         self,
         path: Path,
-        features: Sequence[Feature],
+        features: Sequence[CategoricalFeature],
         numbers: Sequence[str],
         *,
         key: str = "",
@@ -194,7 +184,7 @@ class ClickWriter:
         resume: bool = False,
         chunk: int = CHUNK,
     ) -> None:
-        assert key or not resume, "to be found again takes a key"
+        assert key or not resume, "resuming takes a key"
         wide = any(feature.rows is None or feature.rows > 1 << 32 for feature in features)
         self._index = ClickIndex(
             numbers=list(numbers),
@@ -223,16 +213,19 @@ class ClickWriter:
             stack.enter_context(self.work)
             state = self.work.load() or {}
             state = state if "cursor" in state else {}
-            sums = sums_from_json(state.get("files", {}))
-            wanted = names.expected_bytes(self._index, 0)
+            sums = {
+                name: FileSums(int(saved["bytes"]), list(saved["crc32"]))
+                for name, saved in state.get("files", {}).items()
+            }
             self._files = {
-                name: GrowingFile(self.work.path / name, sums.get(name), self._index.chunk) for name in wanted
+                name: GrowingFile(self.work.path / name, sums.get(name), self._index.chunk)
+                for name in names.expected_bytes(self._index, 0)
             }
             for file in self._files.values():
                 stack.callback(file.close)
             if state:
                 self.samples, self.positives, self.ids = (state[n] for n in ("samples", "positives", "ids"))
-                self.parts = [(str(name), int(number)) for name, number in state["parts"]]
+                self.parts = [(str(name), int(samples)) for name, samples in state["parts"]]
                 self.cursor = state["cursor"]
             elif self._index.jagged:
                 self._files[names.OFFSETS].write(np.zeros(1, "<i8").tobytes())
@@ -245,7 +238,7 @@ class ClickWriter:
         self._stack.__exit__(kind, error, trace)
 
     def mark(self, name: str) -> None:
-        """Starts the part `name` (a file, a day) with the next sample."""
+        """Start the part `name` (a file, a day) with the next sample."""
         self.parts.append((name, 0))
 
     def add(
@@ -262,27 +255,40 @@ class ClickWriter:
             dense: [n, numbers].
             labels: [n], 0 or 1.
             ids: sample by sample, and in a sample feature by feature: [n, ids of a sample], or flat.
-            lengths: [n, features], ids of each; None where no feature's number varies.
-            weights: as `ids`, where the folder is weighted.
+            lengths: [n, features], number of ids of each; None if no feature's number of ids varies.
+            weights: shaped as `ids`, if the folder is weighted.
 
         Raises:
-            StrettoError: an id at or above its feature's rows or below 0, a label that is not 0 or 1, a
-                number that is not finite, more than 65535 ids of one feature in one sample.
+            StrettoError: an id below 0 or above its feature's rows - 1, a label that is not 0 or 1, a number
+                that is not finite, more than 65535 ids of one feature in one sample.
         """
         samples = len(labels)
         flat = np.ascontiguousarray(ids).reshape(-1).astype(np.int64, copy=False)
         assert dense.shape == (samples, len(self._index.numbers)), dense.shape
         assert (weights is not None) == self._index.weighted, "weights with every id or with none"
-        assert lengths is not None or not self._index.jagged, "lengths of features that vary"
+        assert lengths is not None or not self._index.jagged, "varying features without lengths"
         if lengths is None or not self._index.jagged:
             assert len(flat) == samples * self._index.width, f"{len(flat)} ids of {samples} samples"
             bounds = np.tile(self._bounds[self._owner], samples)
         else:
             assert lengths.shape == (samples, len(self._hot))
             assert int(lengths.sum()) == len(flat)
-            assert ((lengths == self._hot) | (self._hot < 0)).all(), "lengths of features that do not vary"
+            assert ((lengths == self._hot) | (self._hot < 0)).all(), "lengths of fixed features vary"
             bounds = np.repeat(np.tile(self._bounds, samples), lengths.reshape(-1))
-        self._check(dense, labels, flat, bounds, lengths)
+        wrong = (flat < 0) | (flat >= bounds)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise StrettoError(
+                f"id {flat[first]}: the feature has {bounds[first]} rows", hint="ids are from 0 to rows - 1"
+            )
+        if not ((labels == 0) | (labels == 1)).all():
+            raise StrettoError("a label is neither 0 nor 1", hint="1 is a click")
+        if not np.isfinite(dense).all():
+            raise StrettoError("a number is not finite", hint="transform it first")
+        if lengths is not None and lengths.size and int(lengths.max()) > _LONGEST:
+            raise StrettoError(
+                f"{lengths.max()} ids of one feature in one sample", hint=f"at most {_LONGEST}"
+            )
         self._files[names.DENSE].write(np.ascontiguousarray(dense, "<f4").data)
         self._files[names.LABELS].write(np.ascontiguousarray(labels).astype(np.uint8).data)
         self._files[names.IDS].write(flat.astype(np.dtype(self._index.dtype).newbyteorder("<")).data)
@@ -292,7 +298,13 @@ class ClickWriter:
             self._files[names.OFFSETS].write(ends.astype("<i8").data)
         if weights is not None:
             self._files[names.WEIGHTS].write(np.ascontiguousarray(weights, "<f4").data)
-        self._count(samples, int(np.count_nonzero(labels)), len(flat))
+        self.samples += samples
+        self.positives += int(np.count_nonzero(labels))
+        self.ids += len(flat)
+        if not self.parts:
+            self.mark("all")
+        name, size = self.parts[-1]
+        self.parts[-1] = name, size + samples
 
     def add_batch(self, batch: ClickBatch) -> None:
         """Append the samples of a batch."""
@@ -301,25 +313,26 @@ class ClickWriter:
         self.add(batch.dense.numpy(), labels, ids, lengths if self._index.jagged else None, weights)
 
     def save(self, cursor: Mapping[str, Any]) -> None:
-        """Make all durable; a writer that resumes finds `cursor`."""
+        """Make all samples durable, with the `cursor` from which a later writer resumes."""
         files = {name: file.flush() for name, file in self._files.items()}
         state = {"samples": self.samples, "positives": self.positives, "ids": self.ids, "parts": self.parts}
-        self.work.save({**state, "files": sums_to_json(files), "cursor": dict(cursor)})
+        sums = {name: asdict(file_sums) for name, file_sums in files.items()}
+        self.work.save({**state, "files": sums, "cursor": dict(cursor)})
 
     def commit(
         self,
         *,
         files: Mapping[str, bytes | NDArray[Any]] | None = None,
-        popular: Mapping[str, Popularity] | None = None,
+        histograms: Mapping[str, LookupHistogram] | None = None,
         lines: Mapping[str, int] | None = None,
         held_parts: int = 0,
         extra: Mapping[str, Any] | None = None,
     ) -> ClickFolder:
-        """Make all durable and rename the folder into its place, in place of a click folder there.
+        """Make all samples durable and rename the folder to its target, replacing an existing click folder.
 
         Args:
-            files: transform.json and vocabulary.bin, as they are to be written.
-            popular: of all features; None: a part of the log is counted.
+            files: contents of transform.json and vocabulary.bin.
+            histograms: lookups of each feature; by default counted on a sample of the log.
             lines, held_parts, extra: see ClickIndex.
 
         Raises:
@@ -343,60 +356,29 @@ class ClickWriter:
             extra=dict(extra or {}),
             files=sums,
         )
-        known = dict(popular or {})
-        index = replace(index, popularity=known if known else self._popularity(index))
+        if histograms:
+            index = replace(index, popularity=dict(histograms))
+        else:
+            index = replace(index, popularity=self._count_lookups(index))
         (self.work.path / names.INDEX).unlink(missing_ok=True)
         with SummedFile(self.work.path / names.INDEX) as file:
             file.write(index.to_bytes())
             file.close()
-        self.work.forget()
-        self.work.commit(lambda there: False)
+        self.work.remove_state()
+        self.work.commit(lambda existing: False)
         return ClickFolder(self.work.target)
 
-    def _check(
-        self,
-        dense: NDArray[np.float32],
-        labels: NDArray[Any],
-        flat: NDArray[np.int64],
-        bounds: NDArray[np.int64],
-        lengths: NDArray[np.integer] | None,
-    ) -> None:
-        wrong = (flat < 0) | (flat >= bounds)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise StrettoError(
-                f"id {flat[at]}: the feature has {bounds[at]} rows", hint="ids are from 0 to rows - 1"
-            )
-        if not ((labels == 0) | (labels == 1)).all():
-            raise StrettoError("a label is neither 0 nor 1", hint="1 is a click")
-        if not np.isfinite(dense).all():
-            raise StrettoError("a number is not finite", hint="transform it first")
-        if lengths is not None and lengths.size and int(lengths.max()) > _LONGEST:
-            raise StrettoError(
-                f"{lengths.max()} ids of one feature in one sample", hint=f"at most {_LONGEST}"
-            )
-
-    def _count(self, samples: int, positives: int, ids: int) -> None:
-        self.samples = self.samples + samples
-        self.positives = self.positives + positives
-        self.ids = self.ids + ids
-        if not self.parts:
-            self.mark("all")
-        name, before = self.parts[-1]
-        self.parts[-1] = name, before + samples
-
-    def _popularity(self, index: ClickIndex) -> dict[str, Popularity]:
-        """From at most about `COUNTED` lookups of all features together, evenly over the log."""
+    def _count_lookups(self, index: ClickIndex) -> dict[str, LookupHistogram]:
+        """Histograms from at most about `COUNTED` lookups of all features together, evenly over the log."""
         arrays = Arrays(self.work.path, index)
-        counts = list[list[NDArray[np.int64]]]([] for _ in index.features)
-        seen = 0
-        for run in spread(self.samples, max(1, COUNTED * self.samples // max(1, self.ids))):
+        ids_by_feature = list[list[NDArray[np.int64]]]([] for _ in index.features)
+        samples = 0
+        for run in sample_runs(self.samples, max(1, COUNTED * self.samples // max(1, self.ids))):
             batch = arrays.gather(np.arange(run.start, run.stop))
-            seen += batch.samples
+            samples += batch.samples
             for feature, ids in enumerate(batch.ids.ids.split(batch.ids.counts())):
-                counts[feature].append(ids.numpy())
-        flat = [np.concatenate(each) for each in counts]
+                ids_by_feature[feature].append(ids.numpy())
         return {
-            feature.name: popularity(count(ids), len(ids) / seen)
-            for feature, ids in zip(index.features, flat, strict=True)
+            feature.name: lookup_histogram(count_ids(np.concatenate(ids)), sum(map(len, ids)) / samples)
+            for feature, ids in zip(index.features, ids_by_feature, strict=True)
         }

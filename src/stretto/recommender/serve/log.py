@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.build import bytes_read
-from stretto.recommender.clicks.files import find_files, reader_like
+from stretto.recommender.clicks.files import find_files, open_reader_like
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import TRANSFORM
-from stretto.recommender.clicks.raw import Parsed, Piece
+from stretto.recommender.clicks.raw import Parsed, ParsedBlock
 from stretto.recommender.clicks.transform import RARE, ClickTransform
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import rank_slice
@@ -77,7 +77,7 @@ class RawLog:
             StrettoError: no such files, or other columns than the model's log had.
         """
         self._files, self._transform = find_files(sources), transform
-        self._reader = reader_like(
+        self._reader = open_reader_like(
             self._files, transform.columns, config.data.format, config.data.columns.label
         )
         self._on_error = on_error
@@ -120,13 +120,13 @@ class RawLog:
             return LogPart(batch=None, good=good, unknown=0, ids=0, done=done)
         chosen = np.zeros(parsed.chunk.samples, bool)
         chosen[mine[0] : mine[1]] = True
-        chunk = parsed.chunk.kept(chosen)
+        chunk = parsed.chunk.select(chosen)
         batch = self._transform.batch(chunk)
         known = int((~chunk.missing).sum())
         unknown = int((batch.ids.ids == RARE).sum()) if self._transform.kind == "vocabulary" else 0
         return LogPart(batch=batch, good=good, unknown=unknown, ids=known, done=done)
 
-    def _good(self, path: Path, piece: Piece) -> NDArray[np.bool_]:
+    def _good(self, path: Path, piece: ParsedBlock) -> NDArray[np.bool_]:
         """Which samples of a piece can be read."""
         parsed = piece.parsed
         if not parsed.faults:

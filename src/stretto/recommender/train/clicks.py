@@ -18,11 +18,9 @@ from stretto.run.launch.stop import StopRequest
 
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource
-    from stretto.recommender.clicks.folder import ClickFolder
-    from stretto.recommender.clicks.index import Feature as ClickFeature
-    from stretto.recommender.clicks.index import Popularity
-    from stretto.recommender.clicks.samples import Held
-    from stretto.recommender.clicks.synthetic.log import SyntheticSpec
+    from stretto.recommender.clicks.folder import ClickFolder, HeldOut
+    from stretto.recommender.clicks.index import CategoricalFeature, LookupHistogram
+    from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 
 
 def rank_slice(count: int, rank: int, world: int) -> tuple[int, int]:
@@ -49,7 +47,7 @@ class ClickData:
     tables: tuple[TableSpec, ...]
     samples: int
     held_out: int
-    popularity: dict[str, Popularity]
+    popularity: dict[str, LookupHistogram]
     same: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -65,9 +63,8 @@ def prepare_clicks(
     """
     if config.data.is_synthetic:
         return _synthetic(config)
-    from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.folder import ClickFolder, first_held_out
     from stretto.recommender.clicks.index import TRANSFORM
-    from stretto.recommender.clicks.samples import cut_of
 
     path = _folder_of(config, stop, quiet)
     folder = ClickFolder(path)
@@ -83,7 +80,7 @@ def prepare_clicks(
     ]
     tables = tuple(config.table_specs(features))
     index = folder.index
-    trained = cut_of(folder, _held_out(config, folder))
+    trained = first_held_out(folder, _held_out(config, folder))
     same = {
         "samples": index.samples,
         "positives": index.positives,
@@ -122,8 +119,7 @@ def open_clicks(
         from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 
         return SyntheticClicks(spec_of(config, data.tables), "train" if split == "train" else "valid")
-    from stretto.recommender.clicks.folder import ClickFolder
-    from stretto.recommender.clicks.samples import ClickSamples
+    from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
 
     shuffled = config.data.shuffle and split == "train" if shuffle is None else shuffle
     folder = ClickFolder(data.path)
@@ -131,7 +127,7 @@ def open_clicks(
         folder,
         split,
         config.train.seed,
-        held=_held_out(config, folder),
+        held_out=_held_out(config, folder),
         shuffle=shuffled,
         block=config.data.block,
     )
@@ -155,11 +151,11 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     Raises:
         StrettoError: sizes out of range.
     """
-    from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticSpec
+    from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec
 
     settings = config.data.synthetic
     features = tuple(
-        ClickFeature(
+        SyntheticFeature(
             name=table.name,
             rows=table.rows,
             hot=table.hot,
@@ -197,11 +193,11 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
 
 def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
     """The spec after a round trip through JSON."""
-    facts: dict[str, Any] = json.loads(json.dumps(spec.facts()))
+    facts: dict[str, Any] = json.loads(json.dumps(spec.as_dict()))
     return facts
 
 
-def _held_out(config: RecommenderConfig, folder: ClickFolder) -> Held:
+def _held_out(config: RecommenderConfig, folder: ClickFolder) -> HeldOut:
     """The held-out part of a click folder."""
     if config.data.split == "last-part":
         return "last-part"
@@ -221,7 +217,7 @@ def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
     return f"held out: the last {held:.3g} of the log (data.valid){why}"
 
 
-def _shared_rows(features: Sequence[ClickFeature], tables: Sequence[TableSpec]) -> list[str]:
+def _shared_rows(features: Sequence[CategoricalFeature], tables: Sequence[TableSpec]) -> list[str]:
     """A line that lists tables with fewer rows than their feature has ids."""
     short = [
         f"{table.name} {table.rows:,} for {each.rows:,}"
@@ -235,15 +231,15 @@ def _shared_rows(features: Sequence[ClickFeature], tables: Sequence[TableSpec]) 
 
 
 def _by_table(
-    popular: dict[str, Popularity], features: Sequence[Any], tables: Sequence[TableSpec]
-) -> dict[str, Popularity]:
+    popular: dict[str, LookupHistogram], features: Sequence[Any], tables: Sequence[TableSpec]
+) -> dict[str, LookupHistogram]:
     return {table.name: popular[each.name] for each, table in zip(features, tables, strict=True)}
 
 
 def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
     """The click folder that the config names, or the cached one built from its files."""
-    from stretto.recommender.clicks.build import Progress, Settings, build
-    from stretto.recommender.clicks.tabular import Named
+    from stretto.recommender.clicks.build import BuildProgress, Settings, build
+    from stretto.recommender.clicks.tabular import ColumnNames
     from stretto.run.config.sources import is_click_folder
     from stretto.run.data.build import cache_dir
 
@@ -262,7 +258,7 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     label = data_config.columns.label
     numbers = data_config.columns.numbers
     features = data_config.columns.features
-    columns = Named(
+    columns = ColumnNames(
         label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
     )
     identity = [sorted(data_config.sources), data_config.format, asdict(settings), asdict(columns)]
@@ -270,7 +266,7 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     root = Path(data_config.cache).expanduser() if data_config.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
-        def show(at: Progress) -> None:
+        def show(at: BuildProgress) -> None:
             bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
 
         return build(
@@ -278,7 +274,7 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
             root / named,
             settings,
             form=data_config.format,
-            named=columns,
+            columns=columns,
             replace=True,
             progress=show,
         ).path

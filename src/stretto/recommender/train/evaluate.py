@@ -15,10 +15,10 @@ from torch import Tensor
 
 from stretto.engine.device import carrier
 from stretto.errors import StrettoError
+from stretto.recommender.clicks.folder import ClickSamples
 from stretto.recommender.clicks.ranking import DISTINCT, Ranking
-from stretto.recommender.clicks.samples import ClickSamples
-from stretto.recommender.clicks.synthetic.log import Best, SyntheticClicks
-from stretto.recommender.clicks.synthetic.truth import BestTally
+from stretto.recommender.clicks.synthetic.log import SyntheticClicks
+from stretto.recommender.clicks.synthetic.truth import BayesOptimal, BayesOptimalTally
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
 from stretto.recommender.train.engine import Recommender
@@ -210,7 +210,7 @@ class Evaluation:
         self._rank, self._world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
-        self._best: Best | None = None
+        self._best: BayesOptimal | None = None
 
     @property
     def batches(self) -> int:
@@ -249,7 +249,7 @@ class Evaluation:
             best_entropy=best.entropy if best is not None else None,
         )
 
-    def _best_possible(self) -> Best | None:
+    def _best_possible(self) -> BayesOptimal | None:
         """The best possible quality on these samples; on rank 0, which reports it."""
         if self._split != "valid":
             return None
@@ -259,18 +259,18 @@ class Evaluation:
             )
         return self._best
 
-    def _best_of_log(self) -> Best:
+    def _best_of_log(self) -> BayesOptimal:
         """Of synthetic clicks, whose true probabilities are recomputed."""
         assert isinstance(self._source, SyntheticClicks)
-        tally = BestTally()
+        tally = BayesOptimalTally()
         for first in range(0, self._samples, _AT_ONCE):
             clicks = self._source.clicks(first, min(_AT_ONCE, self._samples - first))
             tally.add(clicks.logits, clicks.labels)
         return tally.result()
 
-    def _best_of_folder(self) -> Best | None:
+    def _best_of_folder(self) -> BayesOptimal | None:
         """Of a folder of synthetic clicks, whose index has it for the whole held-out split."""
         if not isinstance(self._source, ClickSamples):
             return None
         facts: dict[str, Any] = self._source.folder.index.extra.get("best", {}).get("valid") or {}
-        return Best(**facts) if facts.get("samples") == self._samples == len(self._source) else None
+        return BayesOptimal(**facts) if facts.get("samples") == self._samples == len(self._source) else None

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint64]
+Uint64 = NDArray[np.uint64]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _SHIFTS = tuple(np.uint64(s) for s in (30, 27, 31))
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _UNIT = 2.0**-53
-_PIECES = 4
+_SUMMANDS = 4
 
 
 def stream(*names: object) -> np.uint64:
@@ -24,8 +24,8 @@ def stream(*names: object) -> np.uint64:
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), dtype="<u8")[0]
 
 
-def words(starts: Words, counters: Words) -> Words:
-    """64 random bits per stream and counter: [streams, counters]."""
+def random_bits(starts: Uint64, counters: Uint64) -> Uint64:
+    """64 random bits per stream and counter (SplitMix64): [streams, counters]."""
     values = starts[:, None] + counters * _STEP
     scratch = np.empty_like(values)
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
@@ -36,20 +36,20 @@ def words(starts: Words, counters: Words) -> Words:
     return values
 
 
-def uniform(bits: Words) -> NDArray[np.float64]:
+def uniform(bits: Uint64) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1) with 53 random bits."""
     return (bits >> np.uint64(11)).astype(np.float64) * _UNIT
 
 
-def bell(bits: Words) -> NDArray[np.float64]:
-    """Nearly normal numbers of mean 0 and variance 1, below 3.5 in magnitude: sums of four uniform ones."""
+def bell(bits: Uint64) -> NDArray[np.float64]:
+    """Nearly normal numbers of mean 0 and variance 1, below 3.5 in magnitude: four uniform numbers added."""
     total: NDArray[Any] = np.zeros(bits.shape)
-    for piece in range(_PIECES):
-        total += (bits >> np.uint64(16 * piece)) & np.uint64(0xFFFF)
-    return (total / 65536 - _PIECES / 2 + _PIECES / 131072) * np.sqrt(12 / _PIECES)
+    for i in range(_SUMMANDS):
+        total += (bits >> np.uint64(16 * i)) & np.uint64(0xFFFF)
+    return (total / 65536 - _SUMMANDS / 2 + _SUMMANDS / 131072) * np.sqrt(12 / _SUMMANDS)
 
 
-SINGLE = 64  # most popular ids, each of which is a run by itself
+SINGLE = 64  # most popular ids, each a run of its own
 _FINENESS = 16
 _SUMMED = 4096  # width up to which the mass of a run is summed exactly; wider runs are integrated
 _HALF = np.uint64(32)
@@ -87,70 +87,71 @@ class PowerLaw:
 def power_law(ids: int, skew: float) -> PowerLaw:
     """Runs for `ids` ids with popularity (k + 1)^-skew at rank k."""
     starts = [*range(min(ids, SINGLE))]
-    at = len(starts)
-    while at < ids:
-        starts.append(at)
-        at += max(1, at // _FINENESS)
+    start = len(starts)
+    while start < ids:
+        starts.append(start)
+        start += max(1, start // _FINENESS)
     widths = np.diff([*starts, ids])
-    masses = np.array([_mass(start, int(width), skew) for start, width in zip(starts, widths, strict=True)])
+
+    def mass(start: int, width: int) -> float:
+        """Sum of (k + 1)^-skew over a run."""
+        if width <= _SUMMED:
+            return float((np.arange(start + 1, start + width + 1, dtype=np.float64) ** -skew).sum())
+        low, high = start + 0.5, start + width + 0.5  # midpoint rule, with an error below 1e-9
+        if skew == 1:
+            return float(np.log(high / low))
+        return float((high ** (1 - skew) - low ** (1 - skew)) / (1 - skew))
+
+    masses = np.array([mass(start, int(width)) for start, width in zip(starts, widths, strict=True)])
     return PowerLaw(np.array(starts, np.int64), widths.astype(np.int64), masses / masses.sum())
-
-
-def _mass(start: int, width: int, skew: float) -> float:
-    """Sum of (k + 1)^-skew over a run."""
-    if width <= _SUMMED:
-        return float((np.arange(start + 1, start + width + 1, dtype=np.float64) ** -skew).sum())
-    low, high = start + 0.5, start + width + 0.5  # midpoint rule, with an error below 1e-9
-    if skew == 1:
-        return float(np.log(high / low))
-    return float((high ** (1 - skew) - low ** (1 - skew)) / (1 - skew))
 
 
 class RankSampler:
     """Draws popularity ranks for several columns at once, each from its power law (alias method)."""
 
     def __init__(self, columns: list[PowerLaw]) -> None:
-        different = list({id(column): column for column in columns}.values())
-        sizes = np.array([len(each.starts) for each in different])
-        first = np.cumsum(sizes) - sizes
-        number = {id(each): i for i, each in enumerate(different)}
-        numbers = [number[id(column)] for column in columns]
-        self._sizes = sizes[numbers].astype(np.uint64)[:, None]
-        self._bases = first[numbers].astype(np.int64)[:, None]
-        limits, others = zip(*(_alias(each.shares) for each in different), strict=True)
+        laws = list({id(column): column for column in columns}.values())
+        sizes = np.array([len(law.starts) for law in laws])
+        bases = np.cumsum(sizes) - sizes
+        law_index = {id(law): i for i, law in enumerate(laws)}
+        by_column = [law_index[id(column)] for column in columns]
+        self._sizes = sizes[by_column].astype(np.uint64)[:, None]
+        self._bases = bases[by_column].astype(np.int64)[:, None]
+        limits, aliases = zip(*(alias_table(law.shares) for law in laws), strict=True)
         self._limits = np.concatenate(limits)
-        self._others = np.concatenate([other + at for other, at in zip(others, first, strict=True)])
-        self._starts = np.concatenate([each.starts for each in different])
-        self._widths = np.concatenate([each.widths for each in different]).astype(np.uint64)
+        self._aliases = np.concatenate([alias + base for alias, base in zip(aliases, bases, strict=True)])
+        self._starts = np.concatenate([law.starts for law in laws])
+        self._widths = np.concatenate([law.widths for law in laws]).astype(np.uint64)
 
-    def __call__(self, bits: Words, columns: slice) -> NDArray[np.int64]:
-        """Ranks [columns, n] from bits [columns, n]: high half for the run, low half for the id in it."""
+    def __call__(self, bits: Uint64, columns: slice) -> NDArray[np.int64]:
+        """Ranks [columns, n] from random bits [columns, n]: the high half for the run, the low half for the
+        id within it."""
         scaled = (bits >> _HALF) * self._sizes[columns]
         run = (scaled >> _HALF).view(np.int64)
         run += self._bases[columns]
         scaled &= _LOW
-        run = np.where(scaled < self._limits.take(run), run, self._others.take(run))
-        inside = bits & _LOW
-        inside *= self._widths.take(run)
-        inside >>= _HALF
+        run = np.where(scaled < self._limits.take(run), run, self._aliases.take(run))
+        offsets = bits & _LOW
+        offsets *= self._widths.take(run)
+        offsets >>= _HALF
         ranks = self._starts.take(run)
-        ranks += inside.view(np.int64)
+        ranks += offsets.view(np.int64)
         return ranks
 
 
-def _alias(shares: NDArray[np.float64]) -> tuple[Words, NDArray[np.int64]]:
-    """Alias table: for each slot its threshold, scaled by 2^32, and the alias for draws at or above it."""
+def alias_table(shares: NDArray[np.float64]) -> tuple[Uint64, NDArray[np.int64]]:
+    """Thresholds, scaled by 2^32, and aliases for draws at or above them (Walker 1977, the alias method)."""
     count = len(shares)
     height = (shares * count).tolist()
-    other = list(range(count))
+    alias = list(range(count))
     low = [i for i in range(count) if height[i] < 1]
     high = [i for i in range(count) if height[i] >= 1]
     while low and high:
         small, large = low.pop(), high[-1]
-        other[small] = large
+        alias[small] = large
         height[large] -= 1 - height[small]
         if height[large] < 1:
             low.append(high.pop())
-    for left in (*low, *high):  # left over from rounding
-        height[left] = 1.0
-    return np.round(np.array(height) * 2.0**32).astype(np.uint64), np.array(other, np.int64)
+    for slot in (*low, *high):  # left over from rounding
+        height[slot] = 1.0
+    return np.round(np.array(height) * 2.0**32).astype(np.uint64), np.array(alias, np.int64)

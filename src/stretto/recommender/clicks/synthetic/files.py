@@ -20,11 +20,11 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.build import check_source
 from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
-from stretto.recommender.clicks.index import Feature
+from stretto.recommender.clicks.index import CategoricalFeature
 from stretto.recommender.clicks.synthetic.draws import stream
 from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticClicks, SyntheticLog
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
-from stretto.recommender.clicks.synthetic.truth import MISSING, BestTally
+from stretto.recommender.clicks.synthetic.truth import MISSING, BayesOptimalTally
 from stretto.recommender.clicks.writer import ClickWriter
 from stretto.run.config.sources import is_click_folder
 from stretto.run.data.commit import PartialFolder
@@ -38,8 +38,8 @@ _ABSENT_RANK = 1  # the second most popular id of some features is written as a 
 _ABSENT_EVERY = 4
 
 
-class Text:
-    """Formats samples as lines. A 32-bit permutation per feature maps ids to names without collisions.
+class CriteoText:
+    """Formats samples as Criteo's lines. A permutation of 32-bit numbers per feature maps ids to names.
 
     Raises:
         StrettoError: the columns of the log do not match the format.
@@ -47,16 +47,21 @@ class Text:
 
     def __init__(self, log: SyntheticLog) -> None:
         spec = log.spec
-        lone = all(feature.most == 1 and not feature.varying for feature in spec.features)
-        if (spec.dense, len(spec.features)) != (NUMBERS, FEATURES) or not lone:
+        single = all(feature.max_hot == 1 and not feature.varying for feature in spec.features)
+        if (spec.dense, len(spec.features)) != (NUMBERS, FEATURES) or not single:
             raise StrettoError(
                 f"{spec.dense} numbers and {len(spec.features)} features with up to "
-                f"{max(feature.most for feature in spec.features)} ids in Criteo's format",
+                f"{max(feature.max_hot for feature in spec.features)} ids in Criteo's format",
                 hint=f"it has {NUMBERS} numbers and {FEATURES} features of one id; a click folder has any",
             )
         starts = [int(stream(spec.seed, "name", i)) & 0xFFFFFFFF for i in range(FEATURES)]
         self._starts = np.array(starts, np.uint32)[:, None]
-        self._numbers = [_padded([_as_text(value) for value in row]) for row in log.numbers.raw.tolist()]
+        self._numbers = list[Bytes]()
+        for row in log.numbers.raw.tolist():
+            texts = [b"" if value == MISSING else str(value).encode() for value in row]
+            width = max(1, *map(len, texts))
+            padded = b"".join(text.ljust(width, b"\0") for text in texts)
+            self._numbers.append(np.frombuffer(padded, np.uint8).reshape(-1, width))
 
     def lines(self, clicks: Clicks) -> bytes:
         """The samples, one line each."""
@@ -78,21 +83,9 @@ class Text:
         return table[table != 0].tobytes()
 
 
-def _as_text(value: int) -> bytes:
-    return b"" if value == MISSING else str(value).encode()
-
-
-def _padded(texts: list[bytes]) -> Bytes:
-    """One row per text, right-padded with zero bytes."""
-    longest = max(1, *map(len, texts))
-    return np.frombuffer(b"".join(text.ljust(longest, b"\0") for text in texts), np.uint8).reshape(
-        -1, longest
-    )
-
-
 Format = Literal["folder", "criteo"]
 FORMATS = ("folder", "criteo")
-FACTS = ".synthetic.json"  # metadata of a text log; hidden, so that only log files are listed
+METADATA = ".synthetic.json"  # metadata of a text log; hidden, so that only log files are listed
 SAVED = 1 << 22
 """Samples between durable saves of a click folder."""
 _RECIPE = 2  # increment whenever the same spec would produce different files
@@ -109,8 +102,8 @@ class Written:
 
     Attributes:
         bytes: total size of the log's files.
-        best: the fields of `Best` by split; empty splits are omitted.
-        kept: whether an existing log was reused.
+        best: the fields of `BayesOptimal` by split; empty splits are omitted.
+        reused: True if an existing log was reused.
     """
 
     path: Path
@@ -118,7 +111,7 @@ class Written:
     samples: int
     bytes: int
     best: dict[str, dict[str, Any]]
-    kept: bool
+    reused: bool
 
 
 def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report | None = None) -> Written:
@@ -132,11 +125,12 @@ def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report 
         StrettoError: unknown format, columns that the format cannot represent, or other content at `path`.
     """
     if form not in FORMATS:
-        near = nearest(form, FORMATS)
-        hint = f"did you mean {near}?" if near else "a click folder trains at once; text is for other readers"
+        close = nearest(form, FORMATS)
+        hint = f"did you mean {close}?" if close else "folder is what stretto trains on; criteo is text"
         raise StrettoError(f"format {form!r}: allowed are folder and criteo", hint=hint)
     try:
-        return _criteo(spec, path, report) if form == "criteo" else _folder(spec, path, report)
+        write_form = _write_criteo if form == "criteo" else _write_folder
+        return write_form(spec, path, report)
     except OSError as error:
         raise StrettoError(
             f"{path}: cannot be written: {error.strerror or error}", hint="make room, or name another --out"
@@ -145,103 +139,101 @@ def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report 
 
 def fingerprint(spec: SyntheticSpec) -> str:
     """Hash of a spec, equal for equal specs."""
-    text = json.dumps({**spec.facts(), "recipe": _RECIPE}, sort_keys=True)
+    text = json.dumps({**spec.as_dict(), "recipe": _RECIPE}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
+def _write_folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
     key = fingerprint(spec)
-    if (there := open_if_current(path, key)) is not None:
-        return _written(there, kept=True)
+    if (existing := open_if_current(path, key)) is not None:
+        return _describe_folder(existing, reused=True)
     _check_free(path, is_click_folder(path))
     check_source(path, [_SOURCE], "name another --out")
     log = SyntheticLog(spec)
-    features = [Feature(f.name, f.rows, None if f.varying else f.most) for f in spec.features]
+    features = [CategoricalFeature(f.name, f.rows, None if f.varying else f.max_hot) for f in spec.features]
+    varying = any(feature.varying for feature in spec.features)
     numbers = [f"I{i + 1}" for i in range(spec.dense)]
     best = dict[str, dict[str, Any]]()
     with ClickWriter(path, features, numbers, key=key, source=[_SOURCE], resume=True) as writer:
         done = saved = writer.samples  # above 0 when resuming an interrupted write
         for split in _parts(log):
-            tally, (first, last) = BestTally(), log.span(split)
+            tally, (first, last) = BayesOptimalTally(), log.span(split)
             if done <= first:
                 writer.mark(split)
-            for at, clicks in log.chunks(first, last):
+            for offset, clicks in log.chunks(first, last):
                 tally.add(clicks.logits, clicks.labels)
-                if first + at >= done:
-                    _add(writer, log, clicks)
+                if first + offset >= done:
+                    # ids in sample-major order, and by feature within a sample
+                    dense = np.take_along_axis(log.numbers.values, clicks.slots, 1).T
+                    ids, lengths = clicks.ids.T, None
+                    if varying:
+                        lengths = clicks.lengths.T
+                        valid = [
+                            np.arange(feature.max_hot) < clicks.lengths[i][:, None]
+                            for i, feature in enumerate(spec.features)
+                        ]
+                        ids = ids[np.concatenate(valid, axis=1)]
+                    writer.add(dense, clicks.labels, ids, lengths)
                     if writer.samples - saved >= SAVED:
                         saved = writer.samples
                         writer.save({"samples": saved})
                 if report is not None:
-                    report(first + at + len(clicks.labels), spec.samples)
-            best[split] = tally.result().facts()
-        popular = SyntheticClicks(spec, "train", log).popularity()
+                    report(first + offset + len(clicks.labels), spec.samples)
+            best[split] = tally.result().as_dict()
         folder = writer.commit(
-            popular=popular,
+            histograms=SyntheticClicks(spec, "train", log).popularity(),
             held_parts=len(writer.parts) - 1,
-            extra={"best": best, "synthetic": _facts(spec)},
+            extra={"best": best, "synthetic": _describe(spec)},
         )
-    return _written(folder, kept=False)
+    return _describe_folder(folder, reused=False)
 
 
-def _criteo(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
+def _write_criteo(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
     key = fingerprint(spec)
-    there = _read_facts(path)
-    if there is not None and there["key"] == key:
-        return _written_text(path, there, kept=True)
-    _check_free(path, there is not None)
+    existing = _read_metadata(path)
+    if existing is not None and existing["key"] == key:
+        return _describe_text(path, existing, reused=True)
+    _check_free(path, existing is not None)
     log = SyntheticLog(spec)
-    text = Text(log)
-    facts: dict[str, Any] = {"key": key, "samples": spec.samples, "best": {}, "files": {}}
+    text = CriteoText(log)
+    metadata: dict[str, Any] = {"key": key, "samples": spec.samples, "best": {}, "files": {}}
     with PartialFolder(path) as partial:
         for split in _parts(log):
             name = f"{split}.txt"
-            tally = BestTally()
+            tally = BayesOptimalTally()
             (first, last) = log.span(split)
             with (partial.path / name).open("wb") as file:
-                for at, clicks in log.chunks(first, last):
+                for offset, clicks in log.chunks(first, last):
                     tally.add(clicks.logits, clicks.labels)
                     file.write(text.lines(clicks))
                     if report is not None:
-                        report(first + at + len(clicks.labels), spec.samples)
-                facts["files"][name] = file.tell()
-            facts["best"][split] = tally.result().facts()
-        facts["synthetic"] = _facts(spec)
-        (partial.path / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        partial.commit(lambda other: (_read_facts(other) or {}).get("key") == key)
-    return _written_text(path, facts, kept=False)
+                        report(first + offset + len(clicks.labels), spec.samples)
+                metadata["files"][name] = file.tell()
+            metadata["best"][split] = tally.result().as_dict()
+        metadata["synthetic"] = _describe(spec)
+        (partial.path / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
+        partial.commit(lambda other: (_read_metadata(other) or {}).get("key") == key)
+    return _describe_text(path, metadata, reused=False)
 
 
 def _parts(log: SyntheticLog) -> Iterator[Split]:
+    """The splits that have samples."""
     return (split for split in _SPLITS if len(range(*log.span(split))))
 
 
-def _add(writer: ClickWriter, log: SyntheticLog, clicks: Clicks) -> None:
-    """Write samples, with ids in sample-major order and by feature within a sample."""
-    dense = np.take_along_axis(log.numbers.values, clicks.slots, 1).T
-    ids = clicks.ids.T
-    if not any(feature.varying for feature in log.spec.features):
-        writer.add(dense, clicks.labels, ids)
-        return
-    counted = [
-        np.arange(feature.most) < clicks.lengths[i][:, None] for i, feature in enumerate(log.spec.features)
-    ]
-    writer.add(dense, clicks.labels, ids[np.concatenate(counted, axis=1)], clicks.lengths.T)
-
-
-def _facts(spec: SyntheticSpec) -> dict[str, Any]:
+def _describe(spec: SyntheticSpec) -> dict[str, Any]:
     """All fields of the spec except `features`, which a click folder already describes."""
-    return {name: value for name, value in spec.facts().items() if name != "features"}
+    return {name: value for name, value in spec.as_dict().items() if name != "features"}
 
 
-def _check_free(path: Path, ours: bool) -> None:
-    if path.exists() and not ours and not (path.is_dir() and not any(path.iterdir())):
+def _check_free(path: Path, replaceable: bool) -> None:
+    if path.exists() and not replaceable and not (path.is_dir() and not any(path.iterdir())):
         raise StrettoError(
-            f"{path}: is there already, and is no log of this format", hint="name another --out"
+            f"{path}: exists already, and is not a log of this format", hint="name another --out"
         )
 
 
-def _written(folder: ClickFolder, kept: bool) -> Written:
+def _describe_folder(folder: ClickFolder, reused: bool) -> Written:
     size = sum(sums.bytes for sums in folder.index.files.values())
     return Written(
         path=folder.path,
@@ -249,28 +241,28 @@ def _written(folder: ClickFolder, kept: bool) -> Written:
         samples=folder.samples,
         bytes=size,
         best=folder.index.extra["best"],
-        kept=kept,
+        reused=reused,
     )
 
 
-def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
+def _describe_text(path: Path, metadata: dict[str, Any], reused: bool) -> Written:
     return Written(
         path=path,
         form="criteo",
-        samples=facts["samples"],
-        bytes=sum(facts["files"].values()),
-        best=facts["best"],
-        kept=kept,
+        samples=metadata["samples"],
+        bytes=sum(metadata["files"].values()),
+        best=metadata["best"],
+        reused=reused,
     )
 
 
-def _read_facts(path: Path) -> dict[str, Any] | None:
-    """Metadata of a text log at `path`, or None unless all files exist with their recorded sizes."""
+def _read_metadata(path: Path) -> dict[str, Any] | None:
+    """Read the metadata of a text log at `path`; None unless all files exist with their recorded sizes."""
     try:
-        content: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        facts = cast("dict[str, Any]", content)
-        if all((path / name).stat().st_size == size for name, size in facts["files"].items()):
-            return facts
+        content: object = json.loads((path / METADATA).read_text(encoding="utf-8"))
+        metadata = cast("dict[str, Any]", content)
+        if all((path / name).stat().st_size == size for name, size in metadata["files"].items()):
+            return metadata
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return None

@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.index import Popularity
+from stretto.recommender.clicks.index import LookupHistogram
 from stretto.recommender.clicks.synthetic.draws import (
     PowerLaw,
     RankSampler,
-    Words,
+    Uint64,
     power_law,
+    random_bits,
     stream,
     uniform,
-    words,
 )
-from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec, spread
+from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 from stretto.recommender.clicks.synthetic.truth import (
-    Best,
-    BestTally,
+    BayesOptimal,
+    BayesOptimalTally,
     Effects,
     Numbers,
     best_bias,
@@ -37,8 +37,8 @@ Integers = NDArray[np.int64]
 Split = Literal["train", "valid"]
 CHUNK_IDS = 1 << 20  # ids per chunk
 _CACHED = 1 << 15  # ids per block, so that intermediate arrays stay in the CPU cache
-_FITTED = 1 << 16  # samples used to fit the bias
-_FITTED_FROM = 1 << 62  # first of these, beyond the samples of any log
+_BIAS_SAMPLES = 1 << 16  # samples used to fit the bias
+_BIAS_START = 1 << 62  # index of the first, beyond the samples of any log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +69,35 @@ class SyntheticLog:
     def __init__(self, spec: SyntheticSpec) -> None:
         self.spec = spec
         features, seed = spec.features, spec.seed
-        self.popularity = _popularity(features)
+        # features with equal rows and skew share one law
+        laws = {(feature.rows, feature.skew): power_law(feature.rows, feature.skew) for feature in features}
+        self.popularity: list[PowerLaw] = [laws[feature.rows, feature.skew] for feature in features]
         self.numbers = Numbers(spec)
         self._effects = Effects(spec, self.popularity)
-        self.first_column = [0, *np.cumsum([feature.most for feature in features]).tolist()]
-        columns = [(i, j) for i, feature in enumerate(features) for j in range(feature.most)]
-        self._drawer = RankSampler([self.popularity[i] for i, _ in columns])
+        self.first_column = [0, *np.cumsum([feature.max_hot for feature in features]).tolist()]
+        columns = [(i, j) for i, feature in enumerate(features) for j in range(feature.max_hot)]
+        self._sampler = RankSampler([self.popularity[i] for i, _ in columns])
         self._starts = np.array([stream(seed, "id", i, j) for i, j in columns], np.uint64)
         self._feature = np.array([i for i, _ in columns])
-        self._place = np.array([j for _, j in columns])
+        self._position = np.array([j for _, j in columns])
         self._rows = np.array([feature.rows for feature in features], np.uint64)[self._feature][:, None]
-        renaming = [_renaming(seed, i, feature.rows) for i, feature in enumerate(features)]
+        # the bijection rank -> (factor rank + shift) mod rows scatters popular ids over the table
+        scatter = list[tuple[int, int]]()
+        for i, feature in enumerate(features):
+            bits = random_bits(np.array([stream(seed, "renaming", i)]), np.arange(2, dtype=np.uint64))[0]
+            factor, shift = int(bits[0]) % feature.rows, int(bits[1]) % feature.rows
+            while np.gcd(factor, feature.rows) != 1:
+                factor += 1
+            scatter.append((factor, shift))
         self._factor, self._shift = (
-            np.array([each[k] for each in renaming], np.uint64)[self._feature][:, None] for k in (0, 1)
+            np.array([pair[k] for pair in scatter], np.uint64)[self._feature][:, None] for k in (0, 1)
         )
         self._length_starts = np.array([stream(seed, "length", i) for i in range(len(features))], np.uint64)
         self._number_starts = np.array([stream(seed, "value", i) for i in range(spec.dense)], np.uint64)
         self._label_start = np.array([stream(seed, "label")], np.uint64)
         self._chunk = max(1, CHUNK_IDS // len(columns))
         self._bias = 0.0
-        fitted = self.chunks(_FITTED_FROM, _FITTED_FROM + _FITTED)
+        fitted = self.chunks(_BIAS_START, _BIAS_START + _BIAS_SAMPLES)
         self._bias = best_bias(np.concatenate([clicks.logits for _, clicks in fitted]), spec.base_rate)
 
     @property
@@ -103,15 +112,15 @@ class SyntheticLog:
         step = max(1, _CACHED // max(1, count))
         for start in range(0, len(ranks), step):
             block = slice(start, start + step)
-            ranks[block] = self._drawer(words(self._starts[block], index), block)
-            named = ranks[block].view(np.uint64) * self._factor[block]
-            named += self._shift[block]
-            named %= self._rows[block]
-            ids[block] = named.view(np.int64)
-        lengths = self._lengths(index)
-        slots = (words(self._number_starts, index) >> np.uint64(56)).view(np.int64)
+            ranks[block] = self._sampler(random_bits(self._starts[block], index), block)
+            scattered = ranks[block].view(np.uint64) * self._factor[block]
+            scattered += self._shift[block]
+            scattered %= self._rows[block]
+            ids[block] = scattered.view(np.int64)
+        lengths = self._draw_lengths(index)
+        slots = (random_bits(self._number_starts, index) >> np.uint64(56)).view(np.int64)
         logits = self._logits(ranks, lengths, slots)
-        draws = uniform(words(self._label_start, index)[0])
+        draws = uniform(random_bits(self._label_start, index)[0])
         return Clicks(
             slots=slots,
             ranks=ranks,
@@ -138,7 +147,7 @@ class SyntheticLog:
         jagged = Jagged(
             torch.from_numpy(np.concatenate(ids)),
             torch.from_numpy(clicks.lengths),
-            hot=tuple(feature.most for feature in self.spec.features) if fixed else None,
+            hot=tuple(feature.max_hot for feature in self.spec.features) if fixed else None,
         )
         labels = torch.from_numpy(clicks.labels.astype(np.float32))
         return ClickBatch(torch.from_numpy(np.ascontiguousarray(dense)), jagged, labels)
@@ -152,17 +161,17 @@ class SyntheticLog:
         cut = self.spec.samples - self.spec.held_out
         return (0, cut) if split == "train" else (cut, self.spec.samples)
 
-    def best(self, split: Split, seen: Callable[[int], None] | None = None) -> Best:
+    def best(self, split: Split, progress: Callable[[int], None] | None = None) -> BayesOptimal:
         """The best reachable quality on a split. Generates all of its samples.
 
         Args:
-            seen: progress callback, called with the number of samples done.
+            progress: called with the number of samples done.
         """
-        tally = BestTally()
-        for at, clicks in self.chunks(*self.span(split)):
+        tally = BayesOptimalTally()
+        for offset, clicks in self.chunks(*self.span(split)):
             tally.add(clicks.logits, clicks.labels)
-            if seen is not None:
-                seen(at + len(clicks.labels))
+            if progress is not None:
+                progress(offset + len(clicks.labels))
         return tally.result()
 
     def chunks(self, first: int, last: int) -> Iterator[tuple[int, Clicks]]:
@@ -171,19 +180,19 @@ class SyntheticLog:
         for start in range(first, last, chunk):
             yield start - first, self.clicks(start, min(chunk, last - start))
 
-    def _lengths(self, index: Words) -> Integers:
+    def _draw_lengths(self, index: Uint64) -> Integers:
         lengths = np.empty((len(self.spec.features), len(index)), np.int64)
         for i, feature in enumerate(self.spec.features):
             if not feature.varying:
-                lengths[i] = feature.most
+                lengths[i] = feature.max_hot
                 continue
             # high half: uniform on 0 to 2 floor(hot); low half: one more with the fractional part of hot as
             # its probability
-            bits = words(self._length_starts[i : i + 1], index)[0]
-            whole = int(feature.hot)
-            even = ((bits >> np.uint64(32)) * np.uint64(2 * whole + 1)) >> np.uint64(32)
-            more = (bits & np.uint64(0xFFFFFFFF)) < np.uint64(round((feature.hot - whole) * 2.0**32))
-            lengths[i] = even.view(np.int64) + more
+            bits = random_bits(self._length_starts[i : i + 1], index)[0]
+            floor = int(feature.hot)
+            even = ((bits >> np.uint64(32)) * np.uint64(2 * floor + 1)) >> np.uint64(32)
+            extra = (bits & np.uint64(0xFFFFFFFF)) < np.uint64(round((feature.hot - floor) * 2.0**32))
+            lengths[i] = even.view(np.int64) + extra
         return lengths
 
     def _logits(self, ranks: Integers, lengths: Integers, slots: Integers) -> NDArray[np.float64]:
@@ -191,18 +200,18 @@ class SyntheticLog:
         effects, features = self._effects, self.spec.features
         entries = np.minimum(ranks, effects.last[self._feature][:, None])
         entries += effects.bases[self._feature][:, None]
-        counted = None
+        valid = None  # of the columns, those within a sample's length
         if any(feature.varying for feature in features):
-            counted = self._place[:, None] < lengths[self._feature]
+            valid = self._position[:, None] < lengths[self._feature]
         total = np.full(ranks.shape[1], self._bias)
-        for row in _taken(effects.values[0], entries, counted):
+        for row in _take_valid(effects.values[0], entries, valid):
             total += row
         for left, right in effects.pairs:
             sums = np.zeros((2, len(total)))
             for side, i in enumerate((left, right)):
                 columns = slice(self.first_column[i], self.first_column[i + 1])
-                here = None if counted is None else counted[columns]
-                for row in _taken(effects.values[1], entries[columns], here):
+                column_valid = None if valid is None else valid[columns]
+                for row in _take_valid(effects.values[1], entries[columns], column_valid):
                     sums[side] += row
             total += sums[0] * sums[1]
         for row, slot in zip(self.numbers.effects, slots, strict=True):
@@ -210,32 +219,15 @@ class SyntheticLog:
         return total
 
 
-def _popularity(features: tuple[ClickFeature, ...]) -> list[PowerLaw]:
-    """Popularity per feature; features with equal rows and skew share one object."""
-    made = {(feature.rows, feature.skew): power_law(feature.rows, feature.skew) for feature in features}
-    return [made[feature.rows, feature.skew] for feature in features]
-
-
-def _renaming(seed: int, feature: int, rows: int) -> tuple[int, int]:
-    """(a, b) of the bijection rank -> (a rank + b) mod rows, which scatters popular ids over the table."""
-    bits = words(np.array([stream(seed, "renaming", feature)]), np.arange(2, dtype=np.uint64))[0]
-    factor, shift = int(bits[0]) % rows, int(bits[1]) % rows
-    while np.gcd(factor, rows) != 1:
-        factor += 1
-    return factor, shift
-
-
-def _taken(
-    values: NDArray[np.float32], entries: Integers, counted: NDArray[np.bool_] | None
+def _take_valid(
+    values: NDArray[np.float32], entries: Integers, valid: NDArray[np.bool_] | None
 ) -> NDArray[np.float32]:
     """Values of entries [columns, n]; 0 in columns beyond a sample's length."""
-    taken = values.take(entries)
-    return taken if counted is None else taken * counted
+    entry_values = values.take(entries)
+    return entry_values if valid is None else entry_values * valid
 
 
-__all__ = ["Best", "ClickFeature", "Clicks", "SyntheticClicks", "SyntheticLog", "SyntheticSpec", "spread"]
-
-_COUNTED = 1 << 24  # nominal number of lookups behind the exact popularity
+_NOMINAL_LOOKUPS = 1 << 24  # stated number of lookups behind the exact histograms
 
 
 class SyntheticClicks:
@@ -245,7 +237,7 @@ class SyntheticClicks:
     """
 
     def __init__(self, spec: SyntheticSpec, split: Split = "train", log: SyntheticLog | None = None) -> None:
-        """`log`: an existing log of this spec to share; None: create one.
+        """Open a split of `log`, an existing log of this spec, or of a new one.
 
         Raises:
             StrettoError: the split has no samples.
@@ -257,7 +249,7 @@ class SyntheticClicks:
         if first == last:
             raise StrettoError(
                 f"synthetic clicks: {spec.samples} samples with {spec.valid:g} held out: none for {split!r}",
-                hint="more samples, or a larger part held out",
+                hint="more samples, or a larger share held out",
             )
         self.range = range(first, last)
 
@@ -276,13 +268,16 @@ class SyntheticClicks:
         """Samples [first, first + count) with their ground truth."""
         pieces = list[Clicks]()
         while not pieces or count:
-            at = first % len(self)
-            here = min(count, len(self) - at)
-            pieces.append(self.log.clicks(self.range.start + at, here))
-            first, count = first + here, count - here
-        return pieces[0] if len(pieces) == 1 else _joined(pieces)
+            offset = first % len(self)
+            length = min(count, len(self) - offset)
+            pieces.append(self.log.clicks(self.range.start + offset, length))
+            first, count = first + length, count - length
+        if len(pieces) == 1:
+            return pieces[0]
+        names = ("slots", "ranks", "ids", "lengths", "logits", "labels")
+        return Clicks(**{n: np.concatenate([getattr(p, n) for p in pieces], axis=-1) for n in names})
 
-    def best(self) -> Best:
+    def best(self) -> BayesOptimal:
         """The best reachable quality on this split. Generates all of its samples."""
         return self.log.best(self.split)
 
@@ -290,20 +285,14 @@ class SyntheticClicks:
         """Rows of each feature's table, as `ClickFolder` reports them."""
         return {feature.name: feature.rows for feature in self.spec.features}
 
-    def popularity(self) -> dict[str, Popularity]:
-        """Id popularity per feature, as `ClickFolder` reports it, but exact rather than counted."""
+    def popularity(self) -> dict[str, LookupHistogram]:
+        """Histogram of each feature's lookups, as `ClickFolder` reports it, but exact instead of counted."""
         return {
-            feature.name: Popularity(feature.hot, feature.rows, _COUNTED, popular.buckets())
-            for feature, popular in zip(self.spec.features, self.log.popularity, strict=True)
+            feature.name: LookupHistogram(feature.hot, feature.rows, _NOMINAL_LOOKUPS, law.buckets())
+            for feature, law in zip(self.spec.features, self.log.popularity, strict=True)
         }
 
     @property
     def base_rate(self) -> float:
         """Click-through rate that the spec asks for."""
         return self.spec.base_rate
-
-
-def _joined(pieces: list[Clicks]) -> Clicks:
-    names = ("slots", "ranks", "ids", "lengths", "logits", "labels")
-    whole = {name: np.concatenate([getattr(piece, name) for piece in pieces], axis=-1) for name in names}
-    return Clicks(**whole)

@@ -12,13 +12,13 @@ MOST_HOT = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClickFeature:
+class SyntheticFeature:
     """A categorical feature.
 
     rows: number of distinct ids, 0 to rows - 1.
     hot: mean pooling factor (ids per sample); the same for every sample unless `varying`.
-    skew: exponent of the power law: the k-th most popular id has popularity 1 / k^skew; 0: uniform.
-    varying: the pooling factor varies between samples, uniformly from 0 to 2 hot.
+    skew: exponent of the power law: the k-th most popular id has popularity 1 / k^skew; 0 is uniform.
+    varying: True if the pooling factor varies between samples, uniformly from 0 to 2 hot.
     """
 
     name: str
@@ -41,10 +41,10 @@ class ClickFeature:
             raise wrong("skew", "0 to 10; click logs have about 1")
 
     @property
-    def most(self) -> int:
+    def max_hot(self) -> int:
         """Maximum pooling factor."""
-        whole = int(self.hot)
-        return 2 * whole + (self.hot > whole) if self.varying else whole
+        floor = int(self.hot)
+        return 2 * floor + (self.hot > floor) if self.varying else floor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SyntheticSpec:
     seed: random seed.
     """
 
-    features: tuple[ClickFeature, ...]
+    features: tuple[SyntheticFeature, ...]
     samples: int = 1_000_000
     valid: float = 0.1
     dense: int = 13
@@ -75,13 +75,13 @@ class SyntheticSpec:
         if not self.features:
             raise wrong("features", "one feature or more")
         if len({feature.name for feature in self.features}) < len(self.features):
-            raise wrong("features", "every feature has a name of its own")
+            raise wrong("features", "names of features must be unique")
         if not 0 <= self.valid < 1:
-            raise wrong("valid", "a part of the samples, from 0 to below 1")
+            raise wrong("valid", "a share of the samples, from 0 to below 1")
         if not 1 <= self.samples < 1 << 60:
             raise wrong("samples", "1 or more")
         if not 0 < self.base_rate < 1:
-            raise wrong("base_rate", "a part of the samples between 0 and 1")
+            raise wrong("base_rate", "a share of the samples between 0 and 1")
         if not 0 <= self.strength <= 10:
             raise wrong("strength", "0 to 10")
         if self.dense < 0:
@@ -92,14 +92,14 @@ class SyntheticSpec:
         """Number of samples in the `valid` split; the `train` split has at least one."""
         return min(round(self.samples * self.valid), self.samples - 1)
 
-    def facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """All fields, as JSON."""
         return asdict(self)
 
 
-def spread(
+def geometric_features(
     count: int, low: int, high: int, *, hot: float = 1.0, skew: float = 1.05, varying: bool = False
-) -> tuple[ClickFeature, ...]:
+) -> tuple[SyntheticFeature, ...]:
     """Features C1, C2, ... with `low` to `high` rows, evenly spaced on a logarithmic scale.
 
     Raises:
@@ -112,6 +112,6 @@ def spread(
     last = max(1, count - 1)
     rows = [round(low * (high / low) ** (i / last)) for i in range(count)]
     return tuple(
-        ClickFeature(name=f"C{i + 1}", rows=each, hot=hot, skew=skew, varying=varying)
-        for i, each in enumerate(rows)
+        SyntheticFeature(name=f"C{i + 1}", rows=feature_rows, hot=hot, skew=skew, varying=varying)
+        for i, feature_rows in enumerate(rows)
     )

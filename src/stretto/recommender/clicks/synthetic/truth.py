@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.recommender.clicks.ranking import Ranking
-from stretto.recommender.clicks.synthetic.draws import PowerLaw, bell, stream, uniform, words
+from stretto.recommender.clicks.synthetic.draws import PowerLaw, bell, random_bits, stream, uniform
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 
 Floats = NDArray[np.float64]
@@ -22,7 +22,7 @@ _HALF_AT = 16  # rank at which effects have decayed to half
 _SHARES = {"ids": 0.55, "dense": 0.3, "pairs": 0.15}
 
 SLOTS = 256  # distinct values per dense feature
-# Shares of missing values, as in Criteo's data set
+# shares of missing values, as in Criteo's data set
 _ABSENT = (0.45, 0.0, 0.2, 0.2, 0.03, 0.2, 0.04, 0.0, 0.04, 0.45, 0.04, 0.78, 0.2)
 MISSING = np.iinfo(np.int64).min
 
@@ -48,14 +48,14 @@ class Effects:
         values = list[NDArray[np.float32]]()
         for i, (feature, popular) in enumerate(zip(spec.features, popularity, strict=True)):
             starts = np.array([stream(spec.seed, "effect", i, c) for c in range(2)])
-            raw = bell(words(starts, np.arange(sizes[i], dtype=np.uint64))).T
+            raw = bell(random_bits(starts, np.arange(sizes[i], dtype=np.uint64))).T
             raw = raw / (1 + np.arange(len(raw)) / _HALF_AT)[:, None]
             mean = popular.mean(raw)
             deviation = np.sqrt(np.maximum(popular.mean(raw**2) - mean**2, 1e-12))
             # a sample's ids are summed: scaling by the pooling factor keeps the variance constant
-            each = feature.hot**-0.5 / deviation * (weights[i], factor)
-            whole = np.concatenate((raw, np.zeros((1, 2)))) - mean
-            values.append((whole * each * (feature.rows > 1)).astype(np.float32))
+            scale = feature.hot**-0.5 / deviation * (weights[i], factor)
+            centred = np.concatenate((raw, np.zeros((1, 2)))) - mean
+            values.append((centred * scale * (feature.rows > 1)).astype(np.float32))
         self.values = np.ascontiguousarray(np.concatenate(values).T)
 
 
@@ -65,24 +65,23 @@ class Numbers:
     Attributes:
         raw: [numbers, SLOTS] int64, long-tailed counts, shifted by -1 in the second feature; MISSING marks
             missing values.
-        values: [numbers, SLOTS] float32, the usual transform sign(raw) log(1 + |raw|), and 0 for MISSING.
+        values: [numbers, SLOTS] float32, the standard transform sign(raw) log(1 + |raw|), and 0 for MISSING.
         effects: [numbers, SLOTS] float64, contribution to the logit as a function of `values`.
     """
 
     def __init__(self, spec: SyntheticSpec) -> None:
         normal = np.array([NormalDist().inv_cdf((i + 0.5) / SLOTS) for i in range(SLOTS)])
         shape = uniform(
-            words(np.array([stream(spec.seed, "number", i) for i in range(4)]), _count(spec.dense))
+            random_bits(np.array([stream(spec.seed, "number", i) for i in range(4)]), _count(spec.dense))
         )
         raw = np.floor(np.exp(5 * shape[0][:, None] + (0.5 + shape[1][:, None]) * normal)).astype(np.int64)
         raw[1:2] -= 1
         for row, absent in zip(raw, _ABSENT, strict=False):
             row[: round(absent * SLOTS)] = MISSING
         self.raw = raw
-        known = np.where(raw == MISSING, 0, raw)
-        self.values = np.copysign(np.log1p(np.abs(known)), known).astype(np.float32)
-        seen = self.values.astype(np.float64)
-        standard = _standard(seen)
+        filled = np.where(raw == MISSING, 0, raw)
+        self.values = np.copysign(np.log1p(np.abs(filled)), filled).astype(np.float32)
+        standard = _standard(self.values.astype(np.float64))
         curves = standard * (shape[2][:, None] - 0.5) + standard**2 * (shape[3][:, None] - 0.5) / 2
         weights = _weights(spec, spec.dense, spec.strength**2 * _SHARES["dense"])
         self.effects = _standard(curves) * weights[:, None]
@@ -90,7 +89,7 @@ class Numbers:
 
 def _weights(spec: SyntheticSpec, count: int, variance: float) -> Floats:
     """Unequal weights whose squares sum to `variance`."""
-    chosen = 0.5 + uniform(words(np.array([stream(spec.seed, "weight", count)]), _count(count)))[0]
+    chosen = 0.5 + uniform(random_bits(np.array([stream(spec.seed, "weight", count)]), _count(count)))[0]
     return chosen * np.sqrt(variance / max(1e-9, float((chosen**2).sum())))
 
 
@@ -119,8 +118,8 @@ def probability(logits: Floats) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Best:
-    """Metrics of the true probabilities on a split, which no model can be expected to beat.
+class BayesOptimal:
+    """Metrics of the true click probabilities on a split, which no model can be expected to beat.
 
     Attributes:
         logloss: log loss on the labels of the split, in nats.
@@ -140,13 +139,13 @@ class Best:
     base_rate: float
     samples: int
 
-    def facts(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, float | int | None]:
         """All fields, as JSON."""
         return asdict(self)
 
 
-class BestTally:
-    """Accumulates the metrics of `Best` chunk by chunk."""
+class BayesOptimalTally:
+    """Accumulates the metrics of `BayesOptimal` chunk by chunk."""
 
     def __init__(self) -> None:
         self._ranking = Ranking()
@@ -160,12 +159,12 @@ class BestTally:
         self._sums += (len(labels), labels.sum(), drawn.sum(), mean.sum(), p.sum())
         self._ranking.add(logits, labels)
 
-    def result(self) -> Best:
+    def result(self) -> BayesOptimal:
         """Metrics over all samples added so far."""
         count, clicked, drawn, mean, p = (float(value) for value in self._sums / max(1.0, self._sums[0]))
         samples = int(self._sums[0])
         by_label, by_truth = _entropy(clicked), _entropy(p)
-        return Best(
+        return BayesOptimal(
             logloss=drawn,
             entropy=drawn / by_label if by_label else None,
             auc=self._ranking.area().value,
