@@ -168,6 +168,7 @@ MERGED = {
     **dict.fromkeys(("docs/attention.md", "docs/compile.md", "docs/graphs.md"), "docs/accelerators.md"),
     "docs/gpu.md": "docs/appendix/gpu.md",
     "docs/hangs.md": "docs/reliability.md",
+    **dict.fromkeys(("docs/bring-your-run.md", "docs/frameworks.md"), "docs/migrating.md"),
     "docs/encoder-decoder.md": "docs/models.md",
 }
 

@@ -1,5 +1,5 @@
-"""The page "Bring your run", typed from its first command to its last: a script of Megatron-LM with its
-tokens, tokenizer and checkpoint, all made here, becomes a run that goes on in another layout.
+"""The first part of the page on migrating, typed from its first command to its last: a script of Megatron-LM
+with its tokens, tokenizer and checkpoint, all made here, becomes a run that continues in another layout.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import megatron_models as megatron
-from pages import blocks, commands, run_here, run_in_turn, sections, text_of, unprinted
+from pages import blocks, commands, run_here, run_in_turn, text_of, unprinted
 from stretto.job.shape import ModelShape
 from stretto.run.config.load import load
 from tiny_job import write_text
 
-PAGE = "docs/bring-your-run.md"
+TOUR = text_of("docs/migrating.md").partition("\n## Plans and configs for other frameworks\n")[0]
 TIMED = ("predict", "verify", "train")  # they print times and losses, which differ from machine to machine
 SHAPE = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=512, sequence=64)
 
@@ -25,7 +25,7 @@ SHAPE = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=512, sequen
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a person has of Megatron-LM."""
     folder = tmp_path_factory.mktemp("brought")
-    (folder / "pretrain_gpt.sh").write_text(blocks(text_of(PAGE), "bash")[0])
+    (folder / "pretrain_gpt.sh").write_text(blocks(TOUR, "bash")[0])
     for name, seed in (("corpus", 1), ("more", 2)):
         lines = write_text(folder / f"{name}.txt", words=30000, seed=seed).read_text().splitlines()
         documents = ("\n".join(lines[i : i + 10]) for i in range(0, len(lines), 10))
@@ -83,12 +83,12 @@ def test_the_page_from_a_script_to_a_run_in_another_layout(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    typed = [(heading, one) for heading, text in sections(PAGE).items() for one in commands(text)]
-    outputs = run_in_turn([command.words for _, command in typed], place)
-    for (heading, command), printed in zip(typed, outputs, strict=True):
+    typed = [*commands(TOUR)]
+    outputs = run_in_turn([command.words for command in typed], place)
+    for command, printed in zip(typed, outputs, strict=True):
         shown = unprinted(command, printed, numbers=command.words[1] not in TIMED)
-        assert not shown, f"{heading}: {command.line}\n{printed}"
-    said = {command.words[1] for _, command in typed}
+        assert not shown, f"{command.line}\n{printed}"
+    said = {command.words[1] for command in typed}
     assert said == {"migrate", "config", "predict", "data", "verify", "train", "checkpoint"}
     assert lines_of(place, "trial") == list(range(1, 13))  # one step after the other, in both layouts
     assert load(place / "trial.yaml").layout.to_layout().describe() == "tp2 pp2"
