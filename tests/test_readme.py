@@ -198,16 +198,6 @@ def anchors(text: str) -> set[str]:
     }
 
 
-# docs/proof.md is written when the planted faults have run again; until then it names files of proofs
-# by their paths before `stretto/verify` was one folder
-UNTIL_PROOFS_ARE_WRITTEN = {
-    "docs/proof.md": {
-        *("prove/compare.py", "prove/diagnose.py", "prove/optimizer.py", "tests/prove/test_prove_faults.py"),
-        *("recommender/verify/diagnose.py", "recommender/verify/reference.py"),
-    }
-}
-
-
 # folders that a path of a page may begin in
 FOLDERS = ("", "src", "src/stretto", "src/stretto_interop", "tests", "docs", "benchmarks")
 # where runs write, and what the reader has
@@ -225,7 +215,7 @@ def test_the_source_files_and_folders_that_a_page_names_are_there(page: str) -> 
         for path in re.findall(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.[a-z]+)?)(?:::\w+)?`", line)
         if path not in added and not path.startswith(ELSEWHERE) and not _is_there(path, line)
     }
-    assert not missing - UNTIL_PROOFS_ARE_WRITTEN.get(page, set())
+    assert not missing
 
 
 def _is_there(path: str, line: str) -> bool:
