@@ -29,7 +29,7 @@ from published import adapted
 from published.rows import read_row
 
 from stretto.errors import StrettoError
-from stretto.planner.assumptions import SoftwareProfile, software_profiles
+from stretto.planner.assumptions import SoftwareAssumptions, software_profiles
 from stretto.planner.estimate import estimate
 from stretto.planner.run_scores import PredictedRow
 from stretto.planner.runs import RunRecord
@@ -71,7 +71,7 @@ Values = Mapping[str, float]
 PENALTY = 0.004  # of a constant one standard deviation from its prior, in mean error
 
 
-def applied(profile: str, software: SoftwareProfile, values: Values) -> SoftwareProfile:
+def applied(profile: str, software: SoftwareAssumptions, values: Values) -> SoftwareAssumptions:
     """A profile with the fitted constants that it has."""
     mine = {n: v for n, v in values.items() if not CONSTANTS[n].profiles or profile in CONSTANTS[n].profiles}
     return replace(software, **mine)

@@ -18,7 +18,7 @@ from stretto.job.presets import find_shape
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Plan
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Task, job_to_plan
+from stretto.planner.search.task import SearchTask, job_to_plan
 
 # model, cluster, devices, samples of a step, tokens of a sample
 CASES = {
@@ -37,7 +37,7 @@ def planned(name: str, seconds: float) -> Plan:
     """The plan of one case."""
     model, cluster, devices, batch, sequence = CASES[name]
     job = job_to_plan(shape=find_shape(model), global_batch=batch, sequence=sequence)
-    return search(Task(job=job, cluster=find_cluster(cluster, devices), seconds=seconds))
+    return search(SearchTask(job=job, cluster=find_cluster(cluster, devices), seconds=seconds))
 
 
 def main() -> None:

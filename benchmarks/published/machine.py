@@ -7,14 +7,14 @@ from dataclasses import replace
 from published.cells import SpelledCells
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.machines.cluster import Cluster, Link
+from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.names import normalised, parse_name
 from stretto.planner.machines.networks import GBIT, parse_network
 from stretto.planner.runs import cluster_of
 
 # between islands of a node, by the month in which the device could be had: PCIe, per device
-_PCIE = (("2022-09", Link(63e9, 10e-6, "PCIe 5")), ("2020-05", Link(31e9, 10e-6, "PCIe 4")))
-_PCIE_3 = Link(15.7e9, 10e-6, "PCIe 3")
+_PCIE = (("2022-09", NetworkLink(63e9, 10e-6, "PCIe 5")), ("2020-05", NetworkLink(31e9, 10e-6, "PCIe 4")))
+_PCIE_3 = NetworkLink(15.7e9, 10e-6, "PCIe 3")
 _BRIDGES = {"a100": 300e9, "h100": 300e9, "a800": 200e9, "h800": 200e9}  # bytes/s of a card's NVLink bridges
 _BRIDGE = 56e9
 
@@ -85,7 +85,7 @@ def sized_cluster(cells: SpelledCells, cluster: Cluster, devices: int) -> Cluste
     inner = cluster.inner
     if inner.kind.startswith("PCIe"):  # cards with bridges
         between = inner
-        inner = Link(_BRIDGES.get(device.name.split("-")[0], _BRIDGE), 5e-6, "NVLink 3")
+        inner = NetworkLink(_BRIDGES.get(device.name.split("-")[0], _BRIDGE), 5e-6, "NVLink 3")
     one_node = devices <= cluster.node
     outer = between if one_node or between.bandwidth < cluster.outer.bandwidth else cluster.outer
     nodes = None if cluster.nodes is None else cluster.nodes * cluster.node // island

@@ -19,7 +19,7 @@ from stretto.engine.device import moved
 from stretto.engine.models.rotary import _cached_tables
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.mesh import Mesh
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.optimiser import Optimiser
 from stretto.job.rules import problems
@@ -47,12 +47,12 @@ ALONE = {
     "loss in chunks": replace(PLAIN, loss_chunk=3, micro_batch=2),
     "float16": replace(PLAIN, precision=Precision(dtype="float16", loss_scale=2.0**22, loss_scale_steps=1)),
     "8 bits": replace(PLAIN, precision=Precision(dtype="bfloat16", fp8="row")),
-    "states on the host": replace(PLAIN, dp=DataParallel(offload="cpu")),
+    "states on the host": replace(PLAIN, dp=DataParallelSettings(offload="cpu")),
 }
 TOGETHER = {
     "ddp": replace(PLAIN, layout=Layout(dp=2)),
-    "zero1": replace(PLAIN, layout=Layout(dp=2), dp=DataParallel(mode="zero1")),
-    "zero2": replace(PLAIN, layout=Layout(dp=2), dp=DataParallel(mode="zero2", reduce="step")),
+    "zero1": replace(PLAIN, layout=Layout(dp=2), dp=DataParallelSettings(mode="zero1")),
+    "zero2": replace(PLAIN, layout=Layout(dp=2), dp=DataParallelSettings(mode="zero2", reduce="step")),
     "tp": replace(PLAIN, layout=Layout(tp=2)),
     "sequence": replace(PLAIN, layout=Layout(tp=2), sequence_parallel=True, shape=GPT),
     "tp recomputed": replace(PLAIN, layout=Layout(tp=2), recompute=Recompute(mode="full")),

@@ -22,7 +22,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.activation_offload import ActivationCopies
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.program.transforms.activations import offload
@@ -195,11 +195,11 @@ def _on_rank(name: str, folder: Path) -> Tried:
     return tried(work, frozenset(), folder / f"races-{dist.get_rank()}")
 
 
-_LEAN = DataParallel(mode="zero3", offload="cpu", offload_parameters="cpu")
+_LEAN = DataParallelSettings(mode="zero3", offload="cpu", offload_parameters="cpu")
 JOBS = {
-    "ddp": DataParallel(),
-    "zero2": DataParallel(mode="zero2", offload="cpu"),
-    "zero3": DataParallel(mode="zero3"),
+    "ddp": DataParallelSettings(),
+    "zero2": DataParallelSettings(mode="zero2", offload="cpu"),
+    "zero3": DataParallelSettings(mode="zero3"),
     "host": _LEAN,
     "files": replace(_LEAN, offload="nvme", offload_parameters="nvme"),
 }

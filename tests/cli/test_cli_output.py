@@ -18,7 +18,7 @@ from stretto.job.presets import preset
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Task, job_to_plan
+from stretto.planner.search.task import SearchTask, job_to_plan
 from stretto.run.config.load import load
 
 
@@ -63,7 +63,7 @@ def test_blocks_are_lettered_where_colours_are_not_shown() -> None:
 
 def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     job = job_to_plan(shape=preset("gpt2"), global_batch=64, sequence=1024)
-    task = Task(job=job, cluster=find_cluster("a100:8"), seconds=3.0)
+    task = SearchTask(job=job, cluster=find_cluster("a100:8"), seconds=3.0)
     result = search(task)
     assert result.ranking
     wide, narrow = terminal(width=160, colours=False), terminal(width=80, colours=False)

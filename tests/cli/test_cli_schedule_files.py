@@ -62,7 +62,7 @@ def test_the_costs_reach_a_schedule_that_takes_them(
         seen.append((costs, memory))
         return schedule("1f1b", ranks, microbatches)
 
-    entry = registry.Entry(
+    entry = registry.RegisteredSchedule(
         name="cheap", about="", build=build, options={"costs": None, "memory": None}, numbers=frozenset()
     )  # type: ignore[arg-type]
     monkeypatch.setitem(registry._ENTRIES, "cheap", entry)

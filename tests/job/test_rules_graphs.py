@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stretto import Layout
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Job, Recompute
 from stretto.job.lora import LoraShape
@@ -21,7 +21,7 @@ from stretto.program.schedules.registry import schedule
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "vocab": 32, "sequence": 8}
 LLAMA = ModelShape(family="llama", **SIZES)
 JOB = Job(shape=LLAMA, global_batch=8, graphs="microbatch")
-ZERO2 = DataParallel(mode="zero2")
+ZERO2 = DataParallelSettings(mode="zero2")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ ZERO2 = DataParallel(mode="zero2")
     [
         JOB,
         replace(JOB, layout=Layout(tp=2), sequence_parallel=True, recompute=Recompute(mode="full")),
-        replace(JOB, layout=Layout(dp=2), dp=DataParallel(mode="zero1", offload="cpu")),
+        replace(JOB, layout=Layout(dp=2), dp=DataParallelSettings(mode="zero1", offload="cpu")),
         replace(JOB, layout=Layout(dp=2), dp=replace(ZERO2, reduce="step")),
     ],
 )
@@ -65,11 +65,15 @@ def test_what_a_graph_holds_is_legal(job: Job) -> None:
             "dp.reduce=step",
         ),
         (
-            replace(JOB, layout=Layout(dp=2), dp=DataParallel(mode="zero3", reduce="step")),
+            replace(JOB, layout=Layout(dp=2), dp=DataParallelSettings(mode="zero3", reduce="step")),
             "dp.mode=zero3 gathers weights into memory that it frees",
             "dp.mode=zero2",
         ),
-        (replace(JOB, layout=Layout(dp=2), dp=DataParallel(mode="server")), "dp.mode=server", "dp.mode=ddp"),
+        (
+            replace(JOB, layout=Layout(dp=2), dp=DataParallelSettings(mode="server")),
+            "dp.mode=server",
+            "dp.mode=ddp",
+        ),
     ],
 )
 def test_what_a_graph_cannot_hold_is_named_with_what_else_would_do(job: Job, rule: str, fix: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Job
 from stretto.job.rules import problems
@@ -22,14 +22,14 @@ LATE = {"schedule": "pipedream"}
 HALF = Precision(dtype="bfloat16")
 
 
-def dp(mode: Any, **fields: Any) -> DataParallel:
-    return DataParallel(mode=mode, **fields)
+def dp(mode: Any, **fields: Any) -> DataParallelSettings:
+    return DataParallelSettings(mode=mode, **fields)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"dp": DataParallel(mode=mode)} for mode in ("server", "ddp", "zero1", "zero2", "zero3")),
+        *({"dp": DataParallelSettings(mode=mode)} for mode in ("server", "ddp", "zero1", "zero2", "zero3")),
         {"dp": dp("zero3", shard_states=12, shard_gradients=6, shard_parameters=3, gather="layer")},
         {"dp": dp("zero3", shard_parameters=4)},
         {"dp": dp("zero3", shard_states=1)},

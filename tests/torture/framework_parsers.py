@@ -70,7 +70,7 @@ def megatron_script(_: Path) -> Parser:
 
 
 def _job() -> Any:
-    from stretto.job.data_parallel import DataParallel, Precision
+    from stretto.job.data_parallel import DataParallelSettings, Precision
     from stretto.job.job import Job
     from stretto.job.presets import preset
     from stretto.layout.layout import Layout
@@ -80,7 +80,7 @@ def _job() -> Any:
         layout=Layout(dp=8),
         global_batch=64,
         sequence=4096,
-        dp=DataParallel(mode="zero2"),
+        dp=DataParallelSettings(mode="zero2"),
         precision=Precision(dtype="bfloat16"),
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Recompute
 from stretto.layout import Layout
 from stretto.run.config.section import plain_section
@@ -91,10 +91,10 @@ def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None
         "tp1 dp2 pp2 zero3 shard_parameters=2 reduce=step gather=stage offload=nvme gpipe",
     ]
     assert vary(configured_job(config), dp=4) == cases[0]
-    assert cases[0].dp == DataParallel(**plain_section(config.dp))
+    assert cases[0].dp == DataParallelSettings(**plain_section(config.dp))
     assert cases[3].dp.path == tempfile.gettempdir()
     assert cases_from_file(path, job(folder, *overrides, "dp.path=/tmp/fast"))[3].dp.path == "/tmp/fast"
-    assert smaller(config, 4).dp == DataParallel()
+    assert smaller(config, 4).dp == DataParallelSettings()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stretto.autosplit.network import OUTPUT, Choice, Operator, OperatorGraph, Product, Split
 from stretto.autosplit.solver import Cost
-from stretto.planner.machines.cluster import Cluster, Collective, Group
+from stretto.planner.machines.cluster import Cluster, Collective, NodeGroup
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import matmul_seconds, pass_seconds
@@ -75,7 +75,7 @@ class Machine:
 
     def seconds(self, calls: Sequence[CollectiveCall]) -> float:
         """Return the time of collectives, one after the other."""
-        group = Group(self.ranks, min(self.ranks, self.cluster.node))
+        group = NodeGroup(self.ranks, min(self.ranks, self.cluster.node))
         return sum(collective_seconds(self.cluster, call.kind, call.bytes, group) for call in calls)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stretto.job.shape import ModelShape
-    from stretto.planner.machines.cluster import Cluster, Link
+    from stretto.planner.machines.cluster import Cluster, NetworkLink
     from stretto.planner.machines.device import Device
     from stretto.recommender.shape import DlrmShape
 
@@ -142,7 +142,7 @@ def _cluster_record(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _link_record(link: Link) -> dict[str, Any]:
+def _link_record(link: NetworkLink) -> dict[str, Any]:
     return {
         "kind": link.kind,
         "bandwidth_gbs": round(link.bandwidth / 1e9, 4),

@@ -185,7 +185,7 @@ def _add_measured(report: CommandReport, measured: Sequence[RankHeld], ranks: Se
                 guess.total,
                 guess.total / rank.peak - 1,
                 rank.held,
-                guess.held,
+                guess.between_actions,
             )
             for rank, guess in zip(measured, predictions, strict=True)
         ],
@@ -201,7 +201,7 @@ def _measured_record(measured: RankHeld, ranks: Sequence[RankMemory]) -> dict[st
         "held": measured.held,
         "kinds": measured.kinds,
         "predicted_peak": predicted.total,
-        "predicted_held": predicted.held,
+        "predicted_held": predicted.between_actions,
         "error": predicted.total / measured.peak - 1,
     }
 
@@ -212,14 +212,14 @@ def _mode_report(job: Job) -> CommandReport:
     Raises:
         StrettoError: the job is not legal in any mode.
     """
-    from stretto.job.data_parallel import MODES, DataParallel
+    from stretto.job.data_parallel import MODES, DataParallelSettings
     from stretto.job.rules import problems
     from stretto.planner.memory.alternatives import compare_modes
     from stretto.planner.memory.job import memory_of
 
     # shard sizes and the moments of reductions belong to the job's own mode
     jobs: dict[Mode, Job] = {
-        mode: replace(job, dp=DataParallel(mode=mode, offload=job.dp.offload, path=job.dp.path))
+        mode: replace(job, dp=DataParallelSettings(mode=mode, offload=job.dp.offload, path=job.dp.path))
         for mode in MODES
     }
     jobs[job.dp.mode] = job

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.job.data_parallel import Dtype
     from stretto.job.job import Job
     from stretto.planner.search.ranking import Plan, Ranked
-    from stretto.planner.search.task import Task
+    from stretto.planner.search.task import SearchTask
     from stretto.run.config.schema import TrainConfig
 
 
@@ -106,12 +106,12 @@ def plan(options: PlanOptions) -> None:
 # ------------------------------------------------------------------ the task
 
 
-def _task(options: PlanOptions, base: TrainConfig | None) -> Task:
+def _task(options: PlanOptions, base: TrainConfig | None) -> SearchTask:
     """The search that the options and the config, if there is one, ask for."""
     from stretto.planner.estimate import usual_dtype
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.search.fixed import fixed
-    from stretto.planner.search.task import Task
+    from stretto.planner.search.task import SearchTask
 
     if options.objective not in ("time", "tokens_per_dollar"):
         raise StrettoError(
@@ -123,7 +123,7 @@ def _task(options: PlanOptions, base: TrainConfig | None) -> Task:
     cluster = find_cluster(options.cluster, options.max_gpus)
     if cluster.nodes is None:
         raise StrettoError(f"--cluster {options.cluster!r} has no size", hint=f"as in {options.cluster}:64")
-    return Task(
+    return SearchTask(
         job=_job(options, base, usual_dtype(cluster.device)),
         cluster=cluster,
         objective=options.objective,
@@ -212,7 +212,7 @@ def _check_files(options: PlanOptions, job: Job, base: TrainConfig | None) -> No
 
 
 def _report(
-    options: PlanOptions, task: Task, base: TrainConfig | None, plan: Plan, emitted: str | None
+    options: PlanOptions, task: SearchTask, base: TrainConfig | None, plan: Plan, emitted: str | None
 ) -> CommandReport:
     from stretto.run.config.written import required_fields, written
 
@@ -319,7 +319,7 @@ def _ranked_record(ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def add_plan(report: CommandReport, plan: Plan, task: Task, model: str) -> None:
+def add_plan(report: CommandReport, plan: Plan, task: SearchTask, model: str) -> None:
     """Add what is planned, the ranking as a table, and the reasons."""
     from stretto.view.plan_texts import plan_setting, search_text
 

@@ -25,7 +25,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel:
+class DataParallelSettings:
     """How data-parallel ranks (those of cp and dp) shard parameters, gradients and optimiser states."""
 
     mode: Annotated[

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 
 # Megatron-Core's `recompute_modules`; and `alternate_mm`, torchtitan's policy "op", which keeps the output
 # of every second matrix product and of attention.
@@ -74,7 +74,7 @@ STRETTO = Framework()
 def framework_behaviour(
     name: str,
     *,
-    dp: DataParallel,
+    dp: DataParallelSettings,
     precision: Precision,
     compiled: bool = False,
     again: Framework = STRETTO,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from stretto.errors import Problem
 from stretto.job.attention import AttentionKernel, ContextKind
-from stretto.job.data_parallel import BUCKET_BYTES, DataParallel, Precision
+from stretto.job.data_parallel import BUCKET_BYTES, DataParallelSettings, Precision
 from stretto.job.field import Field
 from stretto.job.finetune import TrainedParameters
 from stretto.job.framework import STRETTO, Framework
@@ -196,7 +196,7 @@ class Job(Execution):
     sequence_parallel: SequenceParallel = False
     context: ContextParallel = "ring"
     recompute: Recompute = Recompute()
-    dp: DataParallel = field(default_factory=DataParallel)
+    dp: DataParallelSettings = field(default_factory=DataParallelSettings)
     precision: Precision = field(default_factory=Precision)
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     fused_loss: bool = False

@@ -13,7 +13,7 @@ from stretto.planner.machines.reading import shipped
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftwareProfile:
+class SoftwareAssumptions:
     """How software of a generation runs kernels and collectives: the cost of a step beside what model and
     device explain.
 
@@ -90,21 +90,21 @@ _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # 
 
 
 @lru_cache(maxsize=1)
-def software_profiles() -> dict[str, SoftwareProfile]:
+def software_profiles() -> dict[str, SoftwareAssumptions]:
     """Software profiles by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle
     of 2023), "today" (unfused PyTorch kernels, FlashAttention 2), "compiled" (the same, fused by
     torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
     """
     profiles: dict[str, dict[str, Any]] = shipped("stretto.planner", "software")
-    return {name: replace(SoftwareProfile(), **fields) for name, fields in profiles.items()}
+    return {name: replace(SoftwareAssumptions(), **fields) for name, fields in profiles.items()}
 
 
-def software_profile(name: str) -> SoftwareProfile:
+def software_profile(name: str) -> SoftwareAssumptions:
     """The software profile of that name."""
     return software_profiles()[name]
 
 
-def _today() -> SoftwareProfile:
+def _today() -> SoftwareAssumptions:
     return software_profile("today")
 
 
@@ -124,4 +124,4 @@ class Assumptions:
     blocking: bool = False
     products: Precision | None = None
     reserve: float | None = None
-    software: SoftwareProfile = field(default_factory=_today)
+    software: SoftwareAssumptions = field(default_factory=_today)

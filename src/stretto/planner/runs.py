@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from stretto.errors import StrettoError, nearest
-from stretto.job.data_parallel import MODES, DataParallel, Dtype, Offload, Precision
+from stretto.job.data_parallel import MODES, DataParallelSettings, Dtype, Offload, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.families import FAMILIES, Family
 from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
@@ -24,7 +24,7 @@ from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
-from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
+from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile, software_profiles
 from stretto.planner.estimate import precision_of, usual_dtype
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
@@ -547,7 +547,7 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _sharing(cells: Cells, layout: Layout, needed: Mode) -> DataParallel:
+def _sharing(cells: Cells, layout: Layout, needed: Mode) -> DataParallelSettings:
     """Return how states are sharded: by default optimizer states, or as much more as makes them fit."""
     modes: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
     zero = cells.get("zero", str) or "0"
@@ -563,7 +563,7 @@ def _sharing(cells: Cells, layout: Layout, needed: Mode) -> DataParallel:
         places["offload"] = "cpu"
     if offload in ("parameters", "both"):
         places["offload_parameters"] = "cpu"
-    return DataParallel(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]
+    return DataParallelSettings(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]
 
 
 def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, Framework]:
@@ -604,7 +604,7 @@ def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, F
     return Recompute(mode, blocks=blocks, shard_inputs=shard_inputs), framework
 
 
-def _software(cells: Cells, *, old: bool, stretto: bool) -> tuple[SoftwareProfile, str]:
+def _software(cells: Cells, *, old: bool, stretto: bool) -> tuple[SoftwareAssumptions, str]:
     """Return the profile of the software, with the speed of the stated attention kernel, and whether
     attention is "fused" or "unfused".
 

@@ -16,7 +16,7 @@ from stretto.program.search import auto as auto
 
 # isort: on
 from stretto.program.action import Action, ActionKind
-from stretto.program.checks.check import Report, check
+from stretto.program.checks.check import CheckReport, check
 from stretto.program.lower import lower, send_releases, unlower
 from stretto.program.program import Program, ScheduleError
 from stretto.program.schedules.registry import PLAIN, entry, names, options, register, schedule
@@ -25,8 +25,8 @@ __all__ = [
     "PLAIN",
     "Action",
     "ActionKind",
+    "CheckReport",
     "Program",
-    "Report",
     "ScheduleError",
     "check",
     "entry",

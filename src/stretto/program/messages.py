@@ -64,7 +64,7 @@ def channel_of(program: Program, transfer: Action) -> Channel:
     return placement[stage + 1], placement[stage], ActionKind.B
 
 
-class Wait(NamedTuple):
+class RankWait(NamedTuple):
     """`rank` must have completed its first `completed` actions; `action` is what messages of errors name."""
 
     rank: int
@@ -72,7 +72,7 @@ class Wait(NamedTuple):
     action: Action
 
 
-def tied_waits(program: Program) -> dict[tuple[int, int], list[Wait]]:
+def tied_waits(program: Program) -> dict[tuple[int, int], list[RankWait]]:
     """For each (rank, index in its order) that joins a reduction of tied parameters, the ranks to wait for.
 
     A rank with several stages of one set joins with the last of them.
@@ -87,7 +87,7 @@ def tied_waits(program: Program) -> dict[tuple[int, int], list[Wait]]:
                 nth[action.stage] += 1
     return {
         (rank, at): [
-            Wait(other, to, program.orders[other][to]) for other, to in join.items() if other != rank
+            RankWait(other, to, program.orders[other][to]) for other, to in join.items() if other != rank
         ]
         for join in joins
         for rank, at in join.items()

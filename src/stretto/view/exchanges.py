@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from stretto.layout import Layout
 
 if TYPE_CHECKING:
-    from stretto.planner.machines.cluster import Link
+    from stretto.planner.machines.cluster import NetworkLink
 
 Receiver = Literal["others", "before", "next", "previous"]
 RECEIVERS: dict[Receiver, str] = {
@@ -160,6 +160,6 @@ def _between_stacks(encoder_pp: int, pp: int) -> tuple[Send, ...]:
     )
 
 
-def link_text(link: Link) -> str:
+def link_text(link: NetworkLink) -> str:
     """Return kind and bandwidth of one device's share, as in "NVLink 4, 450 GB/s"."""
     return f"{link.kind or 'link'}, {link.bandwidth / 1e9:.4g} GB/s"

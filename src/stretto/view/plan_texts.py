@@ -13,7 +13,7 @@ from stretto.planner.estimate import PARTS
 if TYPE_CHECKING:
     from stretto.job.job import Job
     from stretto.planner.assumptions import Assumptions
-    from stretto.planner.machines.cluster import Cluster, Link
+    from stretto.planner.machines.cluster import Cluster, NetworkLink
     from stretto.planner.search.ranking import Plan, Ranked
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def plan_setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: st
     }
 
 
-def _link(link: Link) -> str:
+def _link(link: NetworkLink) -> str:
     return f"{link.kind} {link.bandwidth / 1e9:.4g} GB/s".strip()
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from stretto.errors import StrettoError
 from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.finetune import TrainedParameters
 from stretto.job.initial import Initial
@@ -73,7 +73,7 @@ _SECTIONS: Mapping[tuple[str, ...], tuple[str, type[Any], str | None]] = {
     ("trained",): ("finetune", TrainedParameters, None),
     ("layout",): ("layout", Layout, None),
     ("recompute",): ("recompute", Recompute, None),
-    ("dp",): ("dp", DataParallel, None),
+    ("dp",): ("dp", DataParallelSettings, None),
     ("precision",): ("precision", Precision, None),
     ("optimiser",): ("optim", Optimiser, None),
     ("optimiser", "rate"): ("optim.rate", RateSchedule, None),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.job.data_parallel import MODES, DataParallel
+from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.fixed import fixed
-from stretto.planner.search.task import Task, unplanned
+from stretto.planner.search.task import SearchTask, unplanned
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, refusals
@@ -19,8 +19,8 @@ _SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
 
 
 def task_for(
-    framework: ExternalFramework, task: Task, fix: Sequence[str] = (), config: TrainConfig | None = None
-) -> Task:
+    framework: ExternalFramework, task: SearchTask, fix: Sequence[str] = (), config: TrainConfig | None = None
+) -> SearchTask:
     """A search among the layouts that the framework has, at the cost that they have there.
 
     Args:
@@ -32,7 +32,7 @@ def task_for(
     """
     values = {**fixed(framework.plans), **fixed(fix)}
     job = framework.as_run(task.job, {})
-    jobs = [replace(job, dp=DataParallel(mode=mode)) for mode in MODES if mode != "server"]
+    jobs = [replace(job, dp=DataParallelSettings(mode=mode)) for mode in MODES if mode != "server"]
     wrong, *others = ({item.field: item for item in refusals(framework, each, config)} for each in jobs)
     always = [item for name, item in wrong.items() if all(name in other for other in others)]
     raise_first([item for item in always if not item.field.startswith(_SEARCHED)])
@@ -60,14 +60,14 @@ def overlapped(framework: ExternalFramework, reading: ForeignJob, cluster: Clust
 
 def better(
     framework: ExternalFramework, reading: ForeignJob, cluster: Cluster, seconds: float, top: int
-) -> Task:
+) -> SearchTask:
     """The search for layouts that do the same work on the same cluster in less time.
 
     Args:
         seconds: of the search.
         top: layouts that are wanted.
     """
-    return Task(
+    return SearchTask(
         job=unplanned(reading.job),  # with what the framework keeps of it
         cluster=cluster,
         assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.initial import Initial
 from stretto.job.job import Job
 from stretto.job.presets import preset
@@ -191,7 +191,7 @@ def write_pipeline(values: JobValues) -> Settings:
         return {}
     if job.microbatches is None:
         return {}  # the rule of batches refuses it
-    program = replace(job, dp=DataParallel()).program()  # torch gathers by itself
+    program = replace(job, dp=DataParallelSettings()).program()  # torch gathers by itself
     try:
         check_torch(program)
         kind = schedule_class(program)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.optimiser import Optimiser, RateSchedule
 from stretto.job.parameters import count_parameters
@@ -29,23 +29,26 @@ JOB = Job(
     global_batch=64,
     micro_batch=2,
     sequence=4096,
-    dp=DataParallel(mode="zero3"),
+    dp=DataParallelSettings(mode="zero3"),
     precision=BF16,
 )
 EXPERTS = replace(JOB, shape=preset("mixtral-8x7b"), layout=Layout(dp=8, ep=4))
 JOBS = {
     "zero3": JOB,
-    "float32": replace(JOB, precision=Precision(), dp=DataParallel(mode="ddp")),
+    "float32": replace(JOB, precision=Precision(), dp=DataParallelSettings(mode="ddp")),
     "16-bit gradients": replace(
-        JOB, precision=replace(BF16, gradients="same"), dp=DataParallel(mode="ddp"), optimiser=Optimiser()
+        JOB,
+        precision=replace(BF16, gradients="same"),
+        dp=DataParallelSettings(mode="ddp"),
+        optimiser=Optimiser(),
     ),
     "float16": replace(JOB, precision=Precision(dtype="float16", loss_scale=2.0**12, loss_scale_steps=500)),
-    "hpz": replace(JOB, dp=DataParallel(mode="zero3", shard_parameters=4)),
-    "host": replace(JOB, dp=DataParallel(mode="zero2", offload="cpu")),
+    "hpz": replace(JOB, dp=DataParallelSettings(mode="zero3", shard_parameters=4)),
+    "host": replace(JOB, dp=DataParallelSettings(mode="zero2", offload="cpu")),
     "files": replace(
-        JOB, dp=DataParallel(mode="zero3", offload="nvme", offload_parameters="cpu", path="/local")
+        JOB, dp=DataParallelSettings(mode="zero3", offload="nvme", offload_parameters="cpu", path="/local")
     ),
-    "autotp": replace(JOB, layout=Layout(dp=4, tp=2), dp=DataParallel(mode="zero1")),
+    "autotp": replace(JOB, layout=Layout(dp=4, tp=2), dp=DataParallelSettings(mode="zero1")),
     "ulysses": replace(JOB, layout=Layout(dp=4, cp=2), context="ulysses"),
     "experts": EXPERTS,
     "experts, tp": replace(EXPERTS, layout=Layout(dp=4, tp=2, ep=4, expert_tp=1), expert_tp=1),
@@ -138,12 +141,18 @@ def test_a_config_of_zero_3_with_offload() -> None:
             replace(JOB, layout=Layout(dp=4, tp=2), sequence_parallel=True),
             "layout.sequence_parallel is true: DeepSpeed's AutoTP keeps",
         ),
-        (replace(JOB, dp=DataParallel(mode="server")), "dp.mode is server"),
-        (replace(JOB, dp=DataParallel(mode="zero3", shard_states=4)), "dp.shard_states is 4"),
-        (replace(JOB, dp=DataParallel(mode="zero2", reduce="step")), "dp.reduce is step"),
-        (replace(JOB, dp=DataParallel(mode="zero3", gather="stage")), "dp.gather is stage"),
-        (replace(JOB, dp=DataParallel(mode="zero1", offload="nvme", path="/x")), "dp.offload is nvme"),
-        (replace(JOB, dp=DataParallel(mode="ddp")), "precision.gradients is float32: DeepSpeed without ZeRO"),
+        (replace(JOB, dp=DataParallelSettings(mode="server")), "dp.mode is server"),
+        (replace(JOB, dp=DataParallelSettings(mode="zero3", shard_states=4)), "dp.shard_states is 4"),
+        (replace(JOB, dp=DataParallelSettings(mode="zero2", reduce="step")), "dp.reduce is step"),
+        (replace(JOB, dp=DataParallelSettings(mode="zero3", gather="stage")), "dp.gather is stage"),
+        (
+            replace(JOB, dp=DataParallelSettings(mode="zero1", offload="nvme", path="/x")),
+            "dp.offload is nvme",
+        ),
+        (
+            replace(JOB, dp=DataParallelSettings(mode="ddp")),
+            "precision.gradients is float32: DeepSpeed without ZeRO",
+        ),
         (replace(JOB, precision=replace(BF16, fp8="row")), "precision.fp8 is row"),
         (replace(JOB, precision=replace(BF16, keep=("*norm*", "*head*"))), "precision.keep is"),
         (
@@ -268,9 +277,12 @@ def test_the_model_and_the_devices_are_said_beside_it() -> None:
 
 def test_a_search_counts_of_each_mode_what_a_prediction_does() -> None:
     """Gradients of 16 bits last beside those of 32 with ZeRO 1 and 2, and not with 3."""
-    template = DEEPSPEED.as_run(replace(JOB, dp=DataParallel()), {}).framework
+    template = DEEPSPEED.as_run(replace(JOB, dp=DataParallelSettings()), {}).framework
     halves = 2 * count_parameters(JOB.shape).total
-    for dp, lasting in ((DataParallel(mode="zero1"), halves), (DataParallel(mode="zero3"), 0)):
+    for dp, lasting in (
+        (DataParallelSettings(mode="zero1"), halves),
+        (DataParallelSettings(mode="zero3"), 0),
+    ):
         job = replace(JOB, dp=dp)
         (plain,) = short_step_memory(job)
         for run in (replace(job, framework=template), DEEPSPEED.as_run(job, {})):

@@ -12,7 +12,7 @@ import pytest
 from stretto.cli.interop import NAMES as OFFERED
 from stretto.errors import StrettoError
 from stretto.job.attention import AttentionShape, RopeScaling
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Job, Recompute
 from stretto.job.lora import LoraShape
@@ -102,7 +102,7 @@ def bases() -> Iterator[JobValues]:
         schedule="interleaved",
         options={"chunks": 2, "group": 4},
         sequence_parallel=True,
-        dp=DataParallel(mode="zero1", shard_states=4),
+        dp=DataParallelSettings(mode="zero1", shard_states=4),
         precision=Precision(dtype="float16"),
         recompute=Recompute("full", blocks=2),
         optimiser=Optimiser(rate=RateSchedule(schedule="wsd")),
@@ -112,7 +112,7 @@ def bases() -> Iterator[JobValues]:
         layout=Layout(tp=2, dp=4, ep=4, expert_tp=1),
         expert_tp=1,
         global_batch=32,
-        dp=DataParallel(mode="zero3"),
+        dp=DataParallelSettings(mode="zero3"),
         precision=Precision(dtype="bfloat16"),
     )
     moe = ExpertShape(experts=8, capacity=1.5, shared_ffn=1024)
@@ -130,27 +130,29 @@ def bases() -> Iterator[JobValues]:
     )
     stretched = replace(preset("deepseek-v3"), rope=yarn, moe=grouped)
     rest = [
-        replace(experts, shape=shape, dp=DataParallel(mode="zero1")),
+        replace(experts, shape=shape, dp=DataParallelSettings(mode="zero1")),
         replace(experts, shape=preset("deepseek-v3")),
         replace(experts, shape=stretched),
         replace(llama, shape=replace(preset("llama3-8b"), rope=scaled)),
         replace(llama, shape=replace(preset("llama3-8b"), lora=LoraShape(rank=8, alpha=16.0))),
         replace(plain, layout=Layout(), optimiser=Optimiser(name="sgd", momentum=0.9)),
-        replace(plain, layout=Layout(dp=8), dp=DataParallel(mode="zero3"), recompute=Recompute("full")),
+        replace(
+            plain, layout=Layout(dp=8), dp=DataParallelSettings(mode="zero3"), recompute=Recompute("full")
+        ),
         replace(plain, layout=Layout(dp=2, cp=2), context="ulysses", precision=experts.precision),
         replace(
             experts,
             shape=preset("llama3-8b"),
             expert_tp=None,
             layout=Layout(dp=4),
-            dp=DataParallel(mode="zero3", offload="nvme", path="/nvme"),
+            dp=DataParallelSettings(mode="zero3", offload="nvme", path="/nvme"),
         ),
     ]
     sharded = Job(
         shape=preset("llama3-8b"),
         layout=Layout(dp=8),
         global_batch=32,
-        dp=DataParallel(mode="zero3"),
+        dp=DataParallelSettings(mode="zero3"),
         precision=Precision(dtype="bfloat16"),
         recompute=Recompute("full"),
         optimiser=Optimiser(rate=RateSchedule(schedule="wsd")),
@@ -159,13 +161,13 @@ def bases() -> Iterator[JobValues]:
         sharded,
         shape=replace(preset("llama3-8b"), layers=24),
         layout=Layout(dp=2, pp=4, tp=2),
-        dp=DataParallel(mode="zero2", reduce="step"),
+        dp=DataParallelSettings(mode="zero2", reduce="step"),
     )
     exchanged = replace(
         sharded,
         layout=Layout(dp=4, cp=2),
         context="ulysses",
-        dp=DataParallel(mode="zero3", offload="nvme", path="/local"),
+        dp=DataParallelSettings(mode="zero3", offload="nvme", path="/local"),
         precision=Precision(dtype="float16"),
         optimiser=Optimiser(),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.optimiser import Optimiser, RateSchedule
 from stretto.job.presets import preset
@@ -56,7 +56,7 @@ LLAMA = Job(
     options={"chunks": 2},
     sequence_parallel=True,
     context="ulysses",
-    dp=DataParallel(mode="zero1"),
+    dp=DataParallelSettings(mode="zero1"),
     precision=BFLOAT16,
     optimiser=Optimiser(),
     vocab_multiple=128,
@@ -76,7 +76,7 @@ JOBS: dict[str, Job] = {
         layout=Layout(tp=2, dp=8, pp=2, ep=8, expert_tp=1),
         expert_tp=1,
         global_batch=64,
-        dp=DataParallel(mode="zero1", shard_states=4),
+        dp=DataParallelSettings(mode="zero1", shard_states=4),
         recompute=Recompute("selective"),
         precision=replace(BFLOAT16, gradients="same"),
     ),
@@ -86,21 +86,21 @@ JOBS: dict[str, Job] = {
         global_batch=64,
         stage_layers=(4, 8, 8, 9, 9, 9, 9, 7),
         precision=BFLOAT16,
-        dp=DataParallel(mode="zero1", offload="cpu"),
+        dp=DataParallelSettings(mode="zero1", offload="cpu"),
     ),
     "window": Job(
         shape=replace(preset("gpt-oss-120b"), family="llama", mlp="swiglu", rope=None),
         layout=Layout(dp=8, ep=8),
         global_batch=16,
         precision=BFLOAT16,
-        dp=DataParallel(mode="zero3"),
+        dp=DataParallelSettings(mode="zero3"),
     ),
     "gpt-oss": Job(
         shape=replace(preset("gpt-oss-20b"), family="llama"),
         layout=Layout(dp=8, ep=8),
         global_batch=16,
         precision=BFLOAT16,
-        dp=DataParallel(mode="zero1"),
+        dp=DataParallelSettings(mode="zero1"),
     ),
     "norms": Job(
         shape=replace(preset("qwen3-8b"), family="llama"),
@@ -199,13 +199,16 @@ def test_a_config_is_written_in_full() -> None:
     ("changes", "said"),
     [
         ({"schedule": "zb-h1"}, "schedule.name is zb-h1: Megatron-LM has 1F1B and interleaved 1F1B"),
-        ({"dp": DataParallel(mode="server")}, "dp.mode is server: Megatron-LM has no rank that updates"),
         (
-            {"dp": DataParallel(mode="zero1", offload="nvme")},
+            {"dp": DataParallelSettings(mode="server")},
+            "dp.mode is server: Megatron-LM has no rank that updates",
+        ),
+        (
+            {"dp": DataParallelSettings(mode="zero1", offload="nvme")},
             "dp.offload is nvme: Megatron-LM keeps",
         ),
         (
-            {"dp": DataParallel(mode="zero2", shard_gradients=4)},
+            {"dp": DataParallelSettings(mode="zero2", shard_gradients=4)},
             "dp.shard_gradients is 4: Megatron-LM shards all that it shards over the same ranks",
         ),
         ({"precision": replace(BFLOAT16, fp8="row")}, "precision.fp8 is row: Megatron-LM's scales are of"),
@@ -227,7 +230,7 @@ def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], said: s
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
 def test_shards_over_a_part_of_the_copies(mode: Mode) -> None:
     """Gradients and parameters are sharded as states are, where the config does not say otherwise."""
-    dp = DataParallel(mode=mode, shard_states=4)
+    dp = DataParallelSettings(mode=mode, shard_states=4)
     job = replace(JOBS["norms"], layout=Layout(dp=16), global_batch=64, dp=dp)
     assert written_and_read(job).dp.sizes(16) == dp.sizes(16)
 

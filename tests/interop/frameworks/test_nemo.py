@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.optimiser import Optimiser, RateSchedule
 from stretto.job.presets import preset
@@ -28,7 +28,7 @@ LLAMA = Job(
     schedule="interleaved",
     options={"chunks": 2},
     sequence_parallel=True,
-    dp=DataParallel(mode="zero1"),
+    dp=DataParallelSettings(mode="zero1"),
     precision=BFLOAT16,
 )
 JOBS = {
@@ -42,7 +42,7 @@ JOBS = {
         layout=Layout(tp=2, dp=8, ep=8, expert_tp=1),
         expert_tp=1,
         global_batch=64,
-        dp=DataParallel(mode="zero3"),
+        dp=DataParallelSettings(mode="zero3"),
         precision=replace(BFLOAT16, fp8="tensor"),
     ),
     "latent": Job(
@@ -51,7 +51,7 @@ JOBS = {
         global_batch=64,
         precision=BFLOAT16,
         recompute=Recompute("selective"),
-        dp=DataParallel(mode="zero1", offload="cpu"),
+        dp=DataParallelSettings(mode="zero1", offload="cpu"),
     ),
 }
 

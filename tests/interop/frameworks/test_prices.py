@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.presets import preset
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Task, job_to_plan
+from stretto.planner.search.task import SearchTask, job_to_plan
 from stretto.run.config import load
 from stretto_interop.frameworks.mapping import ExternalFramework, emit, refusals
 from stretto_interop.frameworks.prices import task_for
@@ -33,10 +33,10 @@ SLOW = [
 MODELS = ("llama3-8b", "mistral-7b", "qwen3-30b-a3b", "gpt2", "deepseek-v3", "mixtral-8x22b")
 
 
-def task(model: str, cluster: str, seconds: float | None = None) -> Task:
+def task(model: str, cluster: str, seconds: float | None = None) -> SearchTask:
     shape = preset(model)
     job = job_to_plan(shape=shape, global_batch=256, sequence=min(4096, shape.sequence))
-    return Task(job=job, cluster=find_cluster(cluster), seconds=seconds)
+    return SearchTask(job=job, cluster=find_cluster(cluster), seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_row_of_more_models_can_be_written(
     model: str, cluster: str, framework: ExternalFramework
 ) -> None:
     wanted = task(model, cluster, seconds=6.0)
-    wrong = refusals(framework, replace(wanted.job, dp=DataParallel(mode="zero3")))
+    wrong = refusals(framework, replace(wanted.job, dp=DataParallelSettings(mode="zero3")))
     if any(one.field.startswith(("model.", "layout.")) for one in wrong):
         with pytest.raises(StrettoError):
             task_for(framework, wanted)

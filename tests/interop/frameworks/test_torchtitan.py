@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.optimiser import Optimiser, RateSchedule
 from stretto.job.parameters import count_parameters
@@ -35,7 +35,7 @@ JOB = Job(
     global_batch=64,
     micro_batch=2,
     sequence=4096,
-    dp=DataParallel(mode="zero3"),
+    dp=DataParallelSettings(mode="zero3"),
     precision=BF16,
 )
 PIPELINE = replace(
@@ -43,18 +43,18 @@ PIPELINE = replace(
     layout=Layout(dp=2, tp=2, pp=4),
     sequence_parallel=True,
     micro_batch=1,
-    dp=DataParallel(mode="zero2", reduce="step"),
+    dp=DataParallelSettings(mode="zero2", reduce="step"),
     stage_layers=(8, 9, 9, 8),
 )
 EIGHT = (4, 4, 4, 5, 5, 4, 4, 4)
 JOBS = {
     "fsdp": JOB,
-    "replicas": replace(JOB, dp=DataParallel(mode="ddp")),
+    "replicas": replace(JOB, dp=DataParallelSettings(mode="ddp")),
     "hybrid": replace(
-        JOB, dp=DataParallel(mode="zero3", shard_states=4, shard_gradients=4, shard_parameters=4)
+        JOB, dp=DataParallelSettings(mode="zero3", shard_states=4, shard_gradients=4, shard_parameters=4)
     ),
-    "kept": replace(JOB, dp=DataParallel(mode="zero2")),
-    "host": replace(JOB, dp=DataParallel(mode="zero3", offload="cpu", offload_parameters="cpu")),
+    "kept": replace(JOB, dp=DataParallelSettings(mode="zero2")),
+    "host": replace(JOB, dp=DataParallelSettings(mode="zero3", offload="cpu", offload_parameters="cpu")),
     "context": replace(JOB, layout=Layout(dp=4, cp=2)),
     "float32": replace(JOB, precision=Precision()),
     "8 bits": replace(JOB, precision=replace(BF16, fp8="row")),
@@ -65,7 +65,7 @@ JOBS = {
         JOB, shape=preset("qwen3-30b-a3b"), layout=Layout(dp=4, tp=2, ep=8, expert_tp=1), expert_tp=1
     ),
     "1f1b": PIPELINE,
-    "gathered": replace(PIPELINE, dp=DataParallel(mode="zero3", reduce="step", gather="layer")),
+    "gathered": replace(PIPELINE, dp=DataParallelSettings(mode="zero3", reduce="step", gather="layer")),
     "gpipe": replace(PIPELINE, schedule="gpipe"),
     "interleaved": replace(
         PIPELINE, schedule="interleaved", options={"chunks": 2}, stage_layers=EIGHT, global_batch=32
@@ -153,21 +153,27 @@ def test_a_config_is_written_whole() -> None:
         (replace(JOB, shape=preset("mixtral-8x7b")), "model.moe.experts is 8: torchtitan has"),
         (replace(JOB, shape=replace(SMALL, norm_eps=1e-6)), "model.norm_eps is 1e-06"),
         (replace(PIPELINE, shape=preset("llama3.2-1b"), stage_layers=None), "model.tied is true"),
-        (replace(JOB, dp=DataParallel(mode="zero1")), "dp.mode is zero1: torchtitan replicates"),
-        (replace(JOB, dp=DataParallel(mode="zero3", shard_parameters=2)), "dp.shard_parameters is 2"),
+        (replace(JOB, dp=DataParallelSettings(mode="zero1")), "dp.mode is zero1: torchtitan replicates"),
+        (replace(JOB, dp=DataParallelSettings(mode="zero3", shard_parameters=2)), "dp.shard_parameters is 2"),
         (
-            replace(JOB, layout=Layout(dp=4, cp=2), dp=DataParallel()),
+            replace(JOB, layout=Layout(dp=4, cp=2), dp=DataParallelSettings()),
             "dp.mode is ddp: torchtitan",
         ),
         (replace(JOB, layout=Layout(dp=4, cp=2), context="ulysses"), "layout.context is ulysses"),
-        (replace(PIPELINE, dp=DataParallel(mode="zero2", reduce="microbatch")), "dp.reduce is microbatch"),
-        (replace(PIPELINE, dp=DataParallel(mode="zero3")), "dp.gather is auto: torchtitan's pipelines"),
-        (replace(JOB, dp=DataParallel(mode="zero3", offload="cpu")), "dp.offload_parameters is none"),
+        (
+            replace(PIPELINE, dp=DataParallelSettings(mode="zero2", reduce="microbatch")),
+            "dp.reduce is microbatch",
+        ),
+        (
+            replace(PIPELINE, dp=DataParallelSettings(mode="zero3")),
+            "dp.gather is auto: torchtitan's pipelines",
+        ),
+        (replace(JOB, dp=DataParallelSettings(mode="zero3", offload="cpu")), "dp.offload_parameters is none"),
         (
             replace(PIPELINE, schedule="hanayo", options={"waves": 2}, stage_layers=None),
             "schedule.name is hanayo",
         ),
-        (replace(PIPELINE, schedule="chimera", dp=DataParallel()), "schedule.name is chimera"),
+        (replace(PIPELINE, schedule="chimera", dp=DataParallelSettings()), "schedule.name is chimera"),
         (replace(PIPELINE, stage_layers=(1, 11, 11, 11)), "layout.stages is [1, 11, 11, 11]"),
         (replace(JOB, schedule="gpipe"), "schedule.name is gpipe: without a pipeline"),
         (replace(JOB, precision=Precision(dtype="float16")), "train.dtype is float16"),

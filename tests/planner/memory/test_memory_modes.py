@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto.job.data_parallel import MODES, DataParallel
+from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.job.program import ProgramKey, build_program
 from stretto.job.shape import ModelShape
 from stretto.layout.shards import Mode, shard_sizes
@@ -20,7 +20,7 @@ COMPUTE = ComputeConfig(batch=2, sequence=64, element=2)
 
 
 def job(mode: Mode, pp: int = 1, **fields: Any) -> MemoryJob:
-    gather = DataParallel(mode=mode).gathers(pp)
+    gather = DataParallelSettings(mode=mode).gathers(pp)
     program = build_program(ProgramKey(name="1f1b", ranks=pp, microbatches=4, gathered=gather == "stage"))
     state_config = StateConfig(
         mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **fields

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
 from stretto.engine.pipeline.rank_buffers import assign_slots
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
@@ -155,7 +155,7 @@ def test_the_lookup_s_gradient_is_reduced_after_a_split_backward_s_first_half(ti
         Job(
             shape=replace(GPT, tied=tied),
             layout=Layout(pp=2, dp=2),
-            dp=DataParallel(mode="zero2"),
+            dp=DataParallelSettings(mode="zero2"),
             schedule="zb-h1",
             global_batch=16,
             micro_batch=2,

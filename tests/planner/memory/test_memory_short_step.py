@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
@@ -26,7 +26,7 @@ STEADY = [name for name in names() if trains(name) and not is_searched(name)]
 
 def job(schedule: str, pp: int, microbatches: int, layers: int, mode: str, **options: Any) -> Job:
     shape = ModelShape(family="llama", layers=layers, hidden=64, heads=4, vocab=500, sequence=128)
-    dp = DataParallel(mode=mode)  # pyright: ignore[reportArgumentType]
+    dp = DataParallelSettings(mode=mode)  # pyright: ignore[reportArgumentType]
     layout = Layout(dp=2, pp=pp)
     return Job(
         shape=shape,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Recompute
 from stretto.job.program import stages_of
@@ -20,7 +20,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, estimate
-from stretto.planner.machines.cluster import Cluster, Link
+from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import first_true
@@ -35,7 +35,7 @@ from stretto.planner.search.task import (
     Parallelism,
     Saving,
     ScheduleChoice,
-    Task,
+    SearchTask,
     job_to_plan,
 )
 from stretto.planner.search.time_bounds import TimeBounds
@@ -57,14 +57,14 @@ def cluster(
         name="toy",
         device=device,
         node=node,
-        inner=Link(inner, 5e-6, "NVLink 3"),
-        outer=Link(outer, 1.5e-5, "InfiniBand HDR"),
+        inner=NetworkLink(inner, 5e-6, "NVLink 3"),
+        outer=NetworkLink(outer, 1.5e-5, "InfiniBand HDR"),
         nodes=devices // node,
         price=2.0,
     )
 
 
-def task(**fields: Any) -> Task:
+def task(**fields: Any) -> SearchTask:
     usual: dict[str, Any] = {
         "cluster": cluster(),
         "assumptions": Assumptions(reserve=0.0),
@@ -74,10 +74,10 @@ def task(**fields: Any) -> Task:
     }
     usual |= fields
     job = usual.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
-    return Task(job=job, cluster=usual.pop("cluster"), **usual)
+    return SearchTask(job=job, cluster=usual.pop("cluster"), **usual)
 
 
-def every(task: Task) -> Iterator[Candidate]:
+def every(task: SearchTask) -> Iterator[Candidate]:
     """All candidates, with the first saving of their ladder."""
     space = Space(task)
     for parallelism in space.parallelisms():
@@ -86,7 +86,7 @@ def every(task: Task) -> Iterator[Candidate]:
                 yield Candidate(parallelism, order, dp, space.first_saving())
 
 
-def all_of(wanted: Task) -> list[Feasible]:
+def all_of(wanted: SearchTask) -> list[Feasible]:
     """Every legal candidate on a ladder of savings, with exact time and memory, without bounds."""
     space, bounds, feasible = Space(wanted), TimeBounds(wanted), list[Feasible]()
     for first in every(wanted):
@@ -102,7 +102,7 @@ def all_of(wanted: Task) -> list[Feasible]:
 
 
 def _climbed(
-    first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds: TimeBounds
+    first: Candidate, ladder: list[list[Saving]], wanted: SearchTask, bounds: TimeBounds
 ) -> list[Feasible]:
     feasible, before = list[Feasible](), [False] * len(ladder[0])
     for at, row in enumerate(ladder):
@@ -123,7 +123,7 @@ def _climbed(
     return feasible
 
 
-def best(feasible: list[Feasible], wanted: Task) -> list[Feasible]:
+def best(feasible: list[Feasible], wanted: SearchTask) -> list[Feasible]:
     """The first families in the order of their times."""
     families: dict[object, list[Feasible]] = {}
     for one in sorted(feasible, key=lambda f: f.seconds):
@@ -134,7 +134,9 @@ def best(feasible: list[Feasible], wanted: Task) -> list[Feasible]:
 
 
 _AT = Parallelism(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")
-_PARTS = [(_AT, ScheduleChoice(name), DataParallel(mode="ddp"), Saving()) for name in ("1f1b", "hanayo")]
+_PARTS = [
+    (_AT, ScheduleChoice(name), DataParallelSettings(mode="ddp"), Saving()) for name in ("1f1b", "hanayo")
+]
 
 FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
     (
@@ -351,7 +353,7 @@ def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(n
     assert one - none > 0.99 * microbatches * stages * experts > 2 * microbatches * stages * dense
     assert one < every
     for saving in (Saving(Recompute("full", 1)), Saving(Recompute("full"))):
-        candidate = Candidate(parallelism, schedule, DataParallel(mode="ddp"), saving)
+        candidate = Candidate(parallelism, schedule, DataParallelSettings(mode="ddp"), saving)
         exact = estimate(candidate.job(wanted), wanted.cluster, wanted.assumptions, memory=False)
         assert bounds.schedule(parallelism, schedule, saving) <= exact.seconds * (1 + 1e-9)
 
@@ -361,7 +363,7 @@ def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> No
     exact = CandidateEvaluator(wanted)
     one, two = (ScheduleChoice("hanayo", (("waves", waves),)) for waves in (1, 2))
     before = exact.excess(one)
-    candidate = Candidate(replace(_AT, layout=Layout(pp=2)), one, DataParallel(mode="ddp"), Saving())
+    candidate = Candidate(replace(_AT, layout=Layout(pp=2)), one, DataParallelSettings(mode="ddp"), Saving())
     ratio = exact.seconds(candidate) / exact.bounds.candidate(candidate, candidate.job(wanted))
     assert exact.excess(one) == exact.excess(two) == pytest.approx((before + ratio) / 2) != before
     assert exact.excess(ScheduleChoice("1f1b")) == before

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
@@ -51,7 +51,7 @@ def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute)
         sequence=128,
         schedule=name,
         options=options,
-        dp=DataParallel(mode="zero1"),
+        dp=DataParallelSettings(mode="zero1"),
         precision=Precision(dtype="bfloat16"),
         recompute=again,
     )

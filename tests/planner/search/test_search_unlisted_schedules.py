@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job
 from stretto.job.presets import preset
 from stretto.job.shape import ModelShape
@@ -26,7 +26,14 @@ from stretto.planner.run_scores import short_step_estimate
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
+from stretto.planner.search.task import (
+    Candidate,
+    Parallelism,
+    Saving,
+    ScheduleChoice,
+    SearchTask,
+    job_to_plan,
+)
 from stretto.program import check, lower, schedule
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
@@ -171,7 +178,7 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
 
 @pytest.mark.parametrize("name", UNLISTED)
 def test_the_memory_bound_of_an_unlisted_schedule_is_below_the_whole_step(name: str) -> None:
-    task = Task(
+    task = SearchTask(
         job=job_to_plan(shape=SHAPE, global_batch=64, sequence=SHAPE.sequence),
         cluster=find_cluster("dgx-a100-80gb", 4),
     )
@@ -180,7 +187,7 @@ def test_the_memory_bound_of_an_unlisted_schedule_is_below_the_whole_step(name: 
             layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring"
         ),
         ScheduleChoice(name),
-        DataParallel(mode="ddp"),
+        DataParallelSettings(mode="ddp"),
         Saving(),
     )
     exact = max(rank.total for rank in rank_memory(memory_of(candidate.job(task))))
@@ -196,7 +203,7 @@ def test_the_bound_counts_a_batch_that_is_held_whole() -> None:
 def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     cluster = find_cluster("dgx-a100-80gb", 8)
     choices = fixed([f"schedule={name}", "pp=4", "micro=1,2"])
-    task = Task(
+    task = SearchTask(
         job=job_to_plan(shape=SHAPE, global_batch=192, sequence=SHAPE.sequence),
         cluster=cluster,
         fixed=choices,
@@ -221,7 +228,7 @@ def test_a_schedule_that_refuses_these_ranks_is_left_out_of_the_plan() -> None:
 
     registry.register("test-refuses", "of a test")(refuses)
     try:
-        task = Task(
+        task = SearchTask(
             job=job_to_plan(shape=SHAPE, global_batch=32, sequence=512),
             cluster=find_cluster("dgx-a100-80gb", 4),
             fixed=fixed(["pp=4"]),
@@ -235,7 +242,7 @@ def test_a_schedule_that_refuses_these_ranks_is_left_out_of_the_plan() -> None:
 def test_a_plan_includes_registered_schedules() -> None:
     cluster = find_cluster("dgx-a100-80gb", 4)
     plan = search(
-        Task(
+        SearchTask(
             job=job_to_plan(shape=SHAPE, global_batch=32, sequence=512),
             cluster=cluster,
             fixed=fixed(["pp=4"]),

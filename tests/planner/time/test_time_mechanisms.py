@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from stretto.job.attention import ContextKind
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job
 from stretto.job.presets import find_shape
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile, software_profiles
+from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile, software_profiles
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.interval import interval
@@ -25,11 +25,11 @@ from stretto.planner.time.operators import alignment, attention_seconds, matmul_
 GPT = ModelShape(family="gpt", layers=16, hidden=1024, heads=16, vocab=50304, sequence=1024, dropout=0.1)
 LLAMA, MIXTRAL, SPARSE = (find_shape(name) for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"))
 A100, H100 = find_cluster("dgx-a100-80gb:64"), find_cluster("h100:64")
-PLAIN = SoftwareProfile()
+PLAIN = SoftwareAssumptions()
 
 
 def block(
-    shape: ModelShape, software: SoftwareProfile = PLAIN, layout: Layout | None = None, **compute: object
+    shape: ModelShape, software: SoftwareAssumptions = PLAIN, layout: Layout | None = None, **compute: object
 ) -> LayerTime:
     """A block on H100; the degrees of `compute` are the layout's."""
     layout = layout or Layout()
@@ -44,11 +44,11 @@ def block(
     return layer_time(shape, "block", config, layout, H100.sized(layout.world), "bf16", software)
 
 
-def kernels(shape: ModelShape, compute: ComputeConfig, software: SoftwareProfile = PLAIN) -> KernelTimes:
+def kernels(shape: ModelShape, compute: ComputeConfig, software: SoftwareAssumptions = PLAIN) -> KernelTimes:
     return kernel_times_of(shape, "block", compute, A100.device, "bf16", software)
 
 
-def step(software: SoftwareProfile = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
+def step(software: SoftwareAssumptions = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
     usual: dict[str, object] = {
         "shape": LLAMA,
         "global_batch": 64,
@@ -136,7 +136,7 @@ def test_collectives_in_parts_run_beside_their_products() -> None:
 
 
 def test_without_overlap_weights_and_gradients_of_zero3_are_waited_for() -> None:
-    fields: dict[str, object] = {"layout": Layout(dp=64), "dp": DataParallel(mode="zero3")}
+    fields: dict[str, object] = {"layout": Layout(dp=64), "dp": DataParallelSettings(mode="zero3")}
     beside, after = (step(overlap=overlap, **fields) for overlap in (True, False))
     assert after.parts["data"] > 2 * beside.parts["data"]
     assert after.parts["compute"] == pytest.approx(beside.parts["compute"])

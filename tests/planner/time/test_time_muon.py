@@ -9,14 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.engine.optim.muon import orthogonal
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.optimiser import Optimiser
 from stretto.job.presets import preset
 from stretto.layout.layout import Layout
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.machines.cluster import Group
+from stretto.planner.machines.cluster import NodeGroup
 from stretto.planner.search.task import job_to_plan
 from stretto.planner.time.muon import muon_seconds, products
 
@@ -37,18 +37,18 @@ def matrix(rows: int, columns: int, tp: int = 1) -> Parameter:
 def test_holders_share_the_work() -> None:
     """Equally, or the costliest matrix goes to a rank of its own; and matrices are exchanged."""
     small, large = matrix(1024, 1024), matrix(4096, 4096)
-    one = Group(1, 1)
+    one = NodeGroup(1, 1)
     alone = muon_seconds(CLUSTER, [small], one, 8)
     assert muon_seconds(CLUSTER, [small] * 8, one, 8) == pytest.approx(8 * alone)
-    shared = muon_seconds(CLUSTER, [small] * 8, Group(8, 8), 8)
+    shared = muon_seconds(CLUSTER, [small] * 8, NodeGroup(8, 8), 8)
     assert alone < shared < 2 * alone
     most = muon_seconds(CLUSTER, [large], one, 8)
-    assert muon_seconds(CLUSTER, [large, small], Group(8, 8), 8) > most
+    assert muon_seconds(CLUSTER, [large, small], NodeGroup(8, 8), 8) > most
 
 
 def test_tensor_parallel_ranks_are_holders_too() -> None:
-    whole = muon_seconds(CLUSTER, [matrix(2048, 2048)] * 8, Group(1, 1), 8)
-    split = muon_seconds(CLUSTER, [matrix(2048, 2048, tp=4)] * 8, Group(1, 1), 8)
+    whole = muon_seconds(CLUSTER, [matrix(2048, 2048)] * 8, NodeGroup(1, 1), 8)
+    split = muon_seconds(CLUSTER, [matrix(2048, 2048, tp=4)] * 8, NodeGroup(1, 1), 8)
     assert whole / 4 < split < whole / 2
 
 
@@ -58,15 +58,15 @@ def test_what_adamw_updates_takes_no_products() -> None:
         Parameter("blocks.0.norm1.weight", 64, (64,)),
         Parameter("blocks.0.mlp.router.gate.weight", 64 * 8, (8, 64)),
     ]
-    assert muon_seconds(CLUSTER, others, Group(1, 1), 8) == 0
+    assert muon_seconds(CLUSTER, others, NodeGroup(1, 1), 8) == 0
 
 
 def test_experts_are_matrices_of_their_own() -> None:
     """A rank with 2 of 8 experts orthogonalises these two, and no tensor-parallel ranks help."""
     name = "blocks.0.mlp.experts.up"
     stack = Parameter(name, 2 * 1024 * 512, (8, 1024, 512), expert=True)
-    two = muon_seconds(CLUSTER, [matrix(1024, 512)] * 2, Group(1, 1), 8)
-    assert muon_seconds(CLUSTER, [stack], Group(1, 1), 8) == pytest.approx(two)
+    two = muon_seconds(CLUSTER, [matrix(1024, 512)] * 2, NodeGroup(1, 1), 8)
+    assert muon_seconds(CLUSTER, [stack], NodeGroup(1, 1), 8) == pytest.approx(two)
 
 
 def test_a_step_pays_for_them() -> None:
@@ -77,6 +77,6 @@ def test_a_step_pays_for_them() -> None:
         optimiser=Optimiser(name="muon"),
     )
     repeated = estimate(job, CLUSTER).parts["optimiser"]
-    shared = estimate(replace(job, dp=DataParallel(mode="zero1")), CLUSTER).parts["optimiser"]
+    shared = estimate(replace(job, dp=DataParallelSettings(mode="zero1")), CLUSTER).parts["optimiser"]
     adamw = estimate(replace(job, optimiser=Optimiser()), CLUSTER).parts["optimiser"]
     assert repeated > 3 * shared > 3 * adamw

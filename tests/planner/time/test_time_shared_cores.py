@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
@@ -84,7 +84,9 @@ def test_small_microbatches_cost_more() -> None:
 
 
 def test_sharded_parameters_are_gathered_by_every_microbatch() -> None:
-    ddp, zero3 = (seconds(Layout(dp=4), machine(), dp=DataParallel(mode=mode)) for mode in ("ddp", "zero3"))
+    ddp, zero3 = (
+        seconds(Layout(dp=4), machine(), dp=DataParallelSettings(mode=mode)) for mode in ("ddp", "zero3")
+    )
     assert zero3 > ddp
 
 

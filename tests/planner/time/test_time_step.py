@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import Job, Recompute
 from stretto.job.parameters import count_parameters
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
-from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile
+from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.machines.cluster import Cluster, Group, Link
+from stretto.planner.machines.cluster import Cluster, NetworkLink, NodeGroup
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import FULL, PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
@@ -32,8 +32,8 @@ CLUSTER = Cluster(
     name="test",
     device=DEVICE,
     node=8,
-    inner=Link(300e9, 5e-6, "NVLink 3"),
-    outer=Link(25e9, 15e-6, "InfiniBand HDR"),
+    inner=NetworkLink(300e9, 5e-6, "NVLink 3"),
+    outer=NetworkLink(25e9, 15e-6, "InfiniBand HDR"),
     nodes=64,
 )
 SHAPE = ModelShape(family="gpt", layers=16, hidden=2048, heads=16, vocab=50000, sequence=1024)
@@ -58,14 +58,18 @@ def seconds(
         (Layout(tp=4, pp=2, dp=2), {"schedule": "1f1b", "sequence_parallel": True}),
         (Layout(pp=4), {"schedule": "zb-h1"}),
         (Layout(pp=4), {"schedule": "interleaved", "options": {"chunks": 2}, "recompute": Recompute("full")}),
-        (Layout(dp=8), {"dp": DataParallel(mode="zero3")}),
-        (Layout(pp=2, dp=4), {"dp": DataParallel(mode="zero3")}),
+        (Layout(dp=8), {"dp": DataParallelSettings(mode="zero3")}),
+        (Layout(pp=2, dp=4), {"dp": DataParallelSettings(mode="zero3")}),
         (Layout(cp=2, dp=2), {"recompute": Recompute("selective")}),
-        (Layout(pp=2, dp=2), {"dp": DataParallel(mode="zero1", offload="cpu")}),
+        (Layout(pp=2, dp=2), {"dp": DataParallelSettings(mode="zero1", offload="cpu")}),
         (Layout(pp=4), {"schedule": "pipedream"}),
         (
             Layout(pp=4, dp=2),
-            {"schedule": "pipedream-2bw", "dp": DataParallel(mode="zero1"), "steps_between_drains": 7.5},
+            {
+                "schedule": "pipedream-2bw",
+                "dp": DataParallelSettings(mode="zero1"),
+                "steps_between_drains": 7.5,
+            },
         ),
     ],
 )
@@ -117,7 +121,8 @@ def test_the_bubble_of_an_asynchronous_step_shrinks_with_its_window() -> None:
 
 def test_waiting_for_offloaded_states_is_no_bubble() -> None:
     here, away = (
-        seconds(Layout(pp=2), dp=DataParallel(offload=place), global_batch=4) for place in ("none", "cpu")
+        seconds(Layout(pp=2), dp=DataParallelSettings(offload=place), global_batch=4)
+        for place in ("none", "cpu")
     )
     assert away.seconds > here.seconds
     assert away.parts["offload"] == pytest.approx(away.seconds - here.seconds)
@@ -160,7 +165,7 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
     # no head to speak of: blocks alone cost
     shape = replace(SHAPE, vocab=64)
     few = Job(shape=shape, layout=Layout(pp=4), global_batch=16, micro_batch=1, sequence=1024, precision=HALF)
-    free = replace(CLUSTER, inner=Link(1e18, 0.0))
+    free = replace(CLUSTER, inner=NetworkLink(1e18, 0.0))
     step = estimate(few, free, memory=False)
     work = step.seconds - step.parts["optimiser"] - step.parts["bubble"]
     # (p - 1) / m of the work (Narayanan et al. 2021, section 2.2.1), the embedding and the head aside
@@ -191,7 +196,7 @@ def test_full_recomputation_costs_another_forward() -> None:
 
 def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
     tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
-    compute, software = ComputeConfig(batch=1, sequence=64), SoftwareProfile(host=1e-4)
+    compute, software = ComputeConfig(batch=1, sequence=64), SoftwareAssumptions(host=1e-4)
     layer = layer_time(
         shape=tiny,
         kind="block",
@@ -240,35 +245,39 @@ def test_elements_of_stages_are_those_of_the_model() -> None:
 
 def test_reductions_depend_on_the_mode() -> None:
     layers, size = range(1, 3), 4 * stage_elements(SHAPE, (1, 2), Shares()).dense
-    whole = Group(16, 8)
+    whole = NodeGroup(16, 8)
 
     def reduce(**dp: object) -> float:
-        return data_time(job(Layout(dp=16), dp=DataParallel(**dp)), Assumptions(), CLUSTER, layers).reduce  # type: ignore[arg-type]
+        return data_time(
+            job(Layout(dp=16), dp=DataParallelSettings(**dp)), Assumptions(), CLUSTER, layers
+        ).reduce  # type: ignore[arg-type]
 
     assert reduce(mode="ddp") == collective_seconds(CLUSTER, "all-reduce", size, whole)
     assert reduce(mode="zero1") == collective_seconds(CLUSTER, "reduce-scatter", size, whole)
-    inside = collective_seconds(CLUSTER, "reduce-scatter", size, Group(8, 8))
-    between = collective_seconds(CLUSTER, "all-reduce", size / 8, Group(2, 1))
+    inside = collective_seconds(CLUSTER, "reduce-scatter", size, NodeGroup(8, 8))
+    between = collective_seconds(CLUSTER, "all-reduce", size / 8, NodeGroup(2, 1))
     assert reduce(mode="zero2", shard_states=8) == pytest.approx(inside + between)
 
 
 def test_sharded_states_shorten_the_update() -> None:
     alone, shared = (
-        data_time(job(Layout(dp=8), dp=DataParallel(mode=mode)), Assumptions(), CLUSTER, range(1, 9)).update  # type: ignore[arg-type]
+        data_time(
+            job(Layout(dp=8), dp=DataParallelSettings(mode=mode)), Assumptions(), CLUSTER, range(1, 9)
+        ).update  # type: ignore[arg-type]
         for mode in ("ddp", "zero1")
     )
     assert shared < 0.25 * alone
 
 
 def test_groups_split_into_parts_and_across_them() -> None:
-    assert part_of(Group(16, 4), 8) == Group(8, 4)
-    assert across(Group(16, 4), 8) == Group(2, 1)
-    assert across(Group(16, 8), 2) == Group(8, 4)
+    assert part_of(NodeGroup(16, 4), 8) == NodeGroup(8, 4)
+    assert across(NodeGroup(16, 4), 8) == NodeGroup(2, 1)
+    assert across(NodeGroup(16, 8), 2) == NodeGroup(8, 4)
     assert ShardSizes(1, 1, 8).states == 8
 
 
 def test_exposed_communication_and_slowdown_count() -> None:
-    slow = replace(CLUSTER, outer=Link(1e9, 15e-6))
+    slow = replace(CLUSTER, outer=NetworkLink(1e9, 15e-6))
     few = job(Layout(dp=16), global_batch=16)
     hidden, seen = (
         estimate(few, slow, Assumptions(overlap=overlap), memory=False) for overlap in (True, False)
@@ -352,7 +361,9 @@ def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
 def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
     compute, layout = ComputeConfig(batch=1, sequence=8192, cp=4), Layout(cp=4)
     fast, slow = (
-        layer_time(SHAPE, "block", compute, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
+        layer_time(
+            SHAPE, "block", compute, layout, replace(CLUSTER, inner=NetworkLink(rate, 0.0, "NVLink 3"))
+        )
         for rate in (1e15, 1e9)
     )
     core = kernel_times_of(
@@ -361,16 +372,16 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
         compute=compute,
         device=DEVICE,
         precision="bf16",
-        software=SoftwareProfile(),
+        software=SoftwareAssumptions(),
     ).core
     # attention beside messages is slower while they last, which at this rate is no time
     assert fast.F.get("context", 0.0) < 1e-2 * core
     assert slow.F["context"] > 0
     ring = [m for m in block_traffic(SHAPE, compute) if m.axis == "cp" and m.phase == "F"]
     assert all(m.overlaps for m in ring)
-    link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
-    whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
-    slower = SoftwareProfile().slowdown - 1
+    link = replace(CLUSTER, inner=NetworkLink(1e9, 0.0, "NVLink 3"))
+    whole = sum(m.count * collective_seconds(link, m.kind, m.size, NodeGroup(4, 4)) for m in ring)
+    slower = SoftwareAssumptions().slowdown - 1
     assert slow.F["context"] == pytest.approx(whole - core + slower * core)
 
 

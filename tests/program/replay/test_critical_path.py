@@ -14,12 +14,12 @@ from test_bound import EVERY, drawn
 from test_replay_clockwork import draw_costs, draw_program
 
 from stretto.program import ActionKind, ScheduleError, lower, schedule
-from stretto.program.replay import Cause, Costs, Timeline, simulate
+from stretto.program.replay import Costs, CriticalEvent, Timeline, simulate
 
 REASONS = {"order", "message", "queue", "reduction", "barrier", "beside"}
 
 
-def complete(line: Timeline) -> list[Cause]:
+def complete(line: Timeline) -> list[CriticalEvent]:
     """The path, once it is known to begin at the start and to end at the end."""
     path = line.critical_path
     assert path[0].event.start == 0

@@ -12,12 +12,12 @@ from stretto.program.memory import peak_activations
 from stretto.program.replay import Costs, simulate
 from stretto.program.search.dispatch import blocks, dispatch, urgency
 from stretto.program.search.evaluate import latest_starts, makespan, replay
-from stretto.program.search.insertion import Entry, insertion
+from stretto.program.search.insertion import InsertionRule, insertion
 from stretto.program.search.modulo import cyclic
-from stretto.program.search.problem import Orders, Problem, problem_of
+from stretto.program.search.problem import Orders, SchedulingProblem, problem_of
 
 
-def random_problem(random: Random, chunks: int) -> tuple[Problem, Costs, list[float | None]]:
+def random_problem(random: Random, chunks: int) -> tuple[SchedulingProblem, Costs, list[float | None]]:
     ranks, m = random.randint(1, 4), random.randint(1, 9)
     place = random.choice([loop, zigzag])(ranks, chunks)
     times = [tuple(random.uniform(0.1, 2) for _ in range(3)) for _ in place]
@@ -26,7 +26,9 @@ def random_problem(random: Random, chunks: int) -> tuple[Problem, Costs, list[fl
     return problem_of(place, m, costs, memory, random.random() < 0.7), costs, memory
 
 
-def holds_what_it_should(problem: Problem, costs: Costs, memory: list[float | None], orders: Orders) -> None:
+def holds_what_it_should(
+    problem: SchedulingProblem, costs: Costs, memory: list[float | None], orders: Orders
+) -> None:
     program = problem.program(orders)
     check(lower(program))
     for held, limit in zip(peak_activations(program), memory, strict=True):
@@ -59,7 +61,9 @@ def test_everything_built_runs_and_fits(chunks: int) -> None:
     for _ in range(4):
         problem, costs, memory = random_problem(random, chunks)
         built = [dispatch(problem, urgency(problem, b), b.patience) for b in list(blocks(problem))[::9]]
-        built += [o for late in (True, False) if (o := insertion(problem, Entry(1.0, late))) is not None]
+        built += [
+            o for late in (True, False) if (o := insertion(problem, InsertionRule(1.0, late))) is not None
+        ]
         built += cyclic(problem, 50, random)
         assert built
         for orders in built:

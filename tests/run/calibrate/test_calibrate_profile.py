@@ -9,7 +9,7 @@ import pytest
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import find_cluster, find_device
-from stretto.planner.machines.cluster import Group
+from stretto.planner.machines.cluster import NodeGroup
 from stretto.planner.machines.describe import save_cluster
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import kernel_times
@@ -48,7 +48,7 @@ def test_a_profile_holds_the_measurements(tmp_path: Path) -> None:
     assert attention_seconds(
         device=device, batch=4, queries=128, keys=128, heads=4, head_dim=64, precision="fp32", backward=True
     ) == pytest.approx(2.5e-3)
-    assert collective_seconds(read, "all-reduce", 4096, Group(4, 4)) == pytest.approx(2e-3)
+    assert collective_seconds(read, "all-reduce", 4096, NodeGroup(4, 4)) == pytest.approx(2e-3)
     assert device.sustained["fp32"] == pytest.approx(GFLOPS / 1e12)
     assert device.memory == pytest.approx(2 * 2**30)
     assert dict(device.kernels).keys() == {"launch", "matmul", "passes", "attention", "layer", "action"}

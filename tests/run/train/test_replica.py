@@ -13,7 +13,7 @@ import torch
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.parallel.mesh import Mesh
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
@@ -27,7 +27,7 @@ SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=2, kv_heads=1, ffn
 
 def sharded(mode: Any, layers: int = 2, **more: Any) -> RankModel:
     """A replica of two ranks that share gradients."""
-    dp = DataParallel(mode=mode, reduce="step", **more)
+    dp = DataParallelSettings(mode=mode, reduce="step", **more)
     shape, optimiser = replace(SHAPE, layers=layers), Optimiser(clip=None)
     job = Job(shape=shape, layout=Layout(dp=2), global_batch=4, dp=dp, optimiser=optimiser)
     return assemble(job, Mesh(job.layout, torch.device("cpu"), timedelta(seconds=20)), seed=0)

@@ -83,7 +83,7 @@ def data_parallel(
         raise StrettoError("offload to nvme needs a path", hint="path='/local/disk/scratch'")
     if offload_parameters != "none" and mode != "zero3":
         raise StrettoError(f"offload_parameters is {offload_parameters} with {mode}", hint="mode='zero3'")
-    dp = job.DataParallel(
+    dp = job.DataParallelSettings(
         mode=mode,
         shard_states=shard,
         offload=offload,
@@ -136,7 +136,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         mesh: Mesh,
-        dp: job.DataParallel,
+        dp: job.DataParallelSettings,
         dtype: torch.dtype | None,
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,

@@ -23,7 +23,7 @@ from stretto.job.huggingface.rules import (
     HiddenScale,
     Key,
     KeyRule,
-    LatentAttention,
+    LatentAttentionRule,
     SharedExperts,
     SparseBlocks,
 )
@@ -191,7 +191,7 @@ _GEMMA: tuple[KeyRule, ...] = (
 _GEMMA_FIELDS = {"mlp": "geglu", "norm": "rms1p", "block_norms": "sandwich"}
 _DEEPSEEK: tuple[KeyRule, ...] = (
     *_sizes(),
-    LatentAttention(),
+    LatentAttentionRule(),
     Rope(),
     Fixed("hidden_act", ("silu", "swish")),
     _NO_DROPOUT,

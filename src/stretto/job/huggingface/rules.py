@@ -243,7 +243,7 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentAttentionRule:
     """DeepSeek's latent attention; a shape's `head_dim` is both parts of a query's features together."""
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:

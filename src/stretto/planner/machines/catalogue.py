@@ -31,7 +31,7 @@ SOURCES = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A device of the catalogue, with the parts of a name that denote it.
 
     Attributes:
@@ -101,7 +101,7 @@ def peak_tflops(driver_name: str, precision: Precision) -> float | None:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CatalogueEntry, ...]:
     """The catalogue's devices, in its order."""
     return tuple(_entry(name, fields) for name, fields in read_fields(DATA / "devices.yaml").items())
 
@@ -131,10 +131,10 @@ def read_cluster(path: Path) -> Cluster:
     return cluster_of(read_fields(path), path.stem, find_device, find_cluster)
 
 
-def _entry(name: str, fields: Fields) -> Entry:
+def _entry(name: str, fields: Fields) -> CatalogueEntry:
     chip, gbs = fields.text("chip"), tuple(int(gb) for gb in fields.texts("gb"))
     forms = fields.texts("forms")
-    return Entry(device_of(fields, name, find_device), chip, gbs, forms)
+    return CatalogueEntry(device_of(fields, name, find_device), chip, gbs, forms)
 
 
 def _device(name: str) -> Device | None:
@@ -146,7 +146,7 @@ def _device(name: str) -> Device | None:
     return entry.device if entry else None
 
 
-def _entry_of(parsed: ParsedName) -> Entry | None:
+def _entry_of(parsed: ParsedName) -> CatalogueEntry | None:
     """The first entry that fits all parts of a name."""
     return next((e for e in entries() if parsed.fits(e.chip, e.gbs, e.forms)), None)
 

@@ -15,7 +15,7 @@ Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all",
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A connection between devices, per device and direction.
 
     Attributes:
@@ -32,7 +32,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostMachine:
     """The host of a node, whose memory and files take what is offloaded from devices.
 
     Attributes:
@@ -70,15 +70,15 @@ class Cluster:
     name: str
     device: Device
     node: int
-    inner: Link
-    outer: Link
+    inner: NetworkLink
+    outer: NetworkLink
     nodes: int | None = None
     computing: int | None = None
     tables: Mapping[str, object] = field(default_factory=dict[str, object])
     price: float | None = None
     correction: float = 1.0
     notes: str = ""
-    host: Host = field(default_factory=Host)
+    host: HostMachine = field(default_factory=HostMachine)
 
     @property
     def devices(self) -> int | None:
@@ -102,7 +102,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Ranks that communicate, at the same time as the groups beside them.
 
     Attributes:
@@ -120,7 +120,7 @@ class Group:
 
 
 @lru_cache(maxsize=4096)
-def group_of(layout: Layout, axes: str, node: int) -> Group:
+def group_of(layout: Layout, axes: str, node: int) -> NodeGroup:
     """The group of rank 0 over `axes` ("tp", "cp-dp", "ep", "expert_dp", ...), with `node` ranks a node."""
     members = layout.group(0, axes)
-    return Group(len(members), sum(rank < node for rank in members))
+    return NodeGroup(len(members), sum(rank < node for rank in members))

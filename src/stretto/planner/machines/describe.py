@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import yaml
 
 from stretto.errors import StrettoError
-from stretto.planner.machines.cluster import Cluster, Collective, Host, Link
+from stretto.planner.machines.cluster import Cluster, Collective, HostMachine, NetworkLink
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.networks import parse_network
 from stretto.planner.machines.reading import Fields
@@ -79,21 +79,21 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, find_cluster: FindCl
         device=device,
         node=fields.integer("node", like.node if like else None),
         inner=_link(fields, "inner", like.inner if like else None),
-        outer=Link(1e9, 1e-4, "none"),
+        outer=NetworkLink(1e9, 1e-4, "none"),
         nodes=nodes,
         computing=_computing(fields) if "computing" in fields else like.computing if like else None,
         tables=_tables(fields, "tables") or (like.tables if like else {}),
         price=fields.number("price") if "price" in fields else like.price if like else None,
         correction=fields.number("correction", like.correction if like else 1.0),
         notes=" ".join(fields.text("notes").split()) if "notes" in fields else "",
-        host=_host(fields, like.host if like else Host()),
+        host=_host(fields, like.host if like else HostMachine()),
     )
     cluster = replace(cluster, outer=_outer(fields, like, cluster))
     fields.finish(("like", "name", "nodes", "computing", "price", "notes", "host"))
     return cluster
 
 
-def _outer(fields: Fields, like: Cluster | None, cluster: Cluster) -> Link:
+def _outer(fields: Fields, like: Cluster | None, cluster: Cluster) -> NetworkLink:
     """The link between nodes: described, or in words as "8x200 Gb/s RoCE", of a node's cards."""
     default = like.outer if like else None
     if "outer" not in fields or fields.is_mapping("outer"):
@@ -157,14 +157,14 @@ def _device(fields: Fields, find: FindDevice) -> Device:
         raise fields.wrong("device", f"{name!r} is not known", error.hint) from None
 
 
-def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> Link:
+def _link(fields: Fields, key: str, like: NetworkLink | None, spare: bool = False) -> NetworkLink:
     """A link; `spare`: there is only one node, so that a link between nodes may be missing."""
     if key not in fields:
         if like is None and not spare:
             raise fields.wrong(key, "is missing", "as in {bandwidth_gbs: 25, latency_us: 15}")
-        return like or Link(1e9, 1e-4, "none")
+        return like or NetworkLink(1e9, 1e-4, "none")
     inner = fields.inside(key)
-    link = Link(
+    link = NetworkLink(
         bandwidth=inner.number("bandwidth_gbs", like.bandwidth / 1e9 if like else None) * 1e9,
         latency=inner.number("latency_us", like.latency * 1e6 if like else None, minimum=0.0) / 1e6,
         kind=inner.text("kind", like.kind if like else "unknown"),
@@ -174,12 +174,12 @@ def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> L
     return link
 
 
-def _host(fields: Fields, like: Host) -> Host:
+def _host(fields: Fields, like: HostMachine) -> HostMachine:
     if "host" not in fields:
         return like
     inner, default = fields.inside("host"), _host_values(like)
     values = {name: inner.number(name, default[name]) * unit for name, unit in _HOST_UNITS.items()}
-    host = Host(
+    host = HostMachine(
         memory=values["memory_gib"],
         bandwidth=values["bandwidth_gbs"],
         link=values["link_gbs"],
@@ -190,12 +190,12 @@ def _host(fields: Fields, like: Host) -> Host:
     return host
 
 
-def _host_values(host: Host) -> dict[str, float]:
+def _host_values(host: HostMachine) -> dict[str, float]:
     values = (host.memory, host.bandwidth, host.link, host.disk, host.disk_bandwidth)
     return {name: value / unit for (name, unit), value in zip(_HOST_UNITS.items(), values, strict=True)}
 
 
-def _link_values(link: Link) -> dict[str, Any]:
+def _link_values(link: NetworkLink) -> dict[str, Any]:
     return {
         "kind": link.kind,
         "bandwidth_gbs": link.bandwidth / 1e9,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stretto.errors import StrettoError
-from stretto.planner.machines.cluster import Cluster, Link
+from stretto.planner.machines.cluster import Cluster, NetworkLink
 
 GBIT = 1e9 / 8  # bytes/s
 # kinds of links between nodes: seconds of an empty message, roughly
@@ -49,7 +49,7 @@ _PER_DEVICE = re.compile(
 
 
 @dataclass(frozen=True)
-class Network:
+class NamedNetwork:
     """What a text says about the links of a node to other nodes.
 
     Attributes:
@@ -64,14 +64,18 @@ class Network:
     rate: float | None
     per: Literal["node", "device"] | None
 
-    def link(self, cluster: Cluster) -> Link:
+    def link(self, cluster: Cluster) -> NetworkLink:
         """The link between nodes of a cluster that has this network, in the share of one device."""
         kind = self._kind(cluster)
         share = self._share(cluster, kind)
         if share is None:
             share = cluster.outer.bandwidth
         same_kind = kind == cluster.outer.kind
-        return replace(cluster.outer, bandwidth=share) if same_kind else Link(share, LATENCIES[kind], kind)
+        return (
+            replace(cluster.outer, bandwidth=share)
+            if same_kind
+            else NetworkLink(share, LATENCIES[kind], kind)
+        )
 
     def _share(self, cluster: Cluster, kind: str) -> float | None:
         """Bytes/s of one device. A rate stated neither per device nor per node is taken per device if it
@@ -103,7 +107,7 @@ class Network:
         return kind if kind.startswith("InfiniBand") else "InfiniBand HDR"
 
 
-def parse_network(text: str) -> Network | None:
+def parse_network(text: str) -> NamedNetwork | None:
     """What a text says about the network between nodes, or None if it says that there is none. Links inside
     the node (NVLink, PCIe, ...) beside it are not read.
 
@@ -136,14 +140,14 @@ def parse_network(text: str) -> Network | None:
     if speed is None:
         short = _SPLIT.search(network_text)
         rate = float(short[1]) * GBIT if short else each if cards else None
-        return Network(kind, cards, rate, "device" if short else None)
+        return NamedNetwork(kind, cards, rate, "device" if short else None)
     rate = float(speed["number"].replace(",", "")) * _unit(speed["unit"])
     per = "node" if _PER_NODE.search(network_text) else "device" if _PER_DEVICE.search(network_text) else None
     if speed["count"]:
         cards = int(speed["count"])
     elif cards and each and rate > 1.5 * each:  # 4x HDR (800 Gb/s)
-        return Network(kind, None, rate, "node")
-    return Network(kind, cards, rate, per)
+        return NamedNetwork(kind, None, rate, "node")
+    return NamedNetwork(kind, cards, rate, per)
 
 
 def _unit(unit: str) -> float:

@@ -32,7 +32,7 @@ from stretto.planner.memory.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LayerTensor:
     """One tensor that a layer's backward needs.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class _Extras:
-    """Other bytes than the saved tensors of a layer, by the tensor with which they coexist; see `Part`."""
+    """Bytes besides the saved tensors of a layer, by the tensor with which they coexist; for `LayerTensor`."""
 
     forward: dict[str, int] = field(default_factory=dict[str, int])
     backward: dict[str, int] = field(default_factory=dict[str, int])
@@ -67,9 +67,9 @@ class _Extras:
     held_until_w: dict[str, int] = field(default_factory=dict[str, int])
     regathered: dict[str, int] = field(default_factory=dict[str, int])
 
-    def parts(self, saved: Sequence[Saved]) -> list[Part]:
+    def parts(self, saved: Sequence[Saved]) -> list[LayerTensor]:
         return [
-            Part(
+            LayerTensor(
                 name=tensor.name,
                 bytes=tensor.bytes,
                 forward=self.forward.get(tensor.name, 0),
@@ -93,7 +93,7 @@ class LayerMemory:
         forward: peak bytes of a forward that keeps its input only.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerTensor, ...]
     input_bytes: int
     ends: bool = False
     recomputed: bool = False
@@ -105,7 +105,7 @@ class LayerMemory:
         return sum(part.bytes for part in self.parts if part.saved)
 
     @property
-    def last_product(self) -> Part | None:
+    def last_product(self) -> LayerTensor | None:
         """The input of the layer's last linear."""
         return next((part for part in reversed(self.parts) if part.held_until_w is not None), None)
 
@@ -142,7 +142,7 @@ def layer_memory(
 @lru_cache(maxsize=1024)
 def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     size = Sizes(shape, compute, False)
-    saved = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, compute)]
+    saved = [LayerTensor(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, compute)]
     gathered = compute.element * compute.tokens * shape.hidden
     forward = 2 * gathered + (size.residual if size.gathered else 0) if compute.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.learned else 0)
@@ -150,7 +150,7 @@ def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     if size.halves:  # the gradient in the type in which it is accumulated
         backward += compute.statistic * compute.tokens * shape.hidden
     return LayerMemory(
-        parts=(Part(name="embed", bytes=0, forward=forward, backward=backward), *saved),
+        parts=(LayerTensor(name="embed", bytes=0, forward=forward, backward=backward), *saved),
         input_bytes=0,
         ends=True,
     )
@@ -160,7 +160,7 @@ def _embedding(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
 def _between(shape: ModelShape, compute: ComputeConfig) -> LayerMemory:
     """The encoder's last norm, then the embedding of the decoder's tokens."""
     embedding, memory = _embedding(shape, compute), Sizes(shape, compute.of_memory, False)
-    parts = [Part(name=s.name, bytes=s.bytes) for s in between_saved(shape, compute)]
+    parts = [LayerTensor(name=s.name, bytes=s.bytes) for s in between_saved(shape, compute)]
     input_bytes = parts[0].bytes
     # keys and values are made of it in every block of the decoder, and their weights' gradients too
     parts = [replace(part, held_until_w=0) if part.name == "memory" else part for part in parts]
@@ -198,16 +198,16 @@ def _block(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) 
     (block_input,) = saved
     recomputed = [replace(part, saved=False) for part in parts[keeps_input(shape, compute) :]]
     if block_input.bytes < size.residual:  # a shard of the input, gathered again
-        recomputed.insert(0, Part(name="gathered input", bytes=size.residual, saved=False))
+        recomputed.insert(0, LayerTensor(name="gathered input", bytes=size.residual, saved=False))
     return LayerMemory(
-        parts=(Part(name=block_input.name, bytes=block_input.bytes), *recomputed),
+        parts=(LayerTensor(name=block_input.name, bytes=block_input.bytes), *recomputed),
         input_bytes=block_input.bytes,
         recomputed=True,
         forward=_without_graph(shape, compute, size) + size.residual * compute.framework.inputs_on_host,
     )
 
 
-def _partly_saved(parts: Sequence[Part], saved: Sequence[Saved]) -> Iterator[Part]:
+def _partly_saved(parts: Sequence[LayerTensor], saved: Sequence[Saved]) -> Iterator[LayerTensor]:
     """The parts if operators other than attention's core are recomputed: two of a tensor that is saved in
     part, and the tensors that are saved only then.
     """
@@ -216,12 +216,12 @@ def _partly_saved(parts: Sequence[Part], saved: Sequence[Saved]) -> Iterator[Par
     for part in parts:
         size = sizes.get(part.name, 0)
         if 0 < size < part.bytes:
-            yield Part(name=part.name, bytes=size)
+            yield LayerTensor(name=part.name, bytes=size)
             yield replace(part, bytes=part.bytes - size, saved=False)
         else:
             yield replace(part, saved=part.name in sizes)
         if part.name == "norm2 statistics":
-            yield from (Part(name=name, bytes=sizes[name]) for name in sorted(additional))
+            yield from (LayerTensor(name=name, bytes=sizes[name]) for name in sorted(additional))
 
 
 @lru_cache(maxsize=1024)
@@ -265,7 +265,7 @@ def _head(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -
     return LayerMemory(parts=tuple(extras.parts(saved)), input_bytes=input_bytes, ends=True)
 
 
-def _expert_part(part: Part, shape: ModelShape, compute: ComputeConfig, size: Sizes) -> Part:
+def _expert_part(part: LayerTensor, shape: ModelShape, compute: ComputeConfig, size: Sizes) -> LayerTensor:
     """A tensor of a mixture of experts, under even routing, with the other bytes at that time."""
     assert shape.moe is not None
     e = compute.element

@@ -108,7 +108,7 @@ class RankMemory:
         open: whole gradients that are held for a while, of which it keeps a shard.
         versions: copies of weights that older microbatches compute with.
         batch: tokens and targets of a step, tables of positions, and a framework's buckets.
-        between: the most bytes between two actions.
+        between_actions: the most bytes between two actions.
         flights: by stage, the most microbatches whose activations are held at once.
         stages: by stage, bytes that one microbatch keeps.
     """
@@ -123,7 +123,7 @@ class RankMemory:
     transient: int
     versions: int
     batch: int
-    between: int
+    between_actions: int
     at: str
     masters: int = 0
     saving: int = 0
@@ -275,7 +275,7 @@ class _Walk:
             transient=self.during,
             versions=self.fullest["versions"],
             batch=batch,
-            between=states.total + batch + saving + self.most_held,
+            between_actions=states.total + batch + saving + self.most_held,
             at=self.at,
             masters=states.masters,
             saving=saving,

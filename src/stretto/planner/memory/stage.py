@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.planner.memory.layer import LayerMemory, Part
+from stretto.planner.memory.layer import LayerMemory, LayerTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +178,11 @@ def _products_peak(layers: Sequence[LayerMemory]) -> int:
     )
 
 
-def _groups(layer: LayerMemory) -> list[list[Part]]:
+def _groups(layer: LayerMemory) -> list[list[LayerTensor]]:
     """The parts from the last to the first: kept ones one by one, neighbours that are recomputed together in
     one group.
     """
-    groups = list[list[Part]]()
+    groups = list[list[LayerTensor]]()
     for part in reversed(layer.parts):
         if groups and not part.saved and not groups[-1][0].saved:
             groups[-1].insert(0, part)

@@ -32,7 +32,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, message_bytes, tensors_between
 from stretto.planner.memory.transient import SHARED, TIED, StageUnits, distinct_units, shared_names
 from stretto.planner.rank_step.collectives import (
-    Call,
+    CollectiveCall,
     EachMicrobatch,
     LayerGathers,
     gathered,
@@ -392,7 +392,7 @@ class _Counting:
     def units(self) -> Iterator[StateUnit]:
         return (unit for units in self.by_stage.values() for unit in units)
 
-    def _digit_collective(self, unit: StateUnit, call: Call) -> None:
+    def _digit_collective(self, unit: StateUnit, call: CollectiveCall) -> None:
         """Count a collective over ranks that differ in one digit of their number among the copies."""
         ranks = self._copies(unit.expert)
         if call.level < 4:

@@ -30,7 +30,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from stretto.job.chain import blocks_among
-from stretto.job.data_parallel import MODES, DataParallel
+from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.layout.layout import Layout
 from stretto.planner.memory.fits import Fit
 from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
@@ -45,7 +45,7 @@ from stretto.planner.search.ranking import (
     sort_feasible,
 )
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.program import entry
 
 # The constants below order the search and divide its time; none changes a bound, so without a time limit the
@@ -123,7 +123,7 @@ class BranchAndBound:
         left: lower bound on the cost of every candidate that was not examined.
     """
 
-    task: Task
+    task: SearchTask
     evaluator: CandidateEvaluator
     deadline: Deadline
     until: float = 1.0
@@ -511,18 +511,18 @@ def first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -
 class MemorySavingOptions:
     """The options of a task that save memory, in rows, and the bounds on memory that choose among them."""
 
-    def __init__(self, task: Task, space: Space) -> None:
+    def __init__(self, task: SearchTask, space: Space) -> None:
         self.task = task
         self.space = space
         self.bounds = MemoryBounds(task)
         self.budget = memory_budget(task.cluster.device, task.assumptions.reserve)
-        self._least_memory = dict[object, tuple[DataParallel, Saving]]()
+        self._least_memory = dict[object, tuple[DataParallelSettings, Saving]]()
 
     def fit(self, candidate: Candidate) -> Fit:
         """How the candidate's memory bound fits the device."""
         return self.bounds.of(candidate).fit(self.task.cluster.device, self.task.assumptions.reserve)
 
-    def least_memory(self, layout: Layout, expert_tp: int | None) -> tuple[DataParallel, Saving]:
+    def least_memory(self, layout: Layout, expert_tp: int | None) -> tuple[DataParallelSettings, Saving]:
         """The sharing of states with the least memory on a rank, with every saving applied."""
         key = layout, expert_tp
         if key not in self._least_memory:

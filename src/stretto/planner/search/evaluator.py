@@ -19,7 +19,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.memory_bounds import filling_microbatches
 from stretto.planner.search.space import depth_of, small_program
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
 from stretto.program.schedules.traits import updates_within
@@ -59,7 +59,7 @@ class CandidateEvaluator:
         times: estimates without memory.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SearchTask) -> None:
         self.task, self.bounds = task, TimeBounds(task)
         self.times = dict[Candidate, Estimate]()
         self.fits = dict[Candidate, Fit]()

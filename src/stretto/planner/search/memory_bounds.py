@@ -16,7 +16,7 @@ from math import inf
 
 from stretto.errors import StrettoError
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.finetune import TrainedParameters
 from stretto.job.flops import Recompute as Mode
 from stretto.job.job import Job
@@ -30,7 +30,7 @@ from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_memory
 from stretto.planner.search.space import small_program
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, ActionKind
@@ -154,7 +154,7 @@ class MemoryBound:
             transient=0,
             versions=0,
             batch=0,
-            held=0,
+            between_actions=0,
             at="the step",
         )
         return fit([nothing], device, reserve)
@@ -196,7 +196,7 @@ class _Layer:
 class MemoryBounds:
     """Lower bounds on the memory of the fullest of some ranks (`sampled_ranks`)."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SearchTask) -> None:
         self.task = task
         # the first layer of each kind of block
         self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in block_kinds(task.shape))
@@ -207,7 +207,7 @@ class MemoryBounds:
         self._alike = dict[object, tuple[_Layer, ...]]()  # a block of each kind
         self._places = dict[object, int]()
 
-    def states(self, layout: Layout, expert_tp: int | None, dp: DataParallel, saving: Saving) -> int:
+    def states(self, layout: Layout, expert_tp: int | None, dp: DataParallelSettings, saving: Saving) -> int:
         """A bound for every schedule: states shared evenly over pipeline ranks."""
         sizes = layout.tp, layout.cp, layout.ep, layout.dp, layout.pp, expert_tp
         key = sizes, dp, saving.offload, saving.parameters
@@ -219,7 +219,7 @@ class MemoryBounds:
             self._places[key] = _states(job, (range(self.task.shape.chain),)) // layout.pp
         return self._places[key]
 
-    def parallelism(self, parallelism: Parallelism, dp: DataParallel, saving: Saving) -> int:
+    def parallelism(self, parallelism: Parallelism, dp: DataParallelSettings, saving: Saving) -> int:
         """A bound for every schedule: the states, and one microbatch in one block."""
         mode = saving.recompute.mode
         blocks = self._blocks(parallelism, "full" if mode == "auto" else mode)
@@ -349,7 +349,9 @@ class MemoryBounds:
         )
         key = sizes, parallelism.context, layer, mode
         if key not in self._layers:
-            job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
+            job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(
+                self.task
+            )
             compute = replace(ComputeConfig.of(job), recompute=mode)
             layer_compute = compute.at(layer_of(self.task.shape, layer))
             boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden

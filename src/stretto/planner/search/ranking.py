@@ -15,7 +15,7 @@ from stretto.planner.estimate import NOISE, PARTS, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, Verdict
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.search.task import RANKED, Candidate, Objective, Task
+from stretto.planner.search.task import RANKED, Candidate, Objective, SearchTask
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible],
     )
 
 
-def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
+def sort_feasible(candidates: Sequence[Feasible], task: SearchTask) -> list[Feasible]:
     """Sort by the objective; of the first `RANKED`, sort those tied with the first by preference."""
 
     def cost(feasible: Feasible) -> float:
@@ -234,7 +234,7 @@ _SMALL = 0.003  # share of the step below which a part is not mentioned
 
 
 def rank_candidates(
-    candidates: Sequence[Feasible], task: Task, times: Mapping[Candidate, Estimate]
+    candidates: Sequence[Feasible], task: SearchTask, times: Mapping[Candidate, Estimate]
 ) -> list[Ranked]:
     """The ranking with its reasons; `times` has the estimates of the candidates, without memory."""
     ranking = list[Ranked]()
@@ -245,7 +245,7 @@ def rank_candidates(
 
 
 def rank_candidate(
-    feasible: Feasible, best: Estimate | None, task: Task, times: Mapping[Candidate, Estimate]
+    feasible: Feasible, best: Estimate | None, task: SearchTask, times: Mapping[Candidate, Estimate]
 ) -> Ranked:
     """A candidate with the reason for its distance to the best; None if it is the best itself."""
     result = replace(times[feasible.candidate], memory=feasible.fit)
@@ -253,7 +253,7 @@ def rank_candidate(
 
 
 def nearest_to_fitting(
-    closest: tuple[float, Candidate] | None, task: Task, sized_cluster: Callable[[int], Cluster]
+    closest: tuple[float, Candidate] | None, task: SearchTask, sized_cluster: Callable[[int], Cluster]
 ) -> Ranked | None:
     """The candidate nearest to fitting, from `RejectionCounts.closest`."""
     if closest is None:
@@ -265,7 +265,7 @@ def nearest_to_fitting(
     return _ranked(candidate, result, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
 
 
-def _ranked(candidate: Candidate, result: Estimate, reason: str, task: Task) -> Ranked:
+def _ranked(candidate: Candidate, result: Estimate, reason: str, task: SearchTask) -> Ranked:
     price, world = task.price, candidate.parallelism.layout.world
     tokens_per_dollar = None if price is None else result.tokens_per_s * 3600 / (price * world)
     return Ranked(result, reason, str(candidate), tokens_per_dollar)

@@ -37,7 +37,7 @@ from stretto.planner.search.ranking import (
     rank_candidates,
 )
 from stretto.planner.search.space import Space, divisors
-from stretto.planner.search.task import RANKED, Task
+from stretto.planner.search.task import RANKED, SearchTask
 from stretto.program import PLAIN, entry, names
 
 # Shares of the time limit at which the passes end. Each baseline gets an equal part of the first. Later ends
@@ -55,7 +55,7 @@ _LONG = 8192  # tokens of a rank's sequence up to which few split it further
 _MICRO = (1, 2, 4, 8)  # samples of a microbatch
 
 
-def search(task: Task, progress: Progress | None = None) -> Plan:
+def search(task: SearchTask, progress: Progress | None = None) -> Plan:
     """Find the best layouts of the task, the best first.
 
     If no conventional layout fits, states and parameters are sharded and offloaded in every way
@@ -82,7 +82,7 @@ def search(task: Task, progress: Progress | None = None) -> Plan:
 class _Search:
     """The passes of one search."""
 
-    def __init__(self, task: Task, progress: Progress | None) -> None:
+    def __init__(self, task: SearchTask, progress: Progress | None) -> None:
         self.task, self.progress = task, progress
         self.deadline, self.evaluator = Deadline(task.seconds), CandidateEvaluator(task)
 
@@ -123,14 +123,14 @@ class _Search:
                     break
         return fastest
 
-    def _find_conventional(self, task: Task, until: float) -> tuple[list[Feasible], bool]:
+    def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
         run = self._run_pass(conventional_task(task), until=until, wanted=_SEEDS, only_dives=True)
         return _all_accepted(run), run.cut_short
 
     def _run_pass(
         self,
-        task: Task,
+        task: SearchTask,
         *,
         until: float,
         wanted: int,
@@ -225,7 +225,7 @@ def _needs_offload_search(feasible: Feasible) -> bool:
 # ------------------------------------------------------------------ narrowed tasks
 
 
-def baseline_tasks(task: Task) -> dict[str, Task]:
+def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
     """The task narrowed to what most people would run without a search, by name."""
     widest = max(_tensor_widths(task))
     unsplit: dict[str, tuple[Any, ...]] = {"cp": (1,), "ep": (1,)}
@@ -247,7 +247,7 @@ def baseline_tasks(task: Task) -> dict[str, Task]:
     return {name: replace(task, narrowed=choices) for name, choices in narrowed.items()}
 
 
-def conventional_task(task: Task) -> Task:
+def conventional_task(task: SearchTask) -> SearchTask:
     """The task narrowed to conventional choices: tensor parallelism within a node; no context parallelism but
     for long sequences; schedules that most frameworks have; small microbatches.
     """
@@ -267,7 +267,7 @@ def _common_schedules() -> tuple[str, ...]:
     return tuple(name for name in names() if entry(name).common)
 
 
-def _tensor_widths(task: Task) -> tuple[int, ...]:
+def _tensor_widths(task: SearchTask) -> tuple[int, ...]:
     """Tensor-parallel widths within a node that split the heads."""
     return tuple(n for n in divisors(task.cluster.node) if task.shape.heads % n == 0)
 
@@ -275,7 +275,7 @@ def _tensor_widths(task: Task) -> tuple[int, ...]:
 # ------------------------------------------------------------------ errors
 
 
-def _task_problem(task: Task) -> StrettoError | None:
+def _task_problem(task: SearchTask) -> StrettoError | None:
     """A problem of the task that no layout can mend."""
     wrong = problems(replace(task.job, layout=Layout(), global_batch=1, micro_batch=1))
     if wrong:
@@ -298,7 +298,7 @@ def _task_problem(task: Task) -> StrettoError | None:
     return None
 
 
-def _nothing_legal(task: Task, space: Space) -> StrettoError:
+def _nothing_legal(task: SearchTask, space: Space) -> StrettoError:
     """The error if no layout is legal: the first rule that was broken, or no product of sizes."""
     for name, (_, example) in space.rejected.items():
         return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")

@@ -16,12 +16,12 @@ from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.job.attention import ContextKind
-from stretto.job.data_parallel import DataParallel, Mode
+from stretto.job.data_parallel import DataParallelSettings, Mode
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
@@ -35,12 +35,12 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples; kernels are tuned for powe
 class Space:
     """The search space of a task, with counts of candidates rejected by each rule."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SearchTask) -> None:
         self.task = task
         self.rejected: dict[str, tuple[int, str]] = {}
         self._legality: dict[object, bool] = {}
         self._schedules: dict[tuple[int, int], list[ScheduleChoice]] = {}
-        self._sharings: dict[Layout, Sequence[DataParallel]] = {}
+        self._sharings: dict[Layout, Sequence[DataParallelSettings]] = {}
         self._supported: dict[tuple[Mode, Saving], bool] = {}
 
     def values(self, name: str, defaults: Iterable[Any]) -> tuple[Any, ...]:
@@ -210,34 +210,36 @@ class Space:
 
     # ------------------------------------------------------------------ sharding states
 
-    def sharings(self, layout: Layout) -> Sequence[DataParallel]:
+    def sharings(self, layout: Layout) -> Sequence[DataParallelSettings]:
         """Ways to shard states over ranks with the same parameters: over all of them, or those of a node."""
         if layout not in self._sharings:
             self._sharings[layout] = self._sharings_of(layout)
         return self._sharings[layout]
 
-    def _sharings_of(self, layout: Layout) -> Sequence[DataParallel]:
+    def _sharings_of(self, layout: Layout) -> Sequence[DataParallelSettings]:
         copies = layout.cp * layout.dp
         if copies == 1 and "mode" not in self.task.fixed:
-            return (DataParallel(mode="ddp"),)
+            return (DataParallelSettings(mode="ddp"),)
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
-        sharings = list[DataParallel]()
+        sharings = list[DataParallelSettings]()
         # in a pipeline, zero2 and zero3 communicate for every microbatch or stage
         all_modes = layout.pp == 1 or self.task.allow_offload
         for mode in self.values("mode", ("ddp", "zero1", "zero2", "zero3")[: 4 if all_modes else 2]):
             fixed = {n: self.task.fixed[n][0] for n in _SHARDS if n in self.task.fixed}
             if fixed:
-                sharings.append(DataParallel(mode=mode, **fixed))
+                sharings.append(DataParallelSettings(mode=mode, **fixed))
                 continue
-            sharings.append(DataParallel(mode=mode))
+            sharings.append(DataParallelSettings(mode=mode))
             if not 1 < local < copies or "shard_states" in self.task.narrowed:
                 continue
             if mode in ("zero1", "zero2", "zero3"):
-                sharings.append(DataParallel(mode=mode, shard_states=local))
+                sharings.append(DataParallelSettings(mode=mode, shard_states=local))
             if mode in ("zero2", "zero3"):
-                sharings.append(DataParallel(mode=mode, shard_gradients=local))
+                sharings.append(DataParallelSettings(mode=mode, shard_gradients=local))
             if mode == "zero3":
-                sharings.append(DataParallel(mode=mode, shard_gradients=copies, shard_parameters=local))
+                sharings.append(
+                    DataParallelSettings(mode=mode, shard_gradients=copies, shard_parameters=local)
+                )
         return sharings
 
     # ------------------------------------------------------------------ saving memory
@@ -252,7 +254,7 @@ class Space:
         parameters = self.values("offload_parameters", ("none",))[0]
         return Saving(Recompute(mode, blocks, memory_gib=memory_budget), offload, parameters)
 
-    def savings(self, saving: Saving, blocks: int, dp: DataParallel) -> list[list[Saving]]:
+    def savings(self, saving: Saving, blocks: int, dp: DataParallelSettings) -> list[list[Saving]]:
         """Rows of savings from this one on. Along a row more and more is recomputed, so that less and less is
         held; from row to row more is offloaded.
 
@@ -288,7 +290,7 @@ class Space:
                 sequence_parallel=False,
                 context="ring",
             )
-            candidate = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(mode=mode), saving)
+            candidate = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(mode=mode), saving)
             wrong = self.task.refusals(replace(candidate.job(self.task), global_batch=devices))
             self._supported[key] = not any(p.field.startswith(("recompute", "dp.offload")) for p in wrong)
         return self._supported[key]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from stretto.errors import Problem
 from stretto.job.attention import ContextKind
-from stretto.job.data_parallel import DataParallel, Precision
+from stretto.job.data_parallel import DataParallelSettings, Precision
 from stretto.job.job import VOCAB_MULTIPLE, Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
@@ -21,7 +21,7 @@ RANKED = 10  # layouts that every search looks for
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class SearchTask:
     """A model to be trained on a cluster.
 
     Attributes:
@@ -146,7 +146,7 @@ class Candidate:
 
     parallelism: Parallelism
     schedule: ScheduleChoice
-    dp: DataParallel
+    dp: DataParallelSettings
     saving: Saving
 
     @property
@@ -156,7 +156,7 @@ class Candidate:
         """
         return (self.parallelism.layout, self.parallelism.micro_batch, self.schedule)
 
-    def job(self, task: Task) -> Job:
+    def job(self, task: SearchTask) -> Job:
         """The job that rules check and estimates price."""
         parallelism, saving = self.parallelism, self.saving
         return replace(
@@ -231,5 +231,5 @@ def unplanned(job: Job) -> Job:
         sequence_parallel=False,
         context="ring",
         recompute=Recompute(),
-        dp=DataParallel(),
+        dp=DataParallelSettings(),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.flops import Recompute as Mode
 from stretto.job.flops import model_flops_per_step
 from stretto.job.job import Job
@@ -26,7 +26,7 @@ from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import small_program
-from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.program.action import ActionKind
@@ -165,7 +165,7 @@ class Layers:
 class TimeBounds:
     """Bounds for the candidates of one task, in seconds of a step."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SearchTask) -> None:
         self.task = task
         self._kinds = tuple(
             next(
@@ -428,7 +428,7 @@ class TimeBounds:
         return seconds * self.cluster(world).correction
 
 
-_PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallel()
+_PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallelSettings()
 
 
 def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from math import ceil, hypot, log2, sqrt
 from typing import Any
 
-from stretto.planner.machines.cluster import Cluster, Collective, Group, Link
+from stretto.planner.machines.cluster import Cluster, Collective, NetworkLink, NodeGroup
 from stretto.planner.time.constants import chip, constants
 from stretto.planner.time.measured import interpolate
 
@@ -69,7 +69,7 @@ class LinkModel:
     wired: int
     switch: SwitchReduction | None
 
-    def ring(self, link: Link, ranks: int, node: int) -> float:
+    def ring(self, link: NetworkLink, ranks: int, node: int) -> float:
         """Bytes/s that one rank forwards in a large ring of this size."""
         share = self.share - self.fewer / ranks
         if self.by_ranks and node == self.wired:
@@ -78,7 +78,7 @@ class LinkModel:
             share *= (ranks - 1) / (node - 1)
         return share * link.bandwidth
 
-    def across(self, link: Link, nodes: int, ring: bool = True) -> float:
+    def across(self, link: NetworkLink, nodes: int, ring: bool = True) -> float:
         """Bytes/s of one network card in a large ring, or tree, over this many nodes."""
         return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
 
@@ -121,7 +121,7 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=65536)
-def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
+def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float:
     """Time of one collective over `group`, while the groups beside it do the same.
 
     Args:
@@ -148,7 +148,7 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
 
 
 @lru_cache(maxsize=4096)
-def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
+def _rate(cluster: Cluster, group: NodeGroup, ring: bool = True) -> float:
     """Bytes/s that one rank forwards in a large ring or tree; the slower of the two levels limits it."""
     local, rate = min(group.local, group.ranks), float("inf")
     if local > 1:
@@ -164,13 +164,13 @@ def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
     return inside * link_model(cluster, False).step + outside * link_model(cluster, True).step
 
 
-def _fixed(cluster: Cluster, group: Group, size: float) -> float:
+def _fixed(cluster: Cluster, group: NodeGroup, size: float) -> float:
     """Seconds beside steps and bytes: the call, and filling pipelines."""
     slower = link_model(cluster, group.nodes > 1)
     return slower.base + slower.pipe * sqrt(size)
 
 
-def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
+def _ring(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float:
     rounds = 2 if kind == "all-reduce" else 1
     passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
     between = group.nodes - 1
@@ -181,7 +181,7 @@ def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> floa
     return _fixed(cluster, group, rounds / 2 * size) + moving
 
 
-def _all_reduce_alternatives(cluster: Cluster, size: float, group: Group) -> list[float]:
+def _all_reduce_alternatives(cluster: Cluster, size: float, group: NodeGroup) -> list[float]:
     """Seconds of an all-reduce by a tree between nodes, or in the switch of a single node."""
     if group.nodes > 1:
         steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
@@ -192,7 +192,7 @@ def _all_reduce_alternatives(cluster: Cluster, size: float, group: Group) -> lis
     return []
 
 
-def _exchange(cluster: Cluster, size: float, group: Group) -> float:
+def _exchange(cluster: Cluster, size: float, group: NodeGroup) -> float:
     """All-to-all: messages inside the node and between nodes run at the same time."""
     local = min(group.local, group.ranks)
     inner_bytes, outer_bytes = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
@@ -210,7 +210,7 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     return _fixed(cluster, group, size) + steps + wire
 
 
-def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
+def _measured(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float | None:
     """From the cluster's table: the rows of this group, or those of the nearest one, scaled; None: no rows
     are comparable.
     """
@@ -231,7 +231,7 @@ def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> 
     return None
 
 
-def _distance(measured: tuple[int, int], group: Group) -> float:
+def _distance(measured: tuple[int, int], group: NodeGroup) -> float:
     # the number of nodes counts first, then the number of ranks
     nodes = -(-measured[0] // measured[1])
     return 10 * abs(log2(nodes / group.nodes)) + abs(log2(measured[0] / group.ranks))

@@ -17,7 +17,7 @@ from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
-from stretto.planner.machines.cluster import Cluster, Collective, Group, group_of
+from stretto.planner.machines.cluster import Cluster, Collective, NodeGroup, group_of
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.muon import muon_seconds
 from stretto.planner.time.operators import pass_seconds
@@ -165,7 +165,7 @@ def _data_time(
     return DataTime(reduce, gather, update, away)
 
 
-def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: Group, sizes: ShardSizes) -> float:
+def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: NodeGroup, sizes: ShardSizes) -> float:
     """Gradients to the ranks with their states; where several ranks hold equal shards, an all-reduce between
     these follows.
     """
@@ -179,7 +179,7 @@ def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: Group, si
     return seconds
 
 
-def _gather(cluster: Cluster, sharding: _Sharding, size: float, group: Group, sizes: ShardSizes) -> float:
+def _gather(cluster: Cluster, sharding: _Sharding, size: float, group: NodeGroup, sizes: ShardSizes) -> float:
     kind: Collective = "all-gather"
     if sharding.mode == "zero3":
         return collective_seconds(cluster, kind, size, part_of(group, sizes.parameters))
@@ -188,12 +188,12 @@ def _gather(cluster: Cluster, sharding: _Sharding, size: float, group: Group, si
     return collective_seconds(cluster, kind, size, part_of(group, sizes.states)) if sizes.states > 1 else 0.0
 
 
-def part_of(group: Group, ranks: int) -> Group:
+def part_of(group: NodeGroup, ranks: int) -> NodeGroup:
     """The group of the first `ranks` ranks of a group."""
-    return Group(ranks, min(ranks, group.local))
+    return NodeGroup(ranks, min(ranks, group.local))
 
 
-def across(group: Group, ranks: int) -> Group:
+def across(group: NodeGroup, ranks: int) -> NodeGroup:
     """The group of ranks of a group that are `ranks` apart."""
     count = max(1, group.ranks // ranks)
-    return Group(count, max(1, min(count, group.local // ranks)))
+    return NodeGroup(count, max(1, min(count, group.local // ranks)))

@@ -11,7 +11,7 @@ from stretto.job.framework import STRETTO
 from stretto.job.lora import is_adapter
 from stretto.job.parameters import block_shapes
 from stretto.job.shape import ModelShape
-from stretto.planner.assumptions import SoftwareProfile
+from stretto.planner.assumptions import SoftwareAssumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.constants import chip, flex_speed
@@ -459,7 +459,7 @@ def kernel_times_of(
     compute: ComputeConfig,
     device: Device,
     precision: Precision,
-    software: SoftwareProfile,
+    software: SoftwareAssumptions,
 ) -> KernelTimes:
     """The kernels of a layer under a software profile. Measured devices were measured within a program, so
     that only the choice of attention kernel is left to the profile.

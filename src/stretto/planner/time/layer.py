@@ -11,7 +11,7 @@ from stretto.job.flops import attention_flops, block_flops, recomputed_flops
 from stretto.job.framework import Operator
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.assumptions import SoftwareProfile
+from stretto.planner.assumptions import SoftwareAssumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import (
     Message,
@@ -21,7 +21,7 @@ from stretto.planner.counts.traffic import (
     embedding_traffic,
     head_traffic,
 )
-from stretto.planner.machines.cluster import Cluster, Group, group_of
+from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import KernelTimes, kernel_times_of, kernels_back
@@ -78,10 +78,10 @@ def layer_time(
     layout: Layout,
     cluster: Cluster,
     precision: Precision = "bf16",
-    software: SoftwareProfile | None = None,
+    software: SoftwareAssumptions | None = None,
 ) -> LayerTime:
     """Time of a layer: `kind` is that of `job.chain`."""
-    software = software or SoftwareProfile()
+    software = software or SoftwareAssumptions()
     work = kernel_times_of(
         shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software
     )
@@ -121,7 +121,7 @@ def layer_time(
     )
 
 
-def _waited(message: Message, shape: ModelShape, group: Group, software: SoftwareProfile) -> float:
+def _waited(message: Message, shape: ModelShape, group: NodeGroup, software: SoftwareAssumptions) -> float:
     """The share of a collective's time that nothing hides or saves: tp's may be pipelined with the products
     before or after them; an exchange of tokens may overlap with other microbatches, and send a token once to
     each node instead of to each of its experts there.
@@ -169,7 +169,7 @@ def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConf
 
 
 def _seconds(
-    message: Message, shape: ModelShape, layout: Layout, cluster: Cluster, software: SoftwareProfile
+    message: Message, shape: ModelShape, layout: Layout, cluster: Cluster, software: SoftwareAssumptions
 ) -> float:
     group = group_of(layout, message.axis, cluster.node)
     once = collective_seconds(cluster, message.kind, message.size, group)
@@ -201,7 +201,7 @@ def _phase(
 
 
 def _saved(
-    work: KernelTimes, talk: list[tuple[Message, float]], software: SoftwareProfile
+    work: KernelTimes, talk: list[tuple[Message, float]], software: SoftwareAssumptions
 ) -> dict[str, float]:
     """What an unsplit backward hides: reductions of input gradients behind products of weight gradients,
     gathers of inputs behind products of input gradients.

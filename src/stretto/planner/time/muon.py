@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from stretto.planner.counts.rank_parameters import Parameter
-from stretto.planner.machines.cluster import Cluster, Group
+from stretto.planner.machines.cluster import Cluster, NodeGroup
 from stretto.planner.machines.device import Device
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import matmul_seconds
@@ -22,7 +22,7 @@ _MASTER = 4  # bytes of an element of a momentum and a direction, which matrices
 _WAYS = 2  # directions to the rank that orthogonalises, and back
 
 
-def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Group, node: int) -> float:
+def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: NodeGroup, node: int) -> float:
     """Of a stage's matrices on one rank.
 
     Args:
@@ -46,7 +46,7 @@ def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Grou
     for split, matrices in work.items():
         holders = split * states.ranks
         seconds += max(max(matrices), sum(matrices) / holders)
-        group = Group(holders, min(holders, node, split * states.local))
+        group = NodeGroup(holders, min(holders, node, split * states.local))
         seconds += _WAYS * collective_seconds(cluster, "all-to-all", moved[split], group)
     return seconds
 

@@ -16,7 +16,7 @@ from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic
-from stretto.planner.machines.cluster import Cluster, Group, group_of
+from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.collectives import collective_seconds
@@ -253,4 +253,4 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     )
     copies = max(1, program.stages // program.depth)
     hops = 2 * program.microbatches * hops_per_direction / copies
-    return hops * collective_seconds(cluster, "send", size, Group(job.layout.pp, job.layout.pp))
+    return hops * collective_seconds(cluster, "send", size, NodeGroup(job.layout.pp, job.layout.pp))

@@ -14,7 +14,7 @@ from stretto.job.job import Job
 from stretto.job.reduction import reduction
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.activations import ComputeConfig
-from stretto.planner.machines.cluster import Cluster, Link, group_of
+from stretto.planner.machines.cluster import Cluster, NetworkLink, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.data_parallel import DataTime, data_time
@@ -269,7 +269,7 @@ def _layer(
     )
 
 
-def hop_link(job: Job, cluster: Cluster) -> Link:
+def hop_link(job: Job, cluster: Cluster) -> NetworkLink:
     """The link between neighbouring pipeline ranks; the one between nodes if any of them are on
     different nodes.
     """

@@ -16,7 +16,7 @@ from stretto.program.program import Program, ScheduleError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class CheckReport:
     """What the checker found in a program that completes."""
 
     ranks: int
@@ -32,7 +32,7 @@ class Report:
     ]  # per stage and microbatch, updates between its F and the U that applies it
 
 
-def check(program: Program, transport: str = "rendezvous") -> Report:
+def check(program: Program, transport: str = "rendezvous") -> CheckReport:
     """Prove that every rank completes its order, and that together they do the work of one step.
 
     Takes programs before lowering (messages implied by the placement) and after (messages as written).
@@ -58,7 +58,7 @@ def check(program: Program, transport: str = "rendezvous") -> Report:
     check_transport(program, transport)
     if program.pairs:
         _check_blocks(program, transport)
-    return Report(
+    return CheckReport(
         ranks=program.ranks,
         stages=program.stages,
         actions=sum(map(len, program.orders)),

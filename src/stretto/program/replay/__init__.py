@@ -3,6 +3,6 @@
 from stretto.program.replay.costs import Costs
 from stretto.program.replay.lower_bound import bound
 from stretto.program.replay.simulate import simulate
-from stretto.program.replay.timeline import Bubble, Cause, Event, Timeline
+from stretto.program.replay.timeline import Bubble, CriticalEvent, Event, Timeline
 
-__all__ = ["Bubble", "Cause", "Costs", "Event", "Timeline", "bound", "simulate"]
+__all__ = ["Bubble", "Costs", "CriticalEvent", "Event", "Timeline", "bound", "simulate"]

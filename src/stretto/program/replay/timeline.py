@@ -105,7 +105,7 @@ _MOVING = COMPUTE | {
 _BACKWARD = frozenset({ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE})
 
 
-class Cause(NamedTuple):
+class CriticalEvent(NamedTuple):
     """An event, and what held it up until the time at which it started: the event before it on the path.
 
     `start`: nothing; `order`: its rank was busy; `message`: its input arrived, or both sides of a message
@@ -133,11 +133,11 @@ class _Blocker(NamedTuple):
     reason: Reason
 
 
-def critical_path(timeline: Timeline) -> list[Cause]:
+def critical_path(timeline: Timeline) -> list[CriticalEvent]:
     """The events from the latest end back, each time to what held the event up longest; in order of time."""
     path = _Path(timeline)
     place: _Place | None = path.last()
-    causes: list[Cause] = []
+    causes: list[CriticalEvent] = []
     visited: set[_Place] = set()
     while place is not None and place not in visited:
         visited.add(place)
@@ -147,7 +147,7 @@ def critical_path(timeline: Timeline) -> list[Cause]:
             if event.start > 0
             else None
         )
-        causes.append(Cause(event, "start" if blocker is None else blocker.reason))
+        causes.append(CriticalEvent(event, "start" if blocker is None else blocker.reason))
         place = None if blocker is None else blocker.by
     return causes[::-1]
 
@@ -457,7 +457,7 @@ class Timeline:
         return weight_versions(self.program)
 
     @cached_property
-    def critical_path(self) -> list[Cause]:
+    def critical_path(self) -> list[CriticalEvent]:
         """Events from the step's start to its end, each held up by the one before it, and by what."""
         return critical_path(self)
 

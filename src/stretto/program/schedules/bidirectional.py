@@ -10,7 +10,7 @@ from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import greedy
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import Writer
+from stretto.program.schedules.writer import OrderWriter
 
 
 @register("dualpipe-v", "forwards and backwards as overlapped pairs on a V placement", early=True)
@@ -22,7 +22,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     order for 2p with the missing ones left out; backwards that have lost their pair are then split.
     """
     total = max(2 * ranks, microbatches)
-    writers = [Writer(microbatches, splits=microbatches < total) for _ in range(ranks)]
+    writers = [OrderWriter(microbatches, splits=microbatches < total) for _ in range(ranks)]
     for rank, writer in enumerate(writers):
         down, up = rank, 2 * ranks - 1 - rank
         _eight_steps(writer=writer, stage_0=down, stage_1=up, rank=rank, ranks=ranks, microbatches=total)
@@ -45,7 +45,7 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
     half = ranks // 2
     each = max(ranks, -(-microbatches // 2))
     splits = microbatches < 2 * each
-    writers = [Writer(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
+    writers = [OrderWriter(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
     for rank, writer in enumerate(writers):
         # copy 0 is the near one for the first half of the ranks
         down, up = rank, 2 * ranks - 1 - rank
@@ -63,7 +63,7 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
 
 
 def _eight_steps(
-    writer: Writer, stage_0: int, stage_1: int, rank: int, ranks: int, microbatches: int
+    writer: OrderWriter, stage_0: int, stage_1: int, rank: int, ranks: int, microbatches: int
 ) -> None:
     """One rank's order, in the eight steps of DeepSeek's code (github.com/deepseek-ai/DualPipe).
 
@@ -116,7 +116,7 @@ def _eight_steps(
 
 
 def _program(
-    name: str, placement: tuple[int, ...], microbatches: int, writers: Sequence[Writer], copies: int = 1
+    name: str, placement: tuple[int, ...], microbatches: int, writers: Sequence[OrderWriter], copies: int = 1
 ) -> Program:
     return Program(
         name=name,

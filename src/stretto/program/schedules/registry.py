@@ -20,7 +20,7 @@ PLAIN = "1f1b"  # taken where none is named: every framework has it, and it fits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RegisteredSchedule:
     """A registered schedule: what it is, and the options it takes with their defaults.
 
     Attributes:
@@ -42,7 +42,7 @@ class Entry:
     groups: tuple[int, ...] = ()
 
 
-_ENTRIES: dict[str, Entry] = {}
+_ENTRIES: dict[str, RegisteredSchedule] = {}
 
 
 def register(
@@ -59,7 +59,7 @@ def register(
     Args:
         planned: False for one that another is never worse than.
         common: most frameworks have it.
-        early: its programs are cheap to make and it is the first of its kind to try; see `Entry`.
+        early: its programs are cheap to make and first of its kind to be tried; see `RegisteredSchedule`.
         groups: sizes of its option `group` worth planning beside the default, in pipeline ranks.
     """
 
@@ -68,7 +68,7 @@ def register(
         numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
         if name in _ENTRIES:
             raise StrettoError(f"schedule {name!r} is registered twice", hint="give yours another name")
-        _ENTRIES[name] = Entry(
+        _ENTRIES[name] = RegisteredSchedule(
             name=name,
             about=about,
             build=build,
@@ -150,7 +150,7 @@ def at_least_one(field: str, value: int) -> None:
         )
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> RegisteredSchedule:
     """The schedule registered under a name.
 
     Raises:
@@ -166,7 +166,7 @@ def entry(name: str) -> Entry:
     return registered
 
 
-def _no_such_option(chosen: Entry, option: str, value: object) -> StrettoError:
+def _no_such_option(chosen: RegisteredSchedule, option: str, value: object) -> StrettoError:
     takers = [e.name for e in _ENTRIES.values() if option in e.options]
     if not takers:
         every = sorted({name for e in _ENTRIES.values() for name in e.options})

@@ -12,7 +12,7 @@ from stretto.program.memory import peak_held
 from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import Writer
+from stretto.program.schedules.writer import OrderWriter
 
 _INTERVAL = 6  # slots in which a rank has one F, one I and one W of both stages
 
@@ -37,7 +37,7 @@ def zb_v(ranks: int, microbatches: int) -> Program:
 
 
 def _zb_v_order(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    writer = Writer(microbatches)
+    writer = OrderWriter(microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     # with fewer, the rounds below would be negative
     total = max(2 * ranks - 1, microbatches)

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from stretto.program.action import Action, ActionKind
 
 
-class Writer:
+class OrderWriter:
     """One rank's order while it is being written.
 
     Every stage takes its microbatches in ascending order, for each kind of action; with several copies of the

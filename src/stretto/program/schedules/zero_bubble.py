@@ -8,7 +8,7 @@ from stretto.program.program import Program
 from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.one_f_one_b import group_size
 from stretto.program.schedules.registry import register
-from stretto.program.schedules.writer import Writer
+from stretto.program.schedules.writer import OrderWriter
 
 
 @register(
@@ -27,7 +27,7 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        writer = Writer(microbatches)
+        writer = OrderWriter(microbatches)
         writer.forward(*[rank] * min(ranks - 1 - rank, microbatches))
         for step in range(microbatches):
             writer.forward(rank)
@@ -57,7 +57,7 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        writer = Writer(microbatches)
+        writer = OrderWriter(microbatches)
         forwards = min(2 * (ranks - 1 - rank) + 1, microbatches)
         writer.forward(*[rank] * forwards)
         for step in range(microbatches):
@@ -99,7 +99,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | 
     groups = -(-microbatches // size)
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        writer = Writer(microbatches)
+        writer = OrderWriter(microbatches)
         steps = [chunk for _ in range(groups) for chunk in range(chunks) for _ in range(size)]
         warmup = min((chunks - 1) * size + ranks - 1 - rank, len(steps))
         writer.forward(*(chunk * ranks + rank for chunk in steps[:warmup]))

@@ -1,5 +1,5 @@
 """Search for the best schedule for given costs and memory."""
 
-from stretto.program.search.auto import Result, auto, search
+from stretto.program.search.auto import ScheduleSearchResult, auto, search
 
-__all__ = ["Result", "auto", "search"]
+__all__ = ["ScheduleSearchResult", "auto", "search"]

@@ -18,8 +18,8 @@ from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline, simulate
 from stretto.program.schedules.registry import at_least_one, names, options, register, schedule
 from stretto.program.search.evaluate import Times, makespan, replay, span
-from stretto.program.search.improve import Candidate, Value
-from stretto.program.search.problem import I, Orders, Problem, W, lower_bound, problem_of
+from stretto.program.search.improve import ScheduleCandidate, Value
+from stretto.program.search.problem import I, Orders, SchedulingProblem, W, lower_bound, problem_of
 from stretto.program.search.solve import solve
 
 MOST_CHUNKS = 4  # tried where neither the costs nor the caller say how many
@@ -178,7 +178,7 @@ def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ScheduleSearchResult:
     """The best program found, and how good it is; times in the unit of the costs."""
 
     program: Program
@@ -230,7 +230,7 @@ def search(
     split: bool = True,
     objective: str = "barrier",
     effort: float = 1.0,
-) -> Result:
+) -> ScheduleSearchResult:
     """Search for the program of least makespan. The same input gives the same program on every machine.
 
     Never worse than the best schedule by name that fits, on any costs; proved optimal for small problems.
@@ -286,7 +286,7 @@ def search(
     program = replace(program, name="auto", parameters=parameters)
     check(lower(program))
     best = fixed[0] if fixed else None
-    return Result(
+    return ScheduleSearchResult(
         program=program,
         value=worth,
         bound=bound,
@@ -297,11 +297,11 @@ def search(
     )
 
 
-def _barrier(problem: Problem, ends: Times) -> float:
+def _barrier(problem: SchedulingProblem, ends: Times) -> float:
     return makespan(ends)
 
 
-def _work(problem: Problem) -> float:
+def _work(problem: SchedulingProblem) -> float:
     """The work of the busiest rank."""
     return problem.microbatches * max(sum(problem.cost[op] for op in ops) for ops in problem.operations)
 
@@ -314,7 +314,7 @@ def _objective(timeline: Timeline, by_span: bool) -> float:
 
 
 def _fixed(
-    problems: Sequence[Problem],
+    problems: Sequence[SchedulingProblem],
     microbatches: int,
     counts: Sequence[int],
     memories: Sequence[float | None],
@@ -332,7 +332,7 @@ def _fixed(
     return sorted(fixed, key=lambda entry: entry[0])
 
 
-def _rated(candidate: Candidate, costs: Costs, by_span: bool) -> tuple[float, Program]:
+def _rated(candidate: ScheduleCandidate, costs: Costs, by_span: bool) -> tuple[float, Program]:
     """The candidate's program, with full backwards where that costs nothing, and its replayed value."""
     problem = candidate.problem
     program = problem.program(candidate.orders)
@@ -345,7 +345,7 @@ def _rated(candidate: Candidate, costs: Costs, by_span: bool) -> tuple[float, Pr
     return worth, program
 
 
-def _joined(problem: Problem, orders: Orders, program: Program) -> Program:
+def _joined(problem: SchedulingProblem, orders: Orders, program: Program) -> Program:
     """The program with I and the W right behind it as one B, where no rank waits for I's result."""
     ends = replay(problem, orders)
     assert ends is not None
@@ -369,7 +369,7 @@ def _joined(problem: Problem, orders: Orders, program: Program) -> Program:
     return replace(program, orders=tuple(rows))
 
 
-def _start(problem: Problem, ends: Times, op: int, microbatch: int) -> float:
+def _start(problem: SchedulingProblem, ends: Times, op: int, microbatch: int) -> float:
     return ends[op][microbatch] - problem.cost[op]
 
 

@@ -14,12 +14,12 @@ from heapq import heappop, heappush
 from itertools import product
 
 from stretto.program.search.evaluate import Times
-from stretto.program.search.problem import F, Orders, Problem
+from stretto.program.search.problem import F, Orders, SchedulingProblem
 
 _NEVER = float("inf")
 
 
-def dispatch(problem: Problem, urgency: Times, patience: float) -> Orders:
+def dispatch(problem: SchedulingProblem, urgency: Times, patience: float) -> Orders:
     """Orders in which every rank, whenever it is free, takes its ready operation of least `urgency`.
 
     Args:
@@ -33,7 +33,7 @@ def dispatch(problem: Problem, urgency: Times, patience: float) -> Orders:
 class _Dispatch:
     """What each rank has done, and what has arrived."""
 
-    def __init__(self, problem: Problem, urgency: Times, patience: float) -> None:
+    def __init__(self, problem: SchedulingProblem, urgency: Times, patience: float) -> None:
         self.problem = problem
         self.urgency = urgency
         self.patience = patience
@@ -144,7 +144,7 @@ _LAST = 1e6  # periods: after everything else
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """How urgent the passes of one microbatch are.
 
     `stretch` has the pace of F and I in each direction through the ranks, 1 as fast as the stages can:
@@ -157,7 +157,7 @@ class Block:
     patience: float
 
 
-def blocks(problem: Problem) -> Iterator[Block]:
+def blocks(problem: SchedulingProblem) -> Iterator[BuildingBlock]:
     """The grid, most useful first."""
     if problem.stages > problem.ranks:
         one_or_two = (1.0, 2.0)
@@ -168,10 +168,10 @@ def blocks(problem: Problem) -> Iterator[Block]:
         for first, patience in product((True, False), (0.0, 1.0, 0.5)):
             for last in (True, False) if problem.split else (True,):
                 if not (first and stretch[2:] != (1.0, 1.0)):
-                    yield Block(stretch, first, last, patience)
+                    yield BuildingBlock(stretch, first, last, patience)
 
 
-def urgency(problem: Problem, block: Block) -> Times:
+def urgency(problem: SchedulingProblem, block: BuildingBlock) -> Times:
     """By operation and microbatch, for `dispatch`."""
     cost = problem.cost
     delay = problem.delay

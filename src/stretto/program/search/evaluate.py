@@ -5,12 +5,12 @@ Adds and compares in the order of `stretto.program.replay`, so that its makespan
 
 from __future__ import annotations
 
-from stretto.program.search.problem import Orders, Problem
+from stretto.program.search.problem import Orders, SchedulingProblem
 
 Times = list[list[float]]  # by operation, then by microbatch
 
 
-def replay(problem: Problem, orders: Orders) -> Times | None:
+def replay(problem: SchedulingProblem, orders: Orders) -> Times | None:
     """When every operation ends for every microbatch; None where the orders deadlock."""
     source = problem.source
     delay = problem.delay
@@ -57,7 +57,7 @@ def makespan(ends: Times) -> float:
     return max(times[-1] for times in ends if times)
 
 
-def span(problem: Problem, ends: Times) -> float:
+def span(problem: SchedulingProblem, ends: Times) -> float:
     """The longest time of a rank from its first start to its last end."""
     longest = 0.0
     for ops in problem.operations:
@@ -66,7 +66,7 @@ def span(problem: Problem, ends: Times) -> float:
     return longest
 
 
-def latest_starts(problem: Problem, orders: Orders, ends: Times) -> Times:
+def latest_starts(problem: SchedulingProblem, orders: Orders, ends: Times) -> Times:
     """The latest start of every operation with which the orders still end when they do."""
     follower = problem.follower
     delay = problem.delay

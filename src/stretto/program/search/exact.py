@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.program.search.problem import F, I, Orders, Problem, tails_of
+from stretto.program.search.problem import F, I, Orders, SchedulingProblem, tails_of
 
 _NEVER = float("inf")
 
 
 @dataclass
-class Proof:
+class ExactSolution:
     """What came of a search."""
 
     orders: Orders | None  # better than the given value; None: there are none, or none were found
     complete: bool  # nothing was left out
 
 
-def exact(problem: Problem, value: float, bound: float, nodes: int) -> Proof:
+def exact(problem: SchedulingProblem, value: float, bound: float, nodes: int) -> ExactSolution:
     """The orders of least makespan below `value`.
 
     Args:
@@ -33,13 +33,13 @@ def exact(problem: Problem, value: float, bound: float, nodes: int) -> Proof:
     """
     search = _Search(problem, value, bound, nodes)
     search.extend(0.0)
-    return Proof(search.best, search.nodes > 0)
+    return ExactSolution(search.best, search.nodes > 0)
 
 
 class _Search:
     """The state of a depth-first search."""
 
-    def __init__(self, problem: Problem, value: float, bound: float, nodes: int) -> None:
+    def __init__(self, problem: SchedulingProblem, value: float, bound: float, nodes: int) -> None:
         self.problem = problem
         self.value = value
         self.bound = bound

@@ -12,19 +12,19 @@ from random import Random
 
 from stretto.program.search.dispatch import dispatch
 from stretto.program.search.evaluate import Times, latest_starts, replay
-from stretto.program.search.problem import Orders, Problem
+from stretto.program.search.problem import Orders, SchedulingProblem
 
 _MEMORY = 8  # how many steps back a move may be as bad as
 _LONGEST_MOVE = 6  # places by which one move carries an operation
 
-Value = Callable[[Problem, Times], float]
+Value = Callable[[SchedulingProblem, Times], float]
 
 
 @dataclass
-class Candidate:
+class ScheduleCandidate:
     """Orders and their value; smaller is better."""
 
-    problem: Problem
+    problem: SchedulingProblem
     orders: Orders
     value: float
     source: str
@@ -36,15 +36,15 @@ class Budget:
 
     actions: float
 
-    def take(self, problem: Problem, weight: float = 1.0) -> bool:
+    def take(self, problem: SchedulingProblem, weight: float = 1.0) -> bool:
         """Spend one replay of the problem; whether anything is left."""
         self.actions -= weight * problem.actions
         return self.actions > 0
 
 
 def redispatch(
-    candidate: Candidate, value: Value, budget: Budget, random: Random, until: float, tries: int
-) -> Candidate:
+    candidate: ScheduleCandidate, value: Value, budget: Budget, random: Random, until: float, tries: int
+) -> ScheduleCandidate:
     """Dispatch by latest starts, first as they are, then perturbed, until `tries` in a row do not help."""
     problem, best = candidate.problem, candidate
     failed = 0
@@ -61,7 +61,7 @@ def redispatch(
         assert ends is not None
         worth = value(problem, ends)
         if worth < best.value:
-            best, failed = Candidate(problem, orders, worth, candidate.source), 0
+            best, failed = ScheduleCandidate(problem, orders, worth, candidate.source), 0
         else:
             failed += 1
     return best
@@ -73,7 +73,9 @@ def _perturbed(times: list[float], by: float, random: Random) -> list[float]:
     return [time + common + random.uniform(-by, by) / 4 for time in times]
 
 
-def climb(candidate: Candidate, value: Value, budget: Budget, random: Random, until: float) -> Candidate:
+def climb(
+    candidate: ScheduleCandidate, value: Value, budget: Budget, random: Random, until: float
+) -> ScheduleCandidate:
     """Carry operations along the critical path to other places, late acceptance (Burke and Bykov 2017).
 
     A move is kept if the result is no worse than the present one, or than the present one some steps ago.
@@ -107,11 +109,11 @@ def climb(candidate: Candidate, value: Value, budget: Budget, random: Random, un
         past[step % _MEMORY] = now
         path = critical(problem, orders, ends)
         if now < best.value:
-            best = Candidate(problem, [list(order) for order in orders], now, candidate.source)
+            best = ScheduleCandidate(problem, [list(order) for order in orders], now, candidate.source)
     return best
 
 
-def _target(problem: Problem, order: list[int], at: int, random: Random) -> int:
+def _target(problem: SchedulingProblem, order: list[int], at: int, random: Random) -> int:
     """A place to carry the operation to: critical F and I rather go earlier; -1: nowhere."""
     op = order[at]
     by = random.randint(1, _LONGEST_MOVE)
@@ -129,7 +131,7 @@ def _moved(order: list[int], at: int, to: int) -> list[int]:
     return moved
 
 
-def critical(problem: Problem, orders: Orders, ends: Times) -> list[tuple[int, int]]:
+def critical(problem: SchedulingProblem, orders: Orders, ends: Times) -> list[tuple[int, int]]:
     """A longest chain of actions without a pause, last first, each by its rank and its place there."""
     cost = problem.cost
     delay = problem.delay

@@ -12,21 +12,21 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from stretto.program.search.problem import Orders, Problem
+from stretto.program.search.problem import Orders, SchedulingProblem
 
 _TRIES = 400  # entry times for one microbatch
 _FINE = 12  # of them in a period, at least
 
 
 @dataclass(frozen=True)
-class Entry:
+class InsertionRule:
     """How microbatches enter."""
 
     spacing: float  # least time between two entries, in periods
     late: bool  # forwards as late as the first input gradient allows
 
 
-def insertion(problem: Problem, entry: Entry) -> Orders | None:
+def insertion(problem: SchedulingProblem, entry: InsertionRule) -> Orders | None:
     """Orders built by insertion; None if a microbatch cannot be placed."""
     build = _Insertion(problem, entry)
     return build.run()
@@ -74,7 +74,7 @@ class _RankTimeline:
 class _Insertion:
     """The timeline so far."""
 
-    def __init__(self, problem: Problem, entry: Entry) -> None:
+    def __init__(self, problem: SchedulingProblem, entry: InsertionRule) -> None:
         self.problem, self.entry = problem, entry
         self.timelines = [_RankTimeline(limit) for limit in problem.limits]
         cost = problem.cost

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import floor
 from random import Random
 
-from stretto.program.search.problem import F, I, Orders, Problem, W
+from stretto.program.search.problem import F, I, Orders, SchedulingProblem, W
 
 _TINY = 1e-9
 
@@ -33,7 +33,7 @@ class _Block:
     life: float  # of all activations
 
 
-def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
+def cyclic(problem: SchedulingProblem, tries: int, random: Random) -> list[Orders]:
     """Orders that repeat a block, for every period orders feasible, the shortest last.
 
     Args:
@@ -57,7 +57,9 @@ def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
     return orders
 
 
-def _search(problem: Problem, period: float, waits: Waits, tries: int, random: Random) -> _Block | None:
+def _search(
+    problem: SchedulingProblem, period: float, waits: Waits, tries: int, random: Random
+) -> _Block | None:
     """A block of that period that fits; `waits` is where to begin, and is left where the search ended."""
     now = _place(problem, period, waits)
     for _ in range(tries):
@@ -73,7 +75,7 @@ def _search(problem: Problem, period: float, waits: Waits, tries: int, random: R
     return now if now is not None and not now.excess else None
 
 
-def _changed(problem: Problem, period: float, waits: Waits, random: Random) -> Waits:
+def _changed(problem: SchedulingProblem, period: float, waits: Waits, random: Random) -> Waits:
     """Redraw one or a few waits."""
     other = Waits(list(waits.times), list(waits.at_once))
     for _ in range(random.choice((1, 1, 2, 4))):
@@ -86,7 +88,7 @@ def _changed(problem: Problem, period: float, waits: Waits, random: Random) -> W
     return other
 
 
-def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
+def _place(problem: SchedulingProblem, period: float, waits: Waits) -> _Block | None:
     """The block: from the loss outwards, F as late and I as early as the ranks are free."""
     cost = problem.cost
     delay = problem.delay
@@ -129,7 +131,7 @@ def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
 def _put_weight(
     starts: list[float],
     busy: list[list[tuple[float, float]]],
-    problem: Problem,
+    problem: SchedulingProblem,
     stage: int,
     period: float,
     waits: Waits,
@@ -170,7 +172,7 @@ def _free(
     return ready
 
 
-def _measured(problem: Problem, starts: list[float], period: float) -> _Block:
+def _measured(problem: SchedulingProblem, starts: list[float], period: float) -> _Block:
     """What the block makes ranks hold."""
     cost, release = problem.cost, problem.release
     excess, life = 0, 0.0
@@ -188,7 +190,7 @@ def _measured(problem: Problem, starts: list[float], period: float) -> _Block:
     return _Block(starts, excess, life)
 
 
-def _repeat(problem: Problem, block: _Block, period: float) -> Orders:
+def _repeat(problem: SchedulingProblem, block: _Block, period: float) -> Orders:
     """The block for every microbatch, gaps left out."""
     orders: Orders = []
     for ops in problem.operations:

@@ -25,7 +25,7 @@ _KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SchedulingProblem:
     """One placement; times in the unit of the costs.
 
     Without `split` the operation I is the full backward, and there is no W.
@@ -169,7 +169,7 @@ def problem_of(
     costs: Costs,
     memory: Sequence[float | None],
     split: bool,
-) -> Problem:
+) -> SchedulingProblem:
     """The problem of one placement; `memory` in rank units, one a rank, None for no limit."""
     ranks = len(memory)
     prices = Prices(
@@ -181,7 +181,7 @@ def problem_of(
     chunks = len(placement) // ranks
     total = microbatches * chunks
     limits = tuple(total if limit is None else min(total, activations_in(limit, chunks)) for limit in memory)
-    return Problem(
+    return SchedulingProblem(
         placement=placement, microbatches=microbatches, times=times, delays=delays, limits=limits, split=split
     )
 
@@ -191,7 +191,7 @@ def activations_in(limit: float, chunks: int) -> int:
     return int(limit * chunks + 1e-9)
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: SchedulingProblem) -> float:
     """The largest of three times over all ranks, each of them from when the first input can reach the rank.
 
     - its work;
@@ -216,7 +216,7 @@ def lower_bound(problem: Problem) -> float:
     return bound
 
 
-def _heads(problem: Problem) -> list[float]:
+def _heads(problem: SchedulingProblem) -> list[float]:
     """By stage, when the first input can be there."""
     starts = [0.0]
     for stage in range(1, problem.stages):
@@ -224,7 +224,7 @@ def _heads(problem: Problem) -> list[float]:
     return starts
 
 
-def tails_of(problem: Problem) -> list[float]:
+def tails_of(problem: SchedulingProblem) -> list[float]:
     """By stage, from the end of its last I to the earliest end of all that follows from it."""
     tails: list[float] = []
     for stage in range(problem.stages):
@@ -236,7 +236,7 @@ def tails_of(problem: Problem) -> list[float]:
     return tails
 
 
-def _activation_lifetimes(problem: Problem) -> list[float]:
+def _activation_lifetimes(problem: SchedulingProblem) -> list[float]:
     """By stage, the least time from the start of F to the release of its activation."""
     times: list[float] = []
     way = 0.0

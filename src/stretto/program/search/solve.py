@@ -11,10 +11,10 @@ from stretto.program.program import Program
 from stretto.program.search.dispatch import blocks, dispatch, urgency
 from stretto.program.search.evaluate import replay
 from stretto.program.search.exact import exact
-from stretto.program.search.improve import Budget, Candidate, Value, climb, redispatch
-from stretto.program.search.insertion import Entry, insertion
+from stretto.program.search.improve import Budget, ScheduleCandidate, Value, climb, redispatch
+from stretto.program.search.insertion import InsertionRule, insertion
 from stretto.program.search.modulo import cyclic
-from stretto.program.search.problem import Orders, Problem, lower_bound
+from stretto.program.search.problem import Orders, SchedulingProblem, lower_bound
 
 _ACTIONS = 2e7  # replayed for effort 1, at most
 _SMALL = 20_000  # states that exact search may visit, for effort 1
@@ -29,12 +29,12 @@ _SPACINGS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.3)
 class Solution:
     """The best candidates, the best first; `complete` if the first is proved to be optimal."""
 
-    best: list[Candidate]
+    best: list[ScheduleCandidate]
     complete: bool
 
 
 def solve(
-    problems: Sequence[Problem],
+    problems: Sequence[SchedulingProblem],
     fixed: Sequence[tuple[str, Program]],
     value: Value,
     effort: float,
@@ -65,19 +65,23 @@ def solve(
     return Solution(best, complete)
 
 
-def _sort(candidates: list[Candidate]) -> None:
+def _sort(candidates: list[ScheduleCandidate]) -> None:
     candidates.sort(key=lambda candidate: candidate.value)
 
 
-def _candidates(problem: Problem, orders: Orders | None, value: Value, source: str) -> list[Candidate]:
+def _candidates(
+    problem: SchedulingProblem, orders: Orders | None, value: Value, source: str
+) -> list[ScheduleCandidate]:
     """The orders if they run and fit, in a list."""
     if orders is None or sum(map(len, orders)) != problem.actions or not problem.fits(orders):
         return []
     ends = replay(problem, orders)
-    return [] if ends is None else [Candidate(problem, orders, value(problem, ends), source)]
+    return [] if ends is None else [ScheduleCandidate(problem, orders, value(problem, ends), source)]
 
 
-def _named(problem: Problem, fixed: Sequence[tuple[str, Program]], value: Value) -> list[Candidate]:
+def _named(
+    problem: SchedulingProblem, fixed: Sequence[tuple[str, Program]], value: Value
+) -> list[ScheduleCandidate]:
     return [
         candidate
         for name, program in fixed
@@ -86,16 +90,18 @@ def _named(problem: Problem, fixed: Sequence[tuple[str, Program]], value: Value)
     ]
 
 
-def _built(problem: Problem, value: Value, bound: float, tries: int) -> list[Candidate]:
+def _built(problem: SchedulingProblem, value: Value, bound: float, tries: int) -> list[ScheduleCandidate]:
     """What the building blocks give; the rest is left out once one reaches the bound."""
-    candidates: list[Candidate] = []
+    candidates: list[ScheduleCandidate] = []
     for block in blocks(problem):
         orders = dispatch(problem, urgency(problem, block), block.patience)
         candidates += _candidates(problem, orders, value, "block")
         if bound and candidates[-1].value <= bound * (1 + 1e-12):
             return candidates
     for spacing, late in product(_SPACINGS, (True, False)):
-        candidates += _candidates(problem, insertion(problem, Entry(spacing, late)), value, "insertion")
+        candidates += _candidates(
+            problem, insertion(problem, InsertionRule(spacing, late)), value, "insertion"
+        )
     if problem.tight and problem.actions > _PROVABLE:
         for orders in (
             orders
@@ -107,8 +113,8 @@ def _built(problem: Problem, value: Value, bound: float, tries: int) -> list[Can
 
 
 def _improve(
-    candidates: list[Candidate], bounds: dict[Problem, float], value: Value, budget: Budget
-) -> list[Candidate]:
+    candidates: list[ScheduleCandidate], bounds: dict[SchedulingProblem, float], value: Value, budget: Budget
+) -> list[ScheduleCandidate]:
     """Improve the best of each problem, more and more of the effort on fewer and fewer."""
     random = Random(0)
     pool = _diverse(candidates, 12)
@@ -130,10 +136,10 @@ def _improve(
     return _merged(pool, candidates)
 
 
-def _diverse(candidates: list[Candidate], count: int) -> list[Candidate]:
+def _diverse(candidates: list[ScheduleCandidate], count: int) -> list[ScheduleCandidate]:
     """The best: at most a third from one problem and source, and no two of a problem with equal value."""
-    chosen: list[Candidate] = []
-    values: set[tuple[Problem, float]] = set()
+    chosen: list[ScheduleCandidate] = []
+    values: set[tuple[SchedulingProblem, float]] = set()
     for candidate in candidates:
         similar = sum(candidate.problem is t.problem and candidate.source == t.source for t in chosen)
         if (candidate.problem, candidate.value) not in values and similar < max(1, count // 3):
@@ -144,7 +150,7 @@ def _diverse(candidates: list[Candidate], count: int) -> list[Candidate]:
     return chosen
 
 
-def _merged(pool: list[Candidate], candidates: list[Candidate]) -> list[Candidate]:
+def _merged(pool: list[ScheduleCandidate], candidates: list[ScheduleCandidate]) -> list[ScheduleCandidate]:
     """A few of the best of both, the best first: exact costs decide between them."""
     both = [*pool, *candidates[:3]]
     _sort(both)
@@ -152,9 +158,9 @@ def _merged(pool: list[Candidate], candidates: list[Candidate]) -> list[Candidat
 
 
 def _prove(
-    problems: Sequence[Problem],
-    bounds: dict[Problem, float],
-    best: list[Candidate],
+    problems: Sequence[SchedulingProblem],
+    bounds: dict[SchedulingProblem, float],
+    best: list[ScheduleCandidate],
     value: Value,
     effort: float,
 ) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.planner.machines.cluster import Collective, Group
+from stretto.planner.machines.cluster import Collective, NodeGroup
 from stretto.planner.time.collectives import collective_seconds
 from stretto.recommender.planner.network_times import NetworkTime
 from stretto.recommender.planner.options import Option
@@ -71,7 +71,7 @@ class LoadBalance:
         self.everywhere = [0.0] * 8  # load that every rank has, on top of `columns`
         self.lookup = self.update = self.gathered = 0.0
         self.parts = 0
-        self._group = Group(ranks, min(work.local, ranks))
+        self._group = NodeGroup(ranks, min(work.local, ranks))
         computing = work.cluster.computing
         self._slower = max(1.0, min(work.local, ranks) / computing) if computing else 1.0
         self._reduce = self._collective("all-reduce", dense)

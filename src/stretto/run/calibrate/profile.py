@@ -26,7 +26,7 @@ from stretto.engine.device import (
 from stretto.errors import StrettoError
 from stretto.job.devices import AUTO, HOST
 from stretto.planner.machines.catalogue import find_cluster, known_by_driver, machine_name
-from stretto.planner.machines.cluster import Cluster, Link
+from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.device import Device, Precision
 from stretto.run.calibrate.collectives import CollectiveTimer, collective_times
 from stretto.run.calibrate.host import host_of, small_steps
@@ -220,7 +220,7 @@ def profile(measured: Measured, ranks: int) -> Cluster:
         device=device,
         node=max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
         inner=_link(measured, find_cluster("cpu") if cpu else None),
-        outer=Link(1e9, 1e-4, "none"),
+        outer=NetworkLink(1e9, 1e-4, "none"),
         nodes=1,
         computing=cores if cpu else None,
         tables=measured.collectives,
@@ -259,13 +259,13 @@ def _best(rows: list[list[float]]) -> float:
     return max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
 
 
-def _link(measured: Measured, reference: Cluster | None) -> Link:
+def _link(measured: Measured, reference: Cluster | None) -> NetworkLink:
     """Latency and bandwidth of messages, from the smallest and the largest measured."""
     kind = measured.backend
     rows = sorted(measured.collectives.get("send", []))
     rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:
-        return reference.inner if reference else Link(20e9, 1e-5, kind)
+        return reference.inner if reference else NetworkLink(20e9, 1e-5, kind)
     (*_, small, first), (*_, large, last) = rows[0], rows[-1]
     bandwidth = (large - small) / max(last - first, 1e-9)
-    return Link(bandwidth, max(0.0, first - small / bandwidth), kind)
+    return NetworkLink(bandwidth, max(0.0, first - small / bandwidth), kind)

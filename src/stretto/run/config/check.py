@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.optimiser import optimiser_problems
 from stretto.job.parameters import parameter_shapes
@@ -270,7 +270,7 @@ def _tokenizer(files: Sequence[str]) -> Iterator[Problem]:
         yield Problem("data.tokenizer", name, "there is no such file", fix or kind)
 
 
-def _disk_space(dp: DataParallel, job: Job) -> Iterator[Problem]:
+def _disk_space(dp: DataParallelSettings, job: Job) -> Iterator[Problem]:
     """Check the folder `dp.path`, if states or parameters are kept in files, and its free space."""
     if dp.path is None or "nvme" not in (dp.offload, dp.offload_parameters):
         return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from stretto.errors import Problem
-from stretto.job.data_parallel import ComputeType, DataParallel, PrecisionSettings
+from stretto.job.data_parallel import ComputeType, DataParallelSettings, PrecisionSettings
 from stretto.job.devices import AUTO, BACKENDS, KINDS, check_backend, check_device
 from stretto.job.field import Field, declared
 from stretto.job.finetune import TrainedParameters
@@ -543,7 +543,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    dp: DataParallel = field(default_factory=DataParallel)
+    dp: DataParallelSettings = field(default_factory=DataParallelSettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     finetune: TrainedParameters = field(default_factory=TrainedParameters)
     lora: LoraConfig = field(default_factory=LoraConfig)

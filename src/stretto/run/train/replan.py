@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import cluster_here
 from stretto.planner.search.ranking import Plan, Ranked
 from stretto.planner.search.search import search
-from stretto.planner.search.task import Task, unplanned
+from stretto.planner.search.task import SearchTask, unplanned
 from stretto.run.config.check import find_problems
 from stretto.run.config.for_ranks import for_ranks as listed
 from stretto.run.config.job import job_of
@@ -100,7 +100,7 @@ def _planned(config: TrainConfig, ranks: int) -> tuple[TrainConfig, str]:
     fixed = {"dp": (1,)} if gcd(job.global_batch, ranks) == 1 else {}
     try:
         cluster = cluster_here(ranks, kind_here(config.train))
-        plan = search(Task(job=job, cluster=cluster, fixed=fixed, seconds=SEARCH_S))
+        plan = search(SearchTask(job=job, cluster=cluster, fixed=fixed, seconds=SEARCH_S))
     except StrettoError as error:
         raise _none(config, ranks, error.message) from None
     problem = None

@@ -12,7 +12,7 @@ from typing import Any, cast
 import yaml
 
 from stretto.errors import StrettoError, nearest
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
 from stretto.layout.layout import AXES, Layout
@@ -24,7 +24,7 @@ from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.section import allowed, config_fields
 from stretto.run.config.validation import wrong_fields
 
-SHARDING = {one.name: one.default for one in fields(DataParallel) if one.name != "path"}
+SHARDING = {one.name: one.default for one in fields(DataParallelSettings) if one.name != "path"}
 """Settings of data parallelism that a proof varies, with their defaults."""
 
 LEAST_EPS = 1e-8
@@ -43,7 +43,7 @@ def vary(job: Job, **changes: Any) -> Job:
 
     Args:
         changes: axes, `expert_tp`, `encoder_pp`, `sequence_parallel`, `context`; `recompute` (the mode),
-            `shard_inputs`; fields of `DataParallel`; `schedule` (the name) and its `options`.
+            `shard_inputs`; fields of `DataParallelSettings`; `schedule` (the name) and its `options`.
 
     Raises:
         StrettoError: sizes that make no layout.
@@ -67,8 +67,8 @@ def _vary_layout(layout: Layout, sizes: Mapping[str, int], expert_tp: int | None
     return replace(layout, **sizes, expert_tp=expert_tp if ep > 1 else None)
 
 
-def _vary_sharding(dp: DataParallel, changes: Mapping[str, Any]) -> DataParallel:
-    base = dp if changes.get("mode", dp.mode) == dp.mode else DataParallel(path=dp.path)
+def _vary_sharding(dp: DataParallelSettings, changes: Mapping[str, Any]) -> DataParallelSettings:
+    base = dp if changes.get("mode", dp.mode) == dp.mode else DataParallelSettings(path=dp.path)
     varied = replace(base, **changes)
     if varied.path is None and "nvme" in (varied.offload, varied.offload_parameters):
         return replace(varied, path=tempfile.gettempdir())
@@ -181,7 +181,7 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
     data = replace(config.data, sequence=min(config.data.sequence, _TOKENS))
     model = _narrow(config, ranks)
-    usual: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallel(path=config.dp.path)}
+    usual: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallelSettings(path=config.dp.path)}
     usual["layout"] = replace(config.layout, stages=None, encoder_pp=None)
     if config.schedule.file is not None:
         usual["schedule"] = ScheduleConfig()
@@ -277,7 +277,7 @@ def _case(keys: dict[str, Any], where: str, config: TrainConfig) -> Job:
     options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule")}
     _check(LayoutConfig, {key: key for key in layout}, layout, where)
     _check(Recompute, _RECOMPUTE, recompute, where)
-    _check(DataParallel, {key: key for key in sharding}, sharding, where)
+    _check(DataParallelSettings, {key: key for key in sharding}, sharding, where)
     _check(ScheduleConfig, {key: key for key in options}, options, where)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
     configured = configured_job(config)

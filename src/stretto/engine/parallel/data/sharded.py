@@ -22,7 +22,7 @@ from stretto.engine.parallel.data.stage_weights import SHARED, frozen_parameters
 from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
-from stretto.job.data_parallel import DataParallel
+from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.finetune import is_router_correction
 
 
@@ -49,7 +49,7 @@ class ShardedStates:
         parameters: Mapping[str, nn.Parameter],
         places: Mapping[str, ShardPlacement],
         over: Sequence[str] = ("tp",),
-        dp: DataParallel | None = None,
+        dp: DataParallelSettings | None = None,
         *,
         master: torch.dtype | None = None,
         gradients: torch.dtype | None = None,
@@ -72,7 +72,7 @@ class ShardedStates:
         self.mesh = mesh
         self.parameters = dict(parameters)
         self.places = dict(places)
-        self.dp = dp or DataParallel()
+        self.dp = dp or DataParallelSettings()
         self.sizes = self.dp.sizes(mesh.size("cp-dp"))
         self._master = master
         self._gradient_type = gradients
