@@ -59,7 +59,7 @@ class LayerTensor:
 
 @dataclass(kw_only=True)
 class _Extras:
-    """Bytes besides the saved tensors of a layer, by the tensor with which they coexist; for `LayerTensor`."""
+    """Bytes beside the saved tensors, by the tensor with which they coexist; see `LayerTensor`."""
 
     forward: dict[str, int] = field(default_factory=dict[str, int])
     backward: dict[str, int] = field(default_factory=dict[str, int])
