@@ -7,8 +7,8 @@ too. Beside it the two-line model (stretto.planner.run_scores), whose constant i
 
     python benchmarks/leave_one_out.py --tables ../shared/tables [--only TABLE] [--csv rows.csv] [--write]
 
-The output is Markdown, as in docs/planning.md. `--write` stores the width of intervals, calibrated on all
-tables, in planner/data/intervals.yaml.
+The output is Markdown, as in docs/appendix/prediction-errors.md. `--write` stores the width of intervals,
+calibrated on all tables, in planner/data/intervals.yaml.
 """
 
 from __future__ import annotations
