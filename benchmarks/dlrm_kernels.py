@@ -17,7 +17,7 @@ from harness import Step, arguments, race, report
 from torch import Tensor, nn
 
 from stretto.recommender.optim.rules import build_rule
-from stretto.recommender.optim.updater import update
+from stretto.recommender.optim.updater import update_rows
 from stretto.recommender.stores.store import DeviceStore
 from stretto.recommender.tables.kernels.cpu import kernels_for
 from stretto.recommender.tables.kernels.plain import Kernels
@@ -69,7 +69,7 @@ def _ours(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor, 
 
     def step() -> None:
         kernels.lookup(store.weight, slots, offsets)
-        update(
+        update_rows(
             rule=rule,
             kernels=kernels,
             weight=store.weight,
@@ -90,7 +90,7 @@ def _parts(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor)
     return {
         "lookup": lambda: kernels.lookup(store.weight, slots, offsets),
         "group": lambda: kernels.group(slots),
-        "update of groups": lambda: update(
+        "update of groups": lambda: update_rows(
             *(rule, kernels, store.weight, store.states, slots, offsets, flat, LR), grouped=grouped
         ),
         "segment sum": lambda: kernels.segment_sum(flat, offsets, grouped),

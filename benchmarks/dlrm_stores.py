@@ -30,7 +30,7 @@ from harness import Step, arguments, race, report
 from torch import Tensor
 
 from stretto.recommender.optim.rules import build_rule
-from stretto.recommender.optim.updater import update
+from stretto.recommender.optim.updater import update_rows
 from stretto.recommender.placement import Place
 from stretto.recommender.stores.cached import CachedStore, build_store
 from stretto.recommender.stores.store import FetchedRows, RowStore
@@ -122,7 +122,7 @@ class _Steps:
         store, now, self.ahead = self.store, self.ahead, self.store.fetch(self.draw())
         slots = now.slots()
         KERNELS.lookup(store.weight, slots, self.offsets)
-        update(
+        update_rows(
             rule=RULE,
             kernels=KERNELS,
             weight=store.weight,

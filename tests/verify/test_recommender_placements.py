@@ -134,21 +134,21 @@ def forget_to_reduce(patch: pytest.MonkeyPatch, rank: int) -> None:
 def update_one_rank_faster(patch: pytest.MonkeyPatch, rank: int) -> None:
     whole = Sgd.apply
 
-    def apply(self: Any, weight: Tensor, states: Any, slots: Any, gradient: Any, lr: float, *rest: Any):
-        whole(self, weight, states, slots, gradient, lr * (1.5 if rank == 1 else 1.0), *rest)
+    def apply(self: Any, *tensors: Any, lr: float, mean_square: Tensor | None):
+        whole(self, *tensors, lr=lr * (1.5 if rank == 1 else 1.0), mean_square=mean_square)
 
     patch.setattr(Sgd, "apply", apply)
 
 
 def update_at_once_wrongly(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = updater_module.update
+    whole = updater_module.update_rows
 
     def update(rule: Any, kernels: Any, weight: Tensor, *rest: Any, **more: Any) -> None:
         before = weight.clone()
         whole(rule, kernels, weight, *rest, **more)
         weight.copy_(before + 1.1 * (weight - before))
 
-    patch.setattr(updater_module, "update", update)
+    patch.setattr(updater_module, "update_rows", update)
 
 
 def evaluate_what_was_trained(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -22,7 +22,7 @@ from stretto.recommender.checkpoint import export
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import saved_tables
 from stretto.recommender.checkpoint.save import tensors_to_save
-from stretto.recommender.optim.rules import glue, halves
+from stretto.recommender.optim.rules import join_halves, split_halves
 from stretto.recommender.placement import TablePlacement, TableSpec, shards_of
 from stretto.recommender.stores.store import DeviceStore, GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
@@ -83,7 +83,7 @@ def test_a_table_is_written_in_order(
 def test_two_halves_are_one_number_and_become_weights_of_any_rule(tmp_path: Path) -> None:
     held = _held(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
     for one in held:
-        weight, low = halves(_cut(_plain(SPECS[one.shard.table]), one))
+        weight, low = split_halves(_cut(_plain(SPECS[one.shard.table]), one))
         one.write(0, {"weight": weight, "low": low})
     path = save(tmp_path, 1, tensors_to_save(held, SPECS), {})
     one = export.export_table(path, "C1", tmp_path / "rows.npy")
@@ -103,13 +103,15 @@ def test_weights_become_two_halves(path: Path) -> None:
     held = _held(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
 
     def encode(values: Tensor) -> dict[str, Tensor]:
-        weight, low = halves(values)
+        weight, low = split_halves(values)
         return {"weight": weight, "low": low}
 
     load_tables(path, held, SPECS, states=False, encode=encode)
     for one in held:
         rows = one.read(0, one.shard.rows)
-        assert torch.equal(glue(rows["weight"], rows["low"]), _cut(_plain(SPECS[one.shard.table]), one))
+        assert torch.equal(
+            join_halves(rows["weight"], rows["low"]), _cut(_plain(SPECS[one.shard.table]), one)
+        )
 
 
 def test_floats_convert_and_integers_do_not(path: Path) -> None:
@@ -137,9 +139,9 @@ def test_floats_convert_and_integers_do_not(path: Path) -> None:
         (
             _held(states=ADAGRAD),
             [TableSpec(name="C1", rows=40, dim=6, ids="hash"), SPECS[1]],
-            "saved with rows of a fixed number",
+            "saved with a fixed number of rows",
         ),
-        (_held(SPECS[:1], states=ADAGRAD), SPECS[:1], "it holds table C2, which the model does not have"),
+        (_held(SPECS[:1], states=ADAGRAD), SPECS[:1], "it has table C2, which the model does not have"),
     ],
 )
 def test_another_model_is_refused(
@@ -171,17 +173,17 @@ def test_damage_is_told(path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"tables.C1.0of2.weight": (5, 2)}, "not there for each of 2 parts"),
-        ({"tables.C1.0of1.sum": (5,)}, "1 splits, as sum"),
+        ({"tables.C1.0of2.weight": (5, 2)}, "missing or differs in some of 2 parts"),
+        ({"tables.C1.0of1.sum": (5,)}, "1 splits, with sum"),
         ({"tables.C1.0of1.weight": (5, 2), "tables.C1.0of2.weight": (5, 2)}, "in 2 splits"),
         (
             {"tables.C1.0of2.weight": (5, 2), "tables.C1.1of2.weight": (3, 2)},
-            "where the table has 8 rows of 2",
+            "but the table has 8 rows of 2",
         ),
-        ({"tables.C1.0of1.weight": (5, 2), "tables.C1.0of1.sum": (4,)}, "where the table has 5 rows of 2"),
+        ({"tables.C1.0of1.weight": (5, 2), "tables.C1.0of1.sum": (4,)}, "but the table has 5 rows of 2"),
         ({"tables.C1.0of1.weight": (5,), "tables.C1.0of1.sum": ()}, "shape"),
         ({"tables.C1.0of1.weight": ()}, "no rows"),
-        ({"tables.C1.hash-1of2.weight": (5, 2)}, "not there for each of 2 shards"),
+        ({"tables.C1.hash-1of2.weight": (5, 2)}, "missing in some of 2 shards"),
     ],
 )
 def test_tables_that_are_not_whole_are_damage(shapes: dict[str, tuple[int, ...]], message: str) -> None:
@@ -227,7 +229,7 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (answer["shape"], answer["dtype"], answer["state"]) == ([40, 6], "float32", None)
     assert np.array_equal(np.load(out), _plain(SPECS[0]).numpy())
     for wrong, text in (
-        (["--table", "C1", "--out", out], "is there already"),
+        (["--table", "C1", "--out", out], "exists already"),
         (["--table", "C9", "--out", tmp_path / "x.npy"], "has no table C9"),
         (["--table", "C1", "--state", "v", "--out", tmp_path / "x.npy"], "has no state v"),
         (["--table", "C1", "--out", tmp_path / "x.csv"], "neither .npy nor .safetensors"),

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.errors import StrettoError
-from stretto.recommender.optim.rules import RULES, Sgd, TableRule, build_rule, glue, halves, options_of
-from stretto.recommender.optim.updater import update
+from stretto.recommender.optim.rules import (
+    RULES,
+    Sgd,
+    TableRule,
+    build_rule,
+    join_halves,
+    options_of,
+    split_halves,
+)
+from stretto.recommender.optim.updater import update_rows
 from stretto.recommender.tables.kernels.cpu import CompiledKernels
 from stretto.recommender.tables.kernels.plain import Kernels
 
@@ -102,7 +110,7 @@ def by_hand(name: str, values: Tensor, steps: list[Batch]) -> Tensor:
 def trained(rule: TableRule, kernels: Kernels, values: Tensor, steps: list[Batch]) -> Table:
     weight, states = table(rule, values)
     for slots, offsets, gradient, scale in steps:
-        update(
+        update_rows(
             rule=rule,
             kernels=kernels,
             weight=weight,
@@ -161,7 +169,7 @@ def test_rows_that_were_not_seen_stay_bit_by_bit(name: str, kernels: Kernels) ->
     weight, states = table(rule, values)
     before = {"weight": weight.clone()} | {name: state.clone() for name, state in states.items()}
     slots, offsets = torch.tensor([3, 8, 3]), torch.tensor([0, 2, 3])
-    update(
+    update_rows(
         rule=rule,
         kernels=kernels,
         weight=weight,
@@ -192,7 +200,7 @@ def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels:
     for part in parts:
         weight, states = table(rule, values[:, part].contiguous())
         columns = gradient[:, part]
-        update(
+        update_rows(
             *(rule, kernels, weight, states, slots, offsets, columns, LR),
             grouped=grouped,
             mean_square=total / 24,
@@ -209,7 +217,7 @@ def test_a_factor_is_of_the_gradient(name: str, kernels: Kernels) -> None:
     gradient = torch.randn(2, 16, dtype=torch.float64)
     want = trained(rule, kernels, values, [(slots, offsets, gradient * 0.25, None)])
     got = table(rule, values)
-    update(rule, kernels, *got, slots, offsets, gradient, LR, factor=0.25)
+    update_rows(rule, kernels, *got, slots, offsets, gradient, LR, factor=0.25)
     torch.testing.assert_close(values_of(rule, got), values_of(rule, want), rtol=1e-12, atol=1e-12)
 
 
@@ -230,7 +238,7 @@ def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPat
         for at_once in (7, 1000):
             monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
             made = table(rule, values)
-            update(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=means)
+            update_rows(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=means)
             assert torch.equal(made[1]["sum"][slots.unique()], means)
 
 
@@ -249,7 +257,7 @@ def test_what_one_pass_does_not_know_goes_in_two() -> None:
 
     weight = torch.ones(4, 3)
     slots, offsets = torch.tensor([1, 1]), torch.tensor([0, 1, 2])
-    update(
+    update_rows(
         rule=Doubled(),
         kernels=CompiledKernels(),
         weight=weight,
@@ -261,7 +269,7 @@ def test_what_one_pass_does_not_know_goes_in_two() -> None:
     )
     assert weight[:, 0].tolist() == [1, 2, 1, 1]
     apart = torch.ones(3, 4).T
-    update(
+    update_rows(
         rule=build_rule("sgd"),
         kernels=CompiledKernels(),
         weight=apart,
@@ -278,9 +286,9 @@ def test_what_one_pass_does_not_know_goes_in_two() -> None:
 def test_a_float32_comes_back_from_its_halves_whatever_it_is(words: list[int]) -> None:
     """Numbers below the normal ones, infinities and what is no number, too."""
     values = torch.tensor(words, dtype=torch.int32).view(torch.float32).unsqueeze(1).expand(-1, 2)
-    upper, lower = halves(values)
+    upper, lower = split_halves(values)
     assert upper.dtype == torch.bfloat16
-    assert torch.equal(glue(upper, lower).view(torch.int32), values.contiguous().view(torch.int32))
+    assert torch.equal(join_halves(upper, lower).view(torch.int32), values.contiguous().view(torch.int32))
     finite = values.isfinite() & upper.isfinite()
     assert (upper.float()[finite] - values[finite]).abs().le(values[finite].abs() / 128 + 1e-38).all()
 
@@ -294,7 +302,7 @@ def test_split_sgd_is_float32_sgd_to_the_last_bit(kernels: Kernels) -> None:
     want, slots, offsets = values.clone(), torch.randperm(SLOTS)[:6], torch.arange(7)
     for _ in range(20):
         gradient = torch.randn(6, 32)
-        update(
+        update_rows(
             rule=rule,
             kernels=kernels,
             weight=weight,
@@ -320,7 +328,7 @@ def test_adagrad_is_torchs_and_a_row_seen_always_is_torchs_adam() -> None:
         for gradient in steps:
             wanted.grad = gradient.clone()
             optimiser.step()
-            update(rule, Kernels(), *made, slots, offsets, gradient, LR)
+            update_rows(rule, Kernels(), *made, slots, offsets, gradient, LR)
         torch.testing.assert_close(made[0], wanted.detach(), rtol=1e-12, atol=1e-12)
 
 

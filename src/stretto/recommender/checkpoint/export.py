@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,16 +14,15 @@ from stretto.engine.checkpoint.files import CheckedWriter, DamageError
 from stretto.engine.checkpoint.index import DTYPES
 from stretto.engine.checkpoint.storage import Entry, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, values_of
-from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable
+from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, read_weight
+from stretto.recommender.checkpoint.names import WEIGHT, SavedHash
 
 CHUNK = 1 << 25  # bytes in memory at a time
 IDS = "ids"
-PUBLIC = 0o666  # before the umask: exports are meant to be shared
+PUBLIC = 0o666  # mode before the umask: exports are meant to be shared
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """An exported file, and the shape and dtype of the table in it."""
 
     path: Path
@@ -32,16 +31,15 @@ class Exported:
 
 
 def export_table(path: str | Path, table: str, out: str | Path, state: str | None = None) -> Exported:
-    """Write the weight of a table, or one of its optimiser states, with the rows in order. In a .safetensors
-    file the tensor is named `table` or `table.state`. A weight stored as two 16-bit halves is written as
-    float32.
+    """Write the weight of a table, or one of its optimiser states, with the rows in order.
 
-    A hash table needs a .safetensors file: its rows are written in arbitrary order, and a second tensor,
-    `ids`, holds the id of each row.
+    In a .safetensors file the tensor is named `table` or `table.state`. A weight stored as two 16-bit halves
+    is written as float32. A hash table needs a .safetensors file: its rows are written in arbitrary order,
+    and a second tensor, `ids`, holds the id of each row.
 
     Args:
         path: a checkpoint.
-        state: the optimiser state to export; None: the weight.
+        state: the optimiser state to export instead of the weight.
         out: the file to create, .npy or .safetensors.
 
     Raises:
@@ -54,105 +52,92 @@ def export_table(path: str | Path, table: str, out: str | Path, state: str | Non
             f"{out} is neither .npy nor .safetensors", hint="name a file of one of these kinds"
         )
     if out.exists():
-        raise StrettoError(f"{out} is there already", hint="name a new file")
-    saved = _find(path, table, kind)
+        raise StrettoError(f"{out} exists already", hint="name a new file")
+    tables = read_tables(path)
+    if table not in tables:
+        names = sorted(tables)
+        close = nearest(table, names)
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        hint = f"the nearest name is {close}" if close else f"it has {shown}" if names else "it has no tables"
+        raise StrettoError(f"checkpoint {path} has no table {table}", hint=hint)
+    saved = tables[table]
     first = saved.shards[0] if isinstance(saved, SavedHash) else saved
-    halves = kind == WEIGHT and LOW in first.states
-    dtype = "float32" if halves else first.dtype(kind)
-    wide = () if first.per_row(kind) else (saved.dim,)
+    if kind not in first.parts:
+        states = ", ".join(first.states) or "none"
+        raise StrettoError(f"table {table} has no state {kind}", hint=f"its states: {states}")
+    dtype = "float32" if kind == WEIGHT and LOW in first.states else first.dtype(kind)
+    columns = () if first.per_row(kind) else (saved.dim,)
+    key = table if kind == WEIGHT else f"{table}.{kind}"
     try:
         if isinstance(saved, SavedHash):
-            return _export_hash(folder=Path(path), saved=saved, kind=kind, out=out, dtype=dtype, wide=wide)
-        rows = _rows(TableReader(Path(path), saved), kind)
-        return _write(out, table if state is None else f"{table}.{state}", dtype, (saved.rows, *wide), rows)
+            if out.suffix != ".safetensors":
+                raise StrettoError(
+                    f"{table} is a hash table: its rows are exported with their ids",
+                    hint="a .safetensors file",
+                )
+            ids, rows = _read_hash(Path(path), saved, kind)
+            entry = Entry(key, dtype, (len(ids), *columns), rows)
+            entries = [Entry(IDS, "int64", tuple(ids.shape), lambda: ids), entry]
+            write_tensors(out, entries, {"format": "pt"}, PUBLIC)
+        else:
+            reader = TableReader(Path(path), saved)
+            entry = Entry(key, dtype, (saved.rows, *columns), lambda: _read_rows(reader, kind))
+            if out.suffix == ".safetensors":
+                write_tensors(out, [entry], {"format": "pt"}, PUBLIC)
+            else:
+                _write_npy(out, entry.shape, dtype, _read_rows(reader, kind))
+        return Exported(out, entry.shape, dtype)
     except DamageError as error:
         out.unlink(missing_ok=True)
         raise StrettoError(f"checkpoint {path} is damaged: {error}", hint="use an older one") from None
     except OSError as error:
         out.unlink(missing_ok=True)
         raise StrettoError(
-            f"cannot write {out}: {error.strerror}", hint="is the folder there, and not full?"
+            f"cannot write {out}: {error.strerror}", hint="does the folder exist, and is the disk full?"
         ) from None
     except BaseException:
         out.unlink(missing_ok=True)
         raise
 
 
-def _find(path: str | Path, table: str, kind: str) -> SavedTable | SavedHash:
-    tables = read_tables(path)
-    if table not in tables:
-        names = sorted(tables)
-        near = nearest(table, names)
-        some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        hint = f"the nearest name is {near}" if near else f"it has {some}" if names else "it has no tables"
-        raise StrettoError(f"checkpoint {path} has no table {table}", hint=hint)
-    saved = tables[table]
-    kinds = (saved.shards[0] if isinstance(saved, SavedHash) else saved).parts
-    if kind not in kinds:
-        there = ", ".join(sorted(set(kinds) - {WEIGHT})) or "none"
-        raise StrettoError(f"table {table} has no state {kind}", hint=f"its states: {there}")
-    return saved
-
-
-def _rows(reader: TableReader, kind: str) -> Iterator[Tensor]:
+def _read_rows(reader: TableReader, kind: str) -> Iterator[Tensor]:
+    """Yield the weight or a state of a table, a block of rows at a time."""
     table = reader.table
     size = DTYPES[table.dtype(kind)][1] * (1 if table.per_row(kind) else table.dim)
     rows = max(1, CHUNK // (4 * size))  # both halves of a split weight and the joined float32 are in memory
     for start in range(0, table.rows, rows):
         stop = min(start + rows, table.rows)
-        yield values_of(reader, start, stop) if kind == WEIGHT else reader.rows(kind, start, stop)
+        yield read_weight(reader, start, stop) if kind == WEIGHT else reader.rows(kind, start, stop)
 
 
-def _write(out: Path, key: str, dtype: str, shape: tuple[int, ...], rows: Iterator[Tensor]) -> Exported:
-    if out.suffix == ".safetensors":
-        write_tensors(out, [Entry(key, dtype, shape, lambda: rows)], {"format": "pt"}, PUBLIC)
-        return Exported(out, shape, dtype)
+def _read_hash(folder: Path, saved: SavedHash, kind: str) -> tuple[Tensor, Callable[[], Iterator[Tensor]]]:
+    """Return the ids of a hash table, and a function that yields their rows in the same order."""
+    ids, rows_by_shard = list[Tensor](), list[Tensor]()
+    for id_map in saved.maps:
+        shard_ids, rows = (read_tensor(folder, id_map[name]) for name in ("ids", "rows"))
+        order = torch.argsort(rows)[int((rows < 0).sum()) :]  # ids that wait for a row have -1
+        ids.append(shard_ids[order])
+        rows_by_shard.append(rows[order])
+
+    def read() -> Iterator[Tensor]:
+        for table, rows in zip(saved.shards, rows_by_shard, strict=True):
+            start = 0
+            for block in _read_rows(TableReader(folder, table), kind):
+                in_block = rows[(rows >= start) & (rows < start + len(block))]
+                yield block[in_block - start]
+                start += len(block)
+
+    return torch.cat(ids), read
+
+
+def _write_npy(out: Path, shape: tuple[int, ...], dtype: str, rows: Iterator[Tensor]) -> None:
     if not hasattr(np, dtype):
         raise StrettoError(f"a .npy file has no {dtype}", hint="name a .safetensors file")
+    # version 1.0 (numpy.lib.format): magic, length, a dict literal, padding
+    header = f"{{'descr': {np.dtype(dtype).str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    header += " " * (-(len(header) + 11) % 64) + "\n"
     with CheckedWriter(out, PUBLIC) as file:
-        file.write(_npy_header(shape, dtype))
-        for part in rows:
-            file.write(as_bytes(part))
+        file.write(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin1"))
+        for block in rows:
+            file.write(as_bytes(block))
         file.close()
-    return Exported(out, shape, dtype)
-
-
-def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """The header of a .npy file, version 1.0 (numpy.lib.format): magic, length, a dict literal, padding."""
-    text = f"{{'descr': {np.dtype(dtype).str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    text += " " * (-(len(text) + 11) % 64) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1")
-
-
-def _export_hash(
-    folder: Path, saved: SavedHash, kind: str, out: Path, dtype: str, wide: tuple[int, ...]
-) -> Exported:
-    if out.suffix != ".safetensors":
-        raise StrettoError(
-            f"{saved.name} is a hash table: its rows need their ids beside them", hint="a .safetensors file"
-        )
-    ids, wanted = list[Tensor](), list[Tensor]()
-    for saved_ids in saved.maps:
-        numbers, rows = (read_tensor(folder, saved_ids[name]) for name in ("ids", "rows"))
-        order = torch.argsort(rows)[int((rows < 0).sum()) :]
-        ids.append(numbers[order])
-        wanted.append(rows[order])
-
-    def values() -> Iterator[Tensor]:
-        for table, rows in zip(saved.shards, wanted, strict=True):
-            start = 0
-            for part in _rows(TableReader(folder, table), kind):
-                here = rows[(rows >= start) & (rows < start + len(part))]
-                yield part[here - start]
-                start += len(part)
-
-    every = torch.cat(ids)
-    key = saved.name if kind == WEIGHT else f"{saved.name}.{kind}"
-    shape = (len(every), *wide)
-    write_tensors(
-        out,
-        [Entry(IDS, "int64", tuple(every.shape), lambda: every), Entry(key, dtype, shape, values)],
-        {"format": "pt"},
-        PUBLIC,
-    )
-    return Exported(out, shape, dtype)

@@ -183,8 +183,8 @@ class ReplicatedLookups:
         else:
             self._gradient = pooled
 
-    def update_by(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The update of all ranks, as `optim.updater.update` takes it: slots [n], offsets [bags + 1],
+    def receive_update(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The update of all ranks, as `optim.updater.update_rows` takes it: slots [n], offsets [bags + 1],
         gradient [bags, dim] and scale [n]. Waits for the gradients.
         """
         assert self._slots is not None
@@ -195,7 +195,7 @@ class ReplicatedLookups:
         return self._slots[len(self._rows) :], offsets, gradient.to(self.local.dtype), scale
 
     def rows_of(self, grouped: Grouped) -> Tensor:
-        """The store's row of each group of `update_by`'s slots."""
+        """The store's row of each group of `receive_update`'s slots."""
         rows = self._rows if self._sent is None else self._sent.rows.wait()
         return rows[grouped.first()]
 

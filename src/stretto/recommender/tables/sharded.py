@@ -312,7 +312,7 @@ class TableBatch:
     def refuse(self) -> None:
         """Completes, without an update, what replicated tables have sent of their gradients."""
         for lookups in self.replicated:
-            lookups.update_by()
+            lookups.receive_update()
 
     def release(self) -> None:
         """Lets the stores evict the rows."""

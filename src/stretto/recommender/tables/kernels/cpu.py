@@ -93,7 +93,7 @@ class CompiledKernels(Kernels):
     def update(
         self,
         rule: str,
-        numbers: tuple[float, ...],
+        options: tuple[float, ...],
         weight: Tensor,
         states: Sequence[Tensor],
         grouped: Grouped,
@@ -106,7 +106,7 @@ class CompiledKernels(Kernels):
         materialised.
 
         Args:
-            rule: name of a function in `compiled`, which takes `numbers` and `states`.
+            rule: name of a function in `compiled`, which takes `options` and `states`.
         """
         if len(grouped.rows) and not 0 <= int(grouped.rows[0]) <= int(grouped.rows[-1]) < len(weight):
             raise IndexError(f"rows {int(grouped.rows[0])} to {int(grouped.rows[-1])} of {len(weight)}")
@@ -116,7 +116,7 @@ class CompiledKernels(Kernels):
         rows = _flat(grouped.rows)
 
         def part(first: int, last: int) -> None:
-            call(*arguments, rows, lookups, numbers, first, last)
+            call(*arguments, rows, lookups, options, first, last)
 
         loops.in_parts(part, len(rows), _PARALLEL)
 
