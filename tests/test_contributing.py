@@ -184,3 +184,11 @@ def test_issue_forms_have_fields_with_labels(name: str) -> None:
     assert {"name", "description", "body"} <= form.keys()
     assert all(field["attributes"]["label"] for field in form["body"])
     assert len({field["id"] for field in form["body"]}) == len(form["body"])
+
+
+def test_the_folders_of_tests_are_those_of_the_source() -> None:
+    others = {"accelerator", "benchmarks", "examples", "faults", "torture", "interop"}
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    mirrored = [folder for folder in folders if folder.parts[0] not in others]
+    assert len(mirrored) > 30
+    assert not [str(folder) for folder in mirrored if not (ROOT / "src" / "stretto" / folder).is_dir()]

@@ -19,6 +19,7 @@ from torch.distributed.run import parse_args
 from compared_here import command_here
 from pages import ROOT, Command, commands, run, run_here, scripts, sections, shortened, text_of, unprinted
 from stretto import run_ranks
+from stretto.cli.main import COMMANDS
 from stretto.run.compare import runs
 
 pytestmark = pytest.mark.apart
@@ -127,6 +128,11 @@ def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> 
 def test_all_pages_have_commands() -> None:
     assert all(len([*commands(text_of(page))]) > 3 for page in PAGES)
     assert all([*commands(sections(page)[heading])] for page, heading in SECTIONS)
+
+
+def test_every_command_is_on_the_page_of_commands() -> None:
+    page = text_of("docs/commands.md")
+    assert not [name for name in COMMANDS if f"| `stretto {name}" not in page]
 
 
 def test_the_training_loop_of_a_page_runs(place: Path) -> None:
