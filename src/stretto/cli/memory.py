@@ -9,31 +9,20 @@ import typer
 
 from stretto.cli.options import ConfigFile, Json, Overrides
 from stretto.cli.output import command_app, memory_size
-from stretto.cli.report import CommandReport, number, size, text
+from stretto.cli.report import Cell, CommandReport, number, size, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.job.job import Job
     from stretto.layout.shards import Mode
-    from stretto.planner.memory.ranks import MemoryJob, RankMemory
-    from stretto.run.config.schema import LoopConfig
+    from stretto.planner.memory.ranks import MemoryJob
     from stretto.run.train.memory_measured import RankHeld
 
 
 app = command_app()
 
-_KINDS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "ends",
-    "messages",
-    "transient",
-    "batch",
-    "total",
-)
+_KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient", "batch")
 # shown if some rank has any: 16-bit weights' masters, transiently gathered tensors, offloaded ones
 _RARE_KINDS = ("masters", "gathered", "open", "versions", "saving", "host", "disk")
 
@@ -78,26 +67,21 @@ def memory(
         return
     if wrong := problems(job):  # files and devices, which may be elsewhere, are not checked
         raise wrong[0]
-    if measure:
-        predicted, measured = _measure(job, config.train)
-        _rank_report(predicted, measured).print(as_json)
-    else:
+    if not measure:
         _rank_report(memory_of(job, separate_gradients=False), None).print(as_json)
-
-
-def _measure(job: Job, train: LoopConfig) -> tuple[MemoryJob, list[RankHeld]]:
-    """Train two steps on local ranks, and predict the memory of these."""
+        return
     from stretto.engine.parallel.tensor.matmul import ONEDNN
-    from stretto.planner.memory.job import memory_of
     from stretto.run.launch.local import check_ranks, run_ranks
     from stretto.run.train.memory_measured import measure_rank
 
     job = replace(job, async_save=False)  # the steps save nothing
     check_ranks(job.layout.world)
-    measured = run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
+    threads = config.train.threads
+    measured = run_ranks(job.layout.world, measure_rank, job, config.train, threads=threads)
     # the steps drain; oneDNN forms weight gradients in a buffer of their own
     separate_gradients = ONEDNN and job.precision.dtype == "float32"
-    return memory_of(job, job.program(), separate_gradients=separate_gradients), measured
+    predicted = memory_of(job, job.program(), separate_gradients=separate_gradients)
+    _rank_report(predicted, measured).print(as_json)
 
 
 def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> CommandReport:
@@ -115,6 +99,19 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
     saved = block_saved(predicted.shape, compute)
     published = published_formula(predicted.shape, compute)
     settings = advice(predicted)
+    compared: list[dict[str, Any]] = [
+        {
+            "rank": rank.rank,
+            "pipeline": rank.pipeline,
+            "peak": rank.peak,
+            "held": rank.held,
+            "kinds": rank.kinds,
+            "predicted_peak": ranks[rank.pipeline].total,
+            "predicted_held": ranks[rank.pipeline].between_actions,
+            "error": ranks[rank.pipeline].total / rank.peak - 1,
+        }
+        for rank in measured or ()
+    ]
 
     report = CommandReport(
         {
@@ -124,20 +121,25 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
             "ranks": [{**asdict(rank), "states": rank.states, "total": rank.total} for rank in ranks],
             "fullest": ranks.index(fullest),
             "advice": [asdict(setting) for setting in settings],
-            "measured": None if measured is None else [_measured_record(rank, ranks) for rank in measured],
+            "measured": None if measured is None else compared,
         }
     )
-    rows = [(tensor.name, tensor.bytes, tensor.formula) for tensor in saved]
-    rows.append(("sum", total(saved), ""))
+    rows: list[tuple[Cell, ...]] = [(tensor.name, tensor.bytes, tensor.formula) for tensor in saved]
+    rows += [(), ("sum", total(saved), "")]
     if published is not None:
         rows.append((published.source, round(published.bytes), published.formula))
     report.table([text("one block keeps"), number("bytes", ","), text("formula")], rows)
     report.line()
     # ranks that differ in other axes only hold the same
     report.table(
-        [text("rank"), *map(size, _KINDS), number("in flight")],
+        [text("rank"), *map(size, (*_KINDS, "total")), number("in flight")],
         [
-            (rank.rank, *(getattr(rank, kind) for kind in _KINDS), " ".join(map(str, rank.flights.values())))
+            (
+                rank.rank,
+                *(getattr(rank, kind) for kind in _KINDS),
+                rank.total,
+                " ".join(map(str, rank.flights.values())),
+            )
             for rank in ranks
         ],
     )
@@ -159,51 +161,12 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
                 f"{setting.setting} saves {memory_size(setting.saved)} of {memory_size(fullest.total)}"
             )
     if measured is not None:
-        _add_measured(report, measured, ranks)
+        columns = [text("rank"), number("pipeline rank"), size("measured"), size("predicted")]
+        columns += [number("difference", "+.2%"), size("between actions"), size("predicted")]
+        names = ("rank", "pipeline", "peak", "predicted_peak", "error", "held", "predicted_held")
+        report.line()
+        report.table(columns, [[rank[name] for name in names] for rank in compared])
     return report
-
-
-def _add_measured(report: CommandReport, measured: Sequence[RankHeld], ranks: Sequence[RankMemory]) -> None:
-    """Add a table of measured beside predicted memory."""
-    predictions = [ranks[rank.pipeline] for rank in measured]
-    report.line()
-    report.table(
-        [
-            text("rank"),
-            number("pipeline rank"),
-            size("measured"),
-            size("predicted"),
-            number("difference", "+.2%"),
-            size("between actions"),
-            size("predicted"),
-        ],
-        [
-            (
-                rank.rank,
-                rank.pipeline,
-                rank.peak,
-                guess.total,
-                guess.total / rank.peak - 1,
-                rank.held,
-                guess.between_actions,
-            )
-            for rank, guess in zip(measured, predictions, strict=True)
-        ],
-    )
-
-
-def _measured_record(measured: RankHeld, ranks: Sequence[RankMemory]) -> dict[str, Any]:
-    predicted = ranks[measured.pipeline]
-    return {
-        "rank": measured.rank,
-        "pipeline": measured.pipeline,
-        "peak": measured.peak,
-        "held": measured.held,
-        "kinds": measured.kinds,
-        "predicted_peak": predicted.total,
-        "predicted_held": predicted.between_actions,
-        "error": predicted.total / measured.peak - 1,
-    }
 
 
 def _mode_report(job: Job) -> CommandReport:

@@ -316,19 +316,20 @@ def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[st
             rows.append((f"memory, {name}", f"{used.mid / GIB:.1f} GiB", interval))
         capacity = None if memory.capacity == inf else f"of {memory.capacity / GIB:.1f} GiB"
         rows.append(("", memory.verdict, capacity))
-    report.table([text(""), number("predicted"), number("")], rows)
+    report.table([text(""), number("predicted"), number("")], rows, min_width=9)
     report.line()
     parts = [
         (name, seconds, share)
         for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1])
         if (share := seconds / estimate.seconds) >= 0.0005
     ]
-    report.table_for(
+    report.table(
         [text("where the time goes"), number("s", ".3g"), number("", ".1%"), text("")],
         lambda width: [
             (name, seconds, share, "█" * max(1, round(share * max(10, min(_BAR, width - _OTHER_COLUMNS)))))
             for name, seconds, share in parts
         ],
+        min_width=9,
     )
     if defaults:
         report.line("defaults: " + "; ".join(f"{name}={value}" for name, value in defaults.items()))

@@ -98,27 +98,35 @@ class CommandReport:
     def table(
         self,
         columns: Sequence[ColumnStyle],
-        rows: Iterable[Sequence[Cell]],
+        rows: Iterable[Sequence[Cell]] | Callable[[int], Iterable[Sequence[Cell]]],
         *,
         optional: Sequence[str] = (),
         drop_empty: bool = False,
+        min_width: int | None = None,
     ) -> None:
         """Add a table; no cell is ever cut.
 
         Args:
+            rows: cells by column; an empty row begins a new section. Or a function that returns them for
+                the width of the terminal, in characters.
             optional: titles of columns that a narrow terminal leaves out, in this order.
             drop_empty: leave out columns that no row fills.
+            min_width: least width of all columns but the first, in characters.
         """
-        cells = _cells(columns, rows)
-        shown = [at for at in range(len(columns)) if not drop_empty or any(row[at] for row in cells)]
-        self.draw(lambda to: _table(to, columns, cells, shown, list(optional)))
 
-    def table_for(
-        self, columns: Sequence[ColumnStyle], rows: Callable[[int], Iterable[Sequence[Cell]]]
-    ) -> None:
-        """Add a table whose rows depend on the width of the terminal, in characters."""
-        everything = range(len(columns))
-        self.draw(lambda to: _table(to, columns, _cells(columns, rows(to.width)), everything, []))
+        def cells(rows: Iterable[Sequence[Cell]]) -> list[list[str]]:
+            return [[c.cell(cell) for c, cell in zip(columns, row, strict=bool(row))] for row in rows]
+
+        of_rows = None if callable(rows) else cells(rows)
+
+        def draw(to: Console) -> Table:
+            shown_rows = cells(rows(to.width)) if callable(rows) else of_rows or []
+            shown = [
+                i for i in range(len(columns)) if not drop_empty or any(row and row[i] for row in shown_rows)
+            ]
+            return _table(to, columns, shown_rows, shown, list(optional), min_width)
+
+        self.draw(draw)
 
     def draw(self, draw: Callable[[Console], RenderableType | None]) -> None:
         """Add what is drawn for the terminal: `draw` returns it, or prints it itself."""
@@ -159,16 +167,13 @@ class CommandReport:
             block(to)
 
 
-def _cells(columns: Sequence[ColumnStyle], rows: Iterable[Sequence[Cell]]) -> list[list[str]]:
-    return [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
-
-
 def _table(
     to: Console,
     columns: Sequence[ColumnStyle],
     rows: Sequence[Sequence[str]],
     shown: Sequence[int],
     optional: list[str],
+    min_width: int | None,
 ) -> Table:
     """The table with as many columns as fit, at its full width: printed with `soft_wrap`, lines run over."""
     from rich.box import SIMPLE_HEAD
@@ -177,12 +182,17 @@ def _table(
 
     while True:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for at in shown:
-            table.add_column(columns[at].title, justify="left" if columns[at].left else "right", no_wrap=True)
+        for column in (columns[i] for i in shown):
+            least = None if column is columns[0] else min_width
+            justify = "left" if column.left else "right"
+            table.add_column(column.title, justify=justify, no_wrap=True, min_width=least)
         for row in rows:
-            table.add_row(*(row[at] for at in shown))
+            if row:
+                table.add_row(*(row[i] for i in shown))
+            else:
+                table.add_section()
         table.width = Measurement.get(to, to.options.update(max_width=1000), table).maximum
         if table.width <= to.width or not optional:
             return table
         omitted = optional.pop(0)
-        shown = [at for at in shown if columns[at].title != omitted]
+        shown = [i for i in shown if columns[i].title != omitted]
