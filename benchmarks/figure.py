@@ -18,7 +18,7 @@ from published.figure_page import figure_html, figure_svg, summary_line
 from published.figures import FIGURES, Comparison, Point, compare, find_figure
 from rich.console import Console
 
-from stretto.cli.output import check_writable, print_error, write_bytes, write_text
+from stretto.cli.output import check_writable, print_error, write_file
 from stretto.cli.predict import table_csv
 from stretto.cli.report import ColumnStyle, CommandReport
 from stretto.errors import StrettoError
@@ -112,13 +112,13 @@ def run(arguments: list[str] | None = None) -> None:
     if options.out is not None:
         svg = figure_svg(comparison)
         if options.out.suffix == ".png":
-            write_bytes(options.out, png_of(svg))
+            write_file(options.out, png_of(svg))
         else:
-            write_text(options.out, svg)
+            write_file(options.out, svg)
     if options.html is not None:
-        write_text(options.html, figure_html(comparison))
+        write_file(options.html, figure_html(comparison))
     if options.csv is not None:
-        write_text(options.csv, table_csv(comparison.rows))
+        write_file(options.csv, table_csv(comparison.rows))
     if options.json:
         print(json.dumps(as_dict(comparison), indent=2))
     else:

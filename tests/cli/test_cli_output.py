@@ -98,7 +98,7 @@ def test_suggested_commands_keep_the_overrides() -> None:
     fields = ["train.steps=3", "sample.prompt=a b", "run.name=taken"]
     arguments = train.job_arguments("configs/quickstart.yaml", fields)
     assert arguments == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"
-    commands = train.next_commands(load("configs/quickstart.yaml", fields), arguments)
+    commands = train.next_commands(load("configs/quickstart.yaml", fields), arguments, writes=True)
     assert f"stretto verify {arguments} --layouts all" in commands
     assert any(command.startswith(f"stretto train {arguments} layout.") for command in commands)
 
@@ -107,7 +107,7 @@ def test_another_layout_replaces_the_configured_one() -> None:
     """Also the cut of its stages, and it does not resume the run that has ended."""
     fields = ["layout.tp=2", "layout.dp=1", "layout.pp=2", "layout.stages=[3,3]", "checkpoint.resume=auto"]
     path = "configs/quickstart.yaml"
-    commands = train.next_commands(load(path, fields), train.job_arguments(path, fields))
+    commands = train.next_commands(load(path, fields), train.job_arguments(path, fields), writes=True)
     suggested = next(command for command, purpose in commands.items() if "on another layout" in purpose)
     overrides = shlex.split(suggested)[3:]
     assert [field.partition("=")[0] for field in overrides].count("layout.tp") == 1
@@ -118,4 +118,4 @@ def test_another_layout_replaces_the_configured_one() -> None:
 
 def test_layouts_that_experts_do_not_fit_are_not_suggested() -> None:
     path = "configs/moe-tiny.yaml"
-    assert f"stretto verify {path} --layouts all" in train.next_commands(load(path), path)
+    assert f"stretto verify {path} --layouts all" in train.next_commands(load(path), path, writes=True)

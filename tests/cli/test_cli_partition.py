@@ -139,7 +139,7 @@ def test_a_known_model_s_head_weighs(schedule: str, stretto: CommandLine) -> Non
     ("words", "said"),
     [
         (["--ranks", "2", "--microbatches", "2"], "no layers to cut"),
-        (["x.py:f"], "--ranks and --microbatches missing"),
+        (["x.py:f"], "needs --ranks and --microbatches"),
         (["x.py:f", "--model", "y", "--ranks", "2", "--microbatches", "2"], "both x.py:f and y"),
         (["--model", "llama3-8b", "--ranks", "2", "--microbatches", "2"], "needs a cluster"),
     ],

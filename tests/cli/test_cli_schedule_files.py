@@ -175,7 +175,7 @@ def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path, s
         ([*SMALL, "--option", "waves"], "'waves', must be NAME=VALUE", "waves=2"),
         (["hanayo", *SIZE, "--waves", "2", "--option", "waves=2"], "waves is given twice", "once"),
         ([*SMALL, "--memory", "much"], "memory is 'much'", "--memory 4"),
-        ([*SMALL, "--time-unit", "m"], "--time-unit is 'm'", "nearest is ms"),
+        ([*SMALL, "--time-unit", "m"], "--time-unit is 'm'", "did you mean 'ms'?"),
         (["--compare", "gpipe,1f1c", *SIZE], "'1f1c'", "1f1b"),
         (["--compare", " , ", *SIZE], "--compare names no schedule", "gpipe,1f1b"),
         (["zb-v", "--compare", "gpipe", *SIZE], "zb-v beside it", "--compare zb-v,gpipe"),

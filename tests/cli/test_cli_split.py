@@ -45,9 +45,12 @@ def test_the_plan_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("words", "message"),
     [
         (["nothing"], "nothing returned int, must return a model and its input"),
-        (["two", "--fix", "0=rwo"], "there is no style 'rwo'\nhint: did you mean 'row'?"),
+        (
+            ["two", "--fix", "0=rwo"],
+            "must be one of replicate, batch, column, row\nhint: did you mean 'row'?",
+        ),
         (["two", "--fix", "row"], "--fix row\nhint: NAME=STYLE"),
-        (["two", "--precision", "fp46"], "--precision fp46\nhint: bf16"),
+        (["two", "--precision", "fp46"], "--precision is 'fp46', must be one of bf16, fp16, tf32, fp32"),
         (["two", "--leaf", "2"], "the model has no module '2'"),
         (
             ["two", "--cluster", "a100:4"],

@@ -76,7 +76,7 @@ def evaluate(
             request = Request(trained=trained, split=split, data=data, limit=limit)
             result = run_evaluation(evaluation_config(config, request), request, as_json, port)
         else:
-            from stretto.recommender.clicks import samples
+            from stretto.recommender.clicks import folder
             from stretto.recommender.serve import job
 
             if data is not None and (split not in (None, "all") or limit is not None):
@@ -84,7 +84,7 @@ def evaluate(
                     "--data is read whole: a log has no splits", hint="leave --split and --limit out"
                 )
             split = split or "valid"
-            check_split(split, samples.SPLITS)
+            check_split(split, folder.SPLITS)
             log = None if data is None else (data,)
             clicks = job.Request(trained=trained, split=split, log=log, limit=limit, labelled=log is not None)
             result = job.run_pass(config, clicks, as_json, port)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import write_text
+from stretto.cli.output import write_file
 from stretto.errors import StrettoError
 
 PACKAGE = "stretto_interop"
@@ -105,4 +105,4 @@ def print_emitted(text: str, output: Path | None) -> None:
     if output is None:
         print(text, end="")
     else:
-        write_text(output, text)
+        write_file(output, text)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from stretto.errors import StrettoError, nearest
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ConfigFile = Annotated[
@@ -48,6 +50,17 @@ Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the pi
 Page = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures here.")]
 
 T = TypeVar("T")
+
+
+def check_choice(option: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise StrettoError for a value that is not allowed; its hint names a similar one that is."""
+    allowed = list(allowed)
+    if value not in allowed:
+        similar = nearest(value, allowed)
+        raise StrettoError(
+            f"{option} is {value!r}, must be one of {', '.join(allowed)}",
+            hint=f"did you mean {similar!r}?" if similar else None,
+        )
 
 
 def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:

@@ -71,23 +71,14 @@ def check_writable(*paths: Path | None) -> None:
             raise _cannot_write(path, os.strerror(errno.ENOENT))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file that the user named.
-
-    Raises:
-        StrettoError: the file cannot be written.
-    """
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Write a file that the user named.
 
     Raises:
         StrettoError: the file cannot be written.
     """
     try:
-        path.write_bytes(content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise _cannot_write(path, error.strerror) from None
 
@@ -226,7 +217,10 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
     Args:
         hint: printed if the failure has none.
     """
-    _leave_bar()
+    # restore the terminal if the rank was killed while it drew a progress bar
+    if (terminal := next((each for each in (sys.stdout, sys.stderr) if each.isatty()), None)) is not None:
+        terminal.write("\x1b[?25h\n")  # show the cursor
+        terminal.flush()
     hint = failure.hint or hint
     if failure.name in PLAIN and failure.kind == "error":
         print_error(failure.message, hint)
@@ -256,12 +250,3 @@ def failures_reported() -> Generator[None]:
         raise say_no() from None
     except RanksStopped as stopped:
         raise typer.Exit(128 + stopped.signal) from None
-
-
-def _leave_bar() -> None:
-    """Restore the terminal after a rank that was killed while it drew a progress bar."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream.isatty():
-            stream.write("\x1b[?25h\n")  # show the cursor
-            stream.flush()
-            return

@@ -21,7 +21,7 @@ from stretto.cli.options import (
     ScheduleOptions,
     grouped,
 )
-from stretto.cli.output import command_app, train_command, write_text
+from stretto.cli.output import command_app, train_command, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError, load_module, nearest, read_text
 
@@ -108,6 +108,7 @@ def partition(options: PartitionOptions) -> None:
     Cuts that ignore the schedule are shown for comparison. In Python, `stretto.partition` does the same, and
     `Pipeline(cut=...)` takes its `stages`.
     """
+    from stretto.cli.schedule import generate_program, options_from
     from stretto.planner.cutting.partition import partition as cut_best
     from stretto.planner.cutting.profile import profile_json
     from stretto.run.config.written import required_fields, written
@@ -117,10 +118,15 @@ def partition(options: PartitionOptions) -> None:
             f"--write {options.write}: a config names its model, which only --model gives",
             hint="give --model, or pass the cut to stretto.Pipeline(cut=...)",
         )
-    program = _program(options)
+    settings = options_from({"chunks": options.chunks}, None, options.option or [])
+    program = generate_program(options.schedule, options.ranks, options.microbatches, settings)
+    if not program.trains:
+        raise StrettoError(
+            f"schedule {options.schedule} does not train", hint="take one with backwards, such as 1f1b"
+        )
     layers = _layers(options, program)
     if options.save_profile is not None:
-        write_text(options.save_profile, json.dumps(profile_json(layers.profile), indent=1) + "\n")
+        write_file(options.save_profile, json.dumps(profile_json(layers.profile), indent=1) + "\n")
     memory = layers.memory if options.memory_gib is None else options.memory_gib * 2**30
     result = cut_best(
         layers.profile,
@@ -146,28 +152,11 @@ def partition(options: PartitionOptions) -> None:
         train = train_command(options.write, required_fields(None))
         report.write(options.write, written(job, about=about), note=f": {train}")
     if options.out is not None:
-        write_text(options.out, json.dumps(record, indent=1) + "\n")
+        write_file(options.out, json.dumps(record, indent=1) + "\n")
     report.print(options.as_json)
 
 
-# ------------------------------------------------------------------ program and layers
-
-
-def _program(options: PartitionOptions) -> Program:
-    from stretto.cli.schedule import options_from
-    from stretto.program import schedule
-
-    sizes = (("--ranks", options.ranks), ("--microbatches", options.microbatches))
-    if options.ranks is None or options.microbatches is None:
-        missing = " and ".join(option for option, value in sizes if value is None)
-        raise StrettoError(f"{missing} missing", hint="as in --ranks 4 --microbatches 8")
-    settings = options_from({"chunks": options.chunks}, None, options.option or [])
-    program = schedule(options.schedule, options.ranks, options.microbatches, **settings)
-    if not program.trains:
-        raise StrettoError(
-            f"schedule {options.schedule} does not train", hint="take one with backwards, such as 1f1b"
-        )
-    return program
+# ------------------------------------------------------------------ layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ import shlex
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import grouped
+from stretto.cli.options import check_choice, grouped
 from stretto.cli.output import (
     check_writable,
     command_app,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.job.data_parallel import Dtype
     from stretto.job.job import Job
     from stretto.planner.search.ranking import Plan, Ranked
-    from stretto.planner.search.task import SearchTask
+    from stretto.planner.search.task import Objective, SearchTask
     from stretto.run.config.schema import TrainConfig
 
 
@@ -87,7 +87,15 @@ def plan(options: PlanOptions) -> None:
     task = _task(options, base)
     if framework is not None:
         task = interop.emit.task_for(framework, task, options.fix or [], base)
-    _check_files(options, task.job, base)
+    check_writable(options.html)
+    if options.write is not None and (base is None or base.shape() != task.job.shape):
+        from stretto.run.config.written import model_section
+
+        try:  # before a long search: not every model can be described to training
+            model_section(task.job.shape)
+        except StrettoError as error:
+            hint = f"leave --write out, or {error.hint}"
+            raise StrettoError(f"--write: {error.message}", hint=hint) from None
 
     from stretto.planner.search.search import search
 
@@ -113,11 +121,7 @@ def _task(options: PlanOptions, base: TrainConfig | None) -> SearchTask:
     from stretto.planner.search.fixed import fixed
     from stretto.planner.search.task import SearchTask
 
-    if options.objective not in ("time", "tokens_per_dollar"):
-        raise StrettoError(
-            f"--objective is {options.objective!r}",
-            hint="time, or tokens_per_dollar for the cheapest",
-        )
+    check_choice("--objective", options.objective, ("time", "tokens_per_dollar"))
     if options.cluster is None:
         raise StrettoError("--cluster is missing", hint="as in --cluster dgx-a100-80gb:64")
     cluster = find_cluster(options.cluster, options.max_gpus)
@@ -126,7 +130,7 @@ def _task(options: PlanOptions, base: TrainConfig | None) -> SearchTask:
     return SearchTask(
         job=_job(options, base, usual_dtype(cluster.device)),
         cluster=cluster,
-        objective=options.objective,
+        objective=cast("Objective", options.objective),
         top=options.top,
         seconds=options.seconds,
         memory_headroom=options.room * GIB,
@@ -185,27 +189,9 @@ def _job(options: PlanOptions, base: TrainConfig | None, default_dtype: Dtype) -
         )
     if options.precision is not None:
         dtypes: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-        if options.precision not in dtypes:
-            raise StrettoError(f"--precision is {options.precision!r}", hint=f"one of {', '.join(dtypes)}")
+        check_choice("--precision", options.precision, dtypes)
         job = replace(job, precision=replace(job.precision, dtype=dtypes[options.precision]))
     return job
-
-
-def _check_files(options: PlanOptions, job: Job, base: TrainConfig | None) -> None:
-    """Raise StrettoError, before a long search, for files that cannot be written, or a model that no config
-    can describe to training.
-    """
-    from stretto.run.config.written import model_section
-
-    if options.write is not None:
-        try:
-            if base is None or base.shape() != job.shape:
-                model_section(job.shape)
-        except StrettoError as error:
-            raise StrettoError(
-                f"--write: {error.message}", hint=f"leave --write out, or {error.hint}"
-            ) from None
-    check_writable(options.html)
 
 
 # ------------------------------------------------------------------ the report

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cli import interop
+from stretto.cli.options import check_choice
 from stretto.cli.output import say_no
 from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest
@@ -283,10 +284,7 @@ def _arguments(fixes: Mapping[str, tuple[str, ...]], precision: str | None) -> d
     arguments = dict[str, Any]()
     for name, allowed in (("split", SPLITS), ("place", PLACES), ("wire", _BYTES), ("weight", _BYTES)):
         for value in fixes.get(name, ()):
-            if value not in allowed:
-                similar = nearest(value, allowed)
-                hint = f"did you mean {similar!r}?" if similar else ", ".join(allowed)
-                raise StrettoError(f"--fix {name}={value} is none of {', '.join(allowed)}", hint=hint)
+            check_choice(f"--fix {name}", value, allowed)
     if "place" in fixes:
         arguments["places"] = [place for place in PLACES if place in fixes["place"]]
     for name in ("wire", "weight"):
@@ -301,8 +299,7 @@ def _arguments(fixes: Mapping[str, tuple[str, ...]], precision: str | None) -> d
     if "ranks_per_node" in fixes:
         arguments["ranks_per_node"] = max(1, int(_positive("ranks_per_node", fixes["ranks_per_node"][0])))
     if precision is not None:
-        if precision not in ("bf16", "fp16", "tf32", "fp32"):
-            raise StrettoError(f"--precision is {precision!r}", hint="one of bf16, fp16, tf32, fp32")
+        check_choice("--precision", precision, ("bf16", "fp16", "tf32", "fp32"))
         arguments["precision"] = precision
     return arguments
 

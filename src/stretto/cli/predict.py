@@ -18,14 +18,14 @@ import typer
 
 from stretto.cli import interop
 from stretto.cli.options import ClusterName, Json, ModelName, grouped
-from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_text
+from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
     from stretto.planner.memory.fits import Bytes
-    from stretto.planner.run_scores import PredictedRow, Scores, TableScores
+    from stretto.planner.run_scores import PredictedRow, TableScores
     from stretto.planner.runs import RunRecord
 
 
@@ -156,7 +156,12 @@ def _priced(options: PredictOptions, framework: str) -> tuple[CommandReport, Est
 
 def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
     """The estimate of one layout, and the defaults used."""
+    from stretto.cli.jobs import load_language
+    from stretto.job.rules import problems
     from stretto.planner.estimate import estimate
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.run.config.job import job_of
+    from stretto.run.train.prediction import machine_of
 
     arguments = options.arguments or []
     model, cluster = options.model, options.cluster
@@ -171,29 +176,19 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
                     f"the model comes from {config}, so --model {model} conflicts",
                     hint="leave out --model, or the config",
                 )
-            return _config_estimate(config, overrides, cluster, memory=options.memory), {}
+            loaded = load_language(config, overrides)
+            job = job_of(loaded)
+            if wrong := problems(job):
+                raise wrong[0]
+            if cluster == "here":  # as the config's training uses this machine
+                machine = machine_of(job, loaded.train)
+            else:
+                machine = find_cluster(cluster).sized(job.layout.world)
+            return estimate(job, machine, memory=options.memory), {}
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
     run = run_from_arguments(arguments, model, cluster)
     return estimate(run.job, run.cluster, run.assumptions, memory=options.memory), run.defaults
-
-
-def _config_estimate(config: str, overrides: Sequence[str], cluster: str, *, memory: bool) -> Estimate:
-    """The estimate of a config; the cluster "here" is this machine as the config's training uses it."""
-    from stretto.cli.jobs import load_language
-    from stretto.job.rules import problems
-    from stretto.planner.estimate import estimate
-    from stretto.planner.machines.catalogue import find_cluster
-    from stretto.run.config.check import job_of
-    from stretto.run.train.prediction import machine_of
-
-    loaded = load_language(config, overrides)
-    job = job_of(loaded)
-    if wrong := problems(job):
-        raise wrong[0]
-    if cluster == "here":
-        return estimate(job, machine_of(job, loaded.train), memory=memory)
-    return estimate(job, find_cluster(cluster).sized(job.layout.world), memory=memory)
 
 
 def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> RunRecord:
@@ -373,7 +368,7 @@ def _table_report(options: PredictOptions, table: Path) -> CommandReport:
         predicted = track(predicted, "predicting", len(chosen), console=to_stderr, transient=True)
     rows = list(predicted)
     if out is not None:
-        write_text(out, table_csv(rows))
+        write_file(out, table_csv(rows))
     scores = summary(rows)
     report = CommandReport(lambda: {"rows": [_row_record(each) for each in rows], **scores.as_dict()})
     if row is not None:
@@ -383,11 +378,7 @@ def _table_report(options: PredictOptions, table: Path) -> CommandReport:
         _add_rows(report, rows)
     count = sum(each.estimate is not None for each in rows)
     report.line(f"{len(rows)} rows, {count} predicted{f', written to {out}' if out else ''}")
-    if scores.model is not None and scores.baseline is not None:
-        _add_time_scores(report, scores.model, scores.baseline, scores.efficiency or 0.0)
-        if len(rows) > _ROWS:
-            _add_worst(report, rows)
-    _add_memory_scores(report, scores)
+    _add_scores(report, scores, rows)
     _add_notes(report, rows)
     return report
 
@@ -469,46 +460,38 @@ def _add_rows(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
     )
 
 
-def _add_time_scores(report: CommandReport, model: Scores, baseline: Scores, efficiency: float) -> None:
+def _add_scores(report: CommandReport, scores: TableScores, rows: Sequence[PredictedRow]) -> None:
+    """Add the errors of times, beside those of a two-line model, and of memory."""
     from stretto.planner.estimate import NOISE
-
-    rows = [
-        (title, *(_percent(getattr(scores, name), signed=signed) for scores in (model, baseline)), noise)
-        for title, name, signed, noise in (
-            ("mean error (MAPE)", "mape", False, ""),
-            ("median error", "median", False, _percent(NOISE)),
-            ("bias", "bias", True, ""),
-            ("worst", "worst", True, ""),
-            ("inside the interval", "coverage", False, ""),
-            (f"regret of the pick, {model.groups} groups", "regret", False, ""),
-            ("regret, worst group", "regret_worst", False, ""),
-            ("pairs in order", "concordance", False, ""),
-        )
-    ]
-    columns = [
-        text(f"{model.rows} measured rows"),
-        *map(number, ("predicted", "two lines", "measured twice")),
-    ]
-    report.table(columns, [row for row in rows if row[1] or row[2]])
-    report.line(
-        f"two lines: FLOPs at {efficiency:.1%} of the peak, fitted to these rows, x (1 + (p-1)/(m v))"
-    )
-
-
-def _percent(value: float | None, *, signed: bool = False) -> str:
-    return "" if value is None else f"{value:{'+' if signed else ''}.1%}"
-
-
-def _add_worst(report: CommandReport, rows: Sequence[PredictedRow]) -> None:
     from stretto.planner.run_scores import time_error
 
-    timed = [(error, row.name) for row in rows if (error := time_error(row)) is not None]
-    timed.sort(key=lambda pair: -abs(pair[0]))
-    report.line("worst: " + "; ".join(f"{name} {error:+.0%}" for error, name in timed[:_WORST]))
-
-
-def _add_memory_scores(report: CommandReport, scores: TableScores) -> None:
+    model, baseline = scores.model, scores.baseline
     memory = scores.memory
+    if model is not None and baseline is not None:
+        cells = [
+            (title, *(_percent(getattr(each, name), signed=signed) for each in (model, baseline)), noise)
+            for title, name, signed, noise in (
+                ("mean error (MAPE)", "mape", False, ""),
+                ("median error", "median", False, _percent(NOISE)),
+                ("bias", "bias", True, ""),
+                ("worst", "worst", True, ""),
+                ("inside the interval", "coverage", False, ""),
+                (f"regret of the pick, {model.groups} groups", "regret", False, ""),
+                ("regret, worst group", "regret_worst", False, ""),
+                ("pairs in order", "concordance", False, ""),
+            )
+        ]
+        columns = [text(f"{model.rows} measured rows"), number("predicted")]
+        columns += [number("two lines"), number("measured twice")]
+        report.table(columns, [row for row in cells if row[1] or row[2]])
+        efficiency = scores.efficiency or 0.0
+        report.line(
+            f"two lines: FLOPs at {efficiency:.1%} of the peak, fitted to these rows, x (1 + (p-1)/(m v))"
+        )
+        if len(rows) > _ROWS:
+            timed = [(error, row.name) for row in rows if (error := time_error(row)) is not None]
+            timed.sort(key=lambda pair: -abs(pair[0]))
+            report.line("worst: " + "; ".join(f"{name} {error:+.0%}" for error, name in timed[:_WORST]))
     if memory.rows:
         report.line(
             f"memory: {memory.rows} rows recorded, mean error {_percent(memory.mape)}, bias "
@@ -519,6 +502,10 @@ def _add_memory_scores(report: CommandReport, scores: TableScores) -> None:
         report.line(f"out of memory: {failed} rows, predicted: {verdicts}")
     if memory.ran_does_not_fit:
         report.line(f"{memory.ran_does_not_fit} of {memory.ran} rows that ran were predicted not to fit")
+
+
+def _percent(value: float | None, *, signed: bool = False) -> str:
+    return "" if value is None else f"{value:{'+' if signed else ''}.1%}"
 
 
 def _add_notes(report: CommandReport, rows: Sequence[PredictedRow]) -> None:

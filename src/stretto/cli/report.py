@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from stretto.cli.output import console, labelled, memory_size, write_bytes
+from stretto.cli.output import console, labelled, memory_size, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -124,7 +124,7 @@ class CommandReport:
             shown = [
                 i for i in range(len(columns)) if not drop_empty or any(row and row[i] for row in shown_rows)
             ]
-            return _table(to, columns, shown_rows, shown, list(optional), min_width)
+            return _table(to, columns, shown_rows, shown, optional=list(optional), min_width=min_width)
 
         self.draw(draw)
 
@@ -146,7 +146,7 @@ class CommandReport:
         Raises:
             StrettoError: the file cannot be written.
         """
-        write_bytes(path, content.encode() if isinstance(content, str) else content)
+        write_file(path, content)
         if not quiet:
             self.line(f"wrote {path}{note}")
 
@@ -172,6 +172,7 @@ def _table(
     columns: Sequence[ColumnStyle],
     rows: Sequence[Sequence[str]],
     shown: Sequence[int],
+    *,
     optional: list[str],
     min_width: int | None,
 ) -> Table:

@@ -17,6 +17,7 @@ from stretto.cli.options import (
     Picture,
     PipelineRanks,
     ScheduleOptions,
+    check_choice,
     grouped,
 )
 from stretto.cli.output import coloured, command_app
@@ -379,7 +380,7 @@ def _programs(options: ReplayOptions, settings: Mapping[str, Any], costs: Costs)
                 hint=f"leave {option} out",
             )
         return [_read_program(options.file, options.name, options.ranks)]
-    return [_generate(options, options.name, dict(settings), costs)]
+    return [generate_program(options.name, options.ranks, options.microbatches, settings, costs)]
 
 
 def _is_file(name: str) -> bool:
@@ -387,8 +388,22 @@ def _is_file(name: str) -> bool:
     return name.lower().endswith((".csv", ".json"))
 
 
-def _generate(options: ReplayOptions, name: str | None, settings: dict[str, Any], costs: Costs) -> Program:
-    """Generate a schedule's program."""
+def generate_program(
+    name: str | None,
+    ranks: int | None,
+    microbatches: int | None,
+    settings: Mapping[str, Any],
+    costs: Costs | None = None,
+) -> Program:
+    """Generate a schedule's program.
+
+    Args:
+        settings: the schedule's options.
+        costs: for schedules that depend on them, if the options have none.
+
+    Raises:
+        StrettoError: an option is missing, or the schedule cannot be generated.
+    """
     from stretto.program import check, lower
     from stretto.program import options as accepted
     from stretto.program import schedule as generate
@@ -396,13 +411,13 @@ def _generate(options: ReplayOptions, name: str | None, settings: dict[str, Any]
     if name is None:
         raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
     name = _registered(name)
-    if options.ranks is None or options.microbatches is None:
-        sizes = (("--ranks", options.ranks), ("--microbatches", options.microbatches))
+    if ranks is None or microbatches is None:
+        sizes = (("--ranks", ranks), ("--microbatches", microbatches))
         missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
-    if "costs" in accepted(name):
-        settings.setdefault("costs", costs)
-    program = generate(name, options.ranks, options.microbatches, **settings)
+    if costs is not None and "costs" in accepted(name):
+        settings = {"costs": costs, **settings}
+    program = generate(name, ranks, microbatches, **settings)
     if ".py:" in name:
         check(program if program.lowered else lower(program))
     return program
@@ -452,7 +467,7 @@ def _compared_programs(
             continue
         accepted_settings = {key: value for key, value in settings.items() if key in taken[name]}
         accepted_settings.update(_pair(pair, f"--compare {name}") for pair in pairs)
-        program = _generate(options, name, accepted_settings, costs)
+        program = generate_program(name, options.ranks, options.microbatches, accepted_settings, costs)
         programs.append(replace(program, name=entry) if pairs else program)
     return programs
 
@@ -486,11 +501,7 @@ def _write_files(report: CommandReport, options: ReplayOptions, timelines: Seque
             f"--{option} writes one program, --compare has {len(timelines)}",
             hint="name one schedule, or write --svg, --png or --html",
         )
-    if options.time_unit not in _SECONDS:
-        raise StrettoError(
-            f"--time-unit is {options.time_unit!r}, must be one of {', '.join(_SECONDS)}",
-            hint=f"nearest is {nearest(options.time_unit, _SECONDS) or 'ms'}",
-        )
+    check_choice("--time-unit", options.time_unit, _SECONDS)
     if options.write is not None:
         report.write(options.write, _program_text(options.write, timeline.program))
     if options.trace is not None:
@@ -571,12 +582,7 @@ def _export(options: ReplayOptions, framework: str, programs: Sequence[Program])
     from stretto.program.text import check_torch
     from stretto.program.text.torchtitan import modules_json, modules_of_stages, schedule_class
 
-    if framework not in _FRAMEWORKS:
-        similar = nearest(framework, _FRAMEWORKS)
-        raise StrettoError(
-            f"--for is {framework!r}, must be one of {', '.join(_FRAMEWORKS)}",
-            hint=f"did you mean {similar!r}?" if similar else None,
-        )
+    check_choice("--for", framework, _FRAMEWORKS)
     csv = options.write
     if csv is None or csv.suffix.lower() != ".csv" or len(programs) > 1:
         raise StrettoError(f"--for {framework} needs one program and its file", hint="--write mine.csv")

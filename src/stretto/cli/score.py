@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun
+from stretto.cli.options import CheckpointStep, Json, Port, TrainedRun, check_choice
 from stretto.cli.output import command_app
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.recommender.serve.log import OnError
 
 app = command_app()
 
@@ -57,10 +60,7 @@ def score(
     from stretto.run.evaluate.trained import find_trained
     from stretto.run.train.launch import exit_code
 
-    if on_error not in ("fatal", "nan"):
-        similar = nearest(on_error, ("fatal", "nan"))
-        hint = f"did you mean {similar}?" if similar else "fatal or nan"
-        raise StrettoError(f"--on-error {on_error}: allowed are fatal and nan", hint=hint)
+    check_choice("--on-error", on_error, ("fatal", "nan"))
     if as_json and out == STDOUT:
         raise StrettoError("--out - and --json both write to stdout", hint="give --out a file")
     out = out or (None if as_json else STDOUT)
@@ -76,7 +76,7 @@ def score(
             f"{trained.checkpoint} is of a language model, and score is for recommenders",
             hint="stretto evaluate gives its loss",
         )
-    request = Request(trained=trained, log=tuple(sources), out=out, on_error=on_error)
+    request = Request(trained=trained, log=tuple(sources), out=out, on_error=cast("OnError", on_error))
     with failures_reported():
         result = run_pass(config, request, as_json, port)
     if os.environ.get("RANK", "0") == "0":

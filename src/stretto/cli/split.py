@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.options import Json
+from stretto.cli.options import Json, check_choice
 from stretto.cli.output import check_writable, command_app, failures_reported
 from stretto.cli.prove import checked_function
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.autosplit.network import StyleName
@@ -79,9 +79,8 @@ def split(
     path, function = checked_function(target, _EXAMPLE)
     check_writable(svg)
     fixed = _fixed_styles(fix or [])
-    precisions = ("bf16", "fp16", "tf32", "fp32")
-    if precision not in (None, *precisions):
-        raise StrettoError(f"--precision {precision}", hint=" or ".join(precisions))
+    if precision is not None:
+        check_choice("--precision", precision, ("bf16", "fp16", "tf32", "fp32"))
     with failures_reported():
         from stretto.autosplit.plan_module import plan_module
 
@@ -145,12 +144,8 @@ def _fixed_styles(fix: list[str]) -> dict[str, StyleName]:
         name, equals, style = text.rpartition("=")
         if not equals:
             raise StrettoError(f"--fix {text}", hint="NAME=STYLE, as in --fix 'features.*=batch'")
-        styles = ("replicate", "batch", "column", "row")
-        if style not in styles:
-            similar = nearest(style, styles)
-            hint = f"did you mean {similar!r}?" if similar else " or ".join(styles)
-            raise StrettoError(f"--fix {text}: there is no style {style!r}", hint=hint)
-        fixed[name] = style
+        check_choice(f"--fix {name}", style, ("replicate", "batch", "column", "row"))
+        fixed[name] = cast("StyleName", style)
     return fixed
 
 

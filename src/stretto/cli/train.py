@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from stretto.recommender.config.load import AnyConfig
-    from stretto.run.config.schema import TrainConfig
+    from stretto.run.config.schema import SampleConfig, TrainConfig
     from stretto.run.train.launch import Result
 
 _QUALITY = ("auc", "logloss", "entropy", "best_entropy", "best_auc", "calibration")
@@ -192,10 +192,13 @@ def _report(config: AnyConfig, result: Result, resume_command: str, arguments: s
     if result.stopped:
         report.line(f"stopped; newest checkpoint: {checkpoint or 'none'}\nto go on: {resume_command}")
     elif isinstance(config, TrainConfig):
-        if config.sample.tokens and _writes_text(config):
-            _stream_sample(config, Path(outcome["checkpoint"]), sys.stderr if as_json else sys.stdout)
+        # tokens of a Megatron dataset may come without a tokenizer
+        writes = not config.shape().encoder_layers and (config.run.folder / "tokenizer.json").is_file()
+        if writes and config.sample.tokens:
+            out = sys.stderr if as_json else sys.stdout
+            _stream_sample(config.sample, config.train.seed, Path(outcome["checkpoint"]), out)
         files = "config.yaml, metrics.jsonl, checkpoints/"
-        _add_next(report, f"{config.run.folder}  ({files})", next_commands(config, arguments))
+        _add_next(report, f"{config.run.folder}  ({files})", next_commands(config, arguments, writes))
     else:
         _add_quality(report, outcome)
         files = "config.yaml, placement.yaml, metrics.jsonl, eval.jsonl, checkpoints/"
@@ -232,13 +235,18 @@ def _add_next(report: CommandReport, folder: str, commands: Mapping[str, str]) -
     report.lines(f"  {command:{width}}  # {purpose}" for command, purpose in commands.items())
 
 
-def next_commands(config: TrainConfig, arguments: str) -> dict[str, str]:
-    """Commands to try after the training of a language model, with what each does."""
+def next_commands(config: TrainConfig, arguments: str, writes: bool) -> dict[str, str]:
+    """Return commands to try after the training of a language model, with the purpose of each.
+
+    Args:
+        arguments: the config and its overrides, for a shell.
+        writes: the model continues texts, and its tokenizer is there.
+    """
     from stretto.verify.language.cases import every_layout
 
     trained = config.layout.to_layout()
     commands = dict[str, str]()
-    if _writes_text(config):
+    if writes:
         command = f"stretto generate {config.run.folder} --prompt {quote(config.sample.prompt)}"
         commands[command] = "more text from this model"
     commands[f"stretto verify {arguments} --layouts all"] = "prove every layout equal to one process"
@@ -256,22 +264,12 @@ def next_commands(config: TrainConfig, arguments: str) -> dict[str, str]:
     return commands
 
 
-def _writes_text(config: TrainConfig) -> bool:
-    """True if the model continues a text, and the run has the tokenizer: tokens of a Megatron dataset may
-    come without.
-    """
-    return not config.shape().encoder_layers and (config.run.folder / "tokenizer.json").is_file()
-
-
-def _stream_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
+def _stream_sample(sample: SampleConfig, seed: int, checkpoint: Path, out: TextIO) -> None:
     """Print a text that the trained model writes, as it is generated."""
     from stretto.run.generate.text import Sampling, Wording, Writer
 
-    sample = config.sample
     print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
-    sampling = Sampling(
-        tokens=sample.tokens, temperature=sample.temperature, top_k=sample.top_k, seed=config.train.seed
-    )
+    sampling = Sampling(tokens=sample.tokens, temperature=sample.temperature, top_k=sample.top_k, seed=seed)
     wording = Wording.load(checkpoint)
     writer = Writer.load(checkpoint, wording, check=False)
     for piece in writer.stream(wording.prompt(sample.prompt), sampling):

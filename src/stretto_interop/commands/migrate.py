@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, labelled, report, say_no, write_text
+from stretto.cli.output import command_app, labelled, report, say_no, write_file
 from stretto.errors import StrettoError, read_text
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def migrate(
     name = run_name(request.path if out is None else out)
     migration = migrated(target, request.text, request.source, start, request.overrides, name=name)
     if out is not None:
-        write_text(out, migration.text)
+        write_file(out, migration.text)
     elif not as_json:
         print(migration.text, end="")
     report(_record(migration), as_json, lambda to: _show(to, migration, request, out))

@@ -252,7 +252,7 @@ def test_the_run_keeps_the_transform(folder: Path, tmp_path: Path, capfd: pytest
         (("new", "--out", "x.bin"), "--out x.bin: the suffix says what to write"),
         (("new", "--out", "none/x.csv"), "there is no folder none"),
         (("new", "--out", "-", "--json"), "both write to stdout"),
-        (("new", "--on-error", "nann"), "did you mean nan?"),
+        (("new", "--on-error", "nann"), "did you mean 'nan'?"),
         (("absent",), "there is no such file or folder"),
         (("layout.ranks=1",), "no log is named"),
         (("log.csv",), "no column"),
