@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from stretto.job.job import Job
     from stretto.layout.shards import Mode
-    from stretto.planner.memory.ranks import MemoryJob
+    from stretto.planner.memory.ranks import MemoryJob, RankMemory
     from stretto.run.train.memory_measured import RankHeld
 
 
@@ -99,19 +99,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
     saved = block_saved(predicted.shape, compute)
     published = published_formula(predicted.shape, compute)
     settings = advice(predicted)
-    compared: list[dict[str, Any]] = [
-        {
-            "rank": rank.rank,
-            "pipeline": rank.pipeline,
-            "peak": rank.peak,
-            "held": rank.held,
-            "kinds": rank.kinds,
-            "predicted_peak": ranks[rank.pipeline].total,
-            "predicted_held": ranks[rank.pipeline].between_actions,
-            "error": ranks[rank.pipeline].total / rank.peak - 1,
-        }
-        for rank in measured or ()
-    ]
+    compared = [_measured_record(rank, ranks[rank.pipeline]) for rank in measured or ()]
 
     report = CommandReport(
         {
@@ -167,6 +155,19 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
         report.line()
         report.table(columns, [[rank[name] for name in names] for rank in compared])
     return report
+
+
+def _measured_record(measured: RankHeld, predicted: RankMemory) -> dict[str, Any]:
+    return {
+        "rank": measured.rank,
+        "pipeline": measured.pipeline,
+        "peak": measured.peak,
+        "held": measured.held,
+        "kinds": measured.kinds,
+        "predicted_peak": predicted.total,
+        "predicted_held": predicted.between_actions,
+        "error": predicted.total / measured.peak - 1,
+    }
 
 
 def _mode_report(job: Job) -> CommandReport:
