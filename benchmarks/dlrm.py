@@ -77,7 +77,7 @@ def stretto_step(
     )
     specs = config.table_specs()
     placements: Placements = uniform(specs, placement, world, None)
-    recommender = Recommender.build(config, specs, placements)
+    recommender = Recommender(config, specs, placements)
     batches = [ClickBatch(numbers, Jagged.fixed(list(ids)), labels) for numbers, ids, labels in data]
     at = 0
 

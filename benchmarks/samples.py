@@ -26,6 +26,7 @@ import torch
 from harness import Step, arguments, race, report
 
 from stretto.engine.optim.rate import LearningRate
+from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.data.dataset import Batch, WindowSamples
 from stretto.run.data.mixture import Mixture, TrainingSamples, training_samples
@@ -106,7 +107,7 @@ def epoch(url: str, cache: Path) -> float:
         f"data: {{source: {url}, sequence: {SEQUENCE}, shuffle: window, shuffle_window: {1 << 23}, "
         f"cache: {cache}}}"
     )
-    samples = training_samples(open_source(config.data), config)
+    samples = training_samples(open_source(config.data), config.data, job_of(config), config.train.seed)
     assert isinstance(samples, WindowSamples)
     started, batches = time.perf_counter(), len(samples) // BATCH
     for number in range(batches):
@@ -137,11 +138,12 @@ def main() -> None:
             f"model: {{family: gpt, layers: 1, hidden: 64, heads: 1}}\ndata: {{sequence: {SEQUENCE}}}\n"
             f"batch: {{global_size: {BATCH}}}"
         )
+        job, seed = job_of(config), config.train.seed
         whole = folder(Path(name, "whole"), args.tokens, len(sources))
         mixture = Mixture(sources, {"a": 0.7, "b": 0.2, "c": 0.1})
         contestants = {
-            "one source": reader(training_samples(whole, config)),
-            "mixture of three": reader(training_samples(mixture, config)),
+            "one source": reader(training_samples(whole, config.data, job, seed)),
+            "mixture of three": reader(training_samples(mixture, config.data, job, seed)),
         }
         title = f"{BATCHES} batches of {BATCH} samples of {SEQUENCE} tokens"
         timings = race(contestants, "one source", rounds=args.rounds, warmup=5)

@@ -41,9 +41,9 @@ def train(placement: str, rank: int, ranks: int) -> tuple[list[float], list[floa
     config = parse_config(JOB, "job", [f"layout.ranks={ranks}", f"tables.placement={placement}"])
     assert isinstance(config, RecommenderConfig)
     tables = config.table_specs()
-    placements = configured_placements(config, tables)
+    placements = configured_placements(config.tables, config.layout, tables)
     assert placements is not None
-    recommender = Recommender.build(config, tables, placements)
+    recommender = Recommender(config, tables, placements)
     parts = [
         batch(step).part(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks) for step in range(STEPS)
     ]

@@ -141,7 +141,7 @@ def run(job: Job) -> Outcome:
     tables = config.table_specs()
     placements = placements_of(job, physical_tables(tables), world)
     folder = Path(job.folder) if job.folder else None
-    recommender = Recommender.build(config, tables, placements, record=job.record, folder=folder)
+    recommender = Recommender(config, tables, placements, record=job.record, folder=folder)
     batches = [batch_of(job, step).part(*rank_slice(SAMPLES, rank, world)) for step in range(job.steps)]
     losses, norms = list[float](), list[float | None]()
     for at, batch in enumerate(batches):

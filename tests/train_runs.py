@@ -14,13 +14,13 @@ from torch import Tensor
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.parallel.control import this_rank
 from stretto.run.config import TrainConfig
-from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_source import TokenSource
 from stretto.run.launch.local import prepare, run_ranks
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.language_job import train_language_rank
 from stretto.run.train.launch import PRELOAD
 from stretto.run.train.metrics import read_lines
+from texts import open_tokens
 
 Hook = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -28,7 +28,7 @@ Hook = tuple[Callable[..., None], tuple[Any, ...]]
 def train(config: TrainConfig, *hooks: Hook) -> dict[str, Any]:
     """Run the job with the hooks on every rank; the outcome of rank 0."""
     prepare(PRELOAD)
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     ranks = config.layout.to_layout().world
     return run_ranks(ranks, hooked, list(hooks), config, source, stoppable=True)[0]
 

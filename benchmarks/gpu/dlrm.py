@@ -141,7 +141,7 @@ def stretto(size: Size, data: list[Raw], setting: Setting, *, overlap: bool) -> 
         },
     )
     specs = config.table_specs()
-    made = Recommender.build(config, specs, uniform(specs, "table", 1, None), setting.device)
+    made = Recommender(config, specs, uniform(specs, "table", 1, None), setting.device)
     turn = itertools.cycle(ClickBatch(n, Jagged.fixed(list(ids[..., None])), y) for n, ids, y in data)
     coming = next(turn)
 

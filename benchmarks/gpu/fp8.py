@@ -59,8 +59,9 @@ def configured(words: tuple[str, ...], setting: Setting) -> TrainConfig:
 
 def real(made: TrainConfig) -> tuple[Job, SampleSource]:
     """The job with the vocabulary of its text, and the samples."""
-    source = prepare_data(made, quiet=True)
-    return job_of(made, vocab=vocabulary(source, made)), training_samples(source, made)
+    source = prepare_data(made.data, made.model.vocab, quiet=True)
+    job = job_of(made, vocab=vocabulary(source, made.data, made.corruption))
+    return job, training_samples(source, made.data, job, made.train.seed)
 
 
 def trained(words: tuple[str, ...], setting: Setting) -> dict[str, Any]:

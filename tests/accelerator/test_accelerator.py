@@ -23,9 +23,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.run.config.job import job_of
-from stretto.run.data.prepare import prepare_data
-from stretto.run.train.banner import banner
+from texts import banner_of, open_tokens
 from tiny_job import job
 
 HERE = Path(__file__).parent
@@ -200,8 +198,8 @@ def test_jobs_on_devices_train_like_those_on_the_cpu(reports: Reports) -> None:
 def test_the_first_line_of_a_run_names_its_devices(tmp_path: Path) -> None:
     for kind, ranks in (("npu", "on 2 ranks (dp2, npu), 1f1b"), ("cpu", "on 2 ranks (dp2), 1f1b")):
         config = job(tmp_path, "layout.dp=2", f"train.device={kind}")
-        tokens = prepare_data(config)
-        assert ranks in banner(config, job_of(config, vocab=tokens.vocab), tokens)
+        tokens = open_tokens(config)
+        assert ranks in banner_of(tokens, config)
 
 
 def equal_with_and_without_graphs(of: dict[str, Any]) -> None:

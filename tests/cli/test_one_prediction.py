@@ -13,7 +13,7 @@ from stretto.cli import main
 from stretto.planner.machines import catalogue
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
-from stretto.run.train.prediction import StepTimePrediction, first_line
+from stretto.run.train.prediction import StepTimePrediction, prediction_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLUSTER = "dgx-h100:16"
@@ -129,13 +129,15 @@ def test_a_run_begins_with_what_predict_says_of_its_config(
     path = str(CONFIGS / f"{name}.yaml")
     (row,) = run_json(capsys, "predict", path, "--cluster", "here")["rows"]
     config = load(path)
-    forecast = StepTimePrediction(job_of(config), config).estimate
+    forecast = StepTimePrediction(
+        job_of(config), config.run.folder, config.train.device, config.train.threads
+    ).estimate
     assert forecast is not None
     assert (forecast.seconds, forecast.low, forecast.high) == (row["step_time_s"], row["low"], row["high"])
     assert (forecast.bubble, dict(forecast.parts)) == (row["bubble"], row["parts"])
     assert forecast.memory is not None
     assert forecast.memory.allocated.mid / 2**30 == row["memory_gib"]
-    line = first_line(job_of(config), config.train)
+    line = prediction_line(job_of(config), config.train.device, config.train.threads)
     assert f"predicted: {row['step_time_s']:.3g} s a step ({row['low']:.2g} to {row['high']:.2g})" in line
     assert f"bubble {row['bubble']:.1%}" in line
     assert f"{row['memory']['device']['gib']:.2g} of" in line

@@ -13,6 +13,8 @@ from typing import Any
 
 from mutations import as_json, as_yaml, broken, lines
 
+from texts import open_tokens
+
 HERE = Path(__file__).parents[2]
 Make = Callable[[random.Random], bytes]
 
@@ -152,11 +154,10 @@ def profile(_: Path) -> Parser:
 
 @parser
 def token_index(folder: Path) -> Parser:
-    from stretto.run.data.prepare import prepare_data
     from stretto.run.data.token_folder import INDEX, parse_index
     from tiny_job import job
 
-    prepare_data(job(folder), quiet=True)
+    open_tokens(job(folder))
     index = next((folder / "cache").rglob(INDEX))
     document = json.loads(index.read_bytes())
     return _json(document, lambda path: parse_index(path.read_bytes(), path))

@@ -19,12 +19,12 @@ from counts import record
 from recommender_job import config_of as recommender_config
 from stretto.engine.parallel.control import this_rank
 from stretto.recommender.train.job import RECOMMENDER
-from stretto.run.data.prepare import prepare_data
 from stretto.run.launch import local
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
 from stretto.run.train.launch import PRELOAD, run_job
 from stretto.run.watch.local import watching
+from texts import open_tokens
 from tiny_job import job
 from train_runs import around_step, hooked
 
@@ -113,7 +113,7 @@ def failure_of(folder: Path, layout: str, act: Callable[[Any], None], rank: int)
     at = folder / "at"
     name = f"{layout.replace(' ', '')}-{act.__name__}-{rank}"
     config = job(folder, *LAYOUTS[layout], "train.timeout_s=600", "train.steps=100", f"run.name={name}")
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     ranks = config.layout.to_layout().world
     prepare(PRELOAD)
     hooks = [(plant, (rank, act, str(at)))]

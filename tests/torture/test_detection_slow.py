@@ -12,10 +12,10 @@ import pytest
 from counts import record
 
 from slow_ranks import keep_busy_times, slow_down
-from stretto.run.data.prepare import prepare_data
 from stretto.run.launch.local import prepare, run_ranks
 from stretto.run.train.launch import PRELOAD
 from stretto.run.watch.slow import EVERY, WINDOW
+from texts import open_tokens
 from tiny_job import job
 from train_runs import hooked
 
@@ -38,7 +38,7 @@ def slow_after(
     changes = (f"train.steps={steps}", f"run.name=r{number}", "metrics.every=1000")
     config = job(folder, *LAYOUTS[layout], *changes, *more)
     prepare(PRELOAD)
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     every = [(keep_busy_times, (str(path),)), *hooks]
     run_ranks(2, hooked, every, config, source, stoppable=True)
     return [json.loads(line)[1] for line in path.read_text().splitlines()]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.prepare import prepare_data
 from stretto.verify.language.cases import configured_job, smaller
 from stretto.verify.language.every import Every
 from stretto.verify.language.fields import set_fields, with_effect, without_effect, without_ranks
 from stretto.verify.language.proof import batches
 from stretto.verify.language.reference import Trial
+from texts import open_tokens
 from tiny_job import LLAMA, job
 
 HIDDEN = (
@@ -30,7 +30,7 @@ def hidden(tmp_path: Path) -> TrainConfig:
 
 
 def trial_of(config: TrainConfig) -> Trial:
-    samples = batches(config, prepare_data(config, quiet=True), 2)
+    samples = batches(config, open_tokens(config), 2)
     return Trial(batches=samples, seed=1, total_steps=6)
 
 

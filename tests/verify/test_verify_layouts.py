@@ -15,13 +15,13 @@ from stretto.job.job import Job
 from stretto.job.rules import fits_tp
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
-from stretto.run.data.prepare import prepare_data
 from stretto.verify.diagnose import Verdict
 from stretto.verify.language.asynchronous import Delays, promised, run_delayed
 from stretto.verify.language.cases import configured_job, describe, every_layout, smaller, vary
 from stretto.verify.language.every import Every, ways
 from stretto.verify.language.proof import batches, verify
 from stretto.verify.language.reference import Trial, build_reference, run_reference
+from texts import open_tokens
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job
 
 pytestmark = pytest.mark.apart
@@ -216,7 +216,7 @@ def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:
 
 
 def trial_of(config: TrainConfig) -> Trial:
-    tokens = prepare_data(config, quiet=True)
+    tokens = open_tokens(config)
     return Trial(batches=batches(config, tokens, 2), seed=config.train.seed, total_steps=config.train.steps)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from chats import chat, tokenizer_folder, write_chats
 from stretto.engine.models.language import IGNORED
 from stretto.run.config.schema import TrainConfig
-from stretto.run.data.prepare import describe_samples, prepare_data
 from stretto.run.train.batches import Batches
 from stretto.run.train.metrics import StepRecord, step_line
 from stretto.verify.language.cases import configured_job, vary
 from stretto.verify.language.proof import batches, verify
+from texts import describe, open_tokens
 from tiny_job import LLAMA, Changes, changes, job, varied
 from train_runs import train
 
@@ -61,7 +61,7 @@ def count_on_each_replica() -> None:
 
 def test_layouts_agree_on_masked_samples_some_without_a_target(folder: Path) -> None:
     config = config_of(folder, "data.packing=stream")
-    (batch, *_) = batches(config, prepare_data(config, quiet=True), 1)
+    (batch, *_) = batches(config, open_tokens(config), 1)
     counts = (batch.targets != IGNORED).sum(1).tolist()
     assert 0 in counts
     assert len(set(counts)) > 2
@@ -91,7 +91,7 @@ def test_ranks_that_share_a_sample_count_its_targets_once(
 ) -> None:
     """Tensor, sequence and context parallelism, on lengths that none of them divides."""
     config = config_of(folder, *overrides)
-    (batch, *_) = batches(config, prepare_data(config, quiet=True), 1)
+    (batch, *_) = batches(config, open_tokens(config), 1)
     targets = batch.targets
     masked = (targets == IGNORED).sum(1)
     assert 0 < int(masked.sum()) < targets.numel()
@@ -155,7 +155,7 @@ def test_a_run_reports_tokens_and_those_that_count(folder: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert outcome["loss"] == steps[-1]["loss"]
     assert "| targets " in step_line(StepRecord(**steps[-1]), 6)
-    description = describe_samples(config, prepare_data(config, quiet=True))
+    description = describe(open_tokens(config), config)
     assert [line.split(":")[0] for line in description] == ["train", "valid"]
     assert "longer than 96 tokens are cut off" in description[0]
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -17,8 +17,8 @@ from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import samples_of
-from stretto.run.data.prepare import prepare_data
 from stretto.verify.language.proof import batches, verify
+from texts import open_tokens
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, name_of, varied
 from train_runs import read_lines, train
 
@@ -69,7 +69,7 @@ def config_of(folder: Path, *overrides: str, model: str = LLAMA) -> TrainConfig:
 
 def test_samples_hold_all_kinds_of_documents(folder: Path) -> None:
     config = config_of(folder)
-    batch, *_ = batches(config, prepare_data(config, quiet=True), 1)
+    batch, *_ = batches(config, open_tokens(config), 1)
     assert batch.begins is not None
     runs = DocumentStarts(batch.begins).runs(batch.begins.new_tensor(range(16)))
     assert len({len(row) for row in runs}) > 2
@@ -80,7 +80,7 @@ def test_samples_hold_all_kinds_of_documents(folder: Path) -> None:
 def test_samples_of_one_document_are_cut_for_a_proof(folder: Path) -> None:
     """The text of the tiny job is one document, whose edges no sample would hold."""
     config = job(folder, EIGHT, "data.packing=documents", "data.sequence=5", model=LLAMA)
-    batch, *_ = batches(config, prepare_data(config, quiet=True), 1)
+    batch, *_ = batches(config, open_tokens(config), 1)
     assert batch.begins is not None
     edges = batch.begins.diff(dim=1) != 0
     assert edges.sum(1).tolist() == [0, 1, 1, 1] * 2
@@ -128,7 +128,7 @@ def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:
     """Evaluation keeps documents apart too: its targets are all tokens but the first of each document."""
     words = ("layout.pp=2", "layout.cp=2", "eval.every=6", "eval.batches=1000", "run.name=apart")
     config = config_of(folder, *words, "data.split=6,4,0")
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     train(config)
     steps = list(read_lines(config.run.folder / "metrics.jsonl"))
     evaluations = list(read_lines(config.run.folder / "eval.jsonl"))

@@ -239,7 +239,7 @@ def _predict(compared: ComparedJob, cluster: str | None) -> CombinationResult:
     assert config is not None
     try:
         if cluster is None:
-            predicted = predict(job, config.train)
+            predicted = predict(job, config.train.device, config.train.threads)
         else:
             predicted = estimate(job, find_cluster(cluster).sized(job.layout.world))
     except StrettoError as error:

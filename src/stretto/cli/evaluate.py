@@ -64,7 +64,7 @@ def evaluate(
     from stretto.cli.output import failures_reported
     from stretto.run.config.schema import TrainConfig
     from stretto.run.data.split import ALL, SPLITS, check_split
-    from stretto.run.evaluate.job import Request, evaluation_config, run_evaluation
+    from stretto.run.evaluate.job import EvaluationJob, evaluation_config, run_evaluation
     from stretto.run.evaluate.trained import find_trained
 
     trained = find_trained(path, checkpoint)
@@ -73,11 +73,17 @@ def evaluate(
         if isinstance(config, TrainConfig):
             split = split or ("test" if data is None else ALL)
             check_split(split, (*SPLITS, ALL))
-            request = Request(trained=trained, split=split, data=data, limit=limit)
-            result = run_evaluation(evaluation_config(config, request), request, as_json, port)
+            job = EvaluationJob(
+                config=evaluation_config(config, trained, data),
+                trained=trained,
+                split=split,
+                text=data,
+                limit=limit,
+            )
+            result = run_evaluation(job, as_json, port)
         else:
             from stretto.recommender.clicks import folder
-            from stretto.recommender.serve import job
+            from stretto.recommender.serve.job import ScoringJob, run_pass
 
             if data is not None and (split not in (None, "all") or limit is not None):
                 raise StrettoError(
@@ -86,8 +92,10 @@ def evaluate(
             split = split or "valid"
             check_split(split, folder.SPLITS)
             log = None if data is None else (data,)
-            clicks = job.Request(trained=trained, split=split, log=log, limit=limit, labelled=log is not None)
-            result = job.run_pass(config, clicks, as_json, port)
+            clicks = ScoringJob(
+                training=config, trained=trained, split=split, log=log, limit=limit, labelled=log is not None
+            )
+            result = run_pass(clicks, as_json, port)
     if os.environ.get("RANK", "0") == "0":
         if result.stopped or result.outcome is None:
             print("stopped: nothing was evaluated to its end", file=sys.stderr)

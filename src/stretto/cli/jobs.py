@@ -76,7 +76,6 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     Raises:
         StrettoError: the config has no layout for this number of ranks.
     """
-    from stretto.recommender.config import schema as recommender
     from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.rendezvous import RendezvousInfo
     from stretto.run.train.launch import under_torchrun
@@ -93,7 +92,7 @@ def for_ranks(config: AnyConfig, ranks: int | None, quiet: bool) -> AnyConfig:
     if ranks is None:
         return config
     if not language:
-        return recommender.for_ranks(config, ranks)
+        return config.for_ranks(ranks)
     from stretto.run.train.replan import for_ranks, join_for_ranks
 
     return join_for_ranks(config, note) if joins else for_ranks(config, ranks, note)

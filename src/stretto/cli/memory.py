@@ -76,8 +76,9 @@ def memory(
 
     job = replace(job, async_save=False)  # the steps save nothing
     check_ranks(job.layout.world)
-    threads = config.train.threads
-    measured = run_ranks(job.layout.world, measure_rank, job, config.train, threads=threads)
+    train = config.train
+    rank_settings = (train.device, train.threads, train.backend)
+    measured = run_ranks(job.layout.world, measure_rank, job, *rank_settings, threads=train.threads)
     # the steps drain; oneDNN forms weight gradients in a buffer of their own
     separate_gradients = ONEDNN and job.precision.dtype == "float32"
     predicted = memory_of(job, job.program(), separate_gradients=separate_gradients)

@@ -181,7 +181,7 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
             if wrong := problems(job):
                 raise wrong[0]
             if cluster == "here":  # as the config's training uses this machine
-                machine = machine_of(job, loaded.train)
+                machine = machine_of(job, loaded.train.device, loaded.train.threads)
             else:
                 machine = find_cluster(cluster).sized(job.layout.world)
             return estimate(job, machine, memory=options.memory), {}

@@ -54,7 +54,7 @@ def score(
     """
     from stretto.cli.evaluate import click_quality, configured
     from stretto.cli.output import failures_reported
-    from stretto.recommender.serve.job import Request, run_pass
+    from stretto.recommender.serve.job import ScoringJob, run_pass
     from stretto.recommender.serve.output import STDOUT, check_output
     from stretto.run.config.schema import TrainConfig
     from stretto.run.evaluate.trained import find_trained
@@ -76,9 +76,15 @@ def score(
             f"{trained.checkpoint} is of a language model, and score is for recommenders",
             hint="stretto evaluate gives its loss",
         )
-    request = Request(trained=trained, log=tuple(sources), out=out, on_error=cast("OnError", on_error))
+    job = ScoringJob(
+        training=config,
+        trained=trained,
+        log=tuple(sources),
+        out=out,
+        on_error=cast("OnError", on_error),
+    )
     with failures_reported():
-        result = run_pass(config, request, as_json, port)
+        result = run_pass(job, as_json, port)
     if os.environ.get("RANK", "0") == "0":
         outcome = result.outcome or {"stopped": True}
         if outcome["stopped"]:

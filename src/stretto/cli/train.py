@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from shlex import join, quote, split
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -67,7 +68,7 @@ def train(
     """
     from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
-    from stretto.run.train.launch import exit_code, free_name, under_torchrun
+    from stretto.run.train.launch import exit_code, under_torchrun, unused_run
 
     fields = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
     fields += [f"train.restarts={restarts}"] if restarts is not None else []
@@ -78,7 +79,8 @@ def train(
             config, result = _train_as_rank(config, ranks, as_json)
             resume_command = _resume_command(path, fields, name, config.run.name)
         else:
-            config = free_name(for_ranks(config, ranks, as_json))
+            config = for_ranks(config, ranks, as_json)
+            config = replace(config, run=unused_run(config.checkpoint.resume, config.run))
             resume_command = _resume_command(path, fields, name, config.run.name)
             result = _train_locally(config, resume_command, as_json, port)
         if os.environ.get("RANK", "0") == "0":

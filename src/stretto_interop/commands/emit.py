@@ -59,7 +59,7 @@ def emitted_config(framework: ExternalFramework | None, config: JobConfig, sourc
     assert isinstance(config, RecommenderConfig)
     check_trains_recommenders(None if framework is None else framework.name)
     tables = config.table_specs()
-    placements = configured_placements(config, tables)
+    placements = configured_placements(config.tables, config.layout, tables)
     if placements is None:
         raise StrettoError(
             "tables.placement is auto: it is planned for the ranks of a run",

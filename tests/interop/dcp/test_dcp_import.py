@@ -16,9 +16,9 @@ from stretto.engine.models.build import build
 from stretto.job.shape import ModelShape
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import WindowSamples
-from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto_interop.checkpoints.dcp.importing import DcpImport
+from texts import open_tokens
 from tiny_job import LLAMA, job
 from train_runs import tensors, train
 
@@ -104,7 +104,7 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, kind: str, layo
 
 
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    folder = prepare_data(config, quiet=True)
+    folder = open_tokens(config)
     assert isinstance(folder, TokenFolder)
     samples = WindowSamples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
     batch = samples.batch(range(config.batch.global_size))

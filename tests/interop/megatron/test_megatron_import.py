@@ -18,11 +18,11 @@ from stretto.errors import StrettoError
 from stretto.job.shape import ModelShape
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import WindowSamples
-from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
 from stretto_interop.frameworks.megatron.saved import read_saved
+from texts import open_tokens
 from tiny_job import LLAMA, job
 from train_runs import tensors, train
 
@@ -161,7 +161,7 @@ def _written(
 
 
 def _first_batch(config: TrainConfig) -> tuple[Tensor, Tensor]:
-    folder = prepare_data(config, quiet=True)
+    folder = open_tokens(config)
     assert isinstance(folder, TokenFolder)
     samples = WindowSamples(folder, "train", config.data.sequence, config.train.seed, ratio=config.data.split)
     batch = samples.batch(range(config.batch.global_size))

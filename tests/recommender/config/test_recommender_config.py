@@ -14,7 +14,7 @@ from stretto.recommender.config.load import is_recommender, load_config, parse_c
 from stretto.recommender.config.model import Feature
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.placement import TablePlacement
+from stretto.recommender.placement import Placements, TablePlacement, TableSpec
 from stretto.recommender.shape import DLRM_PRESETS
 from stretto.run.config.load import dump
 from stretto.run.config.schema import TrainConfig
@@ -196,21 +196,25 @@ def test_ranks_of_torchrun_and_gpus_bound_the_job() -> None:
     assert find_problems(config(), world=2, devices=2) == []
 
 
+def placements_of(config: RecommenderConfig, tables: list[TableSpec]) -> Placements | None:
+    return configured_placements(config.tables, config.layout, tables)
+
+
 def test_placements_come_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> None:
     tables = config().table_specs()
-    assert configured_placements(config(), tables) is None
-    by_rows = configured_placements(config("tables.placement=row"), tables)
+    assert placements_of(config(), tables) is None
+    by_rows = placements_of(config("tables.placement=row"), tables)
     assert by_rows is not None
     assert list(by_rows) == ["C1", "shop", "C3.quotient", "C3.remainder"]
     assert {each.split for each in by_rows.values()} == {"row"}
     text = "{C1: {split: column, ranks: [1, 0]}, shop: {split: table, ranks: [1]}, C3: {split: data}}"
-    named = configured_placements(config(f"tables.placement={text}"), tables)
+    named = placements_of(config(f"tables.placement={text}"), tables)
     assert named is not None
     assert named["C1"] == TablePlacement("column", (1, 0))
     assert named["C3.quotient"] == named["C3.remainder"] == TablePlacement("data")
     path = tmp_path / "placement.yaml"
     path.write_text(text.strip("{}").replace("}, ", "}\n").replace("data", "data}"))
-    assert configured_placements(config(f"tables.placement={path}"), tables) == named
+    assert placements_of(config(f"tables.placement={path}"), tables) == named
 
 
 def test_every_field_is_described() -> None:

@@ -58,7 +58,7 @@ def forward(folder: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Probabilities and labels of the new log, by the model in one process."""
     config = job(folder, "layout.ranks=1", "tables.placement=table")
     data = prepare_clicks(config, quiet=True)
-    model = Recommender.build(config, data.tables, place(config, data), fresh=False)
+    model = Recommender(config, data.tables, place(config, data), fresh=False)
     load_weights(model, folder / "runs/tiny/checkpoints/step-00000006", 6)
     transform = ClickTransform.load(folder / "runs/tiny")
     batch = transform.batch(parse((folder / "new").read_bytes()).chunk)
@@ -185,7 +185,7 @@ def test_columns_by_name_with_and_without_labels(tmp_path: Path, capfd: pytest.C
 
 def test_parts_of_a_log_are_a_batch_at_most(folder: Path) -> None:
     transform = ClickTransform.load(folder / "runs/tiny")
-    log = RawLog([str(folder / "new")], transform, job(folder), "fatal")
+    log = RawLog([str(folder / "new")], transform, job(folder).data, "fatal")
     whole = transform.batch(parse((folder / "new").read_bytes()).chunk)
     parts = [list(log.parts(16, rank, 3)) for rank in range(3)]
     labels = [

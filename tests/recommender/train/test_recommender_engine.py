@@ -111,7 +111,7 @@ def test_a_batch_that_was_not_announced_is_taken_all_the_same() -> None:
         job = Job(ids="hash")
         config = config_of(job, 1)
         tables = config.table_specs()
-        recommender = Recommender.build(config, tables, placements_of(job, tables, 1))
+        recommender = Recommender(config, tables, placements_of(job, tables, 1))
         batches = [batch_of(job, step) for step in range(3)]
         train_step(recommender, batches[0], batches[2] if wrong else batches[1])
         train_step(recommender, batches[1])
@@ -128,7 +128,7 @@ def test_a_prediction_changes_nothing() -> None:
     job = Job("adagrad", ids="hash", place="cpu")
     config = config_of(job, 1)
     tables = config.table_specs()
-    recommender = Recommender.build(config, tables, placements_of(job, tables, 1))
+    recommender = Recommender(config, tables, placements_of(job, tables, 1))
     batches = [batch_of(job, step) for step in range(3)]
     train_step(recommender, batches[0], batches[1])
     before = rows_of(recommender)
@@ -160,7 +160,7 @@ def test_a_growing_table_is_on_the_device_or_refused() -> None:
     placements = dict(placements_of(job, tables, 1))
     placements["C2"] = TablePlacement("table", (0,), "cpu")
     with pytest.raises(StrettoError, match=r"table C2: place cpu with ids: hash"):
-        Recommender.build(config, tables, placements)
+        Recommender(config, tables, placements)
 
 
 def test_a_loss_of_a_part_adds_up() -> None:

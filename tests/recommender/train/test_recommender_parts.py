@@ -26,13 +26,12 @@ from stretto.recommender.planner.placement_file import read_placements
 from stretto.recommender.train.clicks import (
     ClickData,
     check_held_out,
-    open_clicks,
     prepare_clicks,
     rank_slice,
-    spec_of,
+    synthetic_spec,
 )
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.evaluate import Evaluation
+from stretto.recommender.train.evaluate import ClickEvaluation
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.report import SAMPLES, ClickEval, ClickStep, banner, eval_line, step_line
 from stretto.recommender.train.resume import changed_clicks
@@ -52,15 +51,15 @@ def test_synthetic_clicks_are_of_the_models_tables(tmp_path: Path) -> None:
     config = config_of(tmp_path, "model.tables=[{rows: 7, hot: 2}, {rows: 11, pooling: mean}]")
     data = prepare_clicks(config)
     assert (data.samples, data.held_out) == (2000, 200)
-    batch = open_clicks(config, data, "train").batch(0, 50, (10, 30))
+    batch = data.open("train").batch(0, 50, (10, 30))
     assert batch.dense.shape == (20, 13)
     assert batch.ids.counts() == [40, 20]
     assert int(batch.ids.ids[:40].max()) < 7
     assert int(batch.ids.ids[40:].max()) < 11
-    whole = open_clicks(config, data, "train").batch(0, 50).part(10, 30)
+    whole = data.open("train").batch(0, 50).part(10, 30)
     assert torch.equal(whole.ids.ids, batch.ids.ids)
     assert torch.equal(whole.labels, batch.labels)
-    json.dumps(data.same)
+    json.dumps(data.identity)
 
 
 def test_a_click_folder_gives_rows_names_and_ids_of_a_sample(tmp_path: Path) -> None:
@@ -70,9 +69,9 @@ def test_a_click_folder_gives_rows_names_and_ids_of_a_sample(tmp_path: Path) -> 
     assert [(t.name, t.rows) for t in data.tables] == [("user", 50), ("tags", 9)]
     assert data.tables[1].hot == pytest.approx(1.5, abs=0.2)
     assert (data.samples, data.held_out) == (300, 30)
-    train, valid = (open_clicks(config, data, split) for split in ("train", "valid"))
+    train, valid = (data.open(split) for split in ("train", "valid"))
     assert (len(train), len(valid)) == (270, 30)
-    again = open_clicks(config, data, "valid").batch(0, 30)
+    again = data.open("valid").batch(0, 30)
     assert torch.equal(valid.batch(0, 30).dense, again.dense)
     with pytest.raises(StrettoError, match="has 3 numbers a sample"):
         prepare_clicks(config_of(tmp_path, "model.tables=null", f"data.source={source}"))
@@ -136,7 +135,7 @@ def test_files_may_keep_ids_as_they_are_and_say_which_numbers_were_missing(tmp_p
     names = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.valid=0", "eval.every=null"]
     tables = "model.tables=[" + ", ".join(["{rows: 5, ids: hash}"] * 26) + "]"
     config = config_of(tmp_path, *names, tables, "data.raw=true", "data.missing_flags=true", "model.dense=26")
-    batch = open_clicks(config, prepare_clicks(config, quiet=True), "train").batch(0, 1)
+    batch = prepare_clicks(config, quiet=True).open("train").batch(0, 1)
     assert batch.ids.ids.tolist() == [2**32, *[11] * 25]
     assert batch.dense[0, 13:].tolist() == [1.0, *[0.0] * 12]
 
@@ -167,7 +166,7 @@ def test_files_named_valid_are_never_trained_on(tmp_path: Path) -> None:
     data = prepare_clicks(config, quiet=True)
     assert (data.samples, data.held_out) == (10, 4)
     assert data.notes == ("held out: valid.csv (by name; data.valid is not used)",)
-    train, valid = (open_clicks(config, data, split) for split in ("train", "valid"))
+    train, valid = (data.open(split) for split in ("train", "valid"))
     seen = [set(part.batch(0, len(part)).ids.ids.tolist()) for part in (train, valid)]
     assert [len(part) for part in (train, valid)] == [6, 4]
     assert seen == [
@@ -196,7 +195,7 @@ def test_what_changes_the_samples_of_a_resumed_run_is_named(tmp_path: Path) -> N
     names += ["data.threshold=1", "model.tables=null", "model.dense=1"]
 
     def same(*more: str) -> dict[str, Any]:
-        return prepare_clicks(config_of(tmp_path, *names, *more), quiet=True).same
+        return prepare_clicks(config_of(tmp_path, *names, *more), quiet=True).identity
 
     before = same()
     assert changed_clicks(before, same()) is None
@@ -214,7 +213,7 @@ def test_what_changes_the_samples_of_a_resumed_run_is_named(tmp_path: Path) -> N
 def test_a_part_without_samples_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, "data.synthetic.samples=9", "data.valid=0.01")
     with pytest.raises(StrettoError, match="none is held out"):
-        check_held_out(config, prepare_clicks(config))
+        check_held_out(prepare_clicks(config), evaluates=config.eval.every is not None)
 
 
 class Constant:
@@ -224,15 +223,17 @@ class Constant:
         return torch.full((batch.samples,), -1.0)
 
 
-def evaluation(config: RecommenderConfig, data: ClickData) -> Evaluation:
-    return Evaluation(config, data, cast("Recommender", Constant()), limit=config.eval.batches)
+def evaluation(config: RecommenderConfig, data: ClickData) -> ClickEvaluation:
+    return ClickEvaluation(
+        data, cast("Recommender", Constant()), batch=config.batch.global_size, limit=config.eval.batches
+    )
 
 
 def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> None:
     config = config_of(tmp_path, "eval.batches=1000", "batch.global_size=7")
     data = prepare_clicks(config)
     record = evaluation(config, data).run(5)
-    best = SyntheticClicks(spec_of(config, data.tables), "valid").best()
+    best = SyntheticClicks(synthetic_spec(config.data, config.model.numbers, data.tables), "valid").best()
     assert (record.step, record.samples, record.auc) == (5, 200, 0.5)
     assert (record.best_entropy, record.best_auc) == (pytest.approx(best.entropy), best.auc)
     p = 1 / (1 + math.e)
@@ -263,7 +264,7 @@ def test_the_plan_places_every_table_and_its_file_is_taken_back(tmp_path: Path) 
     assert list(placed) == ["C1", "C2", "C3.quotient", "C3.remainder"]
     assert from_json(json.loads(json.dumps(to_json(placed)))) == placed
     path = tmp_path / "placement.yaml"
-    path.write_text(file_text(config, placed))
+    path.write_text(file_text(config.layout, placed))
     assert read_placements(path, 3) == placed
     assert place(config_of(tmp_path, tables, f"tables.placement={path}", "layout.ranks=3"), data) == placed
 

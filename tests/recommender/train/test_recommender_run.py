@@ -15,14 +15,14 @@ from recommender_job import config_of, folder_of
 from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.serve.job import Request, run_pass
+from stretto.recommender.serve.job import ScoringJob, run_pass
 from stretto.recommender.train.clicks import prepare_clicks
 from stretto.recommender.train.job import PRELOAD, RECOMMENDER, train_recommender_rank
 from stretto.recommender.train.placement import place
 from stretto.run.evaluate.trained import find_trained
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
 from stretto.run.launch.stop import StopRequest
-from stretto.run.train.launch import free_name, run_job
+from stretto.run.train.launch import run_job, unused_run
 from stretto.run.train.metrics import read_lines
 from train_runs import around_step
 
@@ -177,9 +177,9 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
     outcome = train(first, (1, None, keep_samples, (seen,)), (3, 1, send_self, (signal.SIGTERM,)))
     assert (outcome["step"], outcome["stopped"]) == (3, True)
     assert outcome["checkpoint"].endswith("step-00000003")
-    assert free_name(first).run.name == "tiny-2"
+    assert unused_run("never", first.run).name == "tiny-2"
     again = config_of(tmp_path, "tables.placement=column", "layout.ranks=3", "checkpoint.resume=auto")
-    assert free_name(again).run.name == "tiny"
+    assert unused_run("auto", again.run).name == "tiny"
     assert train(again)["step"] == 6
     assert losses(again) == pytest.approx(losses(whole[0]), rel=1e-9)
     parts = sorted(
@@ -246,7 +246,7 @@ def test_tables_whose_rows_are_of_other_ids_are_not_resumed(tmp_path: Path) -> N
     with pytest.raises(StrettoError, match="rows belong to other ids than those of"):
         run_job(RECOMMENDER, again, quiet=True)
     with pytest.raises(StrettoError, match="rows belong to other ids"):
-        run_pass(again, Request(trained=find_trained(first.run.folder, None)), quiet=True)
+        run_pass(ScoringJob(training=again, trained=find_trained(first.run.folder, None)), quiet=True)
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_rank(tmp_path: Path) -> None:

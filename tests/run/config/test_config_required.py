@@ -12,9 +12,10 @@ from stretto.recommender.config.load import parse_config
 from stretto.run.config.check import check
 from stretto.run.config.load import dump, parse
 from stretto.run.config.required import check_required, comment_required_markers
-from stretto.run.data.prepare import check_vocabulary, prepare_data
+from stretto.run.data.prepare import check_vocabulary
 from stretto.run.train.language_job import LANGUAGE
 from stretto.run.train.launch import run_job
+from texts import open_tokens
 from tiny_job import job
 
 OPEN = """
@@ -70,8 +71,9 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_refused(tmp_path: Path) -> 
     with pytest.raises(StrettoError, match=r"model\.vocab is 400: .* has 300 entries, so 100 rows"):
         run_job(LANGUAGE, config)
     assert not (tmp_path / "cache").exists()
-    check_vocabulary(job(tmp_path, "model.vocab=310"))
-    tokens = Path(prepare_data(job(tmp_path), quiet=True).name)
+    config = job(tmp_path, "model.vocab=310")
+    check_vocabulary(config.data, config.model.vocab, config.corruption)
+    tokens = Path(open_tokens(job(tmp_path)).name)
     for source in (f"data.source={tokens}", f"data.tokenizer={tokens / 'tokenizer.json'}"):
         for vocab, said in ((400, "so 100 rows"), (200, "and each needs a row")):
             with pytest.raises(StrettoError, match=rf"model\.vocab is {vocab}: .* 300 entries, {said}"):

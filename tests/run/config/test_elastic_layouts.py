@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.recommender.config import schema as recommender
 from stretto.recommender.config.check import check as check_recommender
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
@@ -134,10 +133,10 @@ def clicks(*overrides: str) -> RecommenderConfig:
 def test_a_recommender_takes_numbers_of_ranks() -> None:
     config = clicks("elastic.ranks=[3, 1]")
     check_recommender(config)
-    assert recommender.rank_choices(config) == [4, 3, 1]
-    assert recommender.for_ranks(config, 3).layout.ranks == 3
+    assert config.rank_choices == [4, 3, 1]
+    assert config.for_ranks(3).layout.ranks == 3
     with pytest.raises(StrettoError, match=r"elastic.ranks has no layout of 2 ranks; the config's are of 4"):
-        recommender.for_ranks(config, 2)
+        config.for_ranks(2)
     for numbers, says in (
         ("[9]", "elastic.ranks.0: batch.global_size is 8"),
         ("[0]", "elastic.ranks.0 is 0"),

@@ -28,10 +28,11 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.dataset import Batch, WindowSamples
 from stretto.run.data.denoising import DenoisedSamples, corrupt
-from stretto.run.data.mixture import Mixture, epochs, held_out, parts_of, training_samples
-from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
+from stretto.run.data.mixture import Mixture, epochs, parts_of
+from stretto.run.data.sentinels import SentinelIds, sentinel_ids
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
+from texts import job_of_text, read_held_out, read_samples
 
 END, START, TOP = 1, 2, 10_000  # tokens of text are between
 
@@ -277,18 +278,18 @@ def test_marks_are_the_tokenizers_or_the_last_of_the_vocabulary(folder: TokenFol
     spans, mask = denoising("span-corruption", 30, 0.2, 3.0), denoising("infilling", 30, 0.3, 3.0)
     assert (spans.spans, mask.spans) == (2, 4)
     data = DataConfig()
-    assert vocabulary(folder, config("model.family=gpt")) == folder.vocab
-    assert vocabulary(folder, config()) == folder.vocab + 100
-    assert vocabulary(folder, config("data.sentinels=7")) == folder.vocab + 7
-    assert vocabulary(folder, config("data.objective=infilling")) == folder.vocab + 1
-    assert vocabulary(folder, config("data.first_sentinel=5")) == folder.vocab
+    assert job_of_text(folder, config("model.family=gpt")).shape.vocab == folder.vocab
+    assert job_of_text(folder, config()).shape.vocab == folder.vocab + 100
+    assert job_of_text(folder, config("data.sentinels=7")).shape.vocab == folder.vocab + 7
+    assert job_of_text(folder, config("data.objective=infilling")).shape.vocab == folder.vocab + 1
+    assert job_of_text(folder, config("data.first_sentinel=5")).shape.vocab == folder.vocab
     rows = folder.vocab + 2
     assert sentinel_ids(folder, data, spans, rows).spans == (rows - 1, rows - 2)
     assert sentinel_ids(folder, data, mask, rows).spans == (rows - 1,) * 4
     named = sentinel_ids(folder, DataConfig(first_sentinel=77), spans, rows)
     assert (named.spans, named.end, named.start) == ((77, 76), folder.endoftext, folder.endoftext)
     special = with_special(tmp_path / "t5", ["<pad>", "<extra_id_1>", "<extra_id_0>", "<mask>"])
-    assert vocabulary(special, config()) == special.vocab == 14
+    assert job_of_text(special, config()).shape.vocab == special.vocab == 14
     assert sentinel_ids(special, data, spans, 14) == SentinelIds(spans=(12, 11), end=0, start=10)
     assert sentinel_ids(special, data, mask, 14) == SentinelIds(spans=(13,) * 4, end=0, start=0)
 
@@ -334,23 +335,23 @@ def test_a_run_reads_samples_of_its_objective(folder: TokenFolder) -> None:
     job = config("data.sequence=20", "data.split=3,1,0", "batch.global_size=4", "train.seed=5")
     assert (job.denoising, job.target_sequence) == (denoising("span-corruption", 20, 0.15, 3.0), 5)
     longer = config("data.sequence=20", "data.split=3,1,0", "data.target_sequence=8", "train.seed=5")
-    alone, padded = training_samples(folder, job), training_samples(folder, longer)
+    alone, padded = read_samples(folder, job), read_samples(folder, longer)
     batch = alone.batch(range(8))
     assert batch.inputs.shape == (8, 20)
     assert batch.targets.shape == (8, 5)
     assert torch.equal(padded.batch(range(8)).targets[:, :5], batch.targets)
     assert padded.batch(range(8)).targets[:, 5:].eq(IGNORED).all()
     assert epochs(alone, 2 * len(parts_of(alone)[folder.name])) == {folder.name: 2.0}
-    mixed = training_samples(Mixture({"a": folder, "b": folder}, {"a": 3.0, "b": 1.0}), job)
+    mixed = read_samples(Mixture({"a": folder, "b": folder}, {"a": 3.0, "b": 1.0}), job)
     assert mixed.batch(range(8)).decoder is not None
     assert set(epochs(mixed, 8)) == {"a", "b"}
-    other = training_samples(folder, config(*OTHER))
+    other = read_samples(folder, config(*OTHER))
     assert not torch.equal(other.batch(range(8)).inputs, batch.inputs)
-    (valid,) = held_out(folder, job, "valid")
-    again = held_out(folder, config(*OTHER), "valid")[0].split
+    (valid,) = read_held_out(folder, job, "valid")
+    again = read_held_out(folder, config(*OTHER), "valid")[0].split
     assert torch.equal(valid.split.batch([0]).inputs, again.batch([0]).inputs), "whatever the seed"
     with pytest.raises(StrettoError, match="one sample is made of"):
-        held_out(folder, config("data.sequence=60", "data.split=3,1,0"), "valid")
+        read_held_out(folder, config("data.sequence=60", "data.split=3,1,0"), "valid")
 
 
 OTHER = ("data.sequence=20", "data.split=3,1,0", "train.seed=6")

@@ -28,10 +28,9 @@ from stretto.run.data.mixture import (
     MixtureOrder,
     WeightPhase,
     epochs,
-    training_samples,
 )
-from stretto.run.data.prepare import describe_samples, prepare_data
 from stretto.run.train.metrics import read_lines
+from texts import describe, open_tokens, read_samples
 from tiny_job import LLAMA, job
 from train_runs import at_step, keep_notes, send_self, tensors, train
 
@@ -97,9 +96,9 @@ def mixed(folder: Path, *overrides: str, phases: str = "") -> TrainConfig:
 def test_samples_are_those_of_the_sources(folder: Path) -> None:
     config = mixed(folder, phases="later")
     check(config)
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     assert isinstance(source, Mixture)
-    samples = training_samples(source, config)
+    samples = read_samples(source, config)
     assert isinstance(samples, MixedSamples)
     size, parts = config.batch.global_size, list(samples.parts.values())
     sources, positions = MixtureOrder(
@@ -115,29 +114,29 @@ def test_samples_are_those_of_the_sources(folder: Path) -> None:
     sent = pickle.dumps(source)
     assert len(sent) < 2000  # the tokens are not in it
     packed = replace(config, data=replace(config.data, packing="documents"))
-    apart = training_samples(source, packed).batch(range(6 * size))
+    apart = read_samples(source, packed).batch(range(6 * size))
     assert apart.begins is not None
     for row, (one, position) in enumerate(zip(sources.tolist(), positions.tolist(), strict=True)):
         begins = samples_of(list(source.streams.values())[one], packed.data, "train", config.train.seed)
         assert torch.equal(apart.begins[row : row + 1], begins.batch([position]).begins)  # pyright: ignore
-    again = training_samples(pickle.loads(sent), config).batch([5])
+    again = read_samples(pickle.loads(sent), config).batch([5])
     assert torch.equal(again.inputs, samples.batch([5]).inputs)
     assert {one.fingerprint for one in source.streams.values()} == {source.fingerprint}, (
         "one tokenizer for all"
     )
-    shares = [line.split(": ")[1].split(" of ")[0] for line in describe_samples(config, source)]
+    shares = [line.split(": ")[1].split(" of ")[0] for line in describe(source, config)]
     assert [line.rpartition(" ")[2] for line in shares] == ["37.5%", "37.5%", "25.0%"]
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_samples_do_not_depend_on_what_is_taken_with_them(folder: Path, packing: str) -> None:
     config = mixed(folder, f"data.packing={packing}", phases="later")
-    source = prepare_data(config, quiet=True)
-    samples = training_samples(source, config)
+    source = open_tokens(config)
+    samples = read_samples(source, config)
     for indices in (range(1015, 1035), range(5, 20), range(12, 9, -1), [5000, 1, 1024, 5000], []):
         together, alone = (
             samples.batch(indices),
-            [training_samples(source, config).batch([i]) for i in indices],
+            [read_samples(source, config).batch([i]) for i in indices],
         )
         assert len(together.inputs) == len(together.targets) == len(indices)
         for row, one in enumerate(alone):
@@ -193,8 +192,8 @@ def test_other_weights_of_the_past_are_told(folder: Path) -> None:
 
 def test_a_tiny_mixture_sees_a_second_epoch_of_one_source(folder: Path) -> None:
     config = mixed(folder, "run.name=again", "data.split=5,95,0", "train.steps=6")
-    source = prepare_data(config, quiet=True)
-    samples = training_samples(source, config)
+    source = open_tokens(config)
+    samples = read_samples(source, config)
     size = config.batch.global_size
     passes = [epochs(samples, step * size) for step in range(7)]
     notes = folder / "again"
@@ -223,7 +222,7 @@ def test_tokens_of_other_tokenizers_are_refused(folder: Path) -> None:
     with pytest.raises(
         StrettoError, match=r"tokens of different tokenizers: those of .*words-300 and of .*code-310"
     ):
-        prepare_data(job(folder, source, model=LLAMA), quiet=True)
+        open_tokens(job(folder, source, model=LLAMA))
 
 
 def test_text_beside_tokens_takes_their_tokenizer(folder: Path) -> None:
@@ -231,7 +230,7 @@ def test_text_beside_tokens_takes_their_tokenizer(folder: Path) -> None:
 
     tokens = build(folder / "words.jsonl", folder / "ready", vocab=290)
     config = job(folder, f"data.source={{{folder}/ready: 1, {folder}/code.jsonl: 1}}", model=LLAMA)
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     assert (source.fingerprint, source.vocab) == (tokens.fingerprint, tokens.vocab)
     alone = samples_of(list(source.streams.values())[1], config.data, "train", 0)
     assert len(alone) > 5

@@ -27,12 +27,12 @@ from stretto.run.data.block_cache import BlockCache
 from stretto.run.data.build import build
 from stretto.run.data.dataset import WindowSamples, samples_of
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
-from stretto.run.data.mixture import training_samples
 from stretto.run.data.open import open_source, open_tokens
 from stretto.run.data.remote import RemoteArray, RemoteFile, RemotePath
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import JoinedSource, RemoteElements
 from stretto.run.data.tokenizer import Tokenizer
+from texts import read_samples
 
 MEMORY: Any = fsspec.filesystem("memory")
 DOCUMENTS = [[(i * j) % 997 + 1 for j in range(1, i % 30 + 2)] for i in range(300)]
@@ -154,7 +154,7 @@ def test_the_order_is_by_windows_at_urls_and_global_elsewhere(tmp_path: Path, ca
         (JoinedSource([local, there]), [], True),
         (JoinedSource([local, local]), [], False),
     ):
-        samples = training_samples(source, train_config(window, *overrides))
+        samples = read_samples(source, train_config(window, *overrides))
         assert isinstance(samples, WindowSamples)
         assert bool(samples.block) == shuffled
 
@@ -290,11 +290,11 @@ def test_each_block_is_fetched_once_an_epoch_by_a_small_cache(
     put(tmp_path / "t", "memory://b/t")
     window = ("data.shuffle_window=4096", f"data.cache={tmp_path}")  # 64 runs of 64 tokens, a block each
     there = open_source(train_config("data.source=memory://b/t", *window).data)
-    needed = training_samples(there, train_config(*window)).cache_bytes
+    needed = read_samples(there, train_config(*window)).cache_bytes
     assert needed == 2 * 64 * 2 * 128, "a run and the first token of the next"
     limit = needed * 16 // 15 * 132 // 128 * 6 // 5
     config = train_config("data.source=memory://b/t", f"data.cache_gib={limit / 2**30!r}", *window)
-    samples = training_samples(open_source(config.data), config)
+    samples = read_samples(open_source(config.data), config)
     assert isinstance(samples, WindowSamples)
     fetches, most = Fetches(monkeypatch), 0
     for first in range(0, len(samples) - 8, 8):
@@ -314,7 +314,7 @@ def test_blocks_come_before_they_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     config = train_config(
         "data.source=memory://b/t", "data.shuffle_window=16384", f"data.cache={tmp_path / 'cache'}"
     )
-    samples = training_samples(open_source(config.data), config)
+    samples = read_samples(open_source(config.data), config)
     assert isinstance(samples, WindowSamples)
     span = samples.block * 64
     (array,) = samples.source.cached
@@ -363,13 +363,13 @@ def test_a_cache_that_is_too_small_is_one_error(
         "data.source=memory://b/t", "data.shuffle_window=4096", f"data.cache={tmp_path}", *overrides
     )
     with pytest.raises(StrettoError, match=r"data.cache_gib is 1e-05") as error:
-        training_samples(open_source(config.data), config)
+        read_samples(open_source(config.data), config)
     assert words in str(error.value)
     assert hint in str(error.value.hint)
     enough = str(error.value.hint).partition(",")[0]
     config = train_config("data.source=memory://b/t", "data.shuffle_window=4096", *overrides, enough)
     source = open_tokens("memory://b/t", cache=BlockCache(tmp_path / "blocks", 1 << 20))
-    training_samples(source, config)
+    read_samples(source, config)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from stretto.engine.checkpoint.read import read_whole, shape_of
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
 from stretto.run.config import TrainConfig
-from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_source import TokenSource
 from stretto.run.train.metrics import read_lines
+from texts import open_tokens
 from tiny_job import GPT, LLAMA, MOE, job, write_text
 from train_runs import train
 
@@ -48,7 +48,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, A
 
 
 def tokens_of(config: TrainConfig) -> TokenSource:
-    return prepare_data(config, quiet=True)
+    return open_tokens(config)
 
 
 def plain_model(checkpoint: Path) -> LanguageModel:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from recommender_job import config_of
 from stretto.cli import jobs
 from stretto.errors import StrettoError
-from stretto.recommender.config import schema as recommender
 from stretto.recommender.config.check import check as check_recommender
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
@@ -248,5 +247,5 @@ def test_too_few_devices_without_a_layout_end_the_job(tmp_path: Path, machine: M
 def test_a_recommender_takes_any_number_of_ranks(tmp_path: Path) -> None:
     config = config_of(tmp_path, "layout.ranks=3", "elastic.ranks=auto")
     check_recommender(config)
-    assert recommender.rank_choices(config) == [3, 2, 1]
-    assert recommender.for_ranks(config, 7).layout.ranks == 7
+    assert config.rank_choices == [3, 2, 1]
+    assert config.for_ranks(7).layout.ranks == 7

@@ -19,9 +19,10 @@ from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.parallel.control import this_rank
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
+from stretto.run.config.job import job_of
 from stretto.run.config.section import plain_section
 from stretto.run.train.language_job import LANGUAGE
-from stretto.run.train.launch import free_name, run_job
+from stretto.run.train.launch import run_job, unused_run
 from stretto.run.train.resume import _check_optimizer
 from tiny_job import GPT, LLAMA, job, write_text
 from train_runs import at_step, keep_notes, keep_samples, losses, same, send_self, tensors, train
@@ -193,10 +194,10 @@ def test_states_must_be_those_of_the_optimiser(
 ) -> None:
     meta = {"config": plain_section(job(folder, *wrote))}
     if says is None:
-        _check_optimizer(Path("step-1"), meta, job(folder, *reads))
+        _check_optimizer(Path("step-1"), meta, job_of(job(folder, *reads)))
     else:
         with pytest.raises(StrettoError, match=f"checkpoint step-1 is of another optimiser: {says}"):
-            _check_optimizer(Path("step-1"), meta, job(folder, *reads))
+            _check_optimizer(Path("step-1"), meta, job_of(job(folder, *reads)))
 
 
 def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_resuming_from_another_run_leaves_that_run_alone(folder: Path) -> None:
     other = job(folder, "run.name=branch", f"checkpoint.resume={config.run.folder}")
     assert train(other)["step"] == 6
     assert [p.name for p in (config.run.folder / "checkpoints").iterdir()] == ["step-00000003"]
-    assert free_name(other).run.name == "branch-2"
+    assert unused_run(other.checkpoint.resume, other.run).name == "branch-2"
 
 
 @pytest.mark.parametrize(
@@ -325,10 +326,10 @@ def test_another_text_is_warned_of(folder: Path, tmp_path: Path) -> None:
 
 def test_a_fresh_run_takes_a_name_of_its_own(folder: Path) -> None:
     config = job(folder, "run.name=name", "train.steps=1", "optim.rate.warmup=0")
-    assert free_name(config) == config
+    assert unused_run("never", config.run) == config.run
     train(config)
-    second = free_name(config)
-    assert second.run.name == "name-2"
-    train(second)
-    assert free_name(config).run.name == "name-3"
-    assert free_name(job(folder, "run.name=name", "checkpoint.resume=auto")).run.name == "name"
+    second = unused_run("never", config.run)
+    assert second.name == "name-2"
+    train(replace(config, run=second))
+    assert unused_run("never", config.run).name == "name-3"
+    assert unused_run("auto", config.run).name == "name"

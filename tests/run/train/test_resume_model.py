@@ -20,6 +20,7 @@ from stretto.job.experts import ExpertShape
 from stretto.job.huggingface import config_names
 from stretto.job.lora import LoraShape
 from stretto.job.shape import ModelShape, shape_to_record
+from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.resume import MAY_DIFFER, check_fits, differing, read_meta
@@ -135,7 +136,8 @@ def check(tmp_path: Path, theirs: ModelShape, *overrides: str) -> None:
     )
     write_manifest(path, manifest)
     config = config_of(*overrides)
-    check_fits(path, config, config.shape(), Text())  # pyright: ignore[reportArgumentType]
+    text: Any = Text()
+    check_fits(path, job_of(config), text, config.checkpoint.may_differ)
 
 
 PLAIN = config_of().shape()

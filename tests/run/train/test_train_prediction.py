@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from stretto.planner.estimate import Estimate
 from stretto.planner.machines import catalogue as here
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.describe import save_cluster
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.train import prediction
-from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, StepTimePrediction, first_line, predict
+from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, StepTimePrediction, predict, prediction_line
 from tiny_job import job
 
 
@@ -33,9 +34,19 @@ def keep_profile(path: Path, correction: float = 1.0) -> None:
     save_cluster(replace(cpu, name="mine", device=device, nodes=1, correction=correction), path)
 
 
+def line(config: TrainConfig) -> str:
+    return prediction_line(job_of(config), config.train.device, config.train.threads)
+
+
+def predicted(config: TrainConfig) -> Estimate:
+    return predict(job_of(config), config.train.device, config.train.threads)
+
+
 def run(config: TrainConfig, seconds: list[float]) -> str | None:
     config.run.folder.mkdir(parents=True, exist_ok=True)
-    forecast = StepTimePrediction(job_of(config), config)
+    forecast = StepTimePrediction(
+        job_of(config), config.run.folder, config.train.device, config.train.threads
+    )
     for one in seconds:
         forecast.add(one)
     return forecast.end()
@@ -43,34 +54,30 @@ def run(config: TrainConfig, seconds: list[float]) -> str | None:
 
 def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
-    assert first_line(job_of(config), config.train).startswith("predicted: ")
-    assert "rough, for `stretto calibrate` has not measured this machine" in first_line(
-        job_of(config), config.train
-    )
-    prediction = predict(job_of(config), config.train)
+    assert line(config).startswith("predicted: ")
+    assert "rough, for `stretto calibrate` has not measured this machine" in line(config)
+    prediction = predicted(config)
     assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
     assert prediction.memory is not None
-    line = first_line(job_of(config), config.train)
-    assert f"bubble {prediction.bubble:.1%}" in line
-    assert f"GiB a rank ({prediction.memory.verdict})" in line
+    assert f"bubble {prediction.bubble:.1%}" in line(config)
+    assert f"GiB a rank ({prediction.memory.verdict})" in line(config)
 
 
 def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
-    assert first_line(job_of(config), config.train).endswith("from profile mine")
-    prediction = predict(job_of(config), config.train)
+    assert line(config).endswith("from profile mine")
+    prediction = predicted(config)
     assert prediction.low < prediction.seconds < prediction.high
     assert prediction.tokens_per_s == pytest.approx(4 * 16 / prediction.seconds)
 
 
 def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
-    expected = predict(job_of(config), config.train).seconds
-    line = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
-    assert line is not None
-    assert line.startswith("predicted ")
-    assert "measured 0.5 (median of 3)" in line
+    expected = predicted(config).seconds
+    summary = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0]) or ""
+    assert summary.startswith("predicted ")
+    assert "measured 0.5 (median of 3)" in summary
     kept = json.loads((config.run.folder / "prediction.json").read_text())
     assert kept["measured_s"] == 0.5
     assert kept["predicted_s"] == pytest.approx(expected)
@@ -81,16 +88,16 @@ def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: P
 def test_runs_on_a_profile_correct_the_next_prediction(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
-    first = predict(job_of(config), config.train).seconds
+    first = predicted(config).seconds
     enough = WARM_UP + FEWEST_STEPS
     run(config, [2 * first] * (enough - 1))
     assert here.history(place, "mine") == []  # too short to learn from
     for _ in range(here.FEWEST):
         run(config, [2 * first] * enough)
-    assert predict(job_of(config), config.train).seconds == pytest.approx(2 * first)
-    assert "corrected by 2.00 from earlier runs" in first_line(job_of(config), config.train)
+    assert predicted(config).seconds == pytest.approx(2 * first)
+    assert "corrected by 2.00 from earlier runs" in line(config)
     run(config, [2 * first] * enough)  # does not correct the correction
-    assert predict(job_of(config), config.train).seconds == pytest.approx(2 * first)
+    assert predicted(config).seconds == pytest.approx(2 * first)
 
 
 def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
@@ -106,8 +113,8 @@ def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
 )
 def test_unknown_costs_are_listed(place: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
     config = job(tmp_path, *overrides)
-    assert first_line(job_of(config), config.train).startswith("no prediction: ")
-    assert says in first_line(job_of(config), config.train)
+    assert line(config).startswith("no prediction: ")
+    assert says in line(config)
     assert run(config, [1.0] * 9) is None
 
 
@@ -116,10 +123,12 @@ def test_nothing_that_goes_wrong_stops_a_training(
 ) -> None:
     config = job(tmp_path)
     place.write_text("device: [")
-    assert "no prediction: " in first_line(job_of(config), config.train)
+    assert "no prediction: " in line(config)
     assert run(config, [1.0] * 9) is None
     place.unlink()
-    forecast = StepTimePrediction(job_of(config), config)
+    forecast = StepTimePrediction(
+        job_of(config), config.run.folder, config.train.device, config.train.threads
+    )
     for _ in range(9):
         forecast.add(1.0)
     monkeypatch.setattr(prediction, "FILE", "no/such/folder.json")
@@ -129,5 +138,8 @@ def test_nothing_that_goes_wrong_stops_a_training(
         raise ZeroDivisionError("of a planner")
 
     monkeypatch.setattr(prediction, "estimate", fails)
-    assert first_line(job_of(config), config.train) == "no prediction: of a planner"
-    assert StepTimePrediction(job_of(config), config).end() is None
+    assert line(config) == "no prediction: of a planner"
+    assert (
+        StepTimePrediction(job_of(config), config.run.folder, config.train.device, config.train.threads).end()
+        is None
+    )

@@ -13,10 +13,10 @@ import torch
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.config.check import check
-from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.launch.local import RankFailed
+from texts import open_tokens
 from tiny_job import LLAMA, job, write_text
 from train_runs import at_step, keep_notes, losses, same, send_self, tensors, train
 
@@ -73,7 +73,7 @@ def test_the_losses_are_those_of_the_folder_whatever_the_cache_holds(folder: Pat
     watcher.join()
     assert losses(local) == losses(there)
     assert same(tensors(local, 10), tensors(there, 10))
-    source = prepare_data(there, quiet=True)
+    source = open_tokens(there)
     assert source.size * 2 > 107_374 * 3 / 2, "the source is larger than the cache"
     assert 30_000 < most[0] <= 107_374 + 2 * 24 * 132, "files change while they are counted: one a thread"
 

@@ -14,11 +14,10 @@ from stretto.program.action import ActionKind
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
 from stretto.run.data.dataset import WindowSamples
-from stretto.run.data.prepare import prepare_data
-from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
 from stretto.run.train.rank_model import loss_weights, update_numbers
 from stretto.verify.language.reference import build_reference
+from texts import banner_of, open_tokens
 from tiny_job import EIGHT, LLAMA, job
 from train_runs import at_step, keep_notes, losses, same, send_self, spoil_a_weight, tensors, train
 
@@ -63,8 +62,8 @@ def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides
     rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
     assert [row["grad_norm"] for row in rows] == [None] * 6
     assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
-    tokens = prepare_data(whole, quiet=True)
-    first_line = banner(whole, job_of(whole, vocab=tokens.vocab), tokens).splitlines()[0]
+    tokens = open_tokens(whole)
+    first_line = banner_of(tokens, whole).splitlines()[0]
     assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
@@ -211,7 +210,7 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
     config = llama(folder, "held", *words, "data.split=8,2,0", "optim.rate.warmup=0")
     train(config)
     samples = WindowSamples(
-        prepare_data(config, quiet=True),
+        open_tokens(config),
         "valid",
         config.data.sequence,
         ratio=config.data.split,
@@ -227,7 +226,7 @@ def test_evaluation_is_of_the_held_out_samples(folder: Path) -> None:
 def test_a_second_epoch_is_shown_and_told_once(folder: Path) -> None:
     words = ("train.steps=6", EIGHT, "data.split=5,95,0", "run.name=again", "checkpoint.every=5")
     config = job(folder, *words, model=LLAMA)
-    epoch = len(WindowSamples(prepare_data(config, quiet=True), "train", 16, ratio=config.data.split))
+    epoch = len(WindowSamples(open_tokens(config), "train", 16, ratio=config.data.split))
     assert 2 * 8 < epoch < 3 * 8, "the third step is the first to reach into the second epoch"
     notes = folder / "notes"
     train(config, keep_notes(str(notes)))

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from stretto.run.config import TrainConfig
-from stretto.run.config.job import job_of
-from stretto.run.data.prepare import prepare_data
-from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
+from texts import banner_of, open_tokens
 from tiny_job import GPT, LLAMA, MOE, job
 from train_runs import losses, train
 
@@ -101,8 +99,8 @@ def test_expert_metrics_are_the_same_on_every_layout(folder: Path) -> None:
 def test_the_banner_shows_how_layers_are_split(folder: Path) -> None:
     def first_line(*overrides: str) -> str:
         config = job(folder, *overrides, model=LLAMA)
-        tokens = prepare_data(config, quiet=True)
-        return banner(config, job_of(config, vocab=tokens.vocab), tokens).splitlines()[0]
+        tokens = open_tokens(config)
+        return banner_of(tokens, config).splitlines()[0]
 
     assert "(tp2 cp2), 1f1b, sequence parallel, ulysses attention, recompute full; 6 steps" in first_line(
         *SP_CP

@@ -139,7 +139,7 @@ def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
     train(config)
     run = config.run.folder
     measured = read_trace((run / "trace" / "step-2.json").read_text()).events
-    expected = prediction.predict(job_of(config), config.train)
+    expected = prediction.predict(job_of(config), config.train.device, config.train.threads)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["bubble"] == expected.bubble
     assert f"<td>{seconds(expected.seconds)}</td>" in (run / "report.html").read_text()
     for rank in {event.rank for event in measured}:

@@ -29,6 +29,7 @@ from stretto.run.watch.hang import HANG, RankStatus, aborted, crash_stack, judge
 from stretto.run.watch.limit import MIN_LIMIT_S, WARM_UP, StepLimit, percentile_99
 from stretto.run.watch.local import Watch, watching
 from stretto.run.watch.record import record_environment
+from texts import open_tokens
 from tiny_job import job
 from train_runs import at_step, hooked
 
@@ -356,9 +357,8 @@ def test_a_rank_that_cannot_answer_is_named(
     says: str,
 ) -> None:
     config = job(tmp_path, layout, "train.hang_s=2")
-    from stretto.run.data.prepare import prepare_data
 
-    source = prepare_data(config, quiet=True)
+    source = open_tokens(config)
     hooks = [at_step(4, rank, act)]
     with watching(2, config.run.folder, config.train.hang_s) as (first, look, _):  # noqa: SIM117
         with pytest.raises(RankFailed) as caught:

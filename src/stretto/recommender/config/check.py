@@ -17,9 +17,8 @@ from stretto.recommender.config.schema import (
     RecommenderConfig,
     RecommenderLayout,
     TableOptimConfig,
-    for_ranks,
 )
-from stretto.recommender.placement import Placements, TableSpec
+from stretto.recommender.placement import TableSpec
 from stretto.run.config.run_checks import guard_problems, missing_sources, raise_first, run_problems, writable
 from stretto.run.config.schema import GuardConfig
 from stretto.run.config.sources import is_click_folder
@@ -41,9 +40,14 @@ def check(config: RecommenderConfig, *, world: int | None = None, devices: int |
 def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
-    """All problems of the job, those of this machine included; arguments as for `check`."""
+    """Return all problems of the job, those of this machine included; arguments as for `check`."""
     broken = list(_ranks(config.layout, config.batch.global_size, world, devices))
-    broken += _tables(config)
+    try:
+        tables = config.table_specs()
+    except StrettoError as error:  # otherwise tables are checked once the data is known
+        broken += [error.within("model")] if config.data.is_synthetic else []
+    else:
+        broken += check_tables(config, tables)
     broken += _optimisers(config.dense_optimiser(), config.optim.tables, config.train.dtype)
     if config.train.dtype == "float64" and config.tables.wire != "float32":
         rule = "float64 training is for exactness"
@@ -54,19 +58,16 @@ def find_problems(
         broken += writable("tables.folder", folder, Path(folder).expanduser())
     broken += _guard(config.guard, config.checkpoint.every, config.model.tables or [])
     broken += run_problems(config)
-    return broken or list(_elastic(config))
-
-
-def _elastic(config: RecommenderConfig) -> Iterator[Problem]:
-    """What is wrong with the job on its other numbers of ranks."""
-    listed = [] if config.elastic.ranks == "auto" else config.elastic.ranks
-    for index, ranks in enumerate(listed):
+    if broken or config.elastic.ranks == "auto":
+        return broken
+    for index, ranks in enumerate(config.elastic.ranks):
+        field = f"elastic.ranks.{index}"
         if ranks < 1:
-            yield Problem(f"elastic.ranks.{index}", ranks, "a job has 1 rank or more", "leave it out")
+            broken.append(Problem(field, ranks, "a job has 1 rank or more", "leave it out"))
             continue
-        other = replace(for_ranks(config, ranks), elastic=ElasticRanks())
-        for problem in find_problems(other):
-            yield Problem(f"elastic.ranks.{index}", None, problem.message, problem.fix)
+        other = replace(config.for_ranks(ranks), elastic=ElasticRanks())
+        broken += [Problem(field, None, problem.message, problem.fix) for problem in find_problems(other)]
+    return broken
 
 
 def _ranks(
@@ -100,31 +101,14 @@ def _ranks(
         )
 
 
-def _tables(config: RecommenderConfig) -> Iterator[Problem]:
-    """Invalid tables, and placements that do not fit them."""
-    try:
-        tables = config.table_specs()
-    except StrettoError as error:
-        if config.data.is_synthetic:
-            yield error.within("model")
-        return  # tables are checked once the data is known
-    yield from check_tables(config, tables)
-
-
 def check_tables(config: RecommenderConfig, tables: list[TableSpec]) -> Iterator[Problem]:
-    """Problems of these tables and of their placement in the config."""
+    """Yield problems of these tables and of their placement in the config."""
     try:
         config.shape(tables)
-        placed = configured_placements(config, tables)
+        placed = configured_placements(config.tables, config.layout, tables)
     except StrettoError as error:
         yield error.within("tables")
         return
-    yield from _hashed(config, tables, placed)
-
-
-def _hashed(
-    config: RecommenderConfig, tables: list[TableSpec], placed: Placements | None
-) -> Iterator[Problem]:
     for table in tables:
         if table.ids != "hash":
             continue
@@ -185,9 +169,9 @@ def _sources(data: ClickDataConfig) -> Iterator[Problem]:
     ready = len(data.sources) == 1 and is_click_folder(Path(data.sources[0]).expanduser())
     if not (ready or data.is_synthetic):
         return
-    usual = type(data)()
+    defaults = type(data)()
     for name in _OF_FILES:
-        if (value := getattr(data, name)) != getattr(usual, name):
+        if (value := getattr(data, name)) != getattr(defaults, name):
             kind = "is a click folder, which was made with settings of its own" if ready else "has no files"
             rule = f"it is for files of a log, and data.source={data.sources[0]} {kind}"
             yield Problem(f"data.{name}", value, rule, "leave it out, or name the files of the log")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import RecommenderLayout, TablesConfig
 from stretto.recommender.placement import (
     Placements,
-    TablePlacement,
     TableSpec,
     check_placements,
     physical_tables,
@@ -20,8 +19,10 @@ from stretto.recommender.planner.uniform import UNIFORM, uniform
 AUTO = "auto"
 
 
-def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Placements | None:
-    """The placement of each stored table, or None if the placement is to be planned.
+def configured_placements(
+    settings: TablesConfig, layout: RecommenderLayout, tables: Sequence[TableSpec]
+) -> Placements | None:
+    """Return the placement of each stored table, or None if the placement is to be planned.
 
     Args:
         tables: one for each feature. The two tables of a quotient-remainder feature are placed alike under
@@ -30,47 +31,37 @@ def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]
     Raises:
         StrettoError: no such file or table, or a placement that does not fit the table or the ranks.
     """
-    placement = config.tables.placement
-    layout = config.layout
-    stored = physical_tables(tables)
+    placement, stored = settings.placement, physical_tables(tables)
     if placement == AUTO:
         return None
     if isinstance(placement, str) and placement in UNIFORM:
-        place, cache = config.tables.place or "device", config.tables.cache
         return uniform(
             tables=stored,
             split=placement,
             world=layout.ranks,
             ranks_per_node=layout.ranks_per_node,
-            place=place,
-            cache=cache,
+            place=settings.place or "device",
+            cache=settings.cache,
         )
     if isinstance(placement, str):
         path = Path(placement).expanduser()
         if not path.is_file():
+            similar = nearest(placement, (AUTO, *UNIFORM))
             raise StrettoError(
-                f"tables.placement is {placement}: there is no such file", hint=_meant(placement)
+                f"tables.placement is {placement}: there is no such file",
+                hint=f"did you mean {similar}?"
+                if similar
+                else f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping",
             )
         placements = read_placements(path, layout.ranks, layout.ranks_per_node)
     else:
         placements = read_placements(placement, layout.ranks, layout.ranks_per_node)
-    placed = _of_stored(placements, tables)
-    check_placements(stored, placed, layout.ranks)
-    return placed
-
-
-def _of_stored(placements: Mapping[str, TablePlacement], tables: Sequence[TableSpec]) -> Placements:
-    """Placements by the names of stored tables; unknown names are kept, for `check_placements` to report."""
     placed = dict(placements)
     for table in tables:
-        names = [stored.name for stored in physical_tables([table])]
+        names = [physical.name for physical in physical_tables([table])]
         if names != [table.name] and table.name in placed:
             for name in names:
                 placed.setdefault(name, placed[table.name])
             del placed[table.name]
+    check_placements(stored, placed, layout.ranks)  # reports unknown names
     return placed
-
-
-def _meant(name: str) -> str:
-    near = nearest(name, (AUTO, *UNIFORM))
-    return f"did you mean {near}?" if near else f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping"

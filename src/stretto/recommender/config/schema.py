@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from stretto.errors import StrettoError
 from stretto.job.field import Field
@@ -375,20 +375,19 @@ class RecommenderConfig:
         """The dense networks' optimiser, without clipping: dense and table gradients are clipped together."""
         return Optimiser(**vars(self.optim.dense), clip=None, rate=RateSchedule(**vars(self.optim.rate)))
 
+    @property
+    def rank_choices(self) -> list[int]:
+        """Numbers of ranks that the job can have, the largest first; with `auto` all up to its own."""
+        if self.elastic.ranks == "auto":
+            return list(range(self.layout.ranks, 0, -1))
+        return sorted({self.layout.ranks, *self.elastic.ranks}, reverse=True)
 
-def rank_choices(config: RecommenderConfig) -> list[int]:
-    """The numbers of ranks that the job can have, the largest first; of any number those up to its own."""
-    if config.elastic.ranks == "auto":
-        return list(range(config.layout.ranks, 0, -1))
-    return sorted({config.layout.ranks, *config.elastic.ranks}, reverse=True)
+    def for_ranks(self, ranks: int) -> Self:
+        """Return the job on `ranks` ranks.
 
-
-def for_ranks(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
-    """Return the job on `ranks` ranks.
-
-    Raises:
-        StrettoError: the config does not list this number.
-    """
-    if config.elastic.ranks != "auto" and ranks not in (choices := rank_choices(config)):
-        raise no_layout_error(ranks, choices, "elastic.ranks")
-    return replace(config, layout=replace(config.layout, ranks=ranks))
+        Raises:
+            StrettoError: the config does not list this number.
+        """
+        if self.elastic.ranks != "auto" and ranks not in (choices := self.rank_choices):
+            raise no_layout_error(ranks, choices, "elastic.ranks")
+        return replace(self, layout=replace(self.layout, ranks=ranks))

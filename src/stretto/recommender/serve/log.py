@@ -18,7 +18,7 @@ from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import TRANSFORM
 from stretto.recommender.clicks.raw import Parsed, ParsedBlock
 from stretto.recommender.clicks.transform import RARE, ClickTransform
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import ClickDataConfig
 from stretto.recommender.train.clicks import rank_slice
 from stretto.run.config.sources import is_click_folder
 
@@ -69,7 +69,7 @@ class RawLog:
     """
 
     def __init__(
-        self, sources: Sequence[str], transform: ClickTransform, config: RecommenderConfig, on_error: OnError
+        self, sources: Sequence[str], transform: ClickTransform, data: ClickDataConfig, on_error: OnError
     ) -> None:
         """Look at the first file.
 
@@ -77,9 +77,7 @@ class RawLog:
             StrettoError: no such files, or other columns than the model's log had.
         """
         self._files, self._transform = find_files(sources), transform
-        self._reader = open_reader_like(
-            self._files, transform.columns, config.data.format, config.data.columns.label
-        )
+        self._reader = open_reader_like(self._files, transform.columns, data.format, data.columns.label)
         self._on_error = on_error
         self.total = sum(file.size for file in self._files)
         if self._reader.columns != transform.columns:
@@ -191,7 +189,7 @@ class FolderLog:
 
 
 def open_log(
-    sources: Sequence[str], transform: ClickTransform | None, config: RecommenderConfig, on_error: OnError
+    sources: Sequence[str], transform: ClickTransform | None, data: ClickDataConfig, on_error: OnError
 ) -> ClickLog:
     """The log that a user names: files, or a click folder.
 
@@ -205,4 +203,4 @@ def open_log(
             f"{sources[0]}: the model was trained on synthetic clicks, which no files are like",
             hint="name a click folder that stretto data synth-clicks wrote",
         )
-    return RawLog(sources, transform, config, on_error)
+    return RawLog(sources, transform, data, on_error)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.engine.parallel.control import run_on_all
-from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.serve.log import ClickLog
 from stretto.recommender.serve.output import open_output
 from stretto.recommender.train.clicks import rank_slice
@@ -23,7 +22,6 @@ from stretto.run.launch.stop import Stopped, StopRequest
 
 
 def score(
-    config: RecommenderConfig,
     recommender: Recommender,
     log: ClickLog,
     out: str | None,
@@ -49,6 +47,7 @@ def score(
     quality = Quality() if log.labelled else None
     counts = np.zeros(4, np.int64)  # rows, malformed: of all ranks; ids, unknown ids: of this rank
     started = time.perf_counter()
+    config = recommender.config
     dtype = "float64" if config.train.dtype == "float64" else "float32"
     output = run_on_all(lambda: open_output(out if rank == 0 else None, dtype, job))
     with output:

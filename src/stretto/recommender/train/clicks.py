@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
 from stretto.recommender.config.model import Feature
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import ClickDataConfig, RecommenderConfig
 from stretto.recommender.placement import TableSpec
 from stretto.run.data.prepare import BuildBar
 from stretto.run.launch.stop import StopRequest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def rank_slice(count: int, rank: int, world: int) -> tuple[int, int]:
-    """(start, stop) of a rank's share of `count` samples; the first ranks may have one more."""
+    """Return start and stop of a rank's share of `count` samples; the first ranks may have one more."""
     each, more = divmod(count, world)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
@@ -35,11 +35,13 @@ class ClickData:
     """The prepared clicks of a job.
 
     Attributes:
-        path: the click folder; None for synthetic clicks.
+        path: the click folder, or None for synthetic clicks.
         tables: one for each feature.
         samples, held_out: samples of the log, and how many of them are held out.
         popularity: how often ids are looked up, by feature.
-        same: identifies the stream of samples, independent of its location.
+        identity: identifies the stream of samples, independent of its location.
+        settings, seed: how samples are read, and the seed of their order.
+        synthetic: what is drawn if `path` is None.
         notes: what is held out and why; lines and columns of the log that were not read.
     """
 
@@ -48,25 +50,69 @@ class ClickData:
     samples: int
     held_out: int
     popularity: dict[str, LookupHistogram]
-    same: dict[str, Any]
+    identity: dict[str, Any]
+    settings: ClickDataConfig
+    seed: int
+    synthetic: SyntheticSpec | None = None
     notes: tuple[str, ...] = ()
+
+    def open(self, split: str, *, shuffle: bool | None = None) -> ClickSource:
+        """Return the samples of a split: `train`, `valid`, or `all` of a click folder.
+
+        Args:
+            shuffle: False for the order of the log; by default training samples may be shuffled.
+
+        Raises:
+            StrettoError: the split has none.
+        """
+        if self.path is None:
+            from stretto.recommender.clicks.synthetic.log import SyntheticClicks
+
+            assert self.synthetic is not None, "clicks are read or drawn"
+            return SyntheticClicks(self.synthetic, "train" if split == "train" else "valid")
+        from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
+
+        folder, settings = ClickFolder(self.path), self.settings
+        return ClickSamples(
+            folder,
+            split,
+            self.seed,
+            held_out=_held_out(settings, folder),
+            shuffle=settings.shuffle and split == "train" if shuffle is None else shuffle,
+            block=settings.block,
+        )
 
 
 def prepare_clicks(
     config: RecommenderConfig, stop: StopRequest | None = None, quiet: bool = False
 ) -> ClickData:
-    """Opens the click folder, which is built first if the source is files.
+    """Open the click folder, which is built first if the source is files.
 
     Raises:
         StrettoError: the data is invalid, or does not fit the tables.
         Stopped: the run was asked to stop.
     """
-    if config.data.is_synthetic:
-        return _synthetic(config)
+    data, seed = config.data, config.train.seed
+    if data.is_synthetic:
+        from stretto.recommender.clicks.synthetic.log import SyntheticClicks
+
+        tables = tuple(config.table_specs())
+        spec = synthetic_spec(data, config.model.numbers, tables)
+        return ClickData(
+            path=None,
+            tables=tables,
+            samples=spec.samples,
+            held_out=spec.held_out,
+            popularity=SyntheticClicks(spec).popularity(),
+            identity={"synthetic": json.loads(json.dumps(spec.as_dict()))},  # as a checkpoint has it
+            settings=data,
+            seed=seed,
+            synthetic=spec,
+        )
     from stretto.recommender.clicks.folder import ClickFolder, first_held_out
     from stretto.recommender.clicks.index import TRANSFORM
 
-    path = _folder_of(config, stop, quiet)
+    path = _prepare_folder(data, stop, quiet)
     folder = ClickFolder(path)
     popular = folder.popularity()
     if len(folder.numbers) != config.model.numbers:
@@ -80,13 +126,13 @@ def prepare_clicks(
     ]
     tables = tuple(config.table_specs(features))
     index = folder.index
-    trained = first_held_out(folder, _held_out(config, folder))
-    same = {
+    trained = first_held_out(folder, _held_out(data, folder))
+    identity = {
         "samples": index.samples,
         "positives": index.positives,
         "crc32": index.files["labels.bin"].crc32[:1],
         "trained": trained,
-        "order": [config.data.shuffle, config.data.block],
+        "order": [data.shuffle, data.block],
         "transform": index.files[TRANSFORM].crc32 if TRANSFORM in index.files else None,
     }
     return ClickData(
@@ -94,50 +140,25 @@ def prepare_clicks(
         tables=tables,
         samples=folder.samples,
         held_out=folder.samples - trained,
-        popularity=_by_table(popular, folder.features, tables),
-        same=same,
+        popularity={
+            table.name: popular[each.name] for each, table in zip(folder.features, tables, strict=True)
+        },
+        identity=identity,
+        settings=data,
+        seed=seed,
         notes=(
-            _held_out_text(config, folder),
+            _held_out_note(data, folder),
             *folder.notes(),
-            *_shared_rows(folder.features, tables),
+            *_shared_row_notes(folder.features, tables),
         ),
     )
 
 
-def open_clicks(
-    config: RecommenderConfig, data: ClickData, split: str, *, shuffle: bool | None = None
-) -> ClickSource:
-    """The samples of a split: `train`, `valid`, or `all` of a click folder.
-
-    Args:
-        shuffle: None: the job's order, in which training samples may be shuffled; False: the log's.
-
-    Raises:
-        StrettoError: the split has none.
-    """
-    if data.path is None:
-        from stretto.recommender.clicks.synthetic.log import SyntheticClicks
-
-        return SyntheticClicks(spec_of(config, data.tables), "train" if split == "train" else "valid")
-    from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
-
-    shuffled = config.data.shuffle and split == "train" if shuffle is None else shuffle
-    folder = ClickFolder(data.path)
-    return ClickSamples(
-        folder,
-        split,
-        config.train.seed,
-        held_out=_held_out(config, folder),
-        shuffle=shuffled,
-        block=config.data.block,
-    )
-
-
-def check_held_out(config: RecommenderConfig, data: ClickData) -> None:
-    """Raises StrettoError if a split that the run reads has no samples."""
-    if config.eval.every is not None and not data.held_out:
+def check_held_out(data: ClickData, *, evaluates: bool) -> None:
+    """Raise StrettoError if no sample is left to train on, or to evaluate on if the run does."""
+    if evaluates and not data.held_out:
         raise StrettoError(
-            f"data.split is {config.data.split}, data.valid is {config.data.valid}: of {data.samples} "
+            f"data.split is {data.settings.split}, data.valid is {data.settings.valid}: of {data.samples} "
             "samples none is held out",
             hint="a larger part, or eval.every=null",
         )
@@ -145,15 +166,18 @@ def check_held_out(config: RecommenderConfig, data: ClickData) -> None:
         raise StrettoError("all samples are held out, none is left to train on", hint="data.split=share")
 
 
-def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> SyntheticSpec:
-    """The synthetic log of a job.
+def synthetic_spec(data: ClickDataConfig, dense: int, tables: Sequence[TableSpec]) -> SyntheticSpec:
+    """Return the synthetic log of a job.
+
+    Args:
+        dense: numbers of a sample.
 
     Raises:
         StrettoError: sizes out of range.
     """
     from stretto.recommender.clicks.synthetic.spec import SyntheticFeature, SyntheticSpec
 
-    settings = config.data.synthetic
+    settings = data.synthetic
     features = tuple(
         SyntheticFeature(
             name=table.name,
@@ -167,58 +191,36 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     return SyntheticSpec(
         features=features,
         samples=settings.samples,
-        valid=config.data.valid,
-        dense=config.model.numbers,
+        valid=data.valid,
+        dense=dense,
         base_rate=settings.base_rate,
         strength=settings.strength,
         seed=settings.seed,
     )
 
 
-def _synthetic(config: RecommenderConfig) -> ClickData:
-    from stretto.recommender.clicks.synthetic.log import SyntheticClicks
-
-    tables = tuple(config.table_specs())
-    spec = spec_of(config, tables)
-    source = SyntheticClicks(spec)
-    return ClickData(
-        path=None,
-        tables=tables,
-        samples=spec.samples,
-        held_out=spec.held_out,
-        popularity=source.popularity(),
-        same={"synthetic": _as_json(spec)},
-    )
-
-
-def _as_json(spec: SyntheticSpec) -> dict[str, Any]:
-    """The spec after a round trip through JSON."""
-    facts: dict[str, Any] = json.loads(json.dumps(spec.as_dict()))
-    return facts
-
-
-def _held_out(config: RecommenderConfig, folder: ClickFolder) -> HeldOut:
-    """The held-out part of a click folder."""
-    if config.data.split == "last-part":
+def _held_out(data: ClickDataConfig, folder: ClickFolder) -> HeldOut:
+    """Return the held-out part of a click folder."""
+    if data.split == "last-part":
         return "last-part"
-    return "named" if config.data.split == "named" and folder.index.held_parts else config.data.valid
+    return "named" if data.split == "named" and folder.index.held_parts else data.valid
 
 
-def _held_out_text(config: RecommenderConfig, folder: ClickFolder) -> str:
-    """The held-out part of a click folder and the rule that chose it, as printed."""
-    held = _held_out(config, folder)
-    if isinstance(held, str):
-        last = 1 if held == "last-part" else folder.index.held_parts
+def _held_out_note(data: ClickDataConfig, folder: ClickFolder) -> str:
+    """Return the held-out part of a click folder and the rule that chose it, as printed."""
+    part = _held_out(data, folder)
+    if isinstance(part, str):
+        last = 1 if part == "last-part" else folder.index.held_parts
         names = ", ".join(name for name, _ in folder.index.parts[-last:][:8])
         return (
-            f"held out: {names} ({'by name; data.valid is not used' if held == 'named' else 'the last file'})"
+            f"held out: {names} ({'by name; data.valid is not used' if part == 'named' else 'the last file'})"
         )
-    why = "" if config.data.split == "share" else ": no file is held out by its name"
-    return f"held out: the last {held:.3g} of the log (data.valid){why}"
+    reason = "" if data.split == "share" else ": no file is held out by its name"
+    return f"held out: the last {part:.3g} of the log (data.valid){reason}"
 
 
-def _shared_rows(features: Sequence[CategoricalFeature], tables: Sequence[TableSpec]) -> list[str]:
-    """A line that lists tables with fewer rows than their feature has ids."""
+def _shared_row_notes(features: Sequence[CategoricalFeature], tables: Sequence[TableSpec]) -> list[str]:
+    """Return a line that lists tables with fewer rows than their feature has ids, if there are any."""
     short = [
         f"{table.name} {table.rows:,} for {each.rows:,}"
         for each, table in zip(features, tables, strict=True)
@@ -230,50 +232,43 @@ def _shared_rows(features: Sequence[CategoricalFeature], tables: Sequence[TableS
     return [f"tables with fewer rows than ids, which share rows modulo: {', '.join(short[:4])}{more}"]
 
 
-def _by_table(
-    popular: dict[str, LookupHistogram], features: Sequence[Any], tables: Sequence[TableSpec]
-) -> dict[str, LookupHistogram]:
-    return {table.name: popular[each.name] for each, table in zip(features, tables, strict=True)}
-
-
-def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
-    """The click folder that the config names, or the cached one built from its files."""
+def _prepare_folder(data: ClickDataConfig, stop: StopRequest | None, quiet: bool) -> Path:
+    """Return the click folder that the config names, or the cached one, built from its files."""
     from stretto.recommender.clicks.build import BuildProgress, Settings, build
     from stretto.recommender.clicks.tabular import ColumnNames
     from stretto.run.config.sources import is_click_folder
     from stretto.run.data.build import cache_dir
 
-    data_config = config.data
-    if len(data_config.sources) == 1 and is_click_folder(path := Path(data_config.sources[0]).expanduser()):
+    if len(data.sources) == 1 and is_click_folder(path := Path(data.sources[0]).expanduser()):
         return path
-    kind = "raw" if data_config.raw else "vocabulary" if data_config.hash_rows is None else "hash"
+    kind = "raw" if data.raw else "vocabulary" if data.hash_rows is None else "hash"
     settings = Settings(
         kind=kind,
-        threshold=data_config.threshold,
-        rows=data_config.hash_rows,
-        flags=data_config.missing_flags,
-        on_error=data_config.on_error,
-        split="named" if data_config.split == "named" else "share",
+        threshold=data.threshold,
+        rows=data.hash_rows,
+        flags=data.missing_flags,
+        on_error=data.on_error,
+        split="named" if data.split == "named" else "share",
     )
-    label = data_config.columns.label
-    numbers = data_config.columns.numbers
-    features = data_config.columns.features
+    label = data.columns.label
+    numbers = data.columns.numbers
+    features = data.columns.features
     columns = ColumnNames(
         label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
     )
-    identity = [sorted(data_config.sources), data_config.format, asdict(settings), asdict(columns)]
-    named = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
-    root = Path(data_config.cache).expanduser() if data_config.cache else cache_dir() / "clicks"
+    identity = [sorted(data.sources), data.format, asdict(settings), asdict(columns)]
+    key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+    root = Path(data.cache).expanduser() if data.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
-        def show(at: BuildProgress) -> None:
-            bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
+        def show(state: BuildProgress) -> None:
+            bar.show(state.stage, state.bytes, state.total, f"{state.total / 2**20:.1f} MiB")
 
         return build(
-            data_config.sources,
-            root / named,
+            data.sources,
+            root / key,
             settings,
-            form=data_config.format,
+            form=data.format,
             columns=columns,
             replace=True,
             progress=show,

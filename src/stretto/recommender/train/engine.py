@@ -26,7 +26,7 @@ from stretto.job.optimiser import Optimiser
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense
-from stretto.recommender.optim.rules import TableRule, build_rule, options_of
+from stretto.recommender.optim.rules import build_rule, options_of
 from stretto.recommender.optim.updater import PoolGradient, TableUpdater, gradients_by_shard
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.tables.jagged import Jagged
@@ -64,7 +64,7 @@ class _Bucket:
             at += parameter.numel()
 
     def reduce(self) -> None:
-        """Starts the sum over ranks."""
+        """Start the sum over ranks."""
         if self._group is not None:
             with torch.no_grad():
                 self._norms = torch.stack(
@@ -95,10 +95,10 @@ class DenseReplica:
 
     def __init__(self, net: DenseNet, optimiser: Optimiser, group: ProcessGroup | None) -> None:
         self.net, self._peak = net, optimiser.lr
-        first = list(net.bottom.parameters())
-        known = {id(parameter) for parameter in first}
-        later = [parameter for parameter in net.parameters() if id(parameter) not in known]
-        self.bottom, self.above = _Bucket(first, group), _Bucket(later, group)
+        bottom = list(net.bottom.parameters())
+        ids = {id(parameter) for parameter in bottom}
+        above = [parameter for parameter in net.parameters() if id(parameter) not in ids]
+        self.bottom, self.above = _Bucket(bottom, group), _Bucket(above, group)
         self.optimizer = build_optimizer(net.named_parameters(), optimiser)
 
     def clear(self) -> None:
@@ -107,12 +107,12 @@ class DenseReplica:
         self.above.clear()
 
     def wait(self) -> None:
-        """Waits until the gradients are reduced."""
+        """Wait until the gradients are reduced."""
         self.above.wait()
         self.bottom.wait()
 
     def norm_squared(self) -> Tensor:
-        """The squared norm of the gradients, the same on every rank."""
+        """Return the squared norm of the gradients, the same on every rank."""
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
@@ -125,7 +125,7 @@ class DenseReplica:
         self.optimizer.step()
 
     def prepare(self, updates: int) -> None:
-        """Creates zero states, as after `updates` updates, for a checkpoint to be loaded into."""
+        """Create zero states, as after `updates` updates, for a checkpoint to be loaded into."""
         prepare(self.optimizer, self._fragments(), updates)
 
     def tensors(self) -> Iterable[tuple[str, str, Tensor, ShardPlacement]]:
@@ -150,7 +150,15 @@ _TYPES = {
 
 
 class Recommender:
-    """One rank of a job. Every rank makes the same calls in the same order.
+    """One rank of a job, on the default process group if there is one. Every rank makes the same calls in the
+    same order. Creating it is collective.
+
+    Args:
+        tables: one for each feature.
+        placements: of the stored tables.
+        fresh: set initial values; otherwise a checkpoint is loaded afterwards.
+        record: keep the tables' gradients of each step.
+        folder: for tables on disk.
 
     Attributes:
         updates: steps made, including those before a resume.
@@ -161,65 +169,30 @@ class Recommender:
 
     def __init__(
         self,
-        net: DenseNet,
-        dense: DenseReplica,
-        tables: ShardedTables,
-        rule: TableRule,
-        config: RecommenderConfig,
-        groups: Sequence[ProcessGroup | None],
-        record: bool = False,
-    ) -> None:
-        self.net = net
-        self.dense = dense
-        self.tables = tables
-        self.config = config
-        self.rule = rule
-        self._groups = groups
-        self.record = record
-        self._updater = TableUpdater(tables, rule, groups[1])
-        self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
-        self._sent_finite = True  # the gradients of the lookups of the last step
-        self._following: tuple[ClickBatch, TableBatch] | None = None
-        # of the step under way: its lookups, and the tables' gradients if they are summed before the update
-        self._lookups: TableBatch | None = None
-        self._summed: list[PoolGradient] | None = None
-        self.updates = 0
-        self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
-        self.looked_up: Tensor | None = None
-
-    @classmethod
-    def build(
-        cls,
         config: RecommenderConfig,
         tables: Sequence[TableSpec],
         placements: Placements,
         device: torch.device | str = "cpu",
+        *,
         fresh: bool = True,
         record: bool = False,
         folder: Path | None = None,
-    ) -> Recommender:
-        """Builds this rank of a job, on the default process group if there is one. Collective.
-
-        Args:
-            tables: one for each feature.
-            placements: of the stored tables.
-            fresh: set initial values; otherwise a checkpoint is loaded afterwards.
-            record: keep the tables' gradients of each step.
-            folder: for tables on disk.
-        """
+    ) -> None:
+        self.config, self.record = config, record
         world = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if world > 1 else 0
         timeout = timedelta(seconds=config.train.timeout_s)
         groups = [make_group(list(range(world)), timeout) if world > 1 else None for _ in range(3)]
+        self._groups: list[ProcessGroup | None] = groups
         dtype, seed = _TYPES[config.train.dtype], config.train.seed
-        net = DenseNet(config.shape(tables)).to(device=device, dtype=dtype)
+        self.net = DenseNet(config.shape(tables)).to(device=device, dtype=dtype)
         if fresh:
-            initialise_dense(net, seed)
+            initialise_dense(self.net, seed)
         settings = config.optim.tables
-        betas = {"beta1": settings.betas[0], "beta2": settings.betas[1]}
-        known = {"eps": settings.eps, **betas}
-        rule = build_rule(settings.name, **{name: known[name] for name in options_of(settings.name)})
-        sharded = ShardedTables(
+        options = {"eps": settings.eps, "beta1": settings.betas[0], "beta2": settings.betas[1]}
+        rule = build_rule(settings.name, **{name: options[name] for name in options_of(settings.name)})
+        self.rule = rule
+        self.tables = ShardedTables(
             tables,
             placements,
             kernels_for(device, dtype),
@@ -237,10 +210,17 @@ class Recommender:
             fresh=fresh,
             folder=folder,
         )
-        dense = DenseReplica(net, config.dense_optimiser(), groups[2])
-        return cls(
-            net=net, dense=dense, tables=sharded, rule=rule, config=config, groups=groups, record=record
-        )
+        self.dense = DenseReplica(self.net, config.dense_optimiser(), groups[2])
+        self._updater = TableUpdater(self.tables, rule, groups[1])
+        self._pending: tuple[ClickBatch, TableBatch] | None = None  # of the next step
+        self._sent_finite = True  # the gradients of the lookups of the last step
+        self._following: tuple[ClickBatch, TableBatch] | None = None
+        # of the step in progress: its lookups, and the tables' gradients if they are summed before the update
+        self._lookups: TableBatch | None = None
+        self._summed: list[PoolGradient] | None = None
+        self.updates = 0
+        self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
+        self.looked_up: Tensor | None = None
 
     @property
     def local_shards(self) -> list[LocalShard]:
@@ -346,7 +326,7 @@ class Recommender:
         return self.tables.begin(self._to_device(batch).ids, step=self.updates)
 
     def _on_vector_gradient(self, lookups: TableBatch, vectors: Tensor) -> None:
-        """Runs during the backward pass, before that of the bottom network."""
+        """Run during the backward pass, before that of the bottom network."""
         assert vectors.grad is not None
         self._sent_finite = finite([vectors.grad])
         lookups.send_gradient(vectors.grad)
@@ -394,13 +374,13 @@ class Recommender:
         return ClickBatch(batch.dense.to(device, self.tables.dtype), ids, batch.labels.to(device))
 
     def forget_next(self) -> None:
-        """Abandons the lookups of the next step that were begun. Collective."""
+        """Abandon the lookups of the next step that were begun. Collective."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending[1].drop()
 
     def close(self) -> None:
-        """Frees memory, files and process groups."""
+        """Free memory, files and process groups."""
         self.forget_next()
         self.tables.close()
         for group in self._groups:

@@ -19,8 +19,7 @@ from stretto.recommender.clicks.folder import ClickSamples
 from stretto.recommender.clicks.ranking import DISTINCT, Ranking
 from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 from stretto.recommender.clicks.synthetic.truth import BayesOptimal, BayesOptimalTally
-from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
+from stretto.recommender.train.clicks import ClickData, rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.report import ClickEval
 
@@ -52,13 +51,12 @@ class QualityResult:
     positives: int
 
     def facts(self) -> dict[str, float | int | None]:
-        """All fields by name, for JSON."""
-        facts = asdict(self)
-        return {name: None if value != value else value for name, value in facts.items()}
+        """Return all fields by name, for JSON."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 class Quality:
-    """Takes logits and labels batch by batch; `result` is of all of them on all ranks.
+    """Accumulates logits and labels batch by batch; `result` covers all of them on all ranks.
 
     Sums are in float64. Memory is bounded by `distinct` distinct logits on each rank, 24 bytes each, and
     twice that while counts are merged: see `Ranking`.
@@ -69,7 +67,7 @@ class Quality:
         self._sums = np.zeros(_SUMS)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds samples: their logits [n] and labels [n], 0 or 1, on any device and in any floating type.
+        """Add samples: their logits [n] and labels [n], 0 or 1, on any device and in any floating type.
 
         Raises:
             StrettoError: sizes differ, or a label is neither 0 nor 1.
@@ -85,28 +83,25 @@ class Quality:
         if not np.all(clicked | (marks == 0)):
             wrong = marks[~(clicked | (marks == 0))][0]
             raise StrettoError(f"a label is {wrong:g}", hint="labels are 0 or 1")
-        known = ~np.isnan(values)
-        lost = len(values) - int(known.sum())
-        values, clicked = values[known], clicked[known]
+        valid = ~np.isnan(values)
+        lost = len(values) - int(valid.sum())
+        values, clicked = values[valid], clicked[valid]
         loss = np.logaddexp(0.0, np.where(clicked, -values, values)).sum()
         probabilities = np.exp(-np.logaddexp(0.0, -values)).sum()
-        self._sums += (len(known), clicked.sum(), lost, loss, probabilities)
+        self._sums += (len(valid), clicked.sum(), lost, loss, probabilities)
         self._ranking.add(values, clicked)
 
     def result(self, group: dist.ProcessGroup | None = None) -> QualityResult:
-        """The quality on the samples of all ranks of `group`; None: all ranks of the job, or
-        this process alone. Collective; every rank gets the same result, and may add more samples later."""
-        ranking, sums = self._copy(), self._sums.copy()
+        """Return the quality on the samples of all ranks of `group`, by default all ranks of the job, or this
+        process alone. Collective; every rank gets the same result, and may add more samples later.
+        """
+        ranking, sums = Ranking(self._ranking.distinct), self._sums.copy()
+        ranking.merge(*self._ranking.state())
         if dist.is_initialized() and dist.get_world_size(group) > 1:
-            area = _over_ranks(ranking, sums, group)
+            area = _merge_ranks(ranking, sums, group)
         else:
             area = _area(ranking)
         return _result(area, sums)
-
-    def _copy(self) -> Ranking:
-        copy = Ranking(self._ranking.distinct)
-        copy.merge(*self._ranking.state())
-        return copy
 
 
 def _area(ranking: Ranking) -> np.ndarray:
@@ -134,8 +129,8 @@ def _result(area: np.ndarray, sums: np.ndarray) -> QualityResult:
     )
 
 
-def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
-    """Merges the counts of all ranks in a binary tree and broadcasts the area and the sums. No rank holds
+def _merge_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
+    """Merge the counts of all ranks in a binary tree and broadcast the area and the sums. No rank holds
     more than two rankings at a time.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -148,11 +143,11 @@ def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | N
         if rank + step < world:
             sums += _receive(ranking, rank + step, group, device)
         step *= 2
-    facts = torch.from_numpy(np.concatenate((_area(ranking), sums))).to(device)
-    dist.broadcast(facts, group=group, group_src=0)
-    facts = facts.cpu().numpy()
-    sums[:] = facts[2:]
-    return facts[:2]
+    merged = torch.from_numpy(np.concatenate((_area(ranking), sums))).to(device)
+    dist.broadcast(merged, group=group, group_src=0)
+    values = merged.cpu().numpy()
+    sums[:] = values[2:]
+    return values[:2]
 
 
 def _send(
@@ -169,44 +164,45 @@ def _send(
 def _receive(
     ranking: Ranking, source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> np.ndarray:
-    """Merges the counts of rank `source` into `ranking`; returns its sums."""
+    """Merge the counts of rank `source` into `ranking`, and return its sums."""
 
-    def take(size: int, dtype: torch.dtype) -> np.ndarray:
+    def receive(size: int, dtype: torch.dtype) -> np.ndarray:
         tensor = torch.empty(size, dtype=dtype, device=device)
         if size:
             dist.recv(tensor, group=group, group_src=source)
         return tensor.cpu().numpy()
 
-    dropped, count = (int(value) for value in take(2, torch.int64))
-    body = take(3 * count, torch.int64)
+    dropped, count = (int(value) for value in receive(2, torch.int64))
+    body = receive(3 * count, torch.int64)
     ranking.merge(dropped, body[:count], body[count:].reshape(2, count))
-    return take(_SUMS, torch.float64)
+    return receive(_SUMS, torch.float64)
 
 
-_AT_ONCE = 1 << 14  # samples drawn at a time
+_DRAWN_AT_ONCE = 1 << 14  # samples
 
 
-class Evaluation:
+class ClickEvaluation:
     """Evaluations of a model on the same samples: a split in the log's order, or its first global batches.
 
     Args:
-        limit: global batches; None: the whole split.
+        batch: samples of a global batch.
+        limit: global batches, or None for the whole split.
     """
 
     def __init__(
         self,
-        config: RecommenderConfig,
         data: ClickData,
         recommender: Recommender,
         *,
+        batch: int,
         split: str = "valid",
         limit: int | None = None,
     ) -> None:
-        self._config, self._recommender = config, recommender
-        self._source = open_clicks(config, data, split, shuffle=False)
+        self._recommender, self._batch = recommender, batch
+        self._source = data.open(split, shuffle=False)
         self._split = split
         size = len(self._source)
-        self._samples = size if limit is None else min(size, limit * config.batch.global_size)
+        self._samples = size if limit is None else min(size, limit * batch)
         self._rank, self._world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
@@ -215,17 +211,16 @@ class Evaluation:
     @property
     def batches(self) -> int:
         """Global batches of an evaluation."""
-        return -(-self._samples // self._config.batch.global_size)
+        return -(-self._samples // self._batch)
 
     def run(self, step: int, progress: Callable[[int, int], object] | None = None) -> ClickEval:
-        """Evaluates after `step` updates. Collective; every rank gets the result.
+        """Evaluate after `step` updates. Collective; every rank gets the result.
 
         Args:
             progress: called with the batches and the samples that are done.
         """
         started = time.perf_counter()
-        size = self._config.batch.global_size
-        quality = Quality()
+        size, quality = self._batch, Quality()
         for first in range(0, self._samples, size):
             count = min(size, self._samples - first)
             batch = self._source.batch(first, count, rank_slice(count, self._rank, self._world))
@@ -250,27 +245,18 @@ class Evaluation:
         )
 
     def _best_possible(self) -> BayesOptimal | None:
-        """The best possible quality on these samples; on rank 0, which reports it."""
-        if self._split != "valid":
-            return None
-        if self._rank == 0 and self._best is None:
-            self._best = (
-                self._best_of_log() if isinstance(self._source, SyntheticClicks) else self._best_of_folder()
-            )
+        """Return the best possible quality on these samples; on rank 0, which reports it."""
+        source = self._source
+        if self._split != "valid" or self._rank != 0 or self._best is not None:
+            return self._best
+        if isinstance(source, SyntheticClicks):  # their true probabilities are recomputed
+            tally = BayesOptimalTally()
+            for first in range(0, self._samples, _DRAWN_AT_ONCE):
+                clicks = source.clicks(first, min(_DRAWN_AT_ONCE, self._samples - first))
+                tally.add(clicks.logits, clicks.labels)
+            self._best = tally.result()
+        elif isinstance(source, ClickSamples):  # if synthetic, its index has it for the whole split
+            record: dict[str, Any] = source.folder.index.extra.get("best", {}).get("valid") or {}
+            if record.get("samples") == self._samples == len(source):
+                self._best = BayesOptimal(**record)
         return self._best
-
-    def _best_of_log(self) -> BayesOptimal:
-        """Of synthetic clicks, whose true probabilities are recomputed."""
-        assert isinstance(self._source, SyntheticClicks)
-        tally = BayesOptimalTally()
-        for first in range(0, self._samples, _AT_ONCE):
-            clicks = self._source.clicks(first, min(_AT_ONCE, self._samples - first))
-            tally.add(clicks.logits, clicks.labels)
-        return tally.result()
-
-    def _best_of_folder(self) -> BayesOptimal | None:
-        """Of a folder of synthetic clicks, whose index has it for the whole held-out split."""
-        if not isinstance(self._source, ClickSamples):
-            return None
-        facts: dict[str, Any] = self._source.folder.index.extra.get("best", {}).get("valid") or {}
-        return BayesOptimal(**facts) if facts.get("samples") == self._samples == len(self._source) else None

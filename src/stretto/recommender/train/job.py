@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.recommender.clicks.index import TRANSFORM, VOCABULARY
 from stretto.recommender.config.check import check, check_tables
-from stretto.recommender.config.schema import RecommenderConfig, for_ranks, rank_choices
+from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.report import SAMPLES, banner
-from stretto.recommender.train.resume import check_fits, check_resume
+from stretto.recommender.train.resume import check_fits
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import Elastic, JobType, check_fresh
+from stretto.run.train.resume import checkpoint_to_resume
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -44,36 +45,18 @@ PlacedClicks = tuple[ClickData, Placements]
 
 
 def _prepare(config: RecommenderConfig, stop: StopRequest) -> PlacedClicks:
-    """The clicks, which fit the model and the checkpoint that the run resumes from, and the placement of the
-    tables.
+    """Return the clicks, which fit the model and the checkpoint that the run resumes from, and the placement
+    of the tables.
     """
     data = prepare_clicks(config, stop)
-    for problem in check_tables(config, list(data.tables)):
+    tables = data.tables
+    for problem in check_tables(config, list(tables)):
         raise problem
     placements = place(config, data)
-    check_held_out(config, data)
-    check_resume(config, data.tables, data.same)
+    check_held_out(data, evaluates=config.eval.every is not None)
+    if (checkpoint := checkpoint_to_resume(config.checkpoint.resume, config.run.folder)) is not None:
+        check_fits(checkpoint, config.shape(tables), tables, config.optim, data.identity)
     return data, placements
-
-
-def _print_start(config: RecommenderConfig, data: PlacedClicks, quiet: bool) -> None:
-    print(banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True)
-
-
-def _for_ranks(config: RecommenderConfig, ranks: int, log: Log) -> RecommenderConfig:
-    other = for_ranks(config, ranks)
-    check(other)
-    return other
-
-
-def open_clicks_and_placement(config: RecommenderConfig) -> PlacedClicks:
-    """Prepare the clicks on one rank of each machine, and place the tables on rank 0. Collective."""
-    from stretto.engine.parallel.control import gather_json, run_on_first
-
-    data = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    gather_json(None)  # barrier: the clicks are prepared
-    data = data or prepare_clicks(config, quiet=True)
-    return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
 
 def train_recommender_rank(
@@ -89,57 +72,50 @@ def train_recommender_rank(
     """
     from stretto.run.train.trainer import train_rank
 
+    def open_data() -> PlacedClicks:
+        """Prepare the clicks on one rank of each machine, and place the tables on rank 0. Collective."""
+        from stretto.engine.parallel.control import gather_json, run_on_first
+
+        if data is not None:
+            return data
+        clicks = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+        gather_json(None)  # barrier: the clicks are prepared
+        clicks = clicks or prepare_clicks(config, quiet=True)
+        return clicks, from_json(run_on_first(lambda: to_json(place(config, clicks))))
+
     def open_run(data: PlacedClicks, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
-        return open_recommender_run(config, data, device, cleanup, log)
+        """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
+        from stretto.recommender.train.engine import Recommender
+        from stretto.recommender.train.task import ClickProgress, ClickRun
+        from stretto.run.train.checkpointing import find_checkpoint
+        from stretto.run.train.task import OpenedRun
+        from stretto.run.train.trainer import Trainer
+
+        clicks, placements = data
+        tables = clicks.tables
+        checkpoint = find_checkpoint(config.checkpoint.resume, config.run.folder, log)
+        if checkpoint is not None:
+            check_fits(checkpoint, config.shape(tables), tables, config.optim, clicks.identity)
+        folder = table_folder(config.tables.folder, config.run.folder, cleanup)
+        recommender = Recommender(config, tables, placements, device, fresh=checkpoint is None, folder=folder)
+        cleanup.callback(recommender.close)
+        task, progress = ClickRun(recommender, clicks, placements, device), ClickProgress()
+        cleanup.callback(task.close)
+        if checkpoint is not None:
+            task.log = log
+            progress = task.restore(checkpoint)
+        placement = file_text(config.layout, placements)
+        return OpenedRun(
+            task=task,
+            progress=progress,
+            checkpoint=checkpoint,
+            write_files=lambda run: _write_transform(run, placement, clicks.path),
+            log_format=SAMPLES,
+            trainer=Trainer,
+        )
 
     keep_freed_memory()
-    return train_rank(
-        config,
-        layout=None,
-        open_data=lambda: open_clicks_and_placement(config) if data is None else data,
-        open_run=open_run,
-        stop=stop,
-        quiet=quiet,
-    )
-
-
-def open_recommender_run(
-    config: RecommenderConfig, data: PlacedClicks, device: torch.device, cleanup: ExitStack, log: Log
-) -> OpenedRun:
-    """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
-    from stretto.recommender.train.engine import Recommender
-    from stretto.recommender.train.task import ClickProgress, ClickRun
-    from stretto.run.train.checkpointing import find_checkpoint
-    from stretto.run.train.task import OpenedRun
-    from stretto.run.train.trainer import Trainer
-
-    clicks, placements = data
-    checkpoint = find_checkpoint(config, log)
-    if checkpoint is not None:
-        check_fits(checkpoint, config, clicks.tables, clicks.same)
-    recommender = Recommender.build(
-        config,
-        clicks.tables,
-        placements,
-        device,
-        fresh=checkpoint is None,
-        folder=table_folder(config, cleanup),
-    )
-    cleanup.callback(recommender.close)
-    task, progress = ClickRun(config, recommender, clicks, placements, device), ClickProgress()
-    cleanup.callback(task.close)
-    if checkpoint is not None:
-        task.log = log
-        progress = task.restore(checkpoint)
-    placement = file_text(config, placements)
-    return OpenedRun(
-        task=task,
-        progress=progress,
-        checkpoint=checkpoint,
-        write_files=lambda run: _write_transform(run, placement, clicks.path),
-        log_format=SAMPLES,
-        trainer=Trainer,
-    )
+    return train_rank(config, layout=None, open_data=open_data, open_run=open_run, stop=stop, quiet=quiet)
 
 
 def _write_transform(run: Path, placement: str, clicks: Path | None) -> None:
@@ -152,13 +128,17 @@ def _write_transform(run: Path, placement: str, clicks: Path | None) -> None:
             written.replace(run / name)
 
 
-def table_folder(config: RecommenderConfig, cleanup: ExitStack) -> Path:
-    """The folder for tables on disk, in which each rank makes its own files; removed at the end if it is
-    empty and not named in the config.
+def table_folder(configured: str | None, run: Path, cleanup: ExitStack) -> Path:
+    """Return the folder for tables on disk, in which each rank makes its own files; removed at the end if it
+    is empty and not named in the config.
+
+    Args:
+        configured: `tables.folder`.
+        run: the run's folder.
     """
-    if config.tables.folder:
-        return Path(config.tables.folder).expanduser()
-    folder = config.run.folder / "tables"
+    if configured:
+        return Path(configured).expanduser()
+    folder = run / "tables"
 
     def remove_empty() -> None:
         with suppress(OSError):
@@ -173,26 +153,31 @@ RECOMMENDER = JobType[RecommenderConfig, PlacedClicks](
     ranks=lambda config: config.layout.ranks,
     check=lambda config, world, devices: check(config, world=world, devices=devices),
     prepare=_prepare,
-    print_start=_print_start,
+    print_start=lambda config, data, quiet: print(
+        banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True
+    ),
     run_rank=train_recommender_rank,
     folder=lambda config: config.run.folder,
-    check_fresh=check_fresh,
-    elastic=Elastic(choices=rank_choices, for_ranks=_for_ranks),
+    check_fresh=lambda config: check_fresh(config.checkpoint.resume, config.run),
+    elastic=Elastic(
+        choices=lambda config: config.rank_choices,
+        for_ranks=lambda config, ranks, _: config.for_ranks(ranks),
+    ),
 )
 
 
 # of glibc's mallopt
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST = 1 << 25  # the most that it takes for the second
+_LARGEST_MMAP_THRESHOLD = 1 << 25
 
 
 def keep_freed_memory() -> bool:
-    """Makes this process keep freed memory instead of returning pages and faulting them in at every step.
+    """Make this process keep freed memory instead of returning pages and faulting them in at every step.
 
     Blocks of 32 MiB and more are still returned. The process stays at its peak size.
 
     Returns:
-        Whether the system supports it: glibc on Linux.
+        True if the system supports it: glibc on Linux.
     """
     if sys.platform != "linux":
         return False
@@ -200,4 +185,4 @@ def keep_freed_memory() -> bool:
         set_ = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return False
-    return bool(set_(_MMAP_THRESHOLD, _LARGEST)) and bool(set_(_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(set_(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(set_(_TRIM_THRESHOLD, 2**31 - 1))

@@ -10,7 +10,7 @@ from typing import Any
 from stretto.job.devices import HOST
 from stretto.planner.machines.catalogue import cluster_here
 from stretto.recommender.config.placement import configured_placements
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import RecommenderConfig, RecommenderLayout
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.planner.job import table_job
 from stretto.recommender.planner.network_times import network_of
@@ -19,31 +19,31 @@ from stretto.recommender.planner.placement_file import placements_to_yaml
 from stretto.recommender.planner.table_times import program_of
 from stretto.recommender.popularity import Popularity, measured
 from stretto.recommender.train.clicks import ClickData
-from stretto.run.train.prediction import kind_here
+from stretto.run.train.prediction import local_device_kind
 
 _WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _OF_MEMORY = 0.7  # share of memory for tables
 
 
 def place(config: RecommenderConfig, data: ClickData) -> Placements:
-    """The placement of each table that is stored.
+    """Return the placement of each table that is stored: the configured one, or the planner's for ranks on
+    this kind of machine.
 
     Raises:
-        StrettoError: a placement that does not fit, or tables that fit nowhere.
+        StrettoError: a placement does not fit, or tables fit nowhere.
     """
-    configured = configured_placements(config, data.tables)
-    return configured if configured is not None else _planned(config, data)
-
-
-def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
-    """Placements from the planner, for ranks on this kind of machine."""
     layout = config.layout
-    settings = config.tables
-    dtype = config.train.dtype
+    settings, dtype = config.tables, config.train.dtype
+    configured = configured_placements(settings, layout, data.tables)
+    if configured is not None:
+        return configured
     program = program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
-    kind = kind_here(config.train)
+    kind = local_device_kind(config.train.device)
     shared = _memory(layout.ranks) if kind == HOST else None  # on CPUs, devices and host are one
+    device_bytes, host_bytes = (
+        None if gib is None else gib * 2**30 for gib in (settings.device_gib, settings.host_gib)
+    )
     job = table_job(
         stored,
         cluster_here(device=kind),
@@ -55,8 +55,8 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
         wire_bytes=element if dtype == "float64" else _WIRE[settings.wire],
         popularity=_popularity(stored, data),
         ranks_per_node=layout.ranks_per_node or layout.ranks,
-        device_bytes=_bytes(settings.device_gib) or shared,
-        host_bytes=_bytes(settings.host_gib) or _memory(layout.ranks),
+        device_bytes=device_bytes or shared,
+        host_bytes=host_bytes or _memory(layout.ranks),
         places=None if settings.place is None else [settings.place],
         program=program if settings.overlap else replace(program, ahead=False, beside=False),
     )
@@ -64,23 +64,19 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
 
 
 def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:
-    """The measured popularity of tables that have a row for every id of the log."""
+    """Return the measured popularity of tables that have a row for every id of the log."""
     popularity = dict[str, Popularity]()
     for table in stored:
-        known = data.popularity.get(table.name)
-        if known is not None and known.buckets and sum(ids for ids, _ in known.buckets) <= table.rows:
-            popularity[table.name] = measured(table.rows, known.hot, known.buckets)
+        lookups = data.popularity.get(table.name)
+        if lookups is not None and lookups.buckets and sum(ids for ids, _ in lookups.buckets) <= table.rows:
+            popularity[table.name] = measured(table.rows, lookups.hot, lookups.buckets)
     return popularity
 
 
 def _memory(ranks: int) -> float:
-    """The bytes of this machine's memory that a rank may use for tables."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
-    return _OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / here
-
-
-def _bytes(gib: float | None) -> float | None:
-    return None if gib is None else gib * 2**30
+    """Return the bytes of this machine's memory that a rank may use for tables."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    return _OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_ranks
 
 
 def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
@@ -88,17 +84,16 @@ def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
     return {name: {**asdict(each), "ranks": list(each.ranks)} for name, each in placements.items()}
 
 
-def from_json(facts: Mapping[str, Mapping[str, Any]]) -> Placements:
+def from_json(record: Mapping[str, Mapping[str, Any]]) -> Placements:
     """The inverse of `to_json`."""
     placements = dict[str, TablePlacement]()
-    for name, each in facts.items():
+    for name, each in record.items():
         fields: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}
         placements[name] = TablePlacement(**fields)
     return placements
 
 
-def file_text(config: RecommenderConfig, placements: Placements) -> str:
-    """The placement as a file that `tables.placement` takes."""
-    layout = config.layout
+def file_text(layout: RecommenderLayout, placements: Placements) -> str:
+    """Return the placement as a file that `tables.placement` takes."""
     about = "Where the tables of this run are; tables.placement takes this file, edited or not."
     return placements_to_yaml(placements, layout.ranks, layout.ranks_per_node, about)

@@ -5,45 +5,39 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.job.devices import HOST
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, physical_tables
 from stretto.recommender.shape import count_dlrm
 from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.view import placement_text
-from stretto.run.train.metrics import LogFormat, number, percent
-from stretto.run.train.prediction import accelerator_named
+from stretto.run.train.metrics import LogFormat, number, percent, short_count
+from stretto.run.train.prediction import local_device_kind
 
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
-    """Some lines and the placement table, printed before training starts."""
+    """Return some lines and the placement table, which are printed before training starts."""
     shape = config.shape(data.tables)
-    layout = config.layout
-    optim = config.optim
+    layout, optim = config.layout, config.optim
     dense = count_dlrm(shape).dense
     rows = sum(table.rows * table.dim for table in physical_tables(data.tables))
     interaction = "dot products" if shape.interaction == "dot" else f"{shape.cross_layers} cross layers"
     source = ", ".join(config.data.sources)
-    kinds = "".join(f" ({kind})" for kind in accelerator_named(config.train))
-    ranks = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}{kinds}"
+    kind = local_device_kind(config.train.device)
+    ranks = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}{'' if kind == HOST else f' ({kind})'}"
     return "\n".join(
         [
-            f"dlrm of {_short(dense)} dense parameters and {len(data.tables)} tables of {_short(rows)} "
-            f"({interaction}), {config.train.dtype}, on {ranks}; {config.train.steps} steps of "
-            f"{config.batch.global_size} samples; {optim.dense.name} and {optim.tables.name}",
-            f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out",
+            f"dlrm of {short_count(dense)} dense parameters and {len(data.tables)} tables of "
+            f"{short_count(rows)} ({interaction}), {config.train.dtype}, on {ranks}; "
+            f"{config.train.steps} steps of {config.batch.global_size} samples; "
+            f"{optim.dense.name} and {optim.tables.name}",
+            f"clicks: {source}, {short_count(data.samples)} samples, "
+            f"{short_count(data.held_out)} of them held out",
             *data.notes,
             f"results in {config.run.folder} (metrics.jsonl, eval.jsonl, placement.yaml, checkpoints/)",
             placement_text(physical_tables(data.tables), placements, layout.ranks),
         ]
     )
-
-
-def _short(number: int) -> str:
-    """Such as 850, 12.3 k, 124 M, 6.7 B."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,15 +28,14 @@ from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import TABLES
 from stretto.recommender.checkpoint.save import tensors_to_save
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
-from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, physical_tables
 from stretto.recommender.stores.store import DeviceStore
-from stretto.recommender.train.clicks import ClickData, open_clicks, rank_slice
+from stretto.recommender.train.clicks import ClickData, rank_slice
 from stretto.recommender.train.engine import SUMMED, Recommender
-from stretto.recommender.train.evaluate import Evaluation
+from stretto.recommender.train.evaluate import ClickEvaluation
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.report import ClickEval, ClickStep
-from stretto.recommender.train.resume import changed_clicks, check_fits, model_facts
+from stretto.recommender.train.resume import changed_clicks, check_fits, model_record
 from stretto.run.train.agreement import StepAgreement, StepReport
 from stretto.run.train.checkpointing import common_meta, log_resumed, restored_progress
 from stretto.run.train.resume import checkpoint_path
@@ -64,22 +63,17 @@ class RecommenderTask:
         reader: reads the batch after the next one meanwhile; None to read samples when they are used.
     """
 
-    def __init__(
-        self,
-        config: RecommenderConfig,
-        recommender: Recommender,
-        source: ClickSource,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, recommender: Recommender, source: ClickSource, device: torch.device) -> None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.config, self.recommender = config, recommender
+        self.config, self.recommender = recommender.config, recommender
+        config = recommender.config
         self.source, self.device = source, device
         self.global_batch = config.batch.global_size
         self.peer_ranks: Sequence[Sequence[int]] = [[other] for other in range(world)]
         self.log: Log = lambda _: None
         self.reader: ThreadPoolExecutor | None = None
         self._world, self._slice = world, rank_slice(self.global_batch, rank, world)
-        self._rate = rate_of(config)
+        self._rate = LearningRate(config.optim.rate, 1.0, config.train.steps)
         self._norm: float | None = None
         self._speeds = deque[float](maxlen=_WINDOW)
         self._last: tuple[int, ClickBatch] | None = None
@@ -125,12 +119,12 @@ class RecommenderTask:
         PROGRESS.mark(_COMPUTING)
         loss = self.recommender.forward_backward(*batch)
         self._norm = self.recommender.gradient_norm()
-        known_bad = self._norm is None or not isfinite(self._norm)
+        bad_norm = self._norm is None or not isfinite(self._norm)
         is_finite = bool(loss.isfinite())
         return StepReport(
             loss=float(loss) if is_finite else 0.0,
             bad_microbatch=0.0 if is_finite else 1.0,
-            overflow=known_bad and self.recommender.bad_gradient() is not None,
+            overflow=bad_norm and self.recommender.bad_gradient() is not None,
         )
 
     def statistics(self) -> dict[str, Tensor]:
@@ -219,21 +213,18 @@ class ClickRun(RecommenderTask):
     """
 
     def __init__(
-        self,
-        config: RecommenderConfig,
-        recommender: Recommender,
-        data: ClickData,
-        placements: Placements,
-        device: torch.device,
+        self, recommender: Recommender, data: ClickData, placements: Placements, device: torch.device
     ) -> None:
-        super().__init__(config, recommender, open_clicks(config, data, "train"), device)
+        super().__init__(recommender, data.open("train"), device)
         self._data, self._placements = data, placements
         # synthetic clicks need no prefetching: computing them would only compete with the step for its core
         self.reader = None if data.path is None else ThreadPoolExecutor(1)
         self._quality: ClickEval | None = None
-        self._evaluation: Evaluation | None = None
-        if config.eval.every:
-            self._evaluation = Evaluation(config, data, recommender, limit=config.eval.batches)
+        self._evaluation: ClickEvaluation | None = None
+        if self.config.eval.every:
+            self._evaluation = ClickEvaluation(
+                data, recommender, batch=self.global_batch, limit=self.config.eval.batches
+            )
 
     def evaluate(self, step: int) -> tuple[float, ClickEval]:
         """The logloss on the first `eval.batches` global batches of the held-out samples; see
@@ -250,10 +241,10 @@ class ClickRun(RecommenderTask):
         meta = {
             **common_meta(progress, config.train.seed),
             "passed_over": progress.skipped_steps,
-            "model": model_facts(config, data.tables),
+            "model": model_record(config.shape(data.tables), data.tables),
             "layout": f"ranks={config.layout.ranks}",
             "placement": to_json(self._placements),
-            "clicks": data.same,
+            "clicks": data.identity,
         }
         stored = physical_tables(self.recommender.tables.features)
         tensors = {
@@ -266,12 +257,13 @@ class ClickRun(RecommenderTask):
         """See `Task.restore`. Takes checkpoints of any number of ranks and any placement."""
         config, data = self.config, self._data
         self.recommender.forget_next()
-        meta = check_fits(path, config, data.tables)
+        meta = check_fits(path, config.shape(data.tables), data.tables, config.optim)
         # `latest` has verified every byte; a checkpoint named in the config is verified here
-        check = is_checkpoint(checkpoint_path(config)) if check is None else check
+        if check is None:
+            check = is_checkpoint(checkpoint_path(config.checkpoint.resume, config.run.folder))
         skipped_steps = meta.get("passed_over", 0)
         load_into(self.recommender, path, meta["step"], check=check, skipped_steps=skipped_steps)
-        changed = changed_clicks(meta.get("clicks", {}), data.same)
+        changed = changed_clicks(meta.get("clicks", {}), data.identity)
         log_resumed(path, meta, config.train.seed, self.log, changed)
         progress = restored_progress(meta, config.batch.global_size)
         return ClickProgress(**progress, skipped_steps=skipped_steps)
@@ -329,8 +321,3 @@ def _dense_tensors(recommender: Recommender) -> Tensors:
         (f"{OPTIM}{key}.{name}" if key else f"{MODEL}{name}"): (tensor, place)
         for key, name, tensor, place in recommender.dense.tensors()
     }
-
-
-def rate_of(config: RecommenderConfig) -> LearningRate:
-    """The schedule of both learning rates, with a peak of 1."""
-    return LearningRate(config.optim.rate, 1.0, config.train.steps)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from stretto.errors import Problem
 from stretto.job.field import Field
-from stretto.run.config.denoising import USUAL_DENSITY, Corruption
+from stretto.run.config.denoising import USUAL_DENSITY, Corruption, Denoising, denoising
 
 Objective = Literal["causal", "span-corruption", "infilling"]
 Packing = Literal["documents", "stream", "none"]
@@ -217,6 +218,24 @@ class DataConfig:
     def density(self, corruption: Corruption) -> float:
         """The part of the text that an objective cuts out."""
         return USUAL_DENSITY[corruption] if self.noise_density is None else self.noise_density
+
+    def corruption(self, has_encoder: bool) -> Corruption | None:
+        """What replaces the spans that are cut out of a model's samples, or None if nothing is cut out."""
+        objective = self.objective or ("span-corruption" if has_encoder else "causal")
+        return None if objective == "causal" else objective
+
+    def denoising(self, has_encoder: bool) -> Denoising | None:
+        """The lengths of an encoder-decoder's samples, or None if nothing is cut out of them.
+
+        Raises:
+            Problem: they cannot be made.
+        """
+        if (corruption := self.corruption(has_encoder)) is None:
+            return None
+        try:
+            return denoising(corruption, self.sequence, self.density(corruption), self.mean_span_length)
+        except Problem as problem:
+            raise problem.within("data") from None
 
     def marks(self, corruption: Corruption) -> int:
         """Entries that the vocabulary has for marks of spans where the tokenizer has none."""

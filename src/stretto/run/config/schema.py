@@ -30,7 +30,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
-from stretto.run.config.denoising import Corruption, Denoising, denoising
+from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.config.model import LoraConfig, ModelConfig
 
 
@@ -607,24 +607,13 @@ class TrainConfig:
 
     @property
     def corruption(self) -> Corruption | None:
-        """What becomes of the spans that are cut out of an encoder's samples; None: nothing is cut out."""
-        objective = self.data.objective or ("span-corruption" if self._has_encoder else "causal")
-        return None if objective == "causal" else objective
+        """See `DataConfig.corruption`."""
+        return self.data.corruption(self._has_encoder)
 
     @property
     def denoising(self) -> Denoising | None:
-        """The lengths of an encoder-decoder's samples; None: nothing is cut out of them.
-
-        Raises:
-            Problem: they cannot be made.
-        """
-        if (corruption := self.corruption) is None:
-            return None
-        data = self.data
-        try:
-            return denoising(corruption, data.sequence, data.density(corruption), data.mean_span_length)
-        except Problem as problem:
-            raise problem.within("data") from None
+        """See `DataConfig.denoising`."""
+        return self.data.denoising(self._has_encoder)
 
     @property
     def _likely_vocab(self) -> int:

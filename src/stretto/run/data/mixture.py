@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.job import Job
+from stretto.job.shape import ModelShape
 from stretto.run.config.data import DataConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.denoising import Denoising
 from stretto.run.data.block_cache import block_cache
 from stretto.run.data.dataset import (
     Batch,
@@ -35,7 +37,7 @@ from stretto.run.data.dataset import (
 )
 from stretto.run.data.denoising import DenoisedSamples
 from stretto.run.data.permutation import uniform
-from stretto.run.data.sentinels import SentinelIds, sentinel_ids, vocabulary
+from stretto.run.data.sentinels import SentinelIds, sentinel_ids
 from stretto.run.data.token_source import TokenData, TokenSource, check_boundaries
 from stretto.run.data.tokenizer import Tokenizer
 
@@ -241,25 +243,29 @@ CausalSamples = WindowSamples | DocumentSamples | MixedSamples
 TrainingSamples = CausalSamples | DenoisedSamples[CausalSamples]
 
 
-def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
+def training_samples(source: TokenData, data: DataConfig, job: Job, seed: int) -> TrainingSamples:
     """Return the samples that a run trains on, in its order.
+
+    Args:
+        job: its model has the source's vocabulary.
+        seed: of the order.
 
     Raises:
         StrettoError: a source is too short, or holds text although conversations are configured; the cache
             has no room for what is read of sources at URLs; an encoder's samples cannot be made of it.
     """
-    data, seed = config.data, config.train.seed
-    lengths, sentinels = config.denoising, _sentinels(source, config)
+    lengths, sentinels = _denoising(source, data, job.shape)
     if lengths is not None:
         data = replace(data, sequence=lengths.window)
     parts = {name: samples_of(stream, data, "train", seed) for name, stream in source.streams.items()}
     _check_cache(parts, data)
     samples: CausalSamples
     if isinstance(source, Mixture):
-        size = config.batch.global_size
         phases = [WeightPhase(0, tuple(source.weights[name] for name in parts))]
         phases += [
-            WeightPhase(phase.from_step * size, tuple(phase.weights.get(name, 0.0) for name in parts))
+            WeightPhase(
+                phase.from_step * job.global_batch, tuple(phase.weights.get(name, 0.0) for name in parts)
+            )
             for phase in data.phases
         ]
         samples = MixedSamples(parts, MixtureOrder(phases, seed))
@@ -268,26 +274,28 @@ def training_samples(source: TokenData, config: TrainConfig) -> TrainingSamples:
     if lengths is None or sentinels is None:
         return samples
     return DenoisedSamples(
-        samples, lengths=lengths, sentinels=sentinels, seed=seed, targets=config.target_sequence
+        samples, lengths=lengths, sentinels=sentinels, seed=seed, targets=job.target_sequence
     )
 
 
-def _sentinels(source: TokenData, config: TrainConfig) -> SentinelIds | None:
-    """Return the ids that stand for spans of a source's text, or None if no spans are cut out.
+def _denoising(
+    source: TokenData, data: DataConfig, shape: ModelShape
+) -> tuple[Denoising, SentinelIds] | tuple[None, None]:
+    """Return the lengths of an encoder-decoder's samples and the ids that stand for spans of the text, if
+    spans are cut out.
 
     Raises:
-        StrettoError: it has no windows of text, or no room in the vocabulary.
+        StrettoError: the source has no windows of text, or no room in the vocabulary.
     """
-    lengths, data = config.denoising, config.data
+    lengths = data.denoising(shape.encoder_layers > 0)
     if lengths is None:
-        return None
+        return None, None
     for stream in source.streams.values():
         if packing_of(stream, data) != "stream":
             rule = f"objective {lengths.corruption} cuts spans out of windows of a stream of text"
             reason = "" if stream.mask is None else f", and {stream.name} holds conversations"
             raise Problem("data.packing", data.packing, rule + reason, "data.packing=stream")
-    rows = config.shape(vocabulary(source, config)).vocab
-    return sentinel_ids(source, data, lengths, rows)
+    return lengths, sentinel_ids(source, data, lengths, shape.vocab)
 
 
 def _check_cache(parts: Mapping[str, SplitPart], data: DataConfig) -> None:
@@ -333,7 +341,7 @@ class HeldOut(NamedTuple):
     split: SplitPart | DenoisedSamples[WindowSamples]
 
 
-def held_out(source: TokenData, config: TrainConfig, split: str) -> list[HeldOut]:
+def held_out(source: TokenData, data: DataConfig, job: Job, split: str) -> list[HeldOut]:
     """Return the split of every source, by the weights with which training starts; those of weight 0 are left
     out. An encoder's samples have the same spans in every evaluation, whatever the seed.
 
@@ -341,8 +349,8 @@ def held_out(source: TokenData, config: TrainConfig, split: str) -> list[HeldOut
         StrettoError: a source has nothing to predict there.
     """
     weights = source.weights if isinstance(source, Mixture) else dict.fromkeys(source.streams, 1.0)
-    total, data = sum(weights.values()), config.data
-    lengths, sentinels = config.denoising, _sentinels(source, config)
+    total = sum(weights.values())
+    lengths, sentinels = _denoising(source, data, job.shape)
     if lengths is not None:
         data = replace(data, sequence=lengths.window)
     splits = list[HeldOut]()
@@ -352,7 +360,7 @@ def held_out(source: TokenData, config: TrainConfig, split: str) -> list[HeldOut
             if lengths is not None and sentinels is not None:
                 assert isinstance(samples, WindowSamples)  # of a stream
                 samples = DenoisedSamples(
-                    samples, lengths=lengths, sentinels=sentinels, targets=config.target_sequence
+                    samples, lengths=lengths, sentinels=sentinels, targets=job.target_sequence
                 )
             splits.append(HeldOut(name, weights[name] / total, samples))
     return splits

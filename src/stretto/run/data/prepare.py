@@ -8,7 +8,9 @@ import time
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.errors import Problem
-from stretto.run.config.schema import TrainConfig
+from stretto.job.job import Job
+from stretto.run.config.data import DataConfig
+from stretto.run.config.denoising import Corruption
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.open import open_source
 from stretto.run.data.part_names import mixed_text
@@ -17,10 +19,13 @@ from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.launch.stop import StopRequest
 
 
-def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenData:
-    """Open the tokens of the config's data, tokenising text first where needed.
+def prepare_data(
+    data: DataConfig, vocab: int | None = None, *, stop: StopRequest | None = None, quiet: bool = False
+) -> TokenData:
+    """Open the tokens of the data, tokenising text first if needed.
 
     Args:
+        vocab: `model.vocab`, which a tokenizer that is trained may fill.
         stop: checked while it tokenises.
         quiet: show no progress.
 
@@ -28,12 +33,12 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
         StrettoError: the text, the tokenizer or the tokens are unusable.
         Stopped: the job was asked to stop.
     """
-    if config.data.weights is None and (warning := mixed_text(config.data.sources)) and not quiet:
+    if data.weights is None and (warning := mixed_text(data.sources)) and not quiet:
         print(warning, file=sys.stderr, flush=True)
     with BuildBar(quiet, stop) as bar:
         return open_source(
-            config.data,
-            config.model.vocab,
+            data,
+            vocab,
             lambda at: bar.show(at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"),
         )
 
@@ -43,20 +48,22 @@ LEAST_USED = 0.9
 rows for 50,295 entries)."""
 
 
-def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> None:
-    """Check that the model's vocabulary, where the config gives one, is the tokenizer's, or hardly larger.
+def check_vocabulary(
+    data: DataConfig, rows: int | None, corruption: Corruption | None, source: TokenData | None = None
+) -> None:
+    """Check that the model's vocabulary, if the config gives one, is the tokenizer's, or hardly larger.
 
     A tokenizer that the run trains is judged before that, by the entries it may have: a short text yields
-    fewer. Any other is judged once its tokens are there.
+    fewer. Any other is judged once its tokens exist.
 
     Args:
-        source: the data; None: they have not been prepared yet.
+        rows: `model.vocab`.
+        source: the tokens, or None if they have not been prepared yet.
 
     Raises:
         Problem: the tokenizer has more entries than the embedding has rows, or far fewer; it is not the one
             that made the tokens.
     """
-    data, rows = config.data, config.model.vocab
     if (
         source is not None
         and source.fingerprint is not None
@@ -75,7 +82,7 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
     if entries > rows:
         rule = f"the data's tokenizer has {entries} entries, and each needs a row of the embedding"
         raise Problem("model.vocab", rows, rule, f"model.vocab={entries}, or {follow}")
-    marks = 0 if config.corruption is None else data.marks(config.corruption)
+    marks = 0 if corruption is None else data.marks(corruption)
     if entries + marks < LEAST_USED * rows:
         rule = f"the data's tokenizer has {entries} entries, so {rows - entries} rows of the embedding and "
         fix = f"data.tokenizer=FILE names another tokenizer.json, or {follow}"
@@ -83,15 +90,21 @@ def check_vocabulary(config: TrainConfig, source: TokenData | None = None) -> No
         raise Problem("model.vocab", rows, f"{rule}the head would never be used", fix)
 
 
-def check_samples(config: TrainConfig, source: TokenData) -> None:
+def check_samples(source: TokenData, data: DataConfig, job: Job, *, evaluates: bool) -> None:
     """Raise StrettoError if there is not one sample to train on, or none to evaluate on."""
-    describe_samples(config, source)
+    describe_samples(source, data, job, seed=0, steps=1, evaluates=evaluates)
 
 
-def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
+def describe_samples(
+    source: TokenData, data: DataConfig, job: Job, seed: int, *, steps: int, evaluates: bool
+) -> list[str]:
     """Return a line for each source of a mixture; one for each split that the run reads if samples are single
     documents: their number, and how many are cut off or left out; and one on the spans that are cut out for
     an encoder-decoder.
+
+    Args:
+        seed: of the training samples' order.
+        evaluates: the run reads the held-out split.
 
     Raises:
         StrettoError: a split has not one sample.
@@ -99,10 +112,10 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
     from stretto.run.data.dataset import DocumentSamples
     from stretto.run.data.mixture import epochs, held_out, parts_of, training_samples
 
-    train = training_samples(source, config)
+    train = training_samples(source, data, job, seed)
     parts, lines = parts_of(train), list[str]()
     if len(parts) > 1:
-        passes = epochs(train, config.train.steps * config.batch.global_size)
+        passes = epochs(train, steps * job.global_batch)
         drawn = {name: round(passes[name] * len(part)) for name, part in parts.items()}
         total = max(1, sum(drawn.values()))
         lines = [
@@ -111,8 +124,9 @@ def describe_samples(config: TrainConfig, source: TokenData) -> list[str]:
             for name, part in parts.items()
         ]
     samples = [*parts.values()]
-    samples += [part.split for part in held_out(source, config, "valid")] if config.eval.every else []
-    lines += [config.denoising.describe()] if config.denoising else []
+    samples += [part.split for part in held_out(source, data, job, "valid")] if evaluates else []
+    lengths = data.denoising(job.shape.encoder_layers > 0)
+    lines += [] if lengths is None else [lengths.describe()]
     return lines + [part.describe() for part in samples if isinstance(part, DocumentSamples)]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from stretto.errors import Problem, StrettoError
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
-from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_source import TokenData
 
 _MASKS = ("<mask>", "[MASK]")
@@ -27,11 +26,10 @@ class SentinelIds:
     start: int
 
 
-def vocabulary(source: TokenData, config: TrainConfig) -> int:
-    """Return the entries of the vocabulary of a model that is trained on the source: the tokenizer's, and the
-    sentinels that it lacks.
+def vocabulary(source: TokenData, data: DataConfig, corruption: Corruption | None) -> int:
+    """Return the number of entries of the vocabulary of a model that is trained on the source: the
+    tokenizer's, and the sentinels that it lacks.
     """
-    data, corruption = config.data, config.corruption
     if corruption is None or data.first_sentinel is not None or _own_marks(source, corruption, 1):
         return source.vocab
     return source.vocab + data.marks(corruption)

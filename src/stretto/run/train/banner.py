@@ -3,95 +3,103 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
+from stretto.job.devices import HOST
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
 from stretto.job.parameters import count_parameters, parameter_shapes
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.data import DataConfig
+from stretto.run.config.schema import EvalConfig, RunTimeConfig
 from stretto.run.data.split import SPLITS, split_tokens
 from stretto.run.data.token_source import TokenData
-from stretto.run.train.prediction import accelerator_named
+from stretto.run.train.metrics import short_count
+from stretto.run.train.prediction import local_device_kind
 
 
-def banner(config: TrainConfig, job: Job, source: TokenData) -> str:
-    """The model and its layout, the text and the results, the splits of the text, the stages: a line each."""
-    shape, program = job.shape, job.program()
-    layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
-    devices = ", ".join((layout.describe(), *accelerator_named(config.train)))
+def banner(
+    job: Job,
+    source: TokenData,
+    *,
+    data: DataConfig,
+    train: RunTimeConfig,
+    evaluation: EvalConfig,
+    folder: Path,
+) -> str:
+    """Return a line each for the model and its layout, the text and the results, the splits of the text, and
+    the stages.
+
+    Args:
+        folder: the run's.
+    """
+    shape = job.shape
+    program, layout = job.program(), job.layout
+    kind = local_device_kind(train.device)
+    devices = layout.describe() if kind == HOST else f"{layout.describe()}, {kind}"
+    trainable = ""
+    if not job.trained.everything:
+        count = sum(prod(sizes) for name, sizes in parameter_shapes(shape).items() if job.trained(name))
+        share = 100 * count / count_parameters(shape).total
+        trainable = f" ({short_count(count)} of them trainable, {share:.3g}%)"
     updates = sum(action.kind is ActionKind.UPDATE for action in program.orders[0])
+    targets = "" if source.trained is None else f", {short_count(source.trained)} of them trained on"
+    boundaries = source.describe_boundaries()
     return "\n".join(
         [
-            f"{shape.family} of {_short(count_parameters(shape).total)} parameters{_trainable(job)}, "
+            f"{shape.family} of {short_count(count_parameters(shape).total)} parameters{trainable}, "
             f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({devices}), "
-            f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
-            f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
+            f"{', '.join([program.name, *_features(job)])}; {train.steps} "
+            f"steps of {job.global_batch} x {job.sequence} tokens in "
+            f"{_count(program.microbatches, 'microbatch', 'es')} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
-            f"text: {', '.join(config.data.sources)}, {_short(source.size)} tokens{_trained(source)}, "
-            f"vocabulary {source.vocab}{_boundaries(source)}; "
-            f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
-            _splits(config, job, source),
+            f"text: {', '.join(data.sources)}, {short_count(source.size)} tokens{targets}, "
+            f"vocabulary {source.vocab}{'' if boundaries is None else f', {boundaries}'}; "
+            f"results in {folder} (metrics.jsonl, checkpoints/)",
+            _splits(job, source, data.split, evaluation),
             _stages(job, program),
         ]
     )
 
 
-def _boundaries(source: TokenData) -> str:
-    described = source.describe_boundaries()
-    return "" if described is None else f", {described}"
-
-
-def _trainable(job: Job) -> str:
-    """How many of the parameters the optimiser updates, where it does not update all."""
-    if job.trained.everything:
-        return ""
-    count = sum(prod(sizes) for name, sizes in parameter_shapes(job.shape).items() if job.trained(name))
-    share = 100 * count / count_parameters(job.shape).total
-    return f" ({_short(count)} of them trainable, {share:.3g}%)"
-
-
-def _splits(config: TrainConfig, job: Job, source: TokenData) -> str:
-    """The tokens of each split, and what evaluations read, whose loss is not of the text trained on."""
-    ranges = [split_tokens(stream.offsets, config.data.split) for stream in source.streams.values()]
+def _splits(job: Job, source: TokenData, split: str, evaluation: EvalConfig) -> str:
+    """Return the tokens of each split, and those that evaluations read, whose loss is not that of the
+    training text.
+    """
+    ranges = [split_tokens(stream.offsets, split) for stream in source.streams.values()]
     sizes = {name: sum(len(each[name]) for each in ranges) for name in SPLITS}
-    shown = [f"{name} {_short(size)} tokens" for name, size in sizes.items() if size]
-    if config.eval.every is not None and sizes["valid"]:
-        first = min(sizes["valid"], config.eval.batches * job.global_batch * job.sequence)
-        part_read = "all" if first == sizes["valid"] else f"the first {_short(first)}"
+    shown = [f"{name} {short_count(size)} tokens" for name, size in sizes.items() if size]
+    if evaluation.every is not None and sizes["valid"]:
+        first = min(sizes["valid"], evaluation.batches * job.global_batch * job.sequence)
+        part_read = "all" if first == sizes["valid"] else f"the first {short_count(first)}"
         note = f" (evaluations read {part_read}; easier or harder text than training's moves their loss)"
         shown = [part + note if part.startswith("valid") else part for part in shown]
     return f"splits: {', '.join(shown)}"
 
 
-def _trained(source: TokenData) -> str:
-    """How many of the tokens the loss counts, where it does not count all."""
-    return "" if source.trained is None else f", {_short(source.trained)} of them trained on"
-
-
 def _features(job: Job) -> list[str]:
-    """How layers are split and what is recomputed, where it differs from the default."""
+    """Return how layers are split and what is recomputed, if it differs from the default."""
+    # a compiler could fuse more of these parts of blocks, but does not
+    parts = {
+        "latent attention": job.shape.latent is not None,
+        "routers": job.shape.moe is not None,
+        "dropout": job.shape.dropout > 0.0,
+    }
+    uncompiled = ", ".join(name for name, present in parts.items() if present)
     features = [
         (job.sequence_parallel and job.layout.tp > 1, "sequence parallel"),
         (job.layout.cp > 1, f"{job.context} attention"),
         (job.attention != "auto", f"{job.attention} attention"),
-        (job.compile != "off", f"compiled {job.compile}{_uncompiled(job)}"),
+        (job.compile != "off", f"compiled {job.compile}" + (f" (but {uncompiled})" if uncompiled else "")),
         (job.graphs != "off", f"graphs of a {job.graphs}"),
         (job.recompute.mode != "none", f"recompute {job.recompute.mode}"),
     ]
     return [text for shown, text in features if shown]
 
 
-def _uncompiled(job: Job) -> str:
-    """The parts of blocks that stay as they are although a compiler could fuse more of them."""
-    parts = {"latent attention": job.shape.latent is not None, "routers": job.shape.moe is not None}
-    parts["dropout"] = job.shape.dropout > 0.0
-    uncompiled = [name for name, present in parts.items() if present]
-    return f" (but {', '.join(uncompiled)})" if uncompiled else ""
-
-
 def _stages(job: Job, program: Program) -> str:
-    """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
+    """Return the layers of each stage, and its pipeline rank unless stages and ranks are the same."""
     names, shown = layer_names(job.shape), list[str]()
     for stage, layers in enumerate(job.stages(program.depth)):
         first, last = names[layers.start], names[layers.stop - 1]
@@ -101,13 +109,5 @@ def _stages(job: Job, program: Program) -> str:
     return "stages: " + " | ".join(shown)
 
 
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural if number > 1 else ''}"
-
-
-def _short(number: int) -> str:
-    """Such as 850, 12.3 k, 124 M, 6.7 B."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
+def _count(count: int, word: str, plural: str = "s") -> str:
+    return f"{count} {word}{plural if count > 1 else ''}"

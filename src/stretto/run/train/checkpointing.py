@@ -251,18 +251,19 @@ class Checkpointer:
         raise RunFolderLost(f"{text}, with {path.name}", hint=f"go on with run.name={name} --resume auto")
 
 
-def find_checkpoint(config: JobConfig, log: Log) -> Path | None:
-    """The checkpoint that `checkpoint.resume` names: a given one, the newest intact one of a run, or None. A
-    job that was started again resumes from its own newest one, if it has any. What crashed saves have left in
-    the run's folder is removed first. Collective.
+def find_checkpoint(resume: str, run: Path, log: Log) -> Path | None:
+    """Return the checkpoint that `checkpoint.resume` names: a given one, the newest intact one of a run, or
+    None. A job that was started again resumes from its own newest one, if it has any. What crashed saves have
+    left in the run's folder is removed first. Collective.
 
     Args:
+        run: the run's folder.
         log: called on rank 0 with a line for each damaged checkpoint that is skipped.
 
     Raises:
-        StrettoError: checkpoints that are all damaged, or a named path without one.
+        StrettoError: all checkpoints are damaged, or a path is named that has none.
     """
-    wanted, folder = config.checkpoint.resume, config.run.folder / "checkpoints"
+    folder = run / "checkpoints"
 
     def newest(path: Path) -> Path | None:
         intact = latest(path, log)
@@ -276,14 +277,14 @@ def find_checkpoint(config: JobConfig, log: Log) -> Path | None:
     run_on_first(lambda: clean(folder))
     if restart_count() and (restarted := newest(folder)) is not None:
         return restarted
-    if wanted == "never":
+    if resume == "never":
         return None
-    path = checkpoint_path(config)
+    path = checkpoint_path(resume, run)
     if is_checkpoint(path):
         return path
     intact = newest(path)
-    if intact is None and wanted != "auto":
-        raise no_checkpoint_error(wanted)
+    if intact is None and resume != "auto":
+        raise no_checkpoint_error(resume)
     return intact
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import Problem
 from stretto.job.devices import HOST
 from stretto.run.config.check import check
+from stretto.run.config.data import DataConfig
 from stretto.run.config.device_checks import no_graphs
 from stretto.run.config.for_ranks import rank_choices
 from stretto.run.config.job import job_of
@@ -21,9 +22,9 @@ from stretto.run.data.prepare import check_samples, check_vocabulary, describe_s
 from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import PRELOAD, Elastic, JobType, check_fresh
-from stretto.run.train.prediction import first_line
+from stretto.run.train.prediction import prediction_line
 from stretto.run.train.replan import for_ranks
-from stretto.run.train.resume import check_fits, check_resume, is_base
+from stretto.run.train.resume import check_fits, checkpoint_to_resume, is_base
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 def _check(config: TrainConfig, world: int | None, devices: int | None) -> None:
     check(config, world=world, devices=devices)
-    check_vocabulary(config)
+    check_vocabulary(config.data, config.model.vocab, config.corruption)
     if config.train.graphs != "off":
         from stretto.engine.device import device_kind, has_graphs
 
@@ -45,13 +46,17 @@ def _check(config: TrainConfig, world: int | None, devices: int | None) -> None:
 
 
 def _prepare(config: TrainConfig, stop: StopRequest) -> TokenData:
-    """The tokenised text, which fits the model and the checkpoint that the run resumes from."""
-    data = prepare_data(config, stop)
-    check_vocabulary(config, data)
+    """Return the tokenised text, which fits the model and the checkpoint that the run resumes from."""
+    data = config.data
+    corruption, resume = config.corruption, config.checkpoint.resume
+    source = prepare_data(data, config.model.vocab, stop=stop)
+    check_vocabulary(data, config.model.vocab, corruption, source)
     check_attention(config.train.attention, config.train.device)
-    check_resume(config, config.shape(vocabulary(data, config)), data)
-    check_samples(config, data)
-    return data
+    job = job_of(config, vocab=vocabulary(source, data, corruption))
+    if (checkpoint := checkpoint_to_resume(resume, config.run.folder)) is not None:
+        check_fits(checkpoint, job, source, config.checkpoint.may_differ)
+    check_samples(source, data, job, evaluates=config.eval.every is not None)
+    return source
 
 
 def check_attention(attention: str, device: str) -> None:
@@ -64,94 +69,99 @@ def check_attention(attention: str, device: str) -> None:
             check_trains_on_host()
 
 
-def _print_start(config: TrainConfig, data: TokenData, quiet: bool) -> None:
+def _print_start(config: TrainConfig, source: TokenData, quiet: bool) -> None:
     from stretto.run.train.banner import banner
 
-    job = job_of(config, vocab=vocabulary(data, config))
-    lines = [banner(config, job, data), *describe_samples(config, data), first_line(job, config.train)]
+    data = config.data
+    train, evaluation = config.train, config.eval
+    job = job_of(config, vocab=vocabulary(source, data, config.corruption))
+    lines = [
+        banner(job, source, data=data, train=train, evaluation=evaluation, folder=config.run.folder),
+        *describe_samples(
+            source, data, job, train.seed, steps=train.steps, evaluates=evaluation.every is not None
+        ),
+        prediction_line(job, train.device, train.threads),
+    ]
     print("\n".join(lines), file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
-def open_data(config: TrainConfig) -> TokenData:
+def open_data(data: DataConfig, vocab: int | None) -> TokenData:
     """Prepare the data on one rank of each machine, if need be; then open it on all. Collective."""
     import torch.distributed as dist
 
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        prepare_data(config)
+        prepare_data(data, vocab)
     dist.barrier()
-    return prepare_data(config)
+    return prepare_data(data, vocab)
 
 
 def train_language_rank(
-    config: TrainConfig, data: TokenData | None, stop: StopRequest, quiet: bool
+    config: TrainConfig, source: TokenData | None, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
     """Train as one rank of the job that RANK and WORLD_SIZE describe.
 
     Args:
-        data: the tokenised text; None to let one rank of each machine prepare it.
+        source: the tokenised text; None to let one rank of each machine prepare it.
 
     Returns:
         `TrainResult.as_dict`.
     """
     from stretto.run.train.trainer import train_rank
 
-    def open_run(data: TokenData, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
-        return open_language_run(config, data, device, cleanup, log)
+    data, vocab = config.data, config.model.vocab
+
+    def open_run(source: TokenData, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
+        """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
+        from datetime import timedelta
+
+        import torch
+
+        from stretto.engine.parallel.mesh import Mesh
+        from stretto.run.train.assemble import assemble
+        from stretto.run.train.async_step import AsyncTrainer
+        from stretto.run.train.checkpointing import find_checkpoint
+        from stretto.run.train.language_task import LanguageRun
+        from stretto.run.train.metrics import TOKENS
+        from stretto.run.train.task import OpenedRun
+        from stretto.run.train.trainer import Trainer
+
+        seed = config.train.seed
+        torch.manual_seed(seed)  # its state is in checkpoints, for layers of users
+        check_vocabulary(data, vocab, config.corruption, source)
+        job = job_of(config, vocab=vocabulary(source, data, config.corruption))
+        mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
+        checkpoint = find_checkpoint(config.checkpoint.resume, config.run.folder, log)
+        base = False
+        if checkpoint is not None:
+            meta = check_fits(checkpoint, job, source, config.checkpoint.may_differ)
+            base = is_base(meta, job.shape)
+        model = assemble(
+            job,
+            mesh,
+            seed=seed,
+            fresh="adapters" if checkpoint is not None and base else checkpoint is None,
+            guarded=config.guard.keeps_on,
+        )
+        cleanup.callback(model.close)
+        task = LanguageRun(config, model, source, reports=mesh.rank == 0)
+        cleanup.callback(task.close)
+        task.log = log
+        return OpenedRun(
+            task=task,
+            progress=task.start(checkpoint),
+            checkpoint=checkpoint,
+            write_files=lambda run: _write_tokenizer(source, checkpoint, run),
+            log_format=TOKENS,
+            trainer=AsyncTrainer if model.asynchronous else Trainer,
+        )
 
     return train_rank(
         config,
         layout=config.layout.to_layout(),
-        open_data=lambda: open_data(config) if data is None else data,
+        open_data=lambda: open_data(data, vocab) if source is None else source,
         open_run=open_run,
         stop=stop,
         quiet=quiet,
-    )
-
-
-def open_language_run(
-    config: TrainConfig, data: TokenData, device: torch.device, cleanup: ExitStack, log: Log
-) -> OpenedRun:
-    """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
-    from datetime import timedelta
-
-    import torch
-
-    from stretto.engine.parallel.mesh import Mesh
-    from stretto.run.train.assemble import assemble
-    from stretto.run.train.async_step import AsyncTrainer
-    from stretto.run.train.checkpointing import find_checkpoint
-    from stretto.run.train.language_task import LanguageRun, TextProgress, restore
-    from stretto.run.train.metrics import TOKENS
-    from stretto.run.train.task import OpenedRun
-    from stretto.run.train.trainer import Trainer
-
-    torch.manual_seed(config.train.seed)  # its state is in checkpoints, for layers of users
-    check_vocabulary(config, data)
-    job = job_of(config, vocab=vocabulary(data, config))
-    mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
-    checkpoint, base = find_checkpoint(config, log), False
-    if checkpoint is not None:
-        base = is_base(check_fits(checkpoint, config, job.shape, data), job.shape)
-    model = assemble(
-        job,
-        mesh,
-        seed=config.train.seed,
-        fresh="adapters" if checkpoint is not None and base else checkpoint is None,
-        guarded=config.guard.keeps_on,
-    )
-    cleanup.callback(model.close)
-    progress = TextProgress()
-    if checkpoint is not None:
-        progress = restore(config, model, data, checkpoint, log=log)
-    task = LanguageRun(config, model, data, progress, reports=mesh.rank == 0)
-    cleanup.callback(task.close)
-    return OpenedRun(
-        task=task,
-        progress=progress,
-        checkpoint=checkpoint,
-        write_files=lambda run: _write_tokenizer(data, checkpoint, run),
-        log_format=TOKENS,
-        trainer=AsyncTrainer if model.asynchronous else Trainer,
     )
 
 
@@ -191,6 +201,6 @@ LANGUAGE = JobType[TrainConfig, "TokenData"](
     print_start=_print_start,
     run_rank=train_language_rank,
     folder=lambda config: config.run.folder,
-    check_fresh=check_fresh,
+    check_fresh=lambda config: check_fresh(config.checkpoint.resume, config.run),
     elastic=Elastic(choices=rank_choices, for_ranks=for_ranks),
 )

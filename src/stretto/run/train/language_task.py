@@ -287,30 +287,36 @@ class LanguageRun(LanguageTask):
 
     Args:
         source: the tokens of the text.
-        progress: where the run is.
-        reports: whether this rank writes the metrics, and predicts step times.
+        reports: True if this rank writes the metrics, and predicts step times.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        model: RankModel,
-        source: TokenData,
-        progress: TrainProgress,
-        reports: bool = False,
+        self, config: TrainConfig, model: RankModel, source: TokenData, reports: bool = False
     ) -> None:
-        self._training_samples: TrainingSamples = training_samples(source, config)
+        self._training_samples: TrainingSamples = training_samples(
+            source, config.data, model.job, config.train.seed
+        )
         self._reader = read_ahead(self._training_samples, model)
         super().__init__(model, self._reader, LearningRate.of(model.job.optimiser, config.train.steps))
         self.config, self.source = config, source
         self._speed = Speed(model, config.metrics.peak_tflops)
-        left = config.train.steps - progress.step
-        self.traced_step = progress.step + min(config.metrics.trace, left) if config.metrics.trace else 0
-        self._prediction = StepTimePrediction(model.job, config) if reports else None
+        train = config.train
+        self._prediction = (
+            StepTimePrediction(model.job, config.run.folder, train.device, train.threads) if reports else None
+        )
         self._evaluation: Evaluation | None = None
         if config.eval.every:
-            splits = held_out(source, config, "valid")
+            splits = held_out(source, config.data, model.job, "valid")
             self._evaluation = Evaluation(model, self.batches, splits, config.eval.batches)
+
+    def start(self, checkpoint: Path | None) -> TextProgress:
+        """Return where the run starts: after the checkpoint, from which it is restored, or at step 0.
+        `metrics.trace` counts steps from there. Collective.
+        """
+        progress = TextProgress() if checkpoint is None else self.restore(checkpoint)
+        if trace_after := self.config.metrics.trace:
+            self.traced_step = progress.step + min(trace_after, self.config.train.steps - progress.step)
+        return progress
 
     def begin_step(self, step: int, samples: int) -> None:
         """Start the recorder in the traced step, and warn of each source whose second epoch begins."""
@@ -359,7 +365,7 @@ class LanguageRun(LanguageTask):
             expected=None if prediction is None else prediction.estimate,
         )
         missing = prediction is not None and prediction.estimate is None
-        reason = f"no prediction: {prediction.why}\n" if prediction is not None and missing else ""
+        reason = f"no prediction: {prediction.reason}\n" if prediction is not None and missing else ""
         self.log(f"traced step {self.traced_step}: {written.trace}, {written.page}\n{reason}{written.text}")
 
     def evaluate(self, step: int) -> tuple[float, EvalRecord]:
@@ -387,13 +393,73 @@ class LanguageRun(LanguageTask):
             "tokenizer": source.fingerprint,
             "end_of_text": source.endoftext,
             "begin_of_text": source.begin_of_text,
-            "text": _text_identity(self.config, source, progress.samples),
+            "text": self._text_identity(progress.samples),
         }
         return CheckpointContent(tensors=tensors_of(model), meta=meta, per_rank=random_states(self.device))
 
     def restore(self, path: Path, check: bool | None = None) -> TextProgress:
-        """See `Task.restore`."""
-        return restore(self.config, self.model, self.source, path, log=self.log, check=check)
+        """Fill the model and its optimisers from a checkpoint, whatever layout wrote it; see `Task.restore`.
+
+        An imported checkpoint may have weights only: training then starts with them at step 0, as it does
+        with the base of new adapters. One that was imported with an optimiser's states continues from its
+        step, with the first samples.
+
+        Raises:
+            StrettoError: it is damaged, or of another model or tokenizer.
+        """
+        config = self.config
+        model, seed = self.model, self.config.train.seed
+        resume = config.checkpoint.resume
+        meta = check_fits(path, model.job, self.source, config.checkpoint.may_differ)
+        base = is_base(meta, model.shape)
+        if "step" not in meta or base:
+            load_weights(model, path, check=resume != "auto", adapters=not base)
+            self.log(f"starting from the weights of {path}")
+            return TextProgress()
+        weight_updates = meta.get("updates", meta["step"])  # older checkpoints have one update a step
+        prepare_optimizer(model, weight_updates)
+        # `latest` has checked every byte already; a checkpoint named by its path is checked here
+        check = is_checkpoint(checkpoint_path(resume, config.run.folder)) if check is None else check
+        loaded = load(path, tensors_of(model), check=check)
+        model.refresh()
+        if model.loss_scale is not None and meta.get("loss_scale"):
+            model.loss_scale.load(meta["loss_scale"])
+        # the draws of other ranks or of another kind of device cannot be continued, nor may they come again
+        torch.manual_seed(crc32(f"{seed} {meta['step']}".encode()))
+        set_random_states(model.mesh.device, loaded.per_rank)
+        if not loaded.per_rank:
+            self.log(
+                f"random generators begin anew, from the seed and step {meta['step']}: other ranks wrote it"
+            )
+        text = self._text_identity(meta["samples"])
+        saved = meta.get("text", text)  # an imported run's is unknown
+        changed = None if saved == text else _changed_text(saved, text)
+        log_resumed(path, meta, seed, self.log, changed)
+        return TextProgress(
+            **restored_progress(meta, self.global_batch),
+            tokens=meta["tokens"],
+            targets=meta.get("targets", meta["tokens"]),  # older checkpoints are of text without a mask
+            weight_updates=weight_updates,
+        )
+
+    def _text_identity(self, samples: int) -> dict[str, Any]:
+        """Return what identifies the first `samples` samples of the run, independent of paths."""
+        source = self.source
+        data, batch = self.config.data, self.global_batch
+        text = {**source.identity(), "sequence": data.sequence}
+        begun = [phase for phase in data.phases if phase.from_step * batch < samples]
+        if begun:
+            text["phases"] = [
+                {"samples": phase.from_step * batch, "weights": list(phase.weights.values())}
+                for phase in begun
+            ]
+        if any(windows := [shuffled_within(stream, data) for stream in source.streams.values()]):
+            text[_ORDER] = windows  # an order without is that of older checkpoints
+        if (lengths := self.config.denoising) is not None:
+            text["denoising"] = asdict(lengths)
+        if source.trained is None and data.packing in (None, "stream"):
+            return text
+        return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
 
     def close(self) -> None:
         """Stop reading samples ahead."""
@@ -404,58 +470,6 @@ class LanguageRun(LanguageTask):
         if self._prediction is not None and (summary := self._prediction.end()):
             self.log(summary)
         return super().details()
-
-
-def restore(
-    config: TrainConfig,
-    model: RankModel,
-    source: TokenData,
-    path: Path,
-    *,
-    log: Log,
-    check: bool | None = None,
-) -> TextProgress:
-    """Fill a model and its optimisers from a checkpoint, whatever layout wrote it. Collective.
-
-    An imported checkpoint may have weights only: training then starts with them at step 0, as it does with
-    the base of new adapters. One that was imported with an optimiser's states continues from its step, with
-    the first samples.
-
-    Args:
-        check: see `Task.restore`.
-
-    Raises:
-        StrettoError: it is damaged, or of another model or tokenizer.
-    """
-    meta = check_fits(path, config, model.shape, source)
-    base = is_base(meta, model.shape)
-    if "step" not in meta or base:
-        load_weights(model, path, check=config.checkpoint.resume != "auto", adapters=not base)
-        log(f"starting from the weights of {path}")
-        return TextProgress()
-    weight_updates = meta.get("updates", meta["step"])  # older checkpoints have one update a step
-    prepare_optimizer(model, weight_updates)
-    # `latest` has checked every byte already; a checkpoint named by its path is checked here
-    check = is_checkpoint(checkpoint_path(config)) if check is None else check
-    loaded = load(path, tensors_of(model), check=check)
-    model.refresh()
-    if model.loss_scale is not None and meta.get("loss_scale"):
-        model.loss_scale.load(meta["loss_scale"])
-    # the draws of other ranks or of another kind of device cannot be continued, nor may they come again
-    torch.manual_seed(crc32(f"{config.train.seed} {meta['step']}".encode()))
-    set_random_states(model.mesh.device, loaded.per_rank)
-    if not loaded.per_rank:
-        log(f"random generators begin anew, from the seed and step {meta['step']}: other ranks wrote it")
-    text = _text_identity(config, source, meta["samples"])
-    saved = meta.get("text", text)  # an imported run's is unknown
-    changed = None if saved == text else _changed_text(saved, text)
-    log_resumed(path, meta, config.train.seed, log, changed)
-    return TextProgress(
-        **restored_progress(meta, config.batch.global_size),
-        tokens=meta["tokens"],
-        targets=meta.get("targets", meta["tokens"]),  # older checkpoints are of text without a mask
-        weight_updates=weight_updates,
-    )
 
 
 def load_weights(model: RankModel, path: Path, check: bool = True, adapters: bool = True) -> None:
@@ -477,27 +491,8 @@ def load_weights(model: RankModel, path: Path, check: bool = True, adapters: boo
     model.refresh()
 
 
-def _text_identity(config: TrainConfig, source: TokenData, samples: int) -> dict[str, Any]:
-    """What identifies the first `samples` samples of a run, independent of paths."""
-    data = config.data
-    text = {**source.identity(), "sequence": data.sequence}
-    begun = [phase for phase in data.phases if phase.from_step * config.batch.global_size < samples]
-    if begun:
-        text["phases"] = [
-            {"samples": phase.from_step * config.batch.global_size, "weights": list(phase.weights.values())}
-            for phase in begun
-        ]
-    if any(windows := [shuffled_within(stream, data) for stream in source.streams.values()]):
-        text[_ORDER] = windows  # an order without is that of older checkpoints
-    if (lengths := config.denoising) is not None:
-        text["denoising"] = asdict(lengths)
-    if source.trained is None and data.packing in (None, "stream"):
-        return text
-    return {"trained": None, **text, "packing": data.packing, "too_long": data.too_long}
-
-
 def _changed_text(saved: dict[str, Any], text: dict[str, Any]) -> str:
-    """What of the data differs from a checkpoint's, as the subject of a sentence."""
+    """Return what of the data differs from a checkpoint's, as the subject of a sentence."""
 
     def without_weights(identity: dict[str, Any]) -> dict[str, Any]:
         parts = [{**part, "weight": None} for part in identity.get("mixture", ())]

@@ -18,7 +18,7 @@ from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.job.devices import AUTO, HOST
 from stretto.run.config.required import check_required
-from stretto.run.config.schema import JobConfig, LoopConfig
+from stretto.run.config.schema import LoopConfig, RunConfig
 from stretto.run.launch.lease import STALE_S, lease
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.network import bind_to_loopback, check_interfaces, describe, local_environment
@@ -43,7 +43,6 @@ class RanksConfig(Protocol):
 
 C = TypeVar("C", bound=RanksConfig)
 D = TypeVar("D")
-J = TypeVar("J", bound=JobConfig)
 
 # what every rank needs anyway: imported once by the server that ranks are forked from, and not by each rank
 # for half a second. The optimisers import torch._dynamo.
@@ -298,7 +297,8 @@ class _Attempts(Generic[C, D]):
                 continue
             try:
                 config = job.elastic.for_ranks(self.config, ranks, log)
-            except StrettoError:  # the planner finds no layout of so many
+                job.check(config, None, None)
+            except StrettoError:  # there is no such layout
                 continue
             self.config, self.data = config, job.prepare(config, self.stop)
             log(f"going on with {ranks} of {before} ranks, for {reason}")
@@ -336,24 +336,32 @@ def _device_count(config: RanksConfig, world: int | None) -> int | None:
     return device_count(kind) * machines
 
 
-def check_fresh(config: JobConfig) -> None:
-    """Raise StrettoError if a new run would mix its checkpoints with those of an earlier one."""
-    folder = config.run.folder / "checkpoints"
-    if is_fresh_run(config) and checkpoints(folder):
+def check_fresh(resume: str, run: RunConfig) -> None:
+    """Raise StrettoError if a new run would mix its checkpoints with those of an earlier one.
+
+    Args:
+        resume: `checkpoint.resume`.
+    """
+    folder = run.folder / "checkpoints"
+    if is_fresh_run(resume, run.folder) and checkpoints(folder):
         raise StrettoError(
-            f"run {config.run.name!r} has checkpoints already in {folder}",
-            hint="go on with --resume auto, or give another run.name",
+            f"run {run.name!r} has checkpoints already in {folder}",
+            hint="continue it with --resume auto, or give another run.name",
         )
 
 
-def free_name(config: J) -> J:
-    """The config with a run name that is not taken, for a run that starts afresh: train, train-2, train-3,
-    ..."""
-    run, number = config.run, 1
-    while is_fresh_run(config) and checkpoints(config.run.folder / "checkpoints"):
-        number += 1
-        config = replace(config, run=replace(run, name=f"{run.name}-{number}"))
-    return config
+def unused_run(resume: str, run: RunConfig) -> RunConfig:
+    """Return the run, with a name whose folder has no checkpoints if it starts afresh: train, train-2,
+    train-3, ...
+
+    Args:
+        resume: `checkpoint.resume`.
+    """
+    renamed, count = run, 1
+    while is_fresh_run(resume, renamed.folder) and checkpoints(renamed.folder / "checkpoints"):
+        count += 1
+        renamed = replace(run, name=f"{run.name}-{count}")
+    return renamed
 
 
 def exit_code(result: Result) -> int:

@@ -23,7 +23,6 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.job.job import Job
-from stretto.run.config.schema import LoopConfig
 from stretto.run.train.assemble import assemble
 from stretto.run.train.language_task import apply_gradients
 from stretto.run.train.rank_model import RankModel, loss_weights
@@ -278,11 +277,15 @@ def random_step(model: RankModel, step: int, recorder: Recorder | None = None) -
         apply_gradients(model, rate, float(model.gradient_norm()))
 
 
-def measure_rank(job: Job, train: LoopConfig) -> RankHeld:
-    """`measure` as one rank of the job that RANK and WORLD_SIZE describe."""
-    torch.set_num_threads(train.threads)
-    device = rank_device(train.device)
-    dist.init_process_group(backend_for(device.type, train.backend))
+def measure_rank(job: Job, device_kind: str, threads: int, backend: str) -> RankHeld:
+    """`measure` as one rank of the job that RANK and WORLD_SIZE describe.
+
+    Args:
+        device_kind, backend: `train.device` and `train.backend`.
+    """
+    torch.set_num_threads(threads)
+    device = rank_device(device_kind)
+    dist.init_process_group(backend_for(device.type, backend))
     try:
         return measure(job, Mesh(job.layout, device))
     finally:

@@ -403,6 +403,14 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f}%"
 
 
+def short_count(count: int) -> str:
+    """Such as 850, 12.3 k, 124 M, 6.7 B."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
 class Lines:
     """Plain lines, flushed one by one, so that a log can be followed."""
 

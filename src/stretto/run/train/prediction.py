@@ -1,6 +1,6 @@
 """The planner's prediction of a run's step time, and how it compares with the measured one at the end.
 
-Nothing here may stop a training run: an error becomes one line.
+No error in this module may stop a training run: it becomes one line.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,45 +23,43 @@ from stretto.planner.machines.catalogue import (
     profile_path,
 )
 from stretto.planner.machines.cluster import Cluster
-from stretto.run.config.schema import LoopConfig, TrainConfig
 
 WARM_UP = 3  # first steps, in which buffers and connections are made
 FEWEST_STEPS = 20  # after WARM_UP; a shorter run does not correct later predictions
 FILE = "prediction.json"
 
 
-def machine_of(job: Job, train: LoopConfig) -> Cluster:
-    """This machine with as many devices as the job has ranks, as its ranks would use it.
+def machine_of(job: Job, device: str, threads: int) -> Cluster:
+    """Return this machine with as many devices as the job has ranks.
 
     Args:
-        train: device and threads of each rank.
+        device: `train.device`.
+        threads: of each rank.
 
     Raises:
-        StrettoError: there is no model of such a job on this machine; says why.
+        StrettoError: no profile of this machine covers the job; says why.
     """
-    kind = kind_here(train)
-    _check(job, train, kind)
+    kind, dtype = local_device_kind(device), job.precision.dtype
+    if kind == HOST and threads != 1:
+        raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {threads}")
+    if kind == HOST and (dtype not in ("float32", "bfloat16") or job.precision.fp8 != "none"):
+        raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {dtype}")
     return cluster_here(job.layout.world, kind)
 
 
-def predict(job: Job, train: LoopConfig) -> Estimate:
-    """Time and memory of the job on this machine: what `stretto predict --cluster here` prints.
-
-    Args:
-        train: device and threads of each rank.
-
-    Raises:
-        StrettoError: there is no model of such a job on this machine; says why.
+def predict(job: Job, device: str, threads: int) -> Estimate:
+    """Return time and memory of the job on this machine: what `stretto predict --cluster here` prints.
+    Arguments and errors are those of `machine_of`.
     """
-    return estimate(job, machine_of(job, train))
+    return estimate(job, machine_of(job, device, threads))
 
 
-def first_line(job: Job, train: LoopConfig) -> str:
-    """The line that follows the banner: seconds of a step, tokens/s, bubble and memory, or why there is no
-    prediction.
+def prediction_line(job: Job, device: str, threads: int) -> str:
+    """Return the line that follows the banner: seconds of a step, tokens/s, bubble and memory, or why there
+    is no prediction.
     """
     try:
-        prediction = predict(job, train)
+        prediction = predict(job, device, threads)
     except Exception as error:  # a failed prediction must not end the run
         return f"no prediction: {_reason(error)}"
     cluster = prediction.cluster
@@ -69,9 +68,9 @@ def first_line(job: Job, train: LoopConfig) -> str:
         f"{float(f'{prediction.tokens_per_s:.3g}'):.0f} tokens/s, bubble {prediction.bubble:.1%}"
     )
     if prediction.memory is not None:
-        held = prediction.memory
-        of = "" if held.capacity == inf else f" of {held.capacity / 2**30:.3g}"
-        expected += f", {held.device.mid / 2**30:.2g}{of} GiB a rank ({held.verdict})"
+        memory = prediction.memory
+        of = "" if memory.capacity == inf else f" of {memory.capacity / 2**30:.3g}"
+        expected += f", {memory.device.mid / 2**30:.2g}{of} GiB a rank ({memory.verdict})"
     if not is_measured(cluster):
         return f"predicted: {expected}; rough, for `stretto calibrate` has not measured this machine"
     corrected = (
@@ -81,35 +80,56 @@ def first_line(job: Job, train: LoopConfig) -> str:
 
 
 class StepTimePrediction:
-    """One run's prediction beside its steps, on the rank that reports.
+    """The prediction of a run and its measured steps, on the rank that reports.
+
+    Args:
+        folder: the run's, to which both are written.
 
     Attributes:
-        estimate: None where there is none; `why` says the reason.
+        estimate: the prediction, or None; then `reason` says why.
     """
 
-    def __init__(self, job: Job, config: TrainConfig) -> None:
-        self._folder, self._seconds = config.run.folder, list[float]()
+    def __init__(self, job: Job, folder: Path, device: str, threads: int) -> None:
+        self._folder, self._seconds = folder, list[float]()
         self.estimate: Estimate | None = None
-        self.why = ""
+        self.reason = ""
         try:
-            self.estimate = predict(job, config.train)
+            self.estimate = predict(job, device, threads)
         except Exception as error:
-            self.why = _reason(error)
+            self.reason = _reason(error)
 
     def add(self, seconds: float) -> None:
         """Add a measured step, in seconds."""
         self._seconds.append(seconds)
 
     def end(self) -> str | None:
-        """Write prediction and measurement to the run's folder; returns a line with both, None without steps
-        or prediction.
+        """Write prediction and measurement to the run's folder, and return a line with both, or None without
+        steps or prediction.
         """
-        steps = self._seconds[WARM_UP:] or self._seconds[1:]
-        if self.estimate is None or not steps:
+        steps, prediction = self._seconds[WARM_UP:] or self._seconds[1:], self.estimate
+        if prediction is None or not steps:
             return None
-        measured, prediction = median(steps), self.estimate
+        measured = median(steps)
+        job, correction = prediction.job, prediction.cluster.correction
+        shape = job.shape
+        row: dict[str, Any] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cluster": prediction.cluster.name,
+            "job": f"{shape.family} {shape.layers} x {shape.hidden}, {job.layout.describe()}, "
+            f"{job.schedule_name}, {job.dp.mode}, {job.global_batch} x {job.sequence} by {job.micro_batch}",
+            "predicted_s": prediction.seconds,
+            "low_s": prediction.low,
+            "high_s": prediction.high,
+            "measured_s": measured,
+            "steps": len(steps),
+            "correction": correction,
+            # without the correction, so that it does not correct itself
+            "ratio": measured * correction / prediction.seconds,
+        }
         try:
-            self._write(prediction, measured, len(steps))
+            (self._folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+            if is_measured(prediction.cluster) and len(steps) >= FEWEST_STEPS:
+                add_history(profile_path(), row)
         except (OSError, StrettoError) as error:
             return f"prediction not kept: {_reason(error)}"
         return (
@@ -117,65 +137,20 @@ class StepTimePrediction:
             f"(median of {len(steps)}): {measured / prediction.seconds:.2f} times"
         )
 
-    def _write(self, prediction: Estimate, measured: float, steps: int) -> None:
-        correction = prediction.cluster.correction
-        row: dict[str, Any] = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cluster": prediction.cluster.name,
-            "job": _describe(prediction.job),
-            "predicted_s": prediction.seconds,
-            "low_s": prediction.low,
-            "high_s": prediction.high,
-            "measured_s": measured,
-            "steps": steps,
-            "correction": correction,
-            # without the correction, so that it does not correct itself
-            "ratio": measured * correction / prediction.seconds,
-        }
-        (self._folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
-        if is_measured(prediction.cluster) and steps >= FEWEST_STEPS:
-            add_history(profile_path(), row)
 
-
-def kind_here(train: LoopConfig) -> str:
-    """The kind of device that ranks on this machine compute on; torch is asked only for `auto`."""
-    if train.device != AUTO:
-        return train.device
+def local_device_kind(device: str) -> str:
+    """Return the kind of device that ranks on this machine compute on; torch is asked only for `auto`."""
+    if device != AUTO:
+        return device
     from stretto.engine.device import device_kind
 
     return device_kind(AUTO)
 
 
-def accelerator_named(train: LoopConfig) -> tuple[str, ...]:
-    """The kind of the ranks' devices where these are accelerators, for the first line of a run."""
-    kind = kind_here(train)
-    return () if kind == HOST else (kind,)
-
-
-def _check(job: Job, train: LoopConfig, kind: str) -> None:
-    """Raise StrettoError where profiles of machines do not cover such a job."""
-    dtype = job.precision.dtype
-    if kind != HOST:
-        return
-    if train.threads != 1:
-        raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {train.threads}")
-    if dtype not in ("float32", "bfloat16") or job.precision.fp8 != "none":
-        raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {dtype}")
-
-
-def _describe(job: Job) -> str:
-    """The job in a line."""
-    shape = job.shape
-    return (
-        f"{shape.family} {shape.layers} x {shape.hidden}, {job.layout.describe()}, {job.schedule_name}, "
-        f"{job.dp.mode}, {job.global_batch} x {job.sequence} by {job.micro_batch}"
-    )
-
-
 def _reason(error: Exception) -> str:
-    """One line."""
+    """Return the error as one line."""
     text = error.message if isinstance(error, StrettoError) else str(error) or type(error).__name__
     return " ".join(str(text).split())[:200]
 
 
-__all__ = ["StepTimePrediction", "accelerator_named", "first_line", "kind_here", "machine_of", "predict"]
+__all__ = ["StepTimePrediction", "local_device_kind", "machine_of", "predict", "prediction_line"]

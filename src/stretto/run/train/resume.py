@@ -1,4 +1,4 @@
-"""Whether a run can resume from the checkpoint its config names: reads manifests only, without torch."""
+"""Checks from manifests alone, without torch, that a run can resume from the checkpoint its config names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stretto.engine.checkpoint.manifest import quick_problems, read_manifest, re
 from stretto.engine.checkpoint.metadata import is_of_run
 from stretto.errors import StrettoError, nearest
 from stretto.job.huggingface import config_names, differences
+from stretto.job.job import Job
 from stretto.job.shape import ModelShape, shape_from_record
-from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
@@ -27,7 +27,7 @@ MAY_DIFFER: Mapping[str, str] = {
     "beyond": "says what a model does that is planned and never built",
     "lora.dropout": "acts in training only",
 }
-# what a config says for a part or a value that is not there
+# overrides that remove a part or a value
 _NONE = {
     "attention.norm": "attention.norm=none",
     "attention.latent": "attention.latent.kv_rank=0",
@@ -40,67 +40,60 @@ _OTHER = "use another checkpoint"
 _MOST_FIXES = 24  # overrides in a hint
 
 
-def checkpoint_path(config: JobConfig) -> Path:
-    """The path that `checkpoint.resume` stands for: one checkpoint, or a folder of checkpoints."""
-    wanted = config.checkpoint.resume
-    if wanted == "auto":
-        return config.run.folder / "checkpoints"
-    named = Path(wanted).expanduser()
+def checkpoint_path(resume: str, run: Path) -> Path:
+    """Return the path that `checkpoint.resume` stands for: one checkpoint, or a folder of checkpoints.
+
+    Args:
+        run: the run's folder.
+    """
+    if resume == "auto":
+        return run / "checkpoints"
+    named = Path(resume).expanduser()
     return named if is_checkpoint(named) else resolve(named)
 
 
-def is_fresh_run(config: JobConfig) -> bool:
-    """Whether the run does not continue in its own folder. A job that was started again does."""
+def is_fresh_run(resume: str, run: Path) -> bool:
+    """Return True if the run does not continue in its own folder. A job that was started again does."""
     if restart_count():
         return False
-    wanted, folder = config.checkpoint.resume, config.run.folder.absolute()
-    return wanted == "never" or (
-        wanted != "auto" and not checkpoint_path(config).absolute().is_relative_to(folder)
+    return resume == "never" or (
+        resume != "auto" and not checkpoint_path(resume, run).absolute().is_relative_to(run.absolute())
     )
 
 
-def wanted_checkpoint(config: JobConfig) -> Path | None:
-    """The checkpoint to resume from, by a quick check of manifests; None where the run begins.
+def checkpoint_to_resume(resume: str, run: Path) -> Path | None:
+    """Return the checkpoint to resume from, by a quick check of manifests, or None if the run begins.
 
     Raises:
-        StrettoError: none where one is named.
+        StrettoError: a path is named that has no checkpoint.
     """
-    wanted = config.checkpoint.resume
-    if wanted == "never":
+    if resume == "never":
         return None
-    place = checkpoint_path(config)
-    candidates = [place] if is_checkpoint(place) else checkpoints(place)
-    if not candidates and wanted != "auto":
-        raise no_checkpoint_error(wanted)
-    return next((path for path in candidates if not quick_problems(path)), None)
+    path = checkpoint_path(resume, run)
+    candidates = [path] if is_checkpoint(path) else checkpoints(path)
+    if not candidates and resume != "auto":
+        raise no_checkpoint_error(resume)
+    return next((candidate for candidate in candidates if not quick_problems(candidate)), None)
 
 
-def check_resume(config: TrainConfig, shape: ModelShape, source: TokenData) -> None:
-    """Check by manifests, before ranks are started, that the run can resume as its config says.
+def check_fits(path: Path, job: Job, source: TokenData, may_differ: Sequence[str]) -> dict[str, Any]:
+    """Return the checkpoint's metadata, if it is of the job's model, tokenizer and optimiser.
 
-    Raises:
-        StrettoError: no checkpoint where one is named, or one of another model or tokenizer.
-    """
-    checkpoint = wanted_checkpoint(config)
-    if checkpoint is not None:
-        check_fits(checkpoint, config, shape, source)
-
-
-def check_fits(path: Path, config: TrainConfig, shape: ModelShape, source: TokenData) -> dict[str, Any]:
-    """Return the checkpoint's metadata, if it is of this model, tokenizer and optimiser.
+    Args:
+        may_differ: fields of the model that may have other values.
 
     Raises:
         StrettoError: it is not.
     """
-    meta = check_model(path, shape, source, config.checkpoint.may_differ)
-    if not is_base(meta, shape):
-        _check_optimizer(path, meta, config)
+    meta = check_model(path, job.shape, source, may_differ)
+    if not is_base(meta, job.shape):
+        _check_optimizer(path, meta, job)
     return meta
 
 
 def is_base(meta: Mapping[str, Any], shape: ModelShape) -> bool:
-    """Whether the checkpoint is the base of a model with adapters: training starts with its weights, and with
-    new adapters.
+    """Return True if the checkpoint is the base of a model with adapters: training starts with its weights,
+    and with new adapters.
     """
     return shape.lora is not None and (meta.get("model") or {}).get("lora") is None
 
@@ -183,20 +176,20 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
 
 
 def differing(saved: ModelShape, configured: ModelShape) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two models differ so that the same weights give other outputs, or do not fit, and
-    both values.
+    """Return the fields in which two models differ so that the same weights give other outputs, or do not
+    fit, with both values.
     """
     allowed = set(MAY_DIFFER) - (set() if saved.rotary and configured.rotary else {"positions"})
     return {name: both for name, both in differences(saved, configured).items() if name not in allowed}
 
 
 def _within(name: str, part: str) -> bool:
-    """Whether a field is `part`, or is in it."""
+    """Return True if a field is `part`, or is in it."""
     return name == part or name.startswith(f"{part}.")
 
 
 def _fix(name: str, value: Any) -> str:
-    """The override that gives the config's model the checkpoint's value."""
+    """Return the override that gives the config's model the checkpoint's value."""
     if _within(name, "lora"):
         return f"{name}={list(value) if isinstance(value, tuple) else value}".replace("'", '"')
     if value is None:
@@ -206,7 +199,7 @@ def _fix(name: str, value: Any) -> str:
 
 
 def no_checkpoint_error(wanted: str) -> StrettoError:
-    """The error for a path that was named and holds no checkpoint."""
+    """Return the error of a path that is named in the config and has no checkpoint."""
     return StrettoError(
         f"checkpoint.resume is {wanted}: no checkpoint there",
         hint="name a run's folder, its checkpoints folder, or one step-... folder; or use auto",
@@ -216,7 +209,9 @@ def no_checkpoint_error(wanted: str) -> StrettoError:
 def another_model(
     path: Path, name: str, saved: object, configured: object, *, more: str = "", hint: str | None = None
 ) -> StrettoError:
-    """The error of a checkpoint whose model has another `name` than the config's; `more` ends the message."""
+    """Return the error of a checkpoint whose model has another `name` than the config's; `more` ends the
+    message.
+    """
     return StrettoError(
         f"checkpoint {path} is of another model: its {name} is {saved}, the config's is {configured}{more}",
         hint=hint or "use the config of its run (config.yaml in the run's folder), or another run.name",
@@ -224,18 +219,18 @@ def another_model(
 
 
 def another_optimiser(path: Path, field: str, saved: object, configured: object) -> StrettoError:
-    """The error of a checkpoint with another optimiser's states than the config's, as `field` says."""
+    """Return the error of a checkpoint whose optimiser has another `field` than the config's."""
     return StrettoError(
         f"checkpoint {path} is of another optimiser: its {field} is {saved}, the config's is {configured}",
         hint=f"use {field}={saved}",
     )
 
 
-def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -> None:
-    """Check that the states are of this optimiser. Their type, sharding and place may change, and so may the
-    weights' type: a checkpoint holds the optimiser's master values.
+def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
+    """Check that the states are of the job's optimiser. Their type, sharding and place may change, and so may
+    the weights' type: a checkpoint holds the optimiser's master values.
     """
-    saved, configured = meta.get("config", {}).get("optim"), config.optim
+    saved, configured = meta.get("config", {}).get("optim"), job.optimiser
     if saved is None:
         return
     same_name = saved.get("name") == configured.name
@@ -245,7 +240,7 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
         field = "momentum" if same_name else "name"
         raise another_optimiser(path, f"optim.{field}", saved.get(field), getattr(configured, field))
     frozen = meta["config"].get("finetune", {}).get("freeze", [])
-    freeze = list(config.finetune.freeze)
+    freeze = list(job.trained.freeze)
     if "step" in meta and frozen != freeze:
         raise another_optimiser(path, "finetune.freeze", frozen, freeze)
 

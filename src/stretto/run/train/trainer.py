@@ -9,6 +9,7 @@ the model is a `Task`. Schedules that update the weights within the step have a 
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,15 +26,18 @@ from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck, report
 from stretto.engine.progress import PROGRESS, label
 from stretto.layout.layout import Layout
+from stretto.run.config import dump
+from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import GuardConfig, JobConfig, LoopConfig
 from stretto.run.launch.failure import TrainingFailed, error_context
+from stretto.run.launch.lease import share_folder
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.agreement import StepAgreement, StepReport, agree
 from stretto.run.train.checkpointing import Checkpointer
 from stretto.run.train.guard import BadStep, Guard, add_range
 from stretto.run.train.metrics import Metrics
-from stretto.run.train.start import open_metrics, process_group
+from stretto.run.train.start import new_run_folder, process_group
 from stretto.run.train.task import (
     Evaluate,
     Fault,
@@ -61,8 +65,9 @@ class Trainer:
     """Trains one rank's part of a model, together with all other ranks.
 
     Args:
-        progress: where the run is; every step moves it on.
-        loop: `train` of the config. Its `steps` end the run.
+        progress: how far the run is; every step advances it.
+        steps: number of steps after which the run ends.
+        limit: how long a step may take; None for no limit.
         evaluate: returns the held-out loss after a step and its record; called every `eval_every` steps and
             after the last one.
         guard: `guard` of the config; by default a bad step raises.
@@ -75,7 +80,8 @@ class Trainer:
         task: Task,
         progress: TrainProgress | None = None,
         *,
-        loop: LoopConfig | None = None,
+        steps: int = LoopConfig.steps,
+        limit: StepLimit | None = None,
         evaluate: Evaluate | None = None,
         eval_every: int | None = None,
         guard: GuardConfig | None = None,
@@ -83,14 +89,13 @@ class Trainer:
         metrics: Metrics | None = None,
     ) -> None:
         self.task, self.progress = task, TrainProgress() if progress is None else progress
-        self.loop = loop or LoopConfig()
+        self.steps, self._limit = steps, limit or StepLimit(None, LoopConfig.timeout_s)
         self._evaluate, self._eval_every = evaluate, eval_every
         self.checkpointer, self.metrics = checkpointer, metrics
         self.guard = Guard(guard or GuardConfig(), self.progress.history)
         self._memory = MemoryCheck()
         self._copies, self._compared_step = ReplicaConsistencyCheck(), self.progress.step
         self._rollback: BadStep | None = None  # to undo at the end of this step
-        self._limit = StepLimit(self.loop.hang_s, self.loop.timeout_s)
         self._trend = LossTrend()
         self._hosts: list[str] = []
         self._slow_ranks: SlowRanks | None = None  # on rank 0
@@ -178,7 +183,7 @@ class Trainer:
     def _train(self, stop: StopRequest) -> bool:
         """Train and save; returns whether training was stopped before the last step."""
         progress, checkpointer = self.progress, self.checkpointer
-        steps = self.loop.steps
+        steps = self.steps
         if progress.step < steps and any(gather_json(stop.signal is not None)):
             self.log(f"asked to stop before step {progress.step + 1}")
             return True
@@ -332,7 +337,7 @@ class Trainer:
         if every is None or not self.drained:
             return
         due = self.checkpointer is not None and self.checkpointer.is_due(step)
-        saved = stopped or due or step == self.loop.steps
+        saved = stopped or due or step == self.steps
         if not saved and self._rollback is None and step - self._compared_step < every:
             return
         self._compared_step = step
@@ -379,7 +384,7 @@ class Trainer:
         evaluation or a checkpoint, or is the last.
         """
         periods = [self._eval_every, None if self.checkpointer is None else self.checkpointer.every]
-        return min([self.loop.steps, *(step + each - step % each for each in periods if each)])
+        return min([self.steps, *(step + each - step % each for each in periods if each)])
 
     def log(self, text: str) -> None:
         """Print a line, on rank 0."""
@@ -401,33 +406,48 @@ def train_rank(
     Args:
         layout: of the ranks, if some form pipelines.
         open_data: opens the data, after the ranks have met.
-        open_run: builds this rank's model and fills it from a checkpoint, if there is one. It gets the data,
+        open_run: builds this rank's model and fills it from a checkpoint, if one is named. It gets the data,
             the device, what is to be closed at the end, and where to log.
         stop: whether this rank was asked to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
+
+    Raises:
+        StrettoError: bad data or checkpoints, or a folder that cannot be written to.
     """
-    hang, notes = config.run.folder / HANG, list[str]()
+    train = config.train
+    folder, notes = config.run.folder, list[str]()
+    hang = folder / HANG
     with ExitStack() as cleanup:
         record_environment(hang)
-        device = cleanup.enter_context(process_group(config.train))
+        device = cleanup.enter_context(process_group(train))
         data = open_data()
         pipeline = () if layout is None else layout.group(dist.get_rank(), "pp")
         cleanup.enter_context(hang_record(hang, pipeline))
-        cleanup.enter_context(watched_together(hang, config.train.hang_s))
+        cleanup.enter_context(watched_together(hang, train.hang_s))
         run = open_run(data, device, cleanup, notes.append)
-        metrics = open_metrics(
-            config,
-            run.progress.step,
-            run.write_files,
-            cleanup,
-            notes=notes,
-            quiet=quiet,
-            log_format=run.log_format,
-        )
+        cleanup.enter_context(share_folder(folder))
+        metrics = None
+        if dist.get_rank() == 0:
+            with new_run_folder(config.run, dump(config)):
+                run.write_files(folder)
+                metrics = Metrics(
+                    folder,
+                    steps=train.steps,
+                    start=run.progress.step,
+                    every=config.metrics.every,
+                    board=config.metrics.board(folder),
+                    out=sys.stderr if quiet else None,
+                    log_format=run.log_format,
+                    write_files=run.write_files,
+                )
+            cleanup.enter_context(metrics)
+            for note in [*rate_notes(config.optim.rate, train.steps), *notes]:
+                metrics.note(note)
         trainer: Trainer = run.trainer(
             run.task,
             run.progress,
-            loop=config.train,
+            steps=train.steps,
+            limit=StepLimit(train.hang_s, train.timeout_s),
             evaluate=run.task.evaluate,
             eval_every=config.eval.every,
             guard=config.guard,

@@ -13,6 +13,7 @@ from stretto.job.job import Job
 from stretto.job.parameters import count_parameters
 from stretto.run.config.check import check
 from stretto.run.config.device_checks import compiler_problems
+from stretto.run.config.job import job_of
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
@@ -142,9 +143,10 @@ def language_proof(
     if (compile := cases[0].compile) != "off":
         raise_first([*compiler_problems(compile, HOST)])
     prepare(PRELOAD)  # it imports torch while this process looks at the data
-    source = prepare_data(config, quiet=quiet)
-    shape, notes = with_effect(config.shape(vocabulary(source, config)), config.data.sequence)
-    check_samples(config, source)
+    source = prepare_data(config.data, config.model.vocab, quiet=quiet)
+    job = _job_of_text(config, source)
+    shape, notes = with_effect(job.shape, config.data.sequence)
+    check_samples(source, config.data, job, evaluates=config.eval.every is not None)
     return LanguageProof(
         config=config,
         cases=[replace(case, shape=shape) for case in cases],
@@ -180,10 +182,14 @@ def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
     """
     from stretto.run.data.mixture import training_samples
 
-    samples = training_samples(source, config)
+    samples = training_samples(source, config.data, _job_of_text(config, source), config.train.seed)
     size = config.batch.global_size
     wanted = [range(step * size, (step + 1) * size) for step in range(steps)]
     return [_with_padding(_with_edges(samples.batch(indices), indices), indices) for indices in wanted]
+
+
+def _job_of_text(config: TrainConfig, source: TokenData) -> Job:
+    return job_of(config, vocab=vocabulary(source, config.data, config.corruption))
 
 
 def _with_padding(batch: Batch, indices: range) -> Batch:

@@ -162,7 +162,7 @@ def _case(
     if fields:
         tables = replace(config.tables, **fields)
         try:
-            planned = configured_placements(replace(config, tables=tables), features)
+            planned = configured_placements(tables, config.layout, features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
         number = where.rpartition(" ")[2]

@@ -53,11 +53,10 @@ class RecommenderProof(Proof):
 
     def find(self, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
         """Compare the placements; tables on disk lie in the folder."""
-        from stretto.recommender.train.clicks import open_clicks
         from stretto.verify.recommender.prove import References, prove
 
         warnings.filterwarnings("ignore", message="a cache of")  # growth of too small caches is wanted here
-        clicks = None if self.clicks is None else open_clicks(self.config, self.clicks, "train")
+        clicks = None if self.clicks is None else self.clicks.open("train")
         references = References(self.config, self.features, self.steps, clicks)
         return Findings([*prove(references, self.cases, folder, report)])
 

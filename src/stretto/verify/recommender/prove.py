@@ -210,7 +210,7 @@ class Proof:
     @contextmanager
     def _training(self, record: bool) -> Generator[tuple[Recommender, Trainer]]:
         """This rank of the job from the beginning; where nothing is recorded, it reads samples ahead."""
-        recommender = Recommender.build(
+        recommender = Recommender(
             self.config,
             self.references.features,
             self.case.placements,
@@ -218,7 +218,7 @@ class Proof:
             record=record,
             folder=self._folder,
         )
-        task = RecommenderTask(self.config, recommender, self.trained.samples, torch.device("cpu"))
+        task = RecommenderTask(recommender, self.trained.samples, torch.device("cpu"))
         try:
             with ThreadPoolExecutor(1) as pool:
                 task.reader = None if record else pool

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.engine.optim.rate import LearningRate
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense, pool
@@ -22,7 +23,6 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.train.task import rate_of
 from stretto.verify.compare import scales_of
 from stretto.verify.optimizer import ReferenceOptimizer
 
@@ -348,7 +348,8 @@ class Reference:
     def _update(
         self, step: int, gradients: Mapping[str, Tensor], lookups: Mapping[str, Tensor], clipped: float
     ) -> None:
-        ratio, settings = rate_of(self.config).ratio(step), self.config.optim.tables
+        optim, settings = self.config.optim, self.config.optim.tables
+        ratio = LearningRate(optim.rate, 1.0, self.config.train.steps).ratio(step)
         numbers = Hyperparameters(settings.lr * ratio, settings.eps, *settings.betas)
         for name, table in self.tables.items():
             RULES[self.rule](table, gradients[name] * clipped, (lookups[name] > 0).double(), numbers)
