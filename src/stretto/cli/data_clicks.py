@@ -5,67 +5,71 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.options import Json
+from stretto.cli.options import Json, check_choice, grouped
 from stretto.cli.output import stage_progress
 from stretto.cli.report import CommandReport, number, text
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.recommender.clicks.build import BuildProgress, Settings
+    from stretto.recommender.clicks.build import BuildProgress, OnError, Settings, Split
     from stretto.recommender.clicks.folder import ClickFolder
     from stretto.recommender.clicks.synthetic.files import Report
 
 CLICKS_EXAMPLE = "Example: stretto data clicks day_0.gz day_1.gz --out clicks --threshold 10"
 
 
-def clicks(
+@dataclass(frozen=True, kw_only=True)
+class ClicksOptions:
+    """Options of `stretto data clicks`."""
+
     sources: Annotated[
         list[str],
         typer.Argument(metavar="SOURCE", help="Files (also .gz), folders or globs, in order of time."),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    ]
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")]
     form: Annotated[
         str | None,
         typer.Option("--format", metavar="NAME", help="criteo, parquet or csv.  [default: by file name]"),
-    ] = None,
+    ] = None
     threshold: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             help="Ids that occur fewer times than this share one row of their table.  [default: 10]",
         ),
-    ] = None,
+    ] = None
     rows: Annotated[
         int | None,
         typer.Option(
             "--hash", metavar="ROWS", help="No vocabulary: hash ids into this many rows per feature."
         ),
-    ] = None,
+    ] = None
     raw: Annotated[
         bool, typer.Option("--raw", help="No vocabulary: keep ids as they are, for tables with `ids: hash`.")
-    ] = False,
+    ] = False
     flags: Annotated[
         bool, typer.Option("--missing-flags", help="Add a column for each number: 1 where it was missing.")
-    ] = False,
+    ] = False
     on_error: Annotated[
         str, typer.Option(metavar="POLICY", help="Malformed lines: skip (at most 1% of all) or fatal.")
-    ] = "skip",
-    label: Annotated[
-        str, typer.Option(metavar="NAME", help="Parquet and CSV: the column of the label.")
-    ] = "label",
+    ] = "skip"
+    label: Annotated[str, typer.Option(metavar="NAME", help="Parquet and CSV: the column of the label.")] = (
+        "label"
+    )
     numbers: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Parquet and CSV: columns of numbers.  [default: I1, I2, ...]"),
-    ] = None,
+    ] = None
     features: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Parquet and CSV: columns of ids.  [default: C1, C2, ...]"),
-    ] = None,
+    ] = None
     split: Annotated[
         str,
         typer.Option(
@@ -73,12 +77,15 @@ def clicks(
             help="What training holds out: named, the files that are named valid, val, dev, eval, test, "
             "...; or share, a share of the log, whatever its files are named.",
         ),
-    ] = "named",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the clicks of another source in DIR.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+    ] = "named"
+    force: Annotated[bool, typer.Option("--force", help="Replace the clicks of another source in DIR.")] = (
+        False
+    )
+    as_json: Json = False
+
+
+@grouped(ClicksOptions)
+def clicks(options: ClicksOptions) -> None:
     """Read a click log (Criteo, Parquet, CSV) into a folder that a recommender trains on.
 
     A folder already built from the same files and settings is kept; a build that was stopped continues where
@@ -87,7 +94,7 @@ def clicks(
     from stretto.recommender.clicks.build import build
     from stretto.recommender.clicks.tabular import ColumnNames
 
-    settings = _settings(threshold, rows, raw=raw, flags=flags, on_error=on_error, split=split)
+    settings = _settings(options)
 
     def names(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
@@ -96,16 +103,22 @@ def clicks(
         malformed = f", {at.malformed} malformed" if at.malformed else ""
         return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
 
-    columns = ColumnNames(label, names(numbers), names(features))
+    columns = ColumnNames(options.label, names(options.numbers), names(options.features))
     try:
-        with stage_progress(as_json, described) as progress:
+        with stage_progress(options.as_json, described) as progress:
             folder = build(
-                sources, out, settings, form=form, columns=columns, replace=force, progress=progress
+                options.sources,
+                options.out,
+                settings,
+                form=options.form,
+                columns=columns,
+                replace=options.force,
+                progress=progress,
             )
     except KeyboardInterrupt:
         print("stopped: the same command continues where it was", file=sys.stderr)
         raise
-    clicks_report(folder).print(as_json)
+    clicks_report(folder).print(options.as_json)
 
 
 def clicks_report(folder: ClickFolder, **more: Any) -> CommandReport:
@@ -177,33 +190,24 @@ def _rows(name: str, value: Any) -> list[tuple[str, str]]:
     return rows + [row for label, item in nested for row in _rows(label, item)]
 
 
-def _settings(
-    threshold: int | None, rows: int | None, raw: bool, flags: bool, on_error: str, split: str
-) -> Settings:
-    from stretto.recommender.clicks.build import OnError, Settings, Split
+def _settings(options: ClicksOptions) -> Settings:
+    from stretto.recommender.clicks.build import Settings
 
-    if sum((threshold is not None, rows is not None, raw)) > 1:
+    threshold, rows = options.threshold, options.rows
+    if sum((threshold is not None, rows is not None, options.raw)) > 1:
         raise StrettoError(
             "--threshold, --hash and --raw exclude each other: each maps ids to rows in its own way",
             hint="choose one",
         )
-    policies: dict[str, OnError] = {"skip": "skip", "fatal": "fatal"}
-    splits: dict[str, Split] = {"named": "named", "share": "share"}
-    for option, value, allowed in (("--on-error", on_error, policies), ("--split", split, splits)):
-        if value not in allowed:
-            close = nearest(value, allowed)
-            raise StrettoError(
-                f"{option} {value}: allowed are {' and '.join(allowed)}",
-                hint=f"did you mean {close}?" if close else None,
-            )
-    kind = "raw" if raw else "hash" if rows is not None else "vocabulary"
+    check_choice("--on-error", options.on_error, ("skip", "fatal"))
+    check_choice("--split", options.split, ("named", "share"))
     return Settings(
-        kind=kind,
+        kind="raw" if options.raw else "hash" if rows is not None else "vocabulary",
         threshold=10 if threshold is None else threshold,
         rows=rows,
-        flags=flags,
-        on_error=policies[on_error],
-        split=splits[split],
+        flags=options.flags,
+        on_error=cast("OnError", options.on_error),
+        split=cast("Split", options.split),
     )
 
 
@@ -212,43 +216,47 @@ def _settings(
 SYNTH_EXAMPLE = "Example: stretto data synth-clicks --out clicks --samples 1e6 --rows 1e3:1e5"
 
 
-def synth_clicks(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+@dataclass(frozen=True, kw_only=True)
+class SynthOptions:
+    """Options of `stretto data synth-clicks`."""
+
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")]
     samples: Annotated[
         str, typer.Option(metavar="N", help="Samples, held-out ones included; 1e6 may be written.")
-    ] = "1e6",
-    features: Annotated[int, typer.Option(metavar="N", help="Categorical features.")] = 26,
+    ] = "1e6"
+    features: Annotated[int, typer.Option(metavar="N", help="Categorical features.")] = 26
     rows: Annotated[
         str,
         typer.Option(
             metavar="LOW:HIGH", help="Ids per feature, geometrically from the first feature to the last."
         ),
-    ] = "1e3:1e5",
-    hot: Annotated[float, typer.Option(metavar="N", help="Ids per sample and feature.")] = 1.0,
+    ] = "1e3:1e5"
+    hot: Annotated[float, typer.Option(metavar="N", help="Ids per sample and feature.")] = 1.0
     varying: Annotated[
         bool, typer.Option("--varying", help="Vary the ids per sample from 0 to twice --hot.")
-    ] = False,
+    ] = False
     skew: Annotated[
         float, typer.Option(metavar="S", help="The k-th most popular id occurs in proportion to 1 / k^S.")
-    ] = 1.05,
-    dense: Annotated[int, typer.Option(metavar="N", help="Dense features.")] = 13,
-    base_rate: Annotated[float, typer.Option(metavar="P", help="Share of samples that are clicked.")] = 0.25,
+    ] = 1.05
+    dense: Annotated[int, typer.Option(metavar="N", help="Dense features.")] = 13
+    base_rate: Annotated[float, typer.Option(metavar="P", help="Share of samples that are clicked.")] = 0.25
     strength: Annotated[
         float,
         typer.Option(
             metavar="S", help="Standard deviation of the true logit: 0 is pure noise, 3 has hardly any."
         ),
-    ] = 1.5,
-    valid: Annotated[
-        float, typer.Option(metavar="P", help="Share of samples held out: the last ones.")
-    ] = 0.1,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random numbers.")] = 0,
+    ] = 1.5
+    valid: Annotated[float, typer.Option(metavar="P", help="Share of samples held out: the last ones.")] = 0.1
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random numbers.")] = 0
     form: Annotated[
         str,
         typer.Option("--format", metavar="NAME", help="folder, or criteo: text files in Criteo's format."),
-    ] = "folder",
-    as_json: Json = False,
-) -> None:
+    ] = "folder"
+    as_json: Json = False
+
+
+@grouped(SynthOptions)
+def synth_clicks(options: SynthOptions) -> None:
     """Make a synthetic click log whose true click probabilities and lowest reachable entropy are known.
 
     A log already made at DIR with the same settings is kept. A click folder that was stopped is continued.
@@ -256,40 +264,40 @@ def synth_clicks(
     from stretto.recommender.clicks.synthetic.files import write
     from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, geometric_features
 
-    low, _, high = rows.partition(":")
+    low, _, high = options.rows.partition(":")
     spec = SyntheticSpec(
         features=geometric_features(
-            features,
+            options.features,
             integer(low, "--rows"),
             integer(high or low, "--rows"),
-            hot=hot,
-            skew=skew,
-            varying=varying,
+            hot=options.hot,
+            skew=options.skew,
+            varying=options.varying,
         ),
-        samples=integer(samples, "--samples"),
-        valid=valid,
-        dense=dense,
-        base_rate=base_rate,
-        strength=strength,
-        seed=seed,
+        samples=integer(options.samples, "--samples"),
+        valid=options.valid,
+        dense=options.dense,
+        base_rate=options.base_rate,
+        strength=options.strength,
+        seed=options.seed,
     )
-    with _sample_progress(as_json) as progress:
-        written = write(spec, out, form, progress)
+    with _sample_progress(options.as_json) as progress:
+        written = write(spec, options.out, options.form, progress)
     parts = written.best
-    base_rate = sum(part["base_rate"] * part["samples"] for part in parts.values()) / written.samples
+    clicked = sum(part["base_rate"] * part["samples"] for part in parts.values()) / written.samples
     report = CommandReport(
         {
             "path": str(written.path),
             "format": written.form,
             "samples": written.samples,
             "bytes": written.bytes,
-            "base_rate": base_rate,
+            "base_rate": clicked,
             "best": parts,
             "kept": written.reused,
         }
     )
     report.line(
-        f"{written.path}: {written.samples:,} samples, {base_rate:.2%} clicked, {written.bytes / 1e6:,.1f} MB"
+        f"{written.path}: {written.samples:,} samples, {clicked:.2%} clicked, {written.bytes / 1e6:,.1f} MB"
         f"{', written earlier' if written.reused else ''}"
     )
     metrics = ("entropy", "logloss", "auc")
@@ -304,7 +312,7 @@ def synth_clicks(
             for name, part in parts.items()
         ],
     )
-    report.print(as_json)
+    report.print(options.as_json)
 
 
 def integer(text: str, option: str) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -38,14 +37,6 @@ def console(stream: TextIO | None = None) -> Console:
 
     width = None if (stream or sys.stdout).isatty() else 120
     return Console(file=stream, highlight=False, width=width)
-
-
-def report(record: Mapping[str, Any], as_json: bool, text: Callable[[Console], None]) -> None:
-    """Print a record as one JSON object, or call `text`; commands use `CommandReport` instead."""
-    if as_json:
-        print(json.dumps(record))
-    else:
-        text(console())
 
 
 def train_command(config: Path, required: Sequence[str]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.options import Json, check_choice
+from stretto.cli.options import Json, check_choice, grouped
 from stretto.cli.output import check_writable, command_app, failures_reported
 from stretto.cli.prove import checked_function
 from stretto.cli.report import CommandReport
@@ -23,19 +23,21 @@ _EXAMPLE = "stretto split examples/split_layers.py:alexnet --cluster a100:4"
 app = command_app()
 
 
-@app.command(epilog=f"Example: {_EXAMPLE}")
-def split(
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """Options of `stretto split`."""
+
     target: Annotated[
         str,
         typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns a model and its input."),
-    ],
+    ]
     cluster: Annotated[
         str,
         typer.Option(
             help="A cluster or device of the catalogue and how many devices, as in a100:4; a YAML file; or "
             "here: this machine, as `stretto calibrate` measured it."
         ),
-    ],
+    ]
     memory: Annotated[
         float | None,
         typer.Option(
@@ -43,14 +45,14 @@ def split(
             metavar="GIB",
             help="Device memory for tensors; default: the device's, without what else a process needs.",
         ),
-    ] = None,
+    ] = None
     precision: Annotated[
         str | None, typer.Option(help="Of products: bf16, fp16, tf32, fp32; default: the parameters'.")
-    ] = None,
+    ] = None
     states: Annotated[
         int,
         typer.Option(min=0, help="Bytes of a parameter's optimizer states: Adam 8, momentum 4, plain SGD 0."),
-    ] = 8,
+    ] = 8
     fix: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,14 +60,18 @@ def split(
             help="Fix the style of a module: replicate, batch, column or row. * stands for any text in NAME; "
             "repeatable.",
         ),
-    ] = None,
+    ] = None
     leaf: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Take this module as one operator; repeatable."),
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the network with its splits here.")] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    svg: Annotated[Path | None, typer.Option(help="Draw the network with its splits here.")] = None
+    as_json: Json = False
+
+
+@app.command(epilog=f"Example: {_EXAMPLE}")
+@grouped(SplitOptions)
+def split(options: SplitOptions) -> None:
     """Choose how each layer of your network is split over ranks.
 
     FUNCTION returns (model, input), where the input has the samples of all ranks along dimension 0; both may
@@ -76,11 +82,11 @@ def split(
 
     In Python, stretto.plan_module(model, input, cluster=...).plan is what stretto.parallelize takes.
     """
-    path, function = checked_function(target, _EXAMPLE)
-    check_writable(svg)
-    fixed = _fixed_styles(fix or [])
-    if precision is not None:
-        check_choice("--precision", precision, ("bf16", "fp16", "tf32", "fp32"))
+    path, function = checked_function(options.target, _EXAMPLE)
+    check_writable(options.svg)
+    fixed = _fixed_styles(options.fix or [])
+    if options.precision is not None:
+        check_choice("--precision", options.precision, ("bf16", "fp16", "tf32", "fp32"))
     with failures_reported():
         from stretto.autosplit.plan_module import plan_module
 
@@ -88,12 +94,12 @@ def split(
         plan = plan_module(
             model,
             example,
-            cluster=cluster,
-            memory_gib=memory,
-            precision=cast("Precision | None", precision),
-            states=states,
+            cluster=options.cluster,
+            memory_gib=options.memory,
+            precision=cast("Precision | None", options.precision),
+            states=options.states,
             fix=fixed,
-            leaves=leaf or (),
+            leaves=options.leaf or (),
         )
     splits = plan.splits
     report = CommandReport(
@@ -133,9 +139,9 @@ def split(
         }
     )
     report.line(plan.table())
-    if svg is not None:
-        report.write(svg, plan.svg())
-    report.print(as_json)
+    if options.svg is not None:
+        report.write(options.svg, plan.svg())
+    report.print(options.as_json)
 
 
 def _fixed_styles(fix: list[str]) -> dict[str, StyleName]:

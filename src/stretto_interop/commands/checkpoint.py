@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from stretto.cli.output import byte_progress, report
+from stretto.cli.output import byte_progress
+from stretto.cli.report import CommandReport
 from stretto.job.shape import ModelShape
 from stretto.run.train.imported import Imported
 from stretto_interop.checkpoints import imported
@@ -44,17 +45,22 @@ def export(
             if done.step is not None:
                 last = f"to go on there from step {done.step}: {load}"
     files = [str(file) for file in done.files]
-    record = {
-        "checkpoints": [{"path": str(checkpoint), "ok": True}],
-        "ok": True,
-        "path": str(out),
-        "files": files,
-        "step": done.step,
-        "notes": done.notes,
-    }
-    lines = [f"{checkpoint} written to {out} for {target}:", *(f"  {file}" for file in files)]
-    lines += [*(f"note: {note}" for note in done.notes), *([last] if last else [])]
-    report(record, as_json, lambda console: console.print(*lines, sep="\n", markup=False, soft_wrap=True))
+    report = CommandReport(
+        {
+            "checkpoints": [{"path": str(checkpoint), "ok": True}],
+            "ok": True,
+            "path": str(out),
+            "files": files,
+            "step": done.step,
+            "notes": done.notes,
+        }
+    )
+    report.line(f"{checkpoint} written to {out} for {target}:")
+    report.lines(f"  {file}" for file in files)
+    report.lines(f"note: {note}" for note in done.notes)
+    if last:
+        report.line(last)
+    report.print(as_json)
 
 
 def import_megatron(

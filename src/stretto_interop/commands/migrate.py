@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.options import Json
-from stretto.cli.output import command_app, labelled, report, say_no, write_file
+from stretto.cli.output import command_app, say_no, write_file
+from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, read_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stretto_interop.frameworks.migrate import Migration
 
 app = command_app()
@@ -91,7 +90,7 @@ def migrate(
         write_file(out, migration.text)
     elif not as_json:
         print(migration.text, end="")
-    report(_record(migration), as_json, lambda to: _show(to, migration, request, out))
+    _report(migration, request, out).print(as_json, None if as_json or out is not None else sys.stderr)
     if migration.lost:
         raise say_no()
 
@@ -166,35 +165,31 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _show(to: Console, migration: Migration, request: _Request, out: Path | None) -> None:
-    """Tell what became of the arguments; on stderr where stdout has the config."""
-    if out is None:
-        from rich.console import Console as Terminal
-
-        to = Terminal(stderr=True, highlight=False)
+def _report(migration: Migration, request: _Request, out: Path | None) -> CommandReport:
+    """Report what became of the arguments."""
+    report = CommandReport(lambda: _record(migration))
     count = sum(name != "world-size" for item in migration.mapped for name in item.settings)
     others = sum(len(names) for names in migration.needless.values())
-    to.print(
+    report.line(
         f"{request.source}: {count} arguments mapped, {others} needless here, "
-        f"{len(migration.lost)} not mapped",
-        soft_wrap=True,
-        markup=False,
+        f"{len(migration.lost)} not mapped"
     )
     for item in migration.mapped:
         if written := _as_written(item.settings):
-            labelled(to, "mapped", f"{written} -> {_fields(item.fields)}", _INDENT)
+            report.value("mapped", f"{written} -> {_fields(item.fields)}", _INDENT)
     for reason, names in migration.needless.items():
-        labelled(to, "needless", f"{' '.join(f'--{name}' for name in names)}: {reason}", _INDENT)
+        report.value("needless", f"{' '.join(f'--{name}' for name in names)}: {reason}", _INDENT)
     for name, reason in migration.differs.items():
-        labelled(to, "differs", f"--{name}: {reason}", _INDENT)
+        report.value("differs", f"--{name}: {reason}", _INDENT)
     for name, reason in migration.lost.items():
-        labelled(to, "not mapped", f"{name if name.startswith('$') else f'--{name}'}: {reason}", _INDENT)
+        report.value("not mapped", f"{name if name.startswith('$') else f'--{name}'}: {reason}", _INDENT)
     for note in migration.notes:
-        labelled(to, "note", note, _INDENT)
+        report.value("note", note, _INDENT)
     for lack in migration.missing:
-        labelled(to, "here", lack, _INDENT)
+        report.value("here", lack, _INDENT)
     if out is not None:
-        to.print(f"\nwritten to {out}; next:\n  stretto config {out}", soft_wrap=True, markup=False)
+        report.line(f"\nwritten to {out}; next:\n  stretto config {out}")
+    return report
 
 
 def _as_written(settings: Mapping[str, Any]) -> str:
