@@ -21,6 +21,7 @@ def test_json_adds_up(stretto: CommandLine) -> None:
         kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
         assert rank["total"] == sum(rank[kind] for kind in (*kinds, "versions", "batch"))
         assert rank["states"] == rank["weights"] + rank["gradients"] + rank["optimizer"]
+        assert rank["states"] < rank["held"] <= rank["total"]
     assert facts["fullest"] == 0
     assert facts["modes"] == ["none"] * 4
     assert facts["measured"] is None

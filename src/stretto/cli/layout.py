@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 app = command_app()
 
+_SEND_KEYS = {"content": "what", "collective": "how"}  # of a message in JSON
 _LISTED = 64  # groups on the terminal, and ranks of a group
 
 
@@ -149,7 +150,12 @@ def _record(
         "coordinates": [layout.coordinates(rank) for rank in range(layout.world)],
         "groups": {axis: layout.groups(axis) for axis in dict.fromkeys([*axes, *listed])},
         "ranks_per_node": ranks_per_node,
-        "exchanges": [asdict(each) | {"links": each.links} for each in exchanges],
+        "exchanges": [
+            asdict(each)
+            | {"links": each.links}
+            | {"sends": [{_SEND_KEYS.get(key, key): v for key, v in asdict(s).items()} for s in each.sends]}
+            for each in exchanges
+        ],
     }
     if cluster is not None:
         links = {"inside": asdict(cluster.inner), "between": asdict(cluster.outer)}

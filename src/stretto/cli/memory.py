@@ -107,7 +107,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
             "block": [asdict(tensor) for tensor in saved],
             "published": None if published is None else asdict(published),
             "modes": list(predicted.modes),
-            "ranks": [{**asdict(rank), "states": rank.states, "total": rank.total} for rank in ranks],
+            "ranks": [_rank_record(rank) for rank in ranks],
             "fullest": ranks.index(fullest),
             "advice": [asdict(setting) for setting in settings],
             "measured": None if measured is None else compared,
@@ -156,6 +156,12 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> C
         report.line()
         report.table(columns, [[rank[name] for name in names] for rank in compared])
     return report
+
+
+def _rank_record(rank: RankMemory) -> dict[str, Any]:
+    record = asdict(rank)
+    held = record.pop("between_actions")
+    return {**record, "held": held, "states": rank.states, "total": rank.total}
 
 
 def _measured_record(measured: RankHeld, predicted: RankMemory) -> dict[str, Any]:
