@@ -6,8 +6,9 @@ its list of causes.
 
 from __future__ import annotations
 
+from stretto.verify.compare import Quantity
 from stretto.verify.holdings import Split
 from stretto.verify.user_model.model import prove
-from stretto.verify.user_model.report import Differs, Quantity, Report
+from stretto.verify.user_model.report import Differs, Report
 
 __all__ = ["Differs", "Quantity", "Report", "Split", "prove"]

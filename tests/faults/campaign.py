@@ -114,7 +114,9 @@ def _command(fault: Fault, folder: Path) -> list[str]:
 def _named(out: str, error: str) -> str:
     """The diagnosis, or the error that ended the proof."""
     if out.lstrip().startswith("{"):
-        return "; ".join(one["diagnosis"] for one in json.loads(out)["layouts"] if one["diagnosis"])
+        found = json.loads(out)
+        cases = [*found["layouts"], *found["own_types"]]
+        return "; ".join(one["diagnosis"] for one in cases if one["diagnosis"])
     errors = [line for line in error.splitlines() if line.startswith("error: ")]
     return errors[-1] if errors else ""
 

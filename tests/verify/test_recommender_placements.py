@@ -84,7 +84,7 @@ def test_placements_equal_one_process_without_numba() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_case_of_all_equals_one_process(ranks: int) -> None:
-    for verdict in run_proof(proof_of(job(), "all", ranks)).verdicts:
+    for verdict in run_proof(proof_of(job(), "all", ranks=ranks)).verdicts:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
 
 

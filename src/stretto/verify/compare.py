@@ -29,6 +29,13 @@ _NOISE = 0.05  # of an error: what a factor may leave of it
 
 NOTHING = 1e-10  # errors below it are not looked into
 
+MULTIPLE = 8.0
+"""In a type below float64, how many times one process's own rounding error that of ranks may be. Both sum the
+same numbers in other orders, so that their errors are of one distribution; each is the largest of many, and
+ranks round a few times more, in what they exchange. TTrace (arXiv 2506.09280) too takes its thresholds from
+the rounding error that a trusted implementation has in this type, as the machine's epsilon alone says nothing
+about how errors grow through layers."""
+
 Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter: ours and the reference's
 Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
 
@@ -74,6 +81,47 @@ class Comparison:
         """
         explained = all(self.residuals[name] <= min(close, _NOISE * self.errors[name]) for name in names)
         return self.ratio(names, close) if explained else None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One of the quantities that are compared, over all steps.
+
+    error: the largest relative difference from the plain model; None: it was not compared.
+    bound: what it may be.
+    worst: the parameter or state that is farthest off; None for a number.
+    """
+
+    name: str
+    error: float | None
+    bound: float
+    worst: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        """True if it is within its bound."""
+        return self.error is None or self.error <= self.bound
+
+    @property
+    def error_in_bounds(self) -> float:
+        """The error in units of its bound."""
+        return (self.error or 0.0) / self.bound
+
+
+def worst_quantity(
+    name: str, errors: Mapping[str, float], bounds: Mapping[str, float], default: float = 0.0
+) -> Quantity:
+    """The quantity where its error is largest in units of its bound; `default` if a name has none."""
+    worst = max(errors, key=lambda one: errors[one] / bounds.get(one, default))
+    return Quantity(name, errors[worst], bounds.get(worst, default), worst or None)
+
+
+def rounding_bounds(errors: Mapping[str, float], eps: float) -> dict[str, float]:
+    """What errors may be in a type of this epsilon: MULTIPLE times those of one process in it, none of which
+    counts as less than the median of its kind or the unit roundoff: it may have come out small by chance.
+    """
+    least = max(eps / 2, median(errors.values()) if errors else 0.0)
+    return {name: MULTIPLE * max(error, least) for name, error in errors.items()}
 
 
 def _order(error: float) -> float:
@@ -146,6 +194,22 @@ def _largest(errors: Tensor) -> Tensor:
 def largest(tensor: Tensor) -> None:
     """Make each element the largest of all ranks'. Collective."""
     _reduce(tensor, dist.ReduceOp.MAX)
+
+
+def mean_errors(
+    ours: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The root mean square of each parameter's differences over that of its values, on all ranks that hold
+    it. Collective.
+    """
+    squares = torch.zeros(2, len(reference), dtype=torch.float64)
+    for at, (name, whole) in enumerate(reference.items()):
+        for here, there in _pairs(ours, places, name, whole):
+            squares[0, at] += (here.double() - there).square().sum()
+            squares[1, at] += there.square().sum()
+    _reduce(squares, dist.ReduceOp.SUM)
+    means = (squares[0] / torch.where(squares[1] > 0, squares[1], 1.0)).sqrt()
+    return dict(zip(reference, means.tolist(), strict=True))
 
 
 def _ratios(pairs: Sequence[Pairs]) -> Tensor:

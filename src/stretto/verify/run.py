@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stretto.errors import StrettoError
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 
 if TYPE_CHECKING:
     from stretto.verify.diagnose import Verdict
+    from stretto.verify.language.precision import Rounded
 
 _SHOWN = 6  # names in a line
 
@@ -44,10 +45,12 @@ class Findings:
     Attributes:
         verdicts: of each case.
         unproved: what no case can show, in words.
+        rounded: the cases in the job's own types.
     """
 
     verdicts: list[Verdict] = field(default_factory=list["Verdict"])
     unproved: list[str] = field(default_factory=list[str])
+    rounded: list[Rounded] = field(default_factory=list["Rounded"])
 
 
 @dataclass(kw_only=True)
@@ -61,6 +64,7 @@ class Proof(ABC):
         steps: training steps of each case.
         impossible: cases that do not exist, by reason.
         notes: what of the job is another for the proof.
+        float64_only: why cases are not compared in the job's own types.
         updated_by: the independent implementations that update the reference.
     """
 
@@ -72,17 +76,23 @@ class Proof(ABC):
     steps: int
     impossible: Sequence[Impossible] = ()
     notes: Sequence[str] = ()
+    float64_only: Sequence[str] = ()
     updated_by: str
 
     @abstractmethod
     def needed_memory(self) -> tuple[float, str, str]:
         """Bytes that all ranks take together; what takes them, in words; and how they become fewer."""
 
+    def run_alone(self) -> Any:
+        """Run what one process computes without a process group; on rank 0, before the others may begin."""
+        return None
+
     @abstractmethod
-    def find(self, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
+    def find(self, alone: Any, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
         """Compare all cases, on every rank. Collective over the default group.
 
         Args:
+            alone: on rank 0, the result of `run_alone`; None on the others.
             folder: for temporary files of all ranks.
             report: to be called after each case, with the number of cases.
         """
@@ -111,11 +121,12 @@ def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, qu
     import torch.distributed as dist
 
     torch.set_num_threads(proof.threads)
+    alone = proof.run_alone() if os.environ["RANK"] == "0" else None
     dist.init_process_group("gloo", timeout=proof.timeout)
     if on_rank is not None:
         on_rank()
     try:
-        return proof.find(folder, Progress(quiet or dist.get_rank() > 0))
+        return proof.find(alone, folder, Progress(quiet or dist.get_rank() > 0))
     finally:
         dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
 from stretto.layout.layout import AXES, Layout
-from stretto.program import names, options
+from stretto.program import PLAIN, names, options
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
 from stretto.run.config.model import ModelConfig
@@ -73,6 +73,13 @@ def _vary_sharding(dp: DataParallelSettings, changes: Mapping[str, Any]) -> Data
     if varied.path is None and "nvme" in (varied.offload, varied.offload_parameters):
         return replace(varied, path=tempfile.gettempdir())
     return varied
+
+
+def one_process(job: Job, **sizes: int) -> Job:
+    """The job in one process, or on these axes, without anything that spreads, shards or recomputes."""
+    plain: dict[str, Any] = {"ep": 1, "expert_tp": None, "sequence_parallel": False, "context": "ring"}
+    plain |= {"recompute": "none", **SHARDING, "schedule": PLAIN, "options": {}}
+    return vary(job, **{**dict.fromkeys(AXES, 1), **plain, **sizes})
 
 
 def describe(job: Job) -> str:
@@ -175,13 +182,16 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     """As little of the model and the batch as proves as much: as many heads, experts and entries of the
     vocabulary, but narrow ones; no more layers than any schedule can tell apart; two microbatches for each
     rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 31
-    tokens, so that context-parallel ranks pad them. Nothing is recomputed or sharded, for the cases say what
-    is.
+    tokens, an odd number, so that context-parallel ranks pad them. Nothing is recomputed or sharded, for the
+    cases say what is. Clipping, if the job has any, clips.
     """
     batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
-    data = replace(config.data, sequence=min(config.data.sequence, _TOKENS))
+    tokens = min(config.data.sequence, _TOKENS)
+    data = replace(config.data, sequence=tokens - (tokens > 3 and tokens % 2 == 0))
     model = _narrow(config, ranks)
     usual: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallelSettings(path=config.dp.path)}
+    if config.optim.clip is not None:
+        usual["optim"] = replace(config.optim, clip=min(config.optim.clip, _CLIP))
     usual["layout"] = replace(config.layout, stages=None, encoder_pp=None)
     if config.schedule.file is not None:
         usual["schedule"] = ScheduleConfig()
@@ -191,6 +201,7 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
 
 _SAMPLES = 2  # of a microbatch
 _TOKENS = 31
+_CLIP = 0.05  # below every gradient norm of a new model
 _HEAD = 16
 _WIDTH = 64  # of a sample, features of a head, inner width of an MLP
 _CHUNKS = 4  # stages of a rank, at most

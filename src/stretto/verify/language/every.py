@@ -17,13 +17,13 @@ from stretto.errors import Problem
 from stretto.job.attention import ContextKind
 from stretto.job.job import Job, RecomputeMode
 from stretto.job.rules import problems
-from stretto.program import PLAIN, names, options
+from stretto.program import names, options
 from stretto.program.program import Program
 from stretto.verify.language.cases import (
-    SHARDING,
     dense_layouts,
     describe_layout,
     divisors,
+    one_process,
     quick,
     unusual_sharding,
     vary,
@@ -114,9 +114,7 @@ class Every:
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
-        plain: dict[str, Any] = {"ep": 1, "expert_tp": None, "sequence_parallel": False, "context": "ring"}
-        plain |= {"recompute": "none", **SHARDING, "schedule": PLAIN, "options": {}}
-        base = vary(self.job, tp=tp, cp=cp, dp=dp, pp=pp, **plain)
+        base = one_process(self.job, tp=tp, cp=cp, dp=dp, pp=pp)
         if broken := [p for p in problems(base) if p.field != "schedule"]:
             self._leave_out(broken[0].message, describe_layout(base))
             return Shape([], [], [])

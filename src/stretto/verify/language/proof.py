@@ -21,7 +21,7 @@ from stretto.run.data.sentinels import vocabulary
 from stretto.run.launch.local import check_ranks, prepare
 from stretto.run.train.language_job import check_attention
 from stretto.run.train.launch import PRELOAD
-from stretto.verify.language.cases import cases_from_file, configured_job, smaller
+from stretto.verify.language.cases import cases_from_file, configured_job, describe, smaller
 from stretto.verify.language.every import Every
 from stretto.verify.language.fields import with_effect, without_effect, without_ranks
 from stretto.verify.run import Findings, Impossible, Proof, run_proof
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from stretto.run.data.dataset import Batch
     from stretto.run.data.token_source import TokenData
     from stretto.verify.diagnose import Verdict
+    from stretto.verify.language.precision import OneProcess
+    from stretto.verify.language.reference import Trial
 
 # what updates the reference (`verify/optimizer.py`), by the job's optimiser
 _UPDATED_BY = {
@@ -51,6 +53,7 @@ class LanguageProof(Proof):
         config: of data, seed and steps.
         cases: of the model that the data's vocabulary makes.
         fields: look for fields of the job that the proof does not see.
+        own: the cases in the job's own types, which are compared with one process in them.
         twice: make the steps both as messages come, and with every message late, and compare the bits; else
             with every message late.
     """
@@ -61,6 +64,7 @@ class LanguageProof(Proof):
     cases: Sequence[Job]
     source: TokenData
     fields: bool
+    own: Sequence[Job] = ()
     twice: bool
 
     def needed_memory(self) -> tuple[float, str, str]:
@@ -74,31 +78,58 @@ class LanguageProof(Proof):
             "layers are alike: prove it with fewer and narrower ones, such as model.layers=2",
         )
 
-    def find(self, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
-        """Compare the layouts."""
-        from stretto.verify.language.prove import prove
+    def trial(self) -> Trial:
+        """The samples that all cases train on, read from the data."""
         from stretto.verify.language.reference import Trial
 
-        trial = Trial(
+        return Trial(
             batches=batches(self.config, self.source, self.steps + 1),
             seed=self.config.train.seed,
             total_steps=self.config.train.steps,
             twice=self.twice,
             timeout=self.timeout,
         )
-        verdicts = prove(self.cases, trial, report)
-        unproved = without_effect(self.cases[0], trial) if self.fields else []
-        return Findings(verdicts, unproved)
+
+    def run_alone(self) -> list[OneProcess]:
+        """What one process computes in the job's own types, for each case."""
+        from stretto.verify.language.precision import run_one_process
+
+        trial = self.trial() if self.own else None
+        return [run_one_process(case, trial) for case in self.own if trial is not None]
+
+    def find(
+        self, alone: list[OneProcess] | None, folder: Path, report: Callable[[Verdict, int], None]
+    ) -> Findings:
+        """Compare the layouts."""
+        from stretto.verify.language.precision import prove_rounded
+        from stretto.verify.language.prove import prove
+
+        trial = self.trial()
+        findings = Findings(prove(self.cases, trial, report))
+        if self.fields:
+            findings.unproved = without_effect(self.cases[0], trial)
+        right = {verdict.layout for verdict in findings.verdicts if verdict.equal}
+        for number, case in enumerate(self.own):
+            if describe(case) in right:  # what differs in float64 is explained already
+                findings.rounded.append(prove_rounded(case, trial, alone[number] if alone else None))
+        return findings
 
 
 def proof_of(
-    config: TrainConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
+    config: TrainConfig,
+    layouts: str | None,
+    *,
+    ranks: int | None,
+    steps: int | None,
+    precision: bool | None,
+    quiet: bool,
 ) -> LanguageProof:
     """The proof that `stretto verify` makes.
 
     Args:
         layouts: "all", "product" or a file of layouts; None: the config's own.
         ranks: of "all" and "product"; None: those of the config's layout.
+        precision: compare in the job's own types too; None: all but "all" and "product".
 
     Raises:
         StrettoError: bad input.
@@ -108,14 +139,28 @@ def proof_of(
     if layouts not in ("all", "product"):
         cases = [configured_job(config)] if layouts is None else cases_from_file(Path(layouts), config)
         steps = steps or _STEPS[False]
-        return language_proof(config, cases, steps, twice=True, fields=True, quiet=quiet)
+        own = precision is not False
+        return language_proof(config, cases, steps, twice=True, fields=True, own=own, quiet=quiet)
     world = ranks or config.layout.to_layout().world
     config = smaller(config, world)
     check_ranks(world)
     every = Every(configured_job(config), world, whole=layouts == "product")
     impossible = [*every.impossible, *without_ranks(every.cases)]
     steps = steps or _STEPS[True]
-    return language_proof(config, every.cases, steps, impossible=impossible, fields=True, quiet=quiet)
+    return language_proof(
+        config, every.cases, steps, impossible=impossible, fields=True, own=precision is True, quiet=quiet
+    )
+
+
+def in_own_types(config: TrainConfig, case: Job) -> Job | str:
+    """The layout in the types that the job trains in, or why it is compared in float64 alone."""
+    precision = job_of(config).precision
+    own = replace(case, precision=precision, optimiser=replace(case.optimiser, states=config.optim.states))
+    if own.program().versions:
+        return "updates within the step are compared in float64 alone"
+    if precision.half and own.shape.moe is not None:
+        return f"in {precision.dtype} rounding decides to which experts some tokens go"
+    return "the job trains in float64" if precision.dtype == "float64" else own
 
 
 def language_proof(
@@ -125,6 +170,7 @@ def language_proof(
     twice: bool = False,
     impossible: Sequence[Impossible] = (),
     fields: bool = False,
+    own: bool = False,
     quiet: bool = True,
 ) -> LanguageProof:
     """The proof of these layouts, all for one number of ranks, with the data prepared.
@@ -133,6 +179,7 @@ def language_proof(
         steps: training steps of each with nothing read between them; one more is made whose gradients are
             read.
         fields: also look for fields of the job that the proof does not see.
+        own: compare in the job's own types too.
         quiet: print nothing on the way.
 
     Raises:
@@ -147,9 +194,13 @@ def language_proof(
     job = _job_of_text(config, source)
     shape, notes = with_effect(job.shape, config.data.sequence)
     check_samples(source, config.data, job, evaluates=config.eval.every is not None)
+    cases = [replace(case, shape=shape) for case in cases]
+    retyped = [in_own_types(config, case) for case in cases] if own else []
     return LanguageProof(
         config=config,
-        cases=[replace(case, shape=shape) for case in cases],
+        cases=cases,
+        own=[case for case in retyped if isinstance(case, Job)],
+        float64_only=sorted({reason for reason in retyped if isinstance(reason, str)}),
         source=source,
         fields=fields,
         twice=twice,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stretto.recommender.config.check import check
 from stretto.recommender.config.schema import RecommenderConfig
@@ -51,7 +51,7 @@ class RecommenderProof(Proof):
             "rows are alike: prove it with fewer, such as model.max_rows=10000",
         )
 
-    def find(self, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
+    def find(self, alone: Any, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
         """Compare the placements; tables on disk lie in the folder."""
         from stretto.verify.recommender.prove import References, prove
 
@@ -87,6 +87,7 @@ def recommender_proof(
 def proof_of(
     config: RecommenderConfig,
     layouts: str | None = None,
+    *,
     ranks: int | None = None,
     steps: int | None = None,
     quiet: bool = True,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from statistics import median
 from typing import Any, cast, get_args
 
 import torch
@@ -19,7 +18,16 @@ from stretto.engine.parallel.control import gather_json, run_on_all, this_rank, 
 from stretto.errors import StrettoError, nearest
 from stretto.verify.axes import Axes, Grid
 from stretto.verify.causes import Case, Cause, Reduction, explain
-from stretto.verify.compare import Comparison, Pairs, compare_pairs, relative, scales_of
+from stretto.verify.compare import (
+    Comparison,
+    Pairs,
+    Quantity,
+    compare_pairs,
+    relative,
+    rounding_bounds,
+    scales_of,
+    worst_quantity,
+)
 from stretto.verify.compare import share as broadcast
 from stretto.verify.diagnose import SAME, TOLERANCE, above, listing
 from stretto.verify.holdings import Holdings, Names, Plain, Rule, modules_in
@@ -33,17 +41,12 @@ from stretto.verify.user_model.plain import (
     tensors_beside,
     without_dropout,
 )
-from stretto.verify.user_model.report import Quantity, Report
+from stretto.verify.user_model.report import Report
 from stretto.verify.user_model.waits import bounded_waits
 from stretto.verify.user_model.watch import Seen, Step, watch
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Whole = dict[str, list[Tensor]]  # by plain name; several where a rank holds a parameter in several places
-
-MULTIPLE = 8.0
-"""In a type below float64, how many times the plain model's own rounding error a parallel model's may be.
-Both sum the same numbers in other orders, so that their errors are of one distribution; each is the largest
-of many, and the parallel model rounds a few times more, in what its ranks exchange."""
 
 
 def prove(
@@ -424,19 +427,11 @@ def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) ->
         other: dict[str, Tensor] = getattr(rounded, what)
         scales = _scales(exact, by_kind=what == "states")
         errors = {name: float((other[name] - one).abs().max()) / scales[name] for name, one in exact.items()}
-        bounds[what] = _multiples(errors, dtype)
+        bounds[what] = rounding_bounds(errors, torch.finfo(dtype).eps)
     for what in ("loss", "norm"):
         error = relative(getattr(rounded, what), getattr(expected, what))
-        bounds[what] = _multiples({"": error}, dtype)
+        bounds[what] = rounding_bounds({"": error}, torch.finfo(dtype).eps)
     return bounds
-
-
-def _multiples(errors: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """MULTIPLE times the plain model's own errors, none of which counts as less than the median of its kind
-    or the unit roundoff: it may have come out small by chance.
-    """
-    least = max(torch.finfo(dtype).eps / 2, median(errors.values()) if errors else 0.0)
-    return {name: MULTIPLE * max(error, least) for name, error in errors.items()}
 
 
 def _close(bounds: Mapping[str, float]) -> float:
@@ -483,12 +478,11 @@ class _Tally:
         if comparison is None:
             self._keep(Quantity(what, None, TOLERANCE))
             return
-        name = max(comparison.errors, key=lambda one: comparison.errors[one] / case.bound(what, one))
-        self._keep(Quantity(what, comparison.errors[name], case.bound(what, name), name))
+        self._keep(worst_quantity(what, comparison.errors, case.bounds[what], TOLERANCE))
 
     def _keep(self, one: Quantity) -> None:
         known = self._worst.get(one.name)
-        if known is None or (one.error or 0.0) / one.bound >= (known.error or 0.0) / known.bound:
+        if known is None or one.error_in_bounds >= known.error_in_bounds:
             self._worst[one.name] = one
 
     def quantities(self) -> list[Quantity]:

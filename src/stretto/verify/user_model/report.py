@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.verify.compare import Quantity
+
 
 class Differs(AssertionError):
     """A parallel model does not compute what the plain one does. `report` says how far off it is, and why."""
@@ -15,26 +17,6 @@ class Differs(AssertionError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.report,)
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One of the quantities that are compared, over all steps.
-
-    error: the largest relative difference from the plain model; None: it was not compared.
-    bound: what it may be.
-    worst: the parameter or state that is farthest off; None for a number.
-    """
-
-    name: str
-    error: float | None
-    bound: float
-    worst: str | None = None
-
-    @property
-    def equal(self) -> bool:
-        """Whether it is within its bound."""
-        return self.error is None or self.error <= self.bound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,205 @@
+"""A short second pass in the types that the job trains in, where the first proof is in float64.
+
+The float64 reference is the truth here too. One process that trains in the job's types is off by rounding;
+ranks that do the same sums in another order are off by errors of the same distribution, and may be off by a
+multiple (`compare.rounding_bounds`). What rounding hides is looked at bit by bit: whether reduced gradients
+have digits that 16-bit types lack, and whether modules compute with the optimiser's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from stretto.engine.parallel.control import gather_json
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.precision import HALVES
+from stretto.job.job import Job
+from stretto.job.rules import problems
+from stretto.run.launch.failure import TrainingFailed
+from stretto.run.train.assemble import DTYPES, assemble
+from stretto.run.train.rank_model import RankModel
+from stretto.verify.compare import Quantity, compare, mean_errors, relative, rounding_bounds, worst_quantity
+from stretto.verify.diagnose import listing
+from stretto.verify.language.cases import describe, one_process
+from stretto.verify.language.reference import Snapshot, Trial, run_reference, share_all
+from stretto.verify.language.step import SCALE, TrialTask, loss_of, masters_of, own_part, trial_trainer
+
+STEPS = 2
+Errors = dict[str, dict[str, float]]  # relative errors of a step: by quantity, then by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded:
+    """A layout in the job's own types, compared with one process in them.
+
+    Attributes:
+        quantities: loss, gradients, norm and, but for adaptive updates of 16-bit training, the optimiser's
+            weights, each where it is farthest from the float64 reference, in units of what it may be.
+        diagnosis: None if all is within its bounds.
+    """
+
+    layout: str
+    dtype: str
+    quantities: Sequence[Quantity]
+    diagnosis: str | None
+
+    @property
+    def equal(self) -> bool:
+        """True if everything is within its bounds."""
+        return self.diagnosis is None and all(one.equal for one in self.quantities)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneProcess:
+    """What one process computes on the first samples, as many as one update of the layout takes.
+
+    Attributes:
+        exact: in float64, by step.
+        errors: of the job's own types, beside it.
+    """
+
+    exact: Sequence[Snapshot]
+    errors: Sequence[Errors]
+
+
+def with_fewest_microbatches(job: Job) -> Job:
+    """The job with as few microbatches of a replica as are legal: each sum over ranks stands alone then."""
+    unit = job.layout.dp * job.micro_batch
+    for count in (1, job.layout.pp, 2 * job.layout.pp):
+        fewer = replace(job, global_batch=unit * count)
+        if fewer.global_batch < job.global_batch and not problems(fewer):
+            return fewer
+    return job
+
+
+def first_samples(trial: Trial, job: Job) -> Trial:
+    """As many samples of each batch as the job takes in a step, and two steps."""
+    some = [batch.take(slice(0, job.global_batch)) for batch in trial.batches[:STEPS]]
+    return replace(trial, batches=some)
+
+
+def run_one_process(job: Job, trial: Trial) -> OneProcess:
+    """Train in one process, in float64 and in the job's own types. Without a process group."""
+    job = with_fewest_microbatches(job)
+    trial = first_samples(trial, job)
+    exact = run_reference(job, trial)
+    replica = assemble(one_process(job), Mesh(one_process(job).layout), seed=trial.seed)
+    try:
+        return OneProcess(exact=exact, errors=_errors(replica, trial, exact)[0])
+    finally:
+        replica.close()
+
+
+def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
+    """Compare a layout in the job's own types with one process. Collective.
+
+    Args:
+        job: with the types that it trains in.
+        alone: on rank 0, what `run_one_process` returned for it.
+    """
+    job = with_fewest_microbatches(job)
+    trial = first_samples(trial, job)
+    exact = share_all(None if alone is None else list(alone.exact), job, STEPS)
+    limits: list[Errors] = gather_json(None if alone is None else list(alone.errors))[0]
+    replica = assemble(job, Mesh(job.layout, timeout=trial.timeout), seed=trial.seed)
+    try:
+        errors, marks = _errors(replica, trial, exact)
+    except TrainingFailed as failed:
+        return Rounded(layout=describe(job), dtype=job.precision.dtype, quantities=(), diagnosis=str(failed))
+    finally:
+        replica.close()
+    if not all(isfinite(one) for step in limits for named in step.values() for one in named.values()):
+        marks.append(f"one process cannot be trained in {job.precision.dtype}: its numbers are not finite")
+    eps = torch.finfo(DTYPES[job.precision.dtype]).eps
+    worst = dict[str, Quantity]()
+    for ours, one in zip(errors, limits, strict=True):
+        for what, named in ours.items():
+            found = worst_quantity(what, named, rounding_bounds(one[what], eps))
+            known = worst.get(what)
+            if known is None or found.error_in_bounds > known.error_in_bounds:
+                worst[what] = found
+    wrong = [one for one in worst.values() if not one.equal]
+    diagnosis = next(iter(marks), None)
+    if wrong and diagnosis is None:
+        first = wrong[0]
+        diagnosis = (
+            f"{first.name}{f' of {first.worst}' if first.worst else ''}: the error is {first.error:.1e}, "
+            f"{first.error_in_bounds:.3g} times what rounding may do: something is computed, kept or sent in "
+            "a smaller type, or the code for this type is wrong"
+        )
+    return Rounded(
+        layout=describe(job),
+        dtype=job.precision.dtype,
+        quantities=tuple(worst.values()),
+        diagnosis=diagnosis,
+    )
+
+
+def _errors(replica: RankModel, trial: Trial, exact: Sequence[Snapshot]) -> tuple[list[Errors], list[str]]:
+    """Train beside the float64 reference: relative errors of each step, and marks of wrong types. Collective.
+
+    Weights are those that the optimiser updates, in its own type.
+    """
+    task = TrialTask(replica, trial)
+    task.observed = True
+    if replica.loss_scale is not None:
+        replica.loss_scale.value = SCALE  # far from an overflow, which would skip the update
+    # Adam turns the rounding of a gradient near 0 into a whole step of its sign: in 16 bits of many elements
+    adaptive = replica.job.precision.half and replica.job.optimiser.name != "sgd"
+    trainer, steps = trial_trainer(task), list[Errors]()
+    marks = list[str]()
+    for expected in exact:
+        (done,) = trainer.step()
+        gradients, masters = task.gradients, masters_of(replica)
+        compared = compare(gradients.tensors, gradients.places, expected.gradients, expected.gradient_scales)
+        updated = {n: t for n, t in expected.weights.items() if n in expected.gradients}
+        assert done.norm is not None
+        steps.append(
+            {
+                "loss": {"": relative(loss_of(done), float(expected.loss))},
+                "gradients": compared.errors,
+                "norm": {"": relative(done.norm, float(expected.norm))},
+            }
+        )
+        if not adaptive:
+            steps[-1]["weights"] = mean_errors(masters.tensors, masters.places, updated)
+        marks += _marks(replica, gradients.tensors)
+    return steps, marks
+
+
+def _marks(replica: RankModel, gradients: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with the types of reduced gradients and of weights, in 16-bit training. Collective."""
+    precision = replica.job.precision
+    dtype, marks = DTYPES[precision.dtype], list[str]()
+    if dtype not in HALVES:
+        return marks
+    if precision.gradients == "float32" and replica.job.copies > 1:
+        counts = [0, 0]
+        for name, gradient in gradients.items():
+            if replica.parameters[name].dtype == dtype:
+                some = gradient[gradient != 0]
+                counts[0] += int((some.to(dtype).to(some.dtype) == some).sum())
+                counts[1] += some.numel()
+        short, every = (sum(column) for column in zip(*gather_json(counts), strict=True))
+        if every and short == every:
+            marks.append(
+                f"every element of the reduced gradients is a number of {precision.dtype}: they are summed "
+                "or sent in the type of the weights, and not in float32 (precision.gradients)"
+            )
+    masters = masters_of(replica)
+    with replica.states.full_weights() as whole:
+        placed = own_part(whole, replica).tensors
+        stale = [
+            name
+            for name, master in masters.tensors.items()
+            for piece in masters.places[name].pieces
+            if not torch.equal(piece.of_local(master).to(placed[name].dtype), piece.of_full(placed[name]))
+        ]
+    if names := [name for rank in gather_json(stale) for name in rank]:
+        marks.append(f"modules compute with other values of {listing(names)} than the optimiser's, rounded")
+    return marks
