@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from stretto.verify.diagnose import Verdict
-    from stretto.verify.language.precision import Rounded
+    from stretto.verify.diagnose import Rounded, Verdict
 
 _SHARED = ("the plain model's layers", "initial values", "samples", "learning rates")  # with the reference
 _UNSEEN = (

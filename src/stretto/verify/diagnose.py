@@ -8,7 +8,7 @@ from itertools import combinations
 from math import isfinite, prod
 from statistics import median
 
-from stretto.verify.compare import Comparison
+from stretto.verify.compare import Comparison, Quantity
 
 TOLERANCE = 1e-9
 SAME = 1e-6  # factors this close are one factor
@@ -337,3 +337,24 @@ class Verdict:
         """Everything within the tolerance, and nothing held in a wrong place."""
         errors = (self.loss_error, self.grad_error, self.norm_error, self.weight_error)
         return self.diagnosis is None and all(e <= self.tolerance for e in errors if e is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounded:
+    """A layout in the job's own types, compared with one process in them.
+
+    Attributes:
+        quantities: loss, gradients, norm and, but for adaptive updates of 16-bit training, the optimiser's
+            weights, each where it is farthest from the float64 reference, in units of what it may be.
+        diagnosis: None if all is within its bounds.
+    """
+
+    layout: str
+    dtype: str
+    quantities: Sequence[Quantity]
+    diagnosis: str | None
+
+    @property
+    def equal(self) -> bool:
+        """True if everything is within its bounds."""
+        return self.diagnosis is None and all(one.equal for one in self.quantities)

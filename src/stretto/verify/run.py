@@ -19,8 +19,7 @@ from stretto.errors import StrettoError
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 
 if TYPE_CHECKING:
-    from stretto.verify.diagnose import Verdict
-    from stretto.verify.language.precision import Rounded
+    from stretto.verify.diagnose import Rounded, Verdict
 
 _SHOWN = 6  # names in a line
 

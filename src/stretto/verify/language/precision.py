@@ -24,34 +24,13 @@ from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import DTYPES, assemble
 from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Quantity, compare, mean_errors, relative, rounding_bounds, worst_quantity
-from stretto.verify.diagnose import listing
+from stretto.verify.diagnose import Rounded, listing
 from stretto.verify.language.cases import describe, one_process
 from stretto.verify.language.reference import Snapshot, Trial, run_reference, share_all
 from stretto.verify.language.step import SCALE, TrialTask, loss_of, masters_of, own_part, trial_trainer
 
 STEPS = 2
 Errors = dict[str, dict[str, float]]  # relative errors of a step: by quantity, then by name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounded:
-    """A layout in the job's own types, compared with one process in them.
-
-    Attributes:
-        quantities: loss, gradients, norm and, but for adaptive updates of 16-bit training, the optimiser's
-            weights, each where it is farthest from the float64 reference, in units of what it may be.
-        diagnosis: None if all is within its bounds.
-    """
-
-    layout: str
-    dtype: str
-    quantities: Sequence[Quantity]
-    diagnosis: str | None
-
-    @property
-    def equal(self) -> bool:
-        """True if everything is within its bounds."""
-        return self.diagnosis is None and all(one.equal for one in self.quantities)
 
 
 @dataclass(frozen=True, kw_only=True)
