@@ -21,7 +21,7 @@ pytestmark = pytest.mark.apart
 
 def findings(folder: Path, fault: Any, *cases: dict[str, Any], dtype: str) -> Findings:
     config = job(folder, f"train.dtype={dtype}", model=LLAMA)
-    proof = language_proof(config, [varied(config, case) for case in cases], 1, own=True)
+    proof = language_proof(config, [varied(config, case) for case in cases], 1, own_types=True)
     return run_proof(proof, fault)
 
 

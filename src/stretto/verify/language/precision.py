@@ -98,10 +98,10 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
     worst = dict[str, Quantity]()
     for ours, one in zip(errors, limits, strict=True):
         for what, named in ours.items():
-            found = worst_quantity(what, named, rounding_bounds(one[what], eps))
+            quantity = worst_quantity(what, named, rounding_bounds(one[what], eps))
             known = worst.get(what)
-            if known is None or found.error_in_bounds > known.error_in_bounds:
-                worst[what] = found
+            if known is None or quantity.error_in_bounds > known.error_in_bounds:
+                worst[what] = quantity
     wrong = [one for one in worst.values() if not one.equal]
     diagnosis = next(iter(marks), None)
     if wrong and diagnosis is None:

@@ -53,7 +53,7 @@ class LanguageProof(Proof):
         config: of data, seed and steps.
         cases: of the model that the data's vocabulary makes.
         fields: look for fields of the job that the proof does not see.
-        own: the cases in the job's own types, which are compared with one process in them.
+        retyped: the cases in the job's own types, which are compared with one process in them.
         twice: make the steps both as messages come, and with every message late, and compare the bits; else
             with every message late.
     """
@@ -64,7 +64,7 @@ class LanguageProof(Proof):
     cases: Sequence[Job]
     source: TokenData
     fields: bool
-    own: Sequence[Job] = ()
+    retyped: Sequence[Job] = ()
     twice: bool
 
     def needed_memory(self) -> tuple[float, str, str]:
@@ -94,8 +94,8 @@ class LanguageProof(Proof):
         """What one process computes in the job's own types, for each case."""
         from stretto.verify.language.precision import run_one_process
 
-        trial = self.trial() if self.own else None
-        return [run_one_process(case, trial) for case in self.own if trial is not None]
+        trial = self.trial() if self.retyped else None
+        return [run_one_process(case, trial) for case in self.retyped if trial is not None]
 
     def find(
         self, alone: list[OneProcess] | None, folder: Path, report: Callable[[Verdict, int], None]
@@ -109,7 +109,7 @@ class LanguageProof(Proof):
         if self.fields:
             findings.unproved = without_effect(self.cases[0], trial)
         right = {verdict.layout for verdict in findings.verdicts if verdict.equal}
-        for number, case in enumerate(self.own):
+        for number, case in enumerate(self.retyped):
             if describe(case) in right:  # what differs in float64 is explained already
                 findings.rounded.append(prove_rounded(case, trial, alone[number] if alone else None))
         return findings
@@ -139,8 +139,8 @@ def proof_of(
     if layouts not in ("all", "product"):
         cases = [configured_job(config)] if layouts is None else cases_from_file(Path(layouts), config)
         steps = steps or _STEPS[False]
-        own = precision is not False
-        return language_proof(config, cases, steps, twice=True, fields=True, own=own, quiet=quiet)
+        both = precision is not False
+        return language_proof(config, cases, steps, twice=True, fields=True, own_types=both, quiet=quiet)
     world = ranks or config.layout.to_layout().world
     config = smaller(config, world)
     check_ranks(world)
@@ -148,19 +148,25 @@ def proof_of(
     impossible = [*every.impossible, *without_ranks(every.cases)]
     steps = steps or _STEPS[True]
     return language_proof(
-        config, every.cases, steps, impossible=impossible, fields=True, own=precision is True, quiet=quiet
+        config,
+        every.cases,
+        steps,
+        impossible=impossible,
+        fields=True,
+        own_types=precision is True,
+        quiet=quiet,
     )
 
 
 def in_own_types(config: TrainConfig, case: Job) -> Job | str:
     """The layout in the types that the job trains in, or why it is compared in float64 alone."""
     precision = job_of(config).precision
-    own = replace(case, precision=precision, optimiser=replace(case.optimiser, states=config.optim.states))
-    if own.program().versions:
+    typed = replace(case, precision=precision, optimiser=replace(case.optimiser, states=config.optim.states))
+    if typed.program().versions:
         return "updates within the step are compared in float64 alone"
-    if precision.half and own.shape.moe is not None:
+    if precision.half and typed.shape.moe is not None:
         return f"in {precision.dtype} rounding decides to which experts some tokens go"
-    return "the job trains in float64" if precision.dtype == "float64" else own
+    return "the job trains in float64" if precision.dtype == "float64" else typed
 
 
 def language_proof(
@@ -170,7 +176,7 @@ def language_proof(
     twice: bool = False,
     impossible: Sequence[Impossible] = (),
     fields: bool = False,
-    own: bool = False,
+    own_types: bool = False,
     quiet: bool = True,
 ) -> LanguageProof:
     """The proof of these layouts, all for one number of ranks, with the data prepared.
@@ -179,7 +185,7 @@ def language_proof(
         steps: training steps of each with nothing read between them; one more is made whose gradients are
             read.
         fields: also look for fields of the job that the proof does not see.
-        own: compare in the job's own types too.
+        own_types: compare in the job's own types too.
         quiet: print nothing on the way.
 
     Raises:
@@ -195,11 +201,11 @@ def language_proof(
     shape, notes = with_effect(job.shape, config.data.sequence)
     check_samples(source, config.data, job, evaluates=config.eval.every is not None)
     cases = [replace(case, shape=shape) for case in cases]
-    retyped = [in_own_types(config, case) for case in cases] if own else []
+    retyped = [in_own_types(config, case) for case in cases] if own_types else []
     return LanguageProof(
         config=config,
         cases=cases,
-        own=[case for case in retyped if isinstance(case, Job)],
+        retyped=[case for case in retyped if isinstance(case, Job)],
         float64_only=sorted({reason for reason in retyped if isinstance(reason, str)}),
         source=source,
         fields=fields,
