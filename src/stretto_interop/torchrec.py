@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from stretto.errors import Problem
-from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.config.schema import TableOptimConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec
 from stretto.recommender.planner.options import Option
 
@@ -47,18 +47,18 @@ class FusedOptimizer:
     wire: Wire = "float32"
     element: int = 4
 
-
-def rule_of(config: RecommenderConfig) -> FusedOptimizer:
-    """The rule of a config."""
-    rule, wide = config.optim.tables, config.train.dtype == "float64"
-    return FusedOptimizer(
-        name=rule.name,
-        lr=rule.lr,
-        eps=rule.eps,
-        betas=rule.betas,
-        wire="float64" if wide else config.tables.wire,
-        element=8 if wide else 4,
-    )
+    @classmethod
+    def of(cls, rule: TableOptimConfig, wire: Wire, dtype: str) -> FusedOptimizer:
+        """The optimiser of a config; with weights in float64, vectors are sent as float64 too."""
+        double = dtype == "float64"
+        return cls(
+            name=rule.name,
+            lr=rule.lr,
+            eps=rule.eps,
+            betas=rule.betas,
+            wire="float64" if double else wire,
+            element=8 if double else 4,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

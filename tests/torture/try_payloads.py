@@ -107,8 +107,8 @@ def _imports(
     folder: Path, canary: Path, secret: Path, wrapped: dict[str, bytes], shape: Any
 ) -> Iterator[Try]:
     from stretto.run.train.imported import import_model
-    from stretto_interop.checkpoints.imported import import_dcp
     from stretto_interop.checkpoints.megatron.common import read_common
+    from stretto_interop.commands.checkpoint import import_dcp
 
     for name, path in payloads.published(folder / "published", canary, secret, wrapped):
         yield f"Hugging Face: {name}", partial(import_model, path, folder / "out" / path.name)

@@ -84,9 +84,10 @@ def plan(options: PlanOptions) -> None:
         from stretto.cli.jobs import load_language
 
         base = load_language(options.config, options.overrides or [])
-    task = _task(options, base)
+    task, run = _task(options, base), None
     if framework is not None:
-        task = interop.emit.task_for(framework, task, options.fix or [], base)
+        run = None if base is None else interop.emit.run_values(base)
+        task = interop.emit.task_for(framework, task, options.fix or [], run)
     check_writable(options.html)
     if options.write is not None and (base is None or base.shape() != task.job.shape):
         from stretto.run.config.written import model_section
@@ -103,7 +104,7 @@ def plan(options: PlanOptions) -> None:
         result = search(task, progress)
     emitted = None
     if framework is not None and result.ranking:
-        emitted = interop.emit.emitted_row(framework, result, options.row, base)
+        emitted = interop.emit.emitted_row(framework, result, options.row, run)
         if options.output is not None or not options.as_json:
             interop.print_emitted(emitted, options.output)
     _report(options, task, base, result, emitted).print(options.as_json)

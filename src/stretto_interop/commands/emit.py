@@ -13,28 +13,32 @@ import yaml
 from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
 from stretto.cli.output import labelled, show_search
 from stretto.errors import StrettoError, nearest, read_text
+from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.presets import find_shape
-from stretto.planner.estimate import Estimate
+from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.search.fixed import fixed
 from stretto.planner.search.ranking import TIE, Plan, Ranked
 from stretto.planner.search.search import search
+from stretto.planner.search.task import SearchTask, unplanned
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.planner.place import TablePlan
 from stretto.run.config.job import job_of
+from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.view.plan_texts import search_text
-from stretto_interop.frameworks.fields import PATHS, values_of
-from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, emit, read
-from stretto_interop.frameworks.prices import better, overlapped, price, task_for
+from stretto_interop.frameworks.fields import PATHS, JobValues, run_values, values_of
+from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, emit, read, refusals
 from stretto_interop.frameworks.registry import framework
-from stretto_interop.torchrec import FusedOptimizer, holds, rule_of, torchrec_module
+from stretto_interop.torchrec import FusedOptimizer, holds, torchrec_module
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["framework", "holds", "task_for"]  # for the command line, with the functions below
+__all__ = ["framework", "holds", "run_values"]  # for the command line, with the functions below
 
 _ROWS = 5  # layouts beside the one that is run today
 _INDENT = 10  # columns of a label
@@ -55,7 +59,7 @@ def emitted_config(framework: ExternalFramework | None, config: JobConfig, sourc
         if framework is None:
             check_trains_language(TABLES)
         else:
-            return emit(framework, job_of(config), config)
+            return emit(framework, job_of(config), run_values(config))
     assert isinstance(config, RecommenderConfig)
     check_trains_recommenders(None if framework is None else framework.name)
     tables = config.table_specs()
@@ -68,7 +72,12 @@ def emitted_config(framework: ExternalFramework | None, config: JobConfig, sourc
     world = config.layout.ranks
     local = config.layout.ranks_per_node or world
     return torchrec_module(
-        tables, placements, world=world, local=local, rule=rule_of(config), about=config.run.name
+        tables,
+        placements,
+        world=world,
+        local=local,
+        rule=FusedOptimizer.of(config.optim.tables, config.tables.wire, config.train.dtype),
+        about=config.run.name,
     )
 
 
@@ -81,7 +90,9 @@ def emitted_tables(
         wire: the type of exchanged values that the search was fixed to, as `--fix` takes it.
     """
     work = plan.job.work
-    rule = FusedOptimizer() if job is None else rule_of(job)
+    rule = FusedOptimizer()
+    if job is not None:
+        rule = FusedOptimizer.of(job.optim.tables, job.tables.wire, job.train.dtype)
     rule = replace(rule, name=work.optimizer, element=work.weight)
     if wire is not None:
         types = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
@@ -100,12 +111,12 @@ def emitted_tables(
 # ------------------------------------------------------------------ plan
 
 
-def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, base: TrainConfig | None) -> str:
+def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, run: JobValues | None) -> str:
     """A layout of a plan as the framework takes it.
 
     Args:
         row: of the ranking, from 1; None: the first.
-        base: the config that was planned.
+        run: values of the config that was planned, or None.
 
     Raises:
         StrettoError: there is no such row.
@@ -121,7 +132,7 @@ def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, base:
         f"predicted on {estimate.job.layout.world} x {estimate.cluster.device.name}: "
         f"{estimate.seconds:.4g} s a step ({estimate.low:.4g} to {estimate.high:.4g})"
     )
-    return emit(framework, estimate.job, base, about)
+    return emit(framework, estimate.job, run, about)
 
 
 # ------------------------------------------------------------------ predict
@@ -259,3 +270,69 @@ def show_priced(to: Console, result: Priced) -> None:
 
 def _change(result: Estimate, today: Estimate) -> str:
     return f"{result.seconds:.4g} s a step ({100 * (result.seconds / today.seconds - 1):+.1f}%)"
+
+
+# ------------------------------------------------------------------ what jobs cost there
+
+# sections of values that a search makes
+_SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
+
+
+def task_for(
+    framework: ExternalFramework, task: SearchTask, fix: Sequence[str] = (), run: JobValues | None = None
+) -> SearchTask:
+    """A search among the layouts that the framework has, at the cost that they have there.
+
+    Args:
+        fix: values that the user has made, as `--fix` takes them; these come first.
+        run: values of the config that is planned, or None.
+
+    Raises:
+        StrettoError: the framework does not have the model, or another choice that no layout changes.
+    """
+    values = {**fixed(framework.plans), **fixed(fix)}
+    job = framework.as_run(task.job, {})
+    jobs = [replace(job, dp=DataParallelSettings(mode=mode)) for mode in MODES if mode != "server"]
+    wrong, *others = ({item.field: item for item in refusals(framework, each, run)} for each in jobs)
+    always = [item for name, item in wrong.items() if all(name in other for other in others)]
+    raise_first([item for item in always if not item.field.startswith(_SEARCHED)])
+    return replace(
+        task,
+        job=job,
+        assumptions=framework.assumptions,
+        fixed=values,
+        refusals=lambda item: refusals(framework, item, run),
+    )
+
+
+def price(reading: ForeignJob, cluster: Cluster, *, memory: bool = True) -> Estimate:
+    """Time and memory of a job as it was read, on a cluster of its size."""
+    return estimate(reading.job, cluster, reading.assumptions, memory=memory)
+
+
+def overlapped(framework: ExternalFramework, reading: ForeignJob, cluster: Cluster) -> Estimate | None:
+    """The same layout with gradients reduced while the backward computes; None where they are already."""
+    if reading.assumptions.overlap:
+        return None
+    assumptions = replace(reading.assumptions, overlap=framework.assumptions.overlap)
+    return estimate(reading.job, cluster, assumptions)
+
+
+def better(
+    framework: ExternalFramework, reading: ForeignJob, cluster: Cluster, seconds: float, top: int
+) -> SearchTask:
+    """The search for layouts that do the same work on the same cluster in less time.
+
+    Args:
+        seconds: of the search.
+        top: layouts that are wanted.
+    """
+    return SearchTask(
+        job=unplanned(reading.job),  # with what the framework keeps of it
+        cluster=cluster,
+        assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
+        fixed=fixed(framework.plans),
+        refusals=lambda item: refusals(framework, item),
+        seconds=seconds,
+        top=top,
+    )

@@ -195,21 +195,26 @@ class JobValues:
         return job_from(self.values)
 
 
-def values_of(job: Job, config: TrainConfig | None = None) -> JobValues:
-    """The values of all fields of a job, and of the run around it from its config.
+def run_values(config: TrainConfig) -> JobValues:
+    """The values of all fields of a config; those that it requires are open."""
+    values = {".".join(path): _value_at(config, path) for path, _ in fields_of(TrainConfig)}
+    return JobValues(values, frozenset(config.required))
 
-    Without a config these have their defaults, and what a plan cannot know is open.
+
+def values_of(job: Job, run: JobValues | None = None) -> JobValues:
+    """The values of all fields of a job, and of the run around it.
+
+    Without a run these have their defaults, and what a plan cannot know is open.
     """
-    values = dict(RUN_DEFAULTS)
-    if config is not None:
-        values |= {".".join(path): _value_at(config, path) for path, _ in fields_of(TrainConfig)}
+    values = dict(RUN_DEFAULTS if run is None else run.values)
+    file = values["schedule.file"]
     values |= {name: _value_at(job, path) for name, path in PATHS.items()}
     values["train.bucket_mib"] = job.bucket / 2**20
     if job.custom_program is not None:
-        values["schedule.file"] = job.custom_program if config is None else config.schedule.file
+        values["schedule.file"] = job.custom_program if run is None else file
     decided = {name: values[name] for name in NAMES}
-    if config is not None:
-        return JobValues(decided, frozenset(config.required))
+    if run is not None:
+        return JobValues(decided, run.open)
     return JobValues(decided, frozenset(FIELDS), (frozenset(NAMES) - set(PATHS) | _UNPLANNED) - set(FIELDS))
 
 

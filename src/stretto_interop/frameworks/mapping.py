@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 from stretto.errors import Problem, StrettoError, nearest
 from stretto.job.job import Job
@@ -19,8 +20,8 @@ from stretto.job.presets import PRESETS, preset
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape, fields_of
 from stretto.planner.assumptions import Assumptions, software_profile
+from stretto.planner.machines.reading import shipped
 from stretto.run.config.run_checks import raise_first
-from stretto.run.config.schema import TrainConfig
 from stretto_interop.frameworks.fields import (
     JOB,
     MODEL,
@@ -258,6 +259,22 @@ def under(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
+# fields of a run's data, machine, reports and safeguards that frameworks keep elsewhere
+AROUND = (
+    *under("data", "tokenizer vocab end_of_text begin_of_text text_field format on_error split"),
+    *under("data", "shuffle shuffle_window cache cache_gib chat_template too_long"),
+    *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s"),
+    *under("eval", "every batches"),
+    *under("metrics", "tensorboard tensorboard_dir peak_tflops trace"),
+    *under("sample", "prompt tokens temperature top_k"),
+    *under("elastic", "layouts"),
+    *under("run", "name dir private"),
+    *under("guard", "on_nonfinite on_spike spike_sigma spike_window max_skips"),
+    *under("guard", "check_replicas check_memory on_mismatch"),
+    *under("checkpoint", "if_busy keep_every keep_best resume may_differ"),
+)
+
+
 def renamed(
     setting: str,
     field: T,
@@ -265,6 +282,7 @@ def renamed(
     default: Any = None,
     to: Callable[[T], Any] = lambda value: value,
     back: Callable[[Any], T] = lambda value: value,
+    notes: Callable[[JobValues], Iterable[str]] = lambda _: (),
 ) -> Rule:
     """A field that is a setting, which is always written.
 
@@ -281,7 +299,18 @@ def renamed(
         value = settings.get(setting, default)
         return {} if value is None else {field: back(value)}
 
-    return rule(field, [setting], write, read)
+    return rule(field, [setting], write, read, notes)
+
+
+def optional(setting: str, field: object) -> Rule:
+    """A field that is a setting, which is absent if the field is None."""
+    name = name_of(field)
+    return rule(
+        field,
+        [setting],
+        write=lambda values: {} if values.values[name] is None else {setting: values.values[name]},
+        read=lambda settings: {name: settings.get(setting)},
+    )
 
 
 def one_of(
@@ -460,18 +489,17 @@ def model_words(shape: ModelShape) -> str:
 # ------------------------------------------------------------------ both directions
 
 
-def emit(framework: ExternalFramework, job: Job, config: TrainConfig | None = None, about: str = "") -> str:
+def emit(framework: ExternalFramework, job: Job, run: JobValues | None = None, about: str = "") -> str:
     """The job as the framework takes it.
 
     Args:
-        config: the job's config, with the fields of the run around it; None: a plan's job, which leaves them
-            open.
+        run: values of the run around the job; None for a plan's job, which leaves them open.
         about: first lines, as comments.
 
     Raises:
         StrettoError: a value that the framework does not have; tells how many more exist.
     """
-    settings, notes = settings_of(framework, values_of(job, config))
+    settings, notes = settings_of(framework, values_of(job, run))
     return framework.render(settings, [*about.splitlines(), *notes])
 
 
@@ -487,10 +515,10 @@ def settings_of(framework: ExternalFramework, values: JobValues) -> tuple[dict[s
     return settings, notes
 
 
-def refusals(framework: ExternalFramework, job: Job, config: TrainConfig | None = None) -> list[Problem]:
-    """The values of a job that the framework does not have; `config` as in `emit`."""
+def refusals(framework: ExternalFramework, job: Job, run: JobValues | None = None) -> list[Problem]:
+    """The values of a job that the framework does not have; `run` as in `emit`."""
     try:
-        return _written(framework, values_of(job, config))[2]
+        return _written(framework, values_of(job, run))[2]
     except StrettoError as error:  # of no single field
         return [error if isinstance(error, Problem) else error.within("layout")]
 
@@ -605,3 +633,18 @@ def unmapped(framework: ExternalFramework) -> tuple[set[str], set[str]]:
     """Fields that no rule is about, and those that several are, or that do not exist."""
     about = [name for rule in framework.rules for name in rule.fields]
     return set(NAMES) - set(about), {name for name in about if about.count(name) > 1 or name not in NAMES}
+
+
+# ------------------------------------------------------------------ settings that no field is about
+
+
+def others(name: str, kind: Literal["unpriced", "unread"]) -> dict[str, str]:
+    """Why a framework's settings change no price (`unpriced`), or are refused when read (`unread`), by
+    patterns of their names.
+    """
+    return {pattern: reason for reason, patterns in _lists(name)[kind].items() for pattern in patterns}
+
+
+@cache
+def _lists(name: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    return shipped("stretto_interop.frameworks", name)

@@ -17,6 +17,7 @@ from stretto.job.job import Job
 from stretto.layout.layout import ORDER
 from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
+    AROUND,
     ExternalFramework,
     Settings,
     Unset,
@@ -25,6 +26,7 @@ from stretto_interop.frameworks.mapping import (
     check_batch,
     ignored,
     next_token,
+    others,
     refused,
     renamed,
     restricted,
@@ -32,7 +34,6 @@ from stretto_interop.frameworks.mapping import (
     under,
     without_encoder,
 )
-from stretto_interop.frameworks.others import others
 from stretto_interop.frameworks.torchtitan_job import (
     BEGIN,
     MODEL_FIELDS,
@@ -390,57 +391,6 @@ def _write_checkpoint(values: JobValues) -> Settings:
 
 # ------------------------------------------------------------------ all of it
 
-_AROUND = (
-    RUN.data.tokenizer,
-    RUN.data.vocab,
-    RUN.data.end_of_text,
-    RUN.data.begin_of_text,
-    RUN.data.text_field,
-    RUN.data.format,
-    RUN.data.on_error,
-    RUN.data.split,
-    RUN.data.shuffle,
-    RUN.data.shuffle_window,
-    RUN.data.cache,
-    RUN.data.cache_gib,
-    RUN.data.chat_template,
-    RUN.data.too_long,
-    RUN.train.device,
-    RUN.train.backend,
-    RUN.train.threads,
-    RUN.train.timeout_s,
-    RUN.train.start_s,
-    RUN.train.hang_s,
-    RUN.train.restarts,
-    RUN.train.grace_s,
-    RUN.eval.every,
-    RUN.eval.batches,
-    RUN.metrics.tensorboard,
-    RUN.metrics.tensorboard_dir,
-    RUN.metrics.peak_tflops,
-    RUN.metrics.trace,
-    RUN.sample.prompt,
-    RUN.sample.tokens,
-    RUN.sample.temperature,
-    RUN.sample.top_k,
-    RUN.elastic.layouts,
-    RUN.run.name,
-    RUN.run.dir,
-    RUN.run.private,
-    RUN.guard.on_nonfinite,
-    RUN.guard.on_spike,
-    RUN.guard.spike_sigma,
-    RUN.guard.spike_window,
-    RUN.guard.max_skips,
-    RUN.guard.check_replicas,
-    RUN.guard.check_memory,
-    RUN.guard.on_mismatch,
-    RUN.checkpoint.if_busy,
-    RUN.checkpoint.keep_every,
-    RUN.checkpoint.keep_best,
-    RUN.checkpoint.resume,
-    RUN.checkpoint.may_differ,
-)
 RULES = (
     rule(
         (*MODEL_FIELDS,), under("model", "name flavor sizes"), write_model, read_model, notes=_position_notes
@@ -575,7 +525,7 @@ RULES = (
     ignored("torchtitan cuts a batch into a number of chunks, where its loss does", JOB.loss_chunk),
     ignored("FSDP2 gathers and reduces block by block", RUN.train.bucket_mib),
     ignored("torchtitan has data sets by name", RUN.data.source),
-    ignored("it is torchtitan's own way", (*_AROUND,)),
+    ignored("it is torchtitan's own way", AROUND),
 )
 
 

@@ -19,8 +19,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.memory.short_step import short_step_memory
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
 from stretto_interop.frameworks.fields import values_of
-from stretto_interop.frameworks.mapping import emit, read, unmapped
-from stretto_interop.frameworks.others import others
+from stretto_interop.frameworks.mapping import emit, others, read, unmapped
 
 BF16 = Precision(dtype="bfloat16")
 JOB = Job(

@@ -16,7 +16,7 @@ from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import fields_of
-from stretto_interop.frameworks.fields import NAMES, NOT_CHOSEN, PATHS, job_from, values_of
+from stretto_interop.frameworks.fields import NAMES, NOT_CHOSEN, PATHS, job_from, run_values, values_of
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
@@ -65,8 +65,8 @@ def test_choices_make_the_job_again(name: str) -> None:
 def test_a_plan_leaves_open_what_it_cannot_know_and_a_config_what_it_marks() -> None:
     config = load("configs/llama-tiny-tp2.yaml", ["train.steps=7", "train.seed=3"])
     assert values_of(job_of(config)).open >= {"train.steps", "data.source"}
-    choices = values_of(job_of(config), config)
+    choices = values_of(job_of(config), run_values(config))
     assert not choices.open
     assert (choices["train.steps"], choices["train.seed"], choices["model.family"]) == (7, 3, "llama")
     marked = load("configs/llama-tiny-tp2.yaml", ["train.steps=REQUIRED"])
-    assert values_of(job_of(marked), marked).open == {"train.steps"}
+    assert values_of(job_of(marked), run_values(marked)).open == {"train.steps"}

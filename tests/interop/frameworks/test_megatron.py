@@ -24,7 +24,7 @@ from stretto.layout.shards import Mode
 from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
-from stretto_interop.frameworks.fields import JobValues, values_of
+from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
 from stretto_interop.frameworks.megatron.arguments import arguments
 from stretto_interop.frameworks.megatron.framework import MEGATRON
@@ -187,7 +187,7 @@ def test_a_config_is_written_in_full() -> None:
     overrides = ["layout.dp=2", "train.dtype=bfloat16", "checkpoint.every=50", "train.device=cuda"]
     rate = ["optim.rate.schedule=wsd", "optim.rate.decay=sqrt"]
     config = load("configs/llama-tiny-tp2.yaml", [*overrides, *rate, "train.steps=200"])
-    text = emit(MEGATRON, job_of(config), config)
+    text = emit(MEGATRON, job_of(config), run_values(config))
     for part in ("--lr-decay-style WSD", "--lr-wsd-decay-style minus_sqrt", "--lr-wsd-decay-iters 20"):
         assert f"{part}\n" in text
     assert "--save runs/llama-tiny-tp2/checkpoints\n  --save-interval 50\n" in text

@@ -17,6 +17,7 @@ from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.validation import read_section
+from stretto_interop.frameworks.fields import run_values
 from stretto_interop.frameworks.mapping import emit
 from stretto_interop.frameworks.megatron.arguments import arguments, lost, needless
 from stretto_interop.frameworks.megatron.framework import MEGATRON
@@ -266,7 +267,9 @@ def test_what_is_written_for_megatron_comes_back(overrides: str) -> None:
     words = ["train.device=cuda", "optim.rate.warmup_init=0.0", "train.seed=3", "eval.every=50"]
     config = load("configs/llama-tiny-tp2.yaml", [*words, *overrides.split()])
     job = job_of(config, vocab=config.data.vocab)
-    text = emit(MEGATRON, job, config).replace('"${DATA_SOURCE:?data.source, such as PREFIX}"', "prefix")
+    text = emit(MEGATRON, job, run_values(config)).replace(
+        '"${DATA_SOURCE:?data.source, such as PREFIX}"', "prefix"
+    )
     back = config_of(moved(text))
     again = job_of(back, vocab=config.data.vocab)
     # alike in what is computed: an even cut is written out, and types mean nothing in 32 bits
@@ -458,7 +461,7 @@ def test_indexed_datasets_and_their_mixture_are_written_and_come_back(tmp_path: 
     for source in (a, [a, b], {a: 0.25, b: 0.75}):
         base = load("configs/llama-tiny-tp2.yaml", ["train.device=cuda", "layout.dp=2"])
         config = replace(base, data=replace(base.data, source=source))
-        text = emit(MEGATRON, job_of(config), config)
+        text = emit(MEGATRON, job_of(config), run_values(config))
         assert config_of(moved(text)).data.source == source
 
 

@@ -14,8 +14,9 @@ from stretto.planner.search.fixed import fixed
 from stretto.planner.search.search import search
 from stretto.planner.search.task import SearchTask, job_to_plan
 from stretto.run.config import load
+from stretto_interop.commands.emit import task_for
+from stretto_interop.frameworks.fields import run_values
 from stretto_interop.frameworks.mapping import ExternalFramework, emit, refusals
-from stretto_interop.frameworks.prices import task_for
 from stretto_interop.frameworks.registry import FRAMEWORKS
 
 # with choices that leave few candidates, so that all are examined
@@ -85,4 +86,4 @@ def test_what_no_layout_mends_is_refused_before_the_search() -> None:
         task_for(FRAMEWORKS["torchtitan"], task("gpt2", "h100:8"))
     config = load("configs/llama-tiny-tp2.yaml", ["data.packing=none", "layout.tp=1", "layout.dp=2"])
     with pytest.raises(StrettoError, match=r"data\.packing is none"):
-        task_for(FRAMEWORKS["megatron"], task("llama3-8b", "h100:8"), (), config)
+        task_for(FRAMEWORKS["megatron"], task("llama3-8b", "h100:8"), (), run_values(config))

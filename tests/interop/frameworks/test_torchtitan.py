@@ -22,7 +22,7 @@ from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto_interop.frameworks.fields import JobValues, values_of
+from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import emit, read, settings_of, unmapped
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
 from stretto_interop.frameworks.torchtitan_job import FLAVOURS
@@ -132,7 +132,7 @@ def config(*overrides: str) -> TrainConfig:
 
 def test_a_config_is_written_whole() -> None:
     job = config("checkpoint.every=20", "train.seed=5", "run.name=mine")
-    text = emit(TORCHTITAN, job_of(job), job)
+    text = emit(TORCHTITAN, job_of(job), run_values(job))
     assert "fill_in" not in text
     for line in (
         "steps=100",

@@ -23,7 +23,6 @@ from stretto.engine.optim.base import decays
 from stretto.engine.optim.rate import LearningRate
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.groups import MOMENTS
 from stretto_interop.checkpoints.dcp.streaming import (
     ExportedCheckpoint,
     open_export,
@@ -33,6 +32,7 @@ from stretto_interop.checkpoints.dcp.streaming import (
 )
 from stretto_interop.checkpoints.dcp.titan import (
     HEADS,
+    MOMENTS,
     VERSIONS,
     TitanRule,
     TitanTensor,

@@ -29,7 +29,7 @@ from stretto.engine.checkpoint.storage import run_collective
 from stretto.errors import StrettoError
 from stretto.job.optimiser import Optimiser, RateSchedule
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.groups import MOMENTS
+from stretto_interop.checkpoints.dcp.titan import MOMENTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from stretto.job.shape import ModelShape
 
 View = Callable[[Tensor], Tensor]
 VERSIONS = ("0.3", "0.2")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the states of AdamW
 HEADS = ("lm_head.weight", "output.weight")
 
 _EXPERTS = ("moe.routed_experts.inner_experts", "moe.experts")

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from stretto.engine.checkpoint.plain_pickle import Name
@@ -26,6 +28,7 @@ from stretto.errors import StrettoError
 from stretto_interop.checkpoints.dcp.archive import Archives, PickledTensor
 from stretto_interop.checkpoints.dcp.index import DcpIndex
 from stretto_interop.checkpoints.megatron.common import NAMES
+from stretto_interop.checkpoints.megatron.names import MegatronRule
 
 MASTER = "param"
 BUCKETS, GATHERED = "dp_reshardable", "dp_zero_gather_scatter"
@@ -190,3 +193,410 @@ def _only(value: Any) -> Any:
     """What is saved as an object stands in a list of its own."""
     several = cast("list[Any]", value) if isinstance(value, list) else []
     return several[0] if len(several) == 1 else value
+
+
+# ------------------------------------------------------------------ what lies where
+
+_ALIGNED = 64  # elements; a bucket begins at a multiple of 128
+_LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000  # elements of a bucket, and at least so many per replica
+
+# parameters of a block in the order in which Megatron makes its modules
+_OTHER = (
+    "attn.qkv.weight",
+    "attn.qkv.bias",
+    "attn.q_norm.weight",
+    "attn.k_norm.weight",
+    "norm2.weight",
+    "norm2.bias",
+    "mlp.up.weight",
+    "mlp.up.bias",
+    "mlp.gate_up.weight",
+    "mlp.gate_up.bias",
+    "mlp.down.weight",
+    "mlp.down.bias",
+    "mlp.router.gate.weight",
+    "mlp.router.gate.bias",
+    "mlp.experts.gate_up",
+    "mlp.experts.up",
+    "mlp.experts.down",
+    "mlp.shared.gate_up.weight",
+    "mlp.shared.up.weight",
+    "mlp.shared.down.weight",
+    "mlp.shared_gate.weight",
+)
+_PROJECTION = ("attn.proj.weight", "attn.proj.bias")
+_NORM = ("norm1.weight", "norm1.bias")
+# by `transformer_impl`: Transformer Engine has the norm in the linear after it
+_ORDERS = {
+    "transformer_engine": _PROJECTION + _NORM + _OTHER,
+    "local": _NORM + _PROJECTION + _OTHER,
+}
+_FIRST = ("embed.tok.weight", "embed.pos.weight")
+_EXPERTS = "mlp.experts.down"
+_LAST = ("head.norm.weight", "head.norm.bias", "head.out.weight")
+# cut over tensor-parallel ranks by rows, and by columns; all others are whole on each of them
+_BY_ROWS = frozenset(
+    {
+        "embed.tok.weight",
+        "head.out.weight",
+        "attn.qkv.weight",
+        "attn.qkv.bias",
+        "mlp.up.weight",
+        "mlp.up.bias",
+        "mlp.gate_up.weight",
+        "mlp.gate_up.bias",
+        "mlp.shared.gate_up.weight",
+        "mlp.shared.up.weight",
+        "mlp.experts.gate_up",
+        "mlp.experts.up",
+    }
+)
+_BY_COLUMNS = frozenset({"attn.proj.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down"})
+
+
+class _MisfitError(Exception):
+    """Parameters and buckets do not end together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What the ranks may have been like.
+
+    Attributes:
+        modules: the order of a block's parameters.
+        linears: whether all experts' first linears lie together; each expert's linears do otherwise.
+        tp, experts_tp: tensor-parallel ranks, and those of an expert.
+        limit: elements at which a bucket of the first stage ends, where the checkpoint does not say buckets.
+    """
+
+    modules: tuple[str, ...]
+    linears: bool
+    tp: int
+    experts_tp: int
+    limit: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A parameter of a rank: one of the model's, or of one expert, cut over `ranks`.
+
+    alone: in a bucket of its own: an embedding that is the head's too, on another stage.
+    copy: its values are read from another stage.
+    """
+
+    rule: MegatronRule
+    ranks: int
+    expert: int | None = None
+    alone: bool = False
+    copy: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has another share of it."""
+        return self.ranks > 1 and _module(self.rule) in _BY_ROWS | _BY_COLUMNS
+
+    @property
+    def size(self) -> int:
+        """Elements on a rank."""
+        shape = self.rule.shape if self.expert is None else self.rule.shape[1:]
+        if not self.is_cut:
+            return prod(shape)
+        rows = _module(self.rule) in _BY_ROWS
+        if shape[0 if rows else 1] % (self.ranks * (2 if rows and self.rule.halves is not None else 1)):
+            raise _MisfitError
+        return prod(shape) // self.ranks
+
+    def share(self, foreign: Tensor, rank: int) -> Tensor:
+        """The rank's share of the whole tensor, as a view of the shape that is stored."""
+        full, dim = foreign if self.expert is None else foreign[self.expert], 0
+        if not self.is_cut:
+            return full
+        if _module(self.rule) in _BY_COLUMNS:
+            dim = 1
+        elif self.rule.halves is not None:  # gate and up projection are cut apart
+            full, dim = full.unflatten(0, (2, -1)), 1
+        each = full.shape[dim] // self.ranks
+        return full.narrow(dim, each * rank, each)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a share of a parameter is stored: in a buffer, from an element on."""
+
+    part: _Part
+    rank: int
+    buffer: Buffer
+    start: int
+
+
+def _module(rule: MegatronRule) -> str:
+    """Our name of a parameter without its block's number."""
+    return rule.parameter if rule.layer is None else rule.parameter.split(".", 2)[2]
+
+
+def _places(
+    buffers: BufferLayout, rules: Sequence[MegatronRule], order: _Order
+) -> Mapping[str, Sequence[_Place]]:
+    """The places of every parameter, by our names.
+
+    Raises:
+        _MisfitError: the buffers are of another size or number.
+    """
+    if len(buffers.dense) % order.tp:
+        raise _MisfitError
+    stages = len(buffers.dense) // order.tp
+    model = _Model(rules, order, stages, spread=bool(buffers.experts))
+    spread = len(buffers.experts) // (stages * order.experts_tp)
+    if spread * stages * order.experts_tp != len(buffers.experts):
+        raise _MisfitError
+    result: dict[str, list[_Place]] = {rule.parameter: [] for rule in rules}
+    chunks = [[each[i] for each in buffers.dense] for i in range(len(buffers.dense[0]))]
+    if any(len(each) != len(chunks) for each in buffers.dense):
+        raise _MisfitError
+    layer, used = 0, [0] * stages  # buffers of experts: a chunk without experts has none
+    for number in range(len(chunks) * stages):
+        chunk, stage = divmod(number, stages)
+        ranks = chunks[chunk][stage * order.tp : (stage + 1) * order.tp]
+        limit = order.limit if number == 0 else None  # other stages and chunks have one bucket
+        last = number == len(chunks) * stages - 1
+        layers, parts = model.stage(ranks[0], layer, first=number == 0, last=last, limit=limit)
+        _place(result, parts, ranks, limit)
+        layer = layers.stop
+        for rank in range(spread):
+            if parts := model.experts(layers, rank, spread):
+                at = order.experts_tp * (rank + spread * stage)
+                each = [_at(item, used[stage]) for item in buffers.experts[at : at + order.experts_tp]]
+                _place(result, parts, each, limit)
+                used[stage] += rank == spread - 1
+    if layer != model.layers or any(not each for each in result.values()):
+        raise _MisfitError
+    return result
+
+
+class _Model:
+    """The parameters of a model as ranks have them."""
+
+    def __init__(self, rules: Sequence[MegatronRule], order: _Order, stages: int, *, spread: bool) -> None:
+        self._order, self._stages = order, stages
+        self._spread = spread
+        self._outside = {rule.parameter: rule for rule in rules if rule.layer is None}
+        self._blocks: dict[int, dict[str, MegatronRule]] = {}
+        for rule in rules:
+            if rule.layer is not None:
+                self._blocks.setdefault(rule.layer, {})[_module(rule)] = rule
+        self.layers = len(self._blocks)
+
+    def stage(
+        self, buffer: Buffer, layer: int, *, first: bool, last: bool, limit: int | None
+    ) -> tuple[range, list[_Part]]:
+        """The layers of a stage, from `layer` on, with which its parameters fill the buffer, and these."""
+        for count in [self.layers - layer] if last else range(self.layers - layer + 1):
+            layers = range(layer, layer + count)
+            parts = list(self._parts(layers, first=first, last=last))
+            if parts and _starts(parts, buffer, limit) is not None:
+                return layers, parts
+        raise _MisfitError
+
+    def _parts(self, layers: range, *, first: bool, last: bool) -> Iterator[_Part]:
+        tp = self._order.tp
+        shared = self._stages > 1 and _LAST[-1] not in self._outside  # a tied head on another stage
+        for name in _FIRST if first else ():
+            if name in self._outside:
+                yield _Part(rule=self._outside[name], ranks=tp, alone=shared and name == _FIRST[0])
+        for layer in layers:
+            block = self._blocks[layer]
+            for name in self._order.modules:
+                if name in block and not block[name].of_experts:
+                    yield _Part(rule=block[name], ranks=tp)
+                elif name == _EXPERTS and name in block and not self._spread:
+                    yield from self._experts(layer, range(block[name].shape[0]), tp)
+        for name in _LAST if last else ():
+            if name in self._outside:
+                yield _Part(rule=self._outside[name], ranks=tp)
+        if last and shared:
+            yield _Part(rule=self._outside[_FIRST[0]], ranks=tp, alone=True, copy=True)
+
+    def experts(self, layers: range, rank: int, ranks: int) -> list[_Part]:
+        """The experts that one of the ranks which they are spread over has of some layers."""
+        result = list[_Part]()
+        for layer in layers:
+            if (down := self._blocks[layer].get(_EXPERTS)) is not None:
+                each, others = divmod(down.shape[0], ranks)
+                if others:
+                    raise _MisfitError
+                result += self._experts(layer, range(rank * each, (rank + 1) * each), self._order.experts_tp)
+        return result
+
+    def _experts(self, layer: int, experts: range, ranks: int) -> Iterator[_Part]:
+        names = [name for name in self._order.modules if name in self._blocks[layer]]
+        linears = [self._blocks[layer][name] for name in names if self._blocks[layer][name].of_experts]
+        if self._order.linears:
+            yield from (_Part(rule=rule, ranks=ranks, expert=item) for rule in linears for item in experts)
+        else:
+            yield from (_Part(rule=rule, ranks=ranks, expert=item) for item in experts for rule in linears)
+
+
+def _place(
+    result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer], limit: int | None
+) -> None:
+    """Note the places of a stage's parameters on each of its ranks."""
+    for rank, buffer in enumerate(ranks):
+        starts = _starts(parts, buffer, limit)
+        if starts is None:
+            raise _MisfitError
+        for part, start in zip(reversed(parts), starts, strict=True):
+            if not part.copy and (rank == 0 or part.is_cut):
+                result[part.rule.parameter].append(_Place(part, rank, buffer, start))
+
+
+def _at(buffers: Sequence[Buffer], number: int) -> Buffer:
+    if number >= len(buffers):
+        raise _MisfitError
+    return buffers[number]
+
+
+def _starts(parts: Sequence[_Part], buffer: Buffer, limit: int | None) -> list[int] | None:
+    """Where each parameter begins in a buffer without padding after buckets, the last parameter first; None:
+    they do not fill it.
+    """
+    sizes = buffer.buckets or _bucket_sizes(parts, limit)
+    starts = list[int]()
+    before = bucket = end = 0
+    for part in reversed(parts):
+        at = _aligned(end)
+        if end and (end == sizes[bucket] or (part.alone and at == sizes[bucket])):
+            before += sizes[bucket]
+            bucket += 1
+            at = 0
+            if bucket == len(sizes):
+                return None
+        end = at + part.size
+        if end > sizes[bucket]:
+            return None
+        starts.append(before + at)
+    complete = bucket == len(sizes) - 1 and end == sizes[bucket] and before + end == buffer.size
+    return starts if complete else None
+
+
+def _bucket_sizes(parts: Sequence[_Part], limit: int | None) -> list[int]:
+    """Elements of the buckets that Megatron makes of some parameters."""
+    sizes, end = list[int](), 0
+    for part in reversed(parts):
+        at = _aligned(end)
+        if part.alone and end:
+            sizes.append(at)
+            at = 0
+        end = at + part.size
+        if part.alone or (limit is not None and end >= limit):
+            sizes.append(end)
+            end = 0
+    return [*sizes, end] if end else sizes
+
+
+def _aligned(end: int) -> int:
+    return -(-end // _ALIGNED) * _ALIGNED
+
+
+class OrderedStates:
+    """The states of each parameter, out of the buffers of ranks.
+
+    Args:
+        rules: of the parameters that have states.
+        args: Megatron's arguments, which say what the ranks were like.
+        weight: reads a weight of the model, in Megatron's layout.
+        source: for errors.
+
+    Raises:
+        StrettoError: no order that is known gives such buffers, or float32 weights in them that round to the
+            model's.
+    """
+
+    def __init__(
+        self,
+        buffers: BufferLayout,
+        rules: Sequence[MegatronRule],
+        args: Mapping[str, Any],
+        weight: Callable[[MegatronRule], Tensor],
+        source: Path,
+    ) -> None:
+        samples = list({_module(rule): rule for rule in reversed(rules)}.values())  # one of each kind
+        fitting = 0
+        for order in _orders(buffers, rules, args):
+            try:
+                self._places = _places(buffers, rules, order)
+            except _MisfitError:
+                continue
+            fitting += 1
+            if all(rounds_to(self.read(rule, MASTER), weight(rule)) for rule in samples):
+                return
+        sizes = [item.size for rank in (*buffers.dense, *buffers.experts) for item in rank]
+        kind = (
+            "float32 weights that round to the model's"
+            if fitting
+            else f"buffers of {_matching(sizes)} elements"
+        )
+        raise StrettoError(
+            f"the optimiser's states in {source} are flat buffers of each rank ({buffers.form}), and no "
+            f"order of parameters that is known here gives {kind}",
+            hint=SAVE_WHOLE,
+        )
+
+    def read(self, rule: MegatronRule, key: str) -> Tensor:
+        """A state of a parameter, or its float32 weights (MASTER), in Megatron's layout.
+
+        Raises:
+            StrettoError: it is damaged.
+        """
+        foreign = torch.empty(rule.shape)
+        for place in self._places[rule.parameter]:
+            share = place.part.share(foreign, place.rank)
+            flat = torch.empty(share.numel())
+            place.buffer.read(key, place.start, flat)
+            share.copy_(flat.view(share.shape))
+        return foreign
+
+
+def rounds_to(exact: Tensor, weights: Tensor) -> bool:
+    """Whether every float32 value is rounded to the weight, to nearest, in either direction at ties."""
+    exact = exact.float()
+    nearest = exact.to(weights.dtype).float()
+    return bool(((exact - weights.float()).abs() <= (exact - nearest).abs()).all())
+
+
+def _orders(
+    buffers: BufferLayout, rules: Sequence[MegatronRule], args: Mapping[str, Any]
+) -> Iterator[_Order]:
+    """What the ranks may have been like, as the arguments have it first; where they say it, nothing else."""
+    ranks, moe = len(buffers.dense), any(rule.of_experts for rule in rules)
+    tps = [tp] if (tp := _count(args, "tensor_model_parallel_size")) else range(ranks, 0, -1)
+    impl = args.get("transformer_impl")
+    for name in sorted(_ORDERS, key=lambda item: item != impl):
+        for tp in tps:
+            for limit in _limits(buffers, args):
+                for linears in (True, False) if moe else (True,):
+                    yield _Order(
+                        modules=_ORDERS[name],
+                        linears=linears,
+                        tp=tp,
+                        experts_tp=_count(args, "expert_tensor_parallel_size") or tp,
+                        limit=limit,
+                    )
+
+
+def _limits(buffers: BufferLayout, args: Mapping[str, Any]) -> Sequence[int | None]:
+    """Elements at which a bucket ends, where the checkpoint does not say the buckets."""
+    if buffers.form == BUCKETS:
+        return [None]
+    replicas = _count(args, "data_parallel_size") or 1
+    limit = _count(args, "ddp_bucket_size") or max(_LEAST_BUCKET, _OF_REPLICA * replicas)
+    return [limit, None] if args.get("overlap_grad_reduce") else [None, limit]
+
+
+def _count(args: Mapping[str, Any], name: str) -> int:
+    value = args.get(name)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _matching(sizes: Sequence[int]) -> str:
+    shown = ", ".join(f"{size:,}" for size in sizes[:4])
+    return shown if len(sizes) <= 4 else f"{shown}, ..."

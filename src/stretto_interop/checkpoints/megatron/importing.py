@@ -26,7 +26,13 @@ from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.index import read_dcp_index
 from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport
-from stretto_interop.checkpoints.megatron.buffers import MASTER, has_buffers, read_buffers
+from stretto_interop.checkpoints.megatron.buffers import (
+    MASTER,
+    OrderedStates,
+    has_buffers,
+    read_buffers,
+    rounds_to,
+)
 from stretto_interop.checkpoints.megatron.common import (
     Common,
     find_iteration,
@@ -43,7 +49,6 @@ from stretto_interop.checkpoints.megatron.names import (
     is_trained,
     rules,
 )
-from stretto_interop.checkpoints.megatron.ordering import OrderedStates, rounds_to
 
 STATE = "optimizer.state."
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -113,20 +113,22 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
     all_arguments, parsed = arguments(), ParsedSettings()
     for name, values in _groups(argv, source):
         argument = all_arguments.get(name)
-        key = _FILE if name.replace("-", "_") == _FILE else name if argument is None else argument.name
+        key = (
+            JSON_FILE if name.replace("-", "_") == JSON_FILE else name if argument is None else argument.name
+        )
         for earlier in (parsed.settings, parsed.unsupported, parsed.files):
             earlier.pop(key, None)
         if (instead := _former(name, values)) is not None:
             parsed.settings |= read_arguments(instead.split(), source, priced).settings
             parsed.deprecated[name] = instead or "nothing: it is Stretto's own way"
-        elif key == _FILE and values:
+        elif key == JSON_FILE and values:
             if (variable := unknown_in(values[0])) is None:
-                parsed.files[_FILE] = NamedFile(values[0])
+                parsed.files[JSON_FILE] = NamedFile(values[0])
             else:
                 error = StrettoError(
                     f"{source}: nothing tells which file --{name} names", hint=_say(variable)
                 )
-                parsed.unsupported[_FILE] = error, True
+                parsed.unsupported[JSON_FILE] = error, True
         elif argument is None:
             parsed.unsupported[name] = _unknown(name, values, source), not name.startswith("$")
         else:
@@ -189,9 +191,9 @@ def _awaits(name: str, values: Sequence[str]) -> bool:
     return argument.values in ("+", "*") or (argument.values == "" and not values)
 
 
+JSON_FILE = "deepspeed_config"  # the argument of Megatron-DeepSpeed that names DeepSpeed's JSON
 # what earlier versions and Megatron-DeepSpeed call otherwise, with {} for the value; where that is empty,
 # nothing here depends on it
-_FILE = "deepspeed_config"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 _FORMER = {

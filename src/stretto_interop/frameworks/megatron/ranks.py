@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from math import prod
 
 from stretto.errors import StrettoError
@@ -14,6 +13,7 @@ from stretto_interop.frameworks.mapping import (
     Settings,
     Values,
     flag,
+    ignored,
     refused,
     renamed,
     restricted,
@@ -22,7 +22,6 @@ from stretto_interop.frameworks.mapping import (
 
 _INTERLEAVED = "interleaved"
 _SCHEDULES = (PLAIN, _INTERLEAVED)
-_ORDERS = {"tp-cp-ep-dp-pp": "dp before pp", "tp-cp-ep-pp-dp": "pp before dp"}
 
 
 def processes(settings: Settings) -> tuple[int, int]:
@@ -50,15 +49,6 @@ def processes(settings: Settings) -> tuple[int, int]:
 _DEGREES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
-def _write_processes(values: JobValues) -> Settings:
-    layout = JOB.layout
-    return {"world-size": prod(values[axis] for axis in (layout.tp, layout.cp, layout.dp, layout.pp))}
-
-
-def _read_processes(settings: Settings) -> Values:
-    return {JOB.layout.dp: processes(settings)[1]}
-
-
 def _write_experts(values: JobValues) -> Settings:
     if values[EXPERTS] is None:
         return {}
@@ -78,32 +68,20 @@ def _read_experts(settings: Settings) -> Values:
     }
 
 
+_ORDERS = {"tp-cp-ep-dp-pp": {}, "tp-cp-ep-pp-dp": {"use-tp-pp-dp-mapping": True}}
+
+
 def _write_order(values: JobValues) -> Settings:
     order = values[JOB.layout.order]
     if order not in _ORDERS:
         instead = f"Megatron-LM numbers ranks as {' or '.join(_ORDERS)}"
         raise refused(JOB.layout.order, order, instead, _ORDERS)
-    return {"use-tp-pp-dp-mapping": True} if _ORDERS[order] == "pp before dp" else {}
-
-
-def _read_order(settings: Settings) -> Values:
-    wanted = "pp before dp" if "use-tp-pp-dp-mapping" in settings else "dp before pp"
-    return {JOB.layout.order: next(order for order, order_of in _ORDERS.items() if order_of == wanted)}
-
-
-def _write_sequence_parallel(values: JobValues) -> Settings:
-    return {"sequence-parallel": True} if values[JOB.sequence_parallel] else {}
+    return _ORDERS[order]
 
 
 def _read_sequence_parallel(settings: Settings) -> Values:
     split = settings.get("tensor-model-parallel-size", 1) > 1  # else Megatron-LM switches it off
     return {JOB.sequence_parallel: split and "sequence-parallel" in settings}
-
-
-def _write_context(values: JobValues) -> Settings:
-    if values[JOB.layout.cp] == 1 and values[JOB.context] == "ring":
-        return {}
-    return {"cp-comm-type": ["p2p" if values[JOB.context] == "ring" else "a2a"]}
 
 
 def _read_context(settings: Settings) -> Values:
@@ -151,14 +129,10 @@ def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
     if even:
         return {"num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
     letters = [
-        "E" * (0 in stage) + _times(n) + "L" * (layers + 1 in stage)
+        "E" * (0 in stage) + ("t" * n if n < 4 else f"t*{n}") + "L" * (layers + 1 in stage)
         for stage, n in zip(stages, blocks, strict=True)
     ]
     return {"pipeline-model-parallel-layout": shortened(letters)}
-
-
-def _times(blocks: int) -> str:
-    return "t" * blocks if blocks < 4 else f"t*{blocks}"
 
 
 def shortened(stages: list[str]) -> str:
@@ -224,10 +198,18 @@ def _even(settings: Settings, layers: int, pp: int) -> list[int]:
     """Layers of each stage where no layout says them, as `TransformerConfig` cuts them."""
     embedding = "account-for-embedding-in-pipeline-split" in settings
     head = "account-for-loss-in-pipeline-split" in settings
-    chunks = _stages_of_rank(settings, layers + embedding + head, pp)
+    total, chunks = layers + embedding + head, settings.get("num-virtual-stages-per-pipeline-rank", 1)
+    if (virtual := settings.get("num-layers-per-virtual-pipeline-stage")) is not None:
+        if total % (pp * virtual):
+            raise StrettoError(
+                f"--num-layers-per-virtual-pipeline-stage is {virtual}: {pp} x {virtual} must divide {total} "
+                "layers",
+                hint="--num-virtual-stages-per-pipeline-rank, or --pipeline-model-parallel-layout",
+            )
+        chunks = total // pp // virtual
     first, last = (settings.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if first is None and last is None:
-        each, remainder = divmod(layers + embedding + head, pp * chunks)
+        each, remainder = divmod(total, pp * chunks)
         if remainder:
             raise StrettoError(
                 f"{layers} layers{' with embedding' * embedding}{' with head' * head} do not divide into "
@@ -242,18 +224,6 @@ def _even(settings: Settings, layers: int, pp: int) -> list[int]:
     blocks[0] += 1
     blocks[-1] += 1
     return blocks
-
-
-def _stages_of_rank(settings: Settings, layers: int, pp: int) -> int:
-    each = settings.get("num-layers-per-virtual-pipeline-stage")
-    if each is None:
-        return settings.get("num-virtual-stages-per-pipeline-rank", 1)
-    if layers % (pp * each):
-        raise StrettoError(
-            f"--num-layers-per-virtual-pipeline-stage is {each}: {pp} x {each} must divide {layers} layers",
-            hint="--num-virtual-stages-per-pipeline-rank, or --pipeline-model-parallel-layout",
-        )
-    return layers // pp // each
 
 
 def _uneven(layers: int, pp: int, chunks: int, *, first: int | None, last: int | None) -> list[int]:
@@ -307,10 +277,6 @@ def sharing(settings: Settings) -> str:
         strategy = settings.get("data-parallel-sharding-strategy", _STRATEGIES["zero3"])
         return next((mode for mode, strategy_of in _STRATEGIES.items() if strategy_of == strategy), "ddp")
     return "zero1" if "use-distributed-optimizer" in settings else "ddp"
-
-
-def _read_sharing(settings: Settings) -> Values:
-    return {JOB.dp.mode: sharing(settings)}
 
 
 def _write_shards(values: JobValues) -> Settings:
@@ -406,18 +372,6 @@ def _read_recompute(settings: Settings) -> Values:
     return {JOB.recompute.mode: "full", JOB.recompute.blocks: blocks}
 
 
-def _path_notes(values: JobValues) -> Iterable[str]:
-    if values[JOB.dp.path] is not None:
-        yield f"left out: dp.path={values['dp.path']} (nothing is kept in files)"
-
-
-def _write_batch(values: JobValues) -> Settings:
-    return {
-        "micro-batch-size": values[JOB.micro_batch],
-        "global-batch-size": values[JOB.global_batch],
-    }
-
-
 def _read_batch(settings: Settings) -> Values:
     micro = settings.get("micro-batch-size", 1)
     global_batch = settings.get("global-batch-size")
@@ -430,11 +384,34 @@ def _read_batch(settings: Settings) -> Values:
 _NO_OPTION = "Megatron-LM's schedules have no such option"
 
 RANKS: tuple[Rule, ...] = (
-    rule(JOB.layout.dp, "world-size", _write_processes, _read_processes),
+    rule(
+        JOB.layout.dp,
+        "world-size",
+        lambda values: {
+            "world-size": prod(
+                values[degree] for degree in (JOB.layout.tp, JOB.layout.cp, JOB.layout.dp, JOB.layout.pp)
+            )
+        },
+        lambda settings: {JOB.layout.dp: processes(settings)[1]},
+    ),
     renamed("tensor-model-parallel-size", JOB.layout.tp, default=1),
-    rule(JOB.sequence_parallel, "sequence-parallel", _write_sequence_parallel, _read_sequence_parallel),
+    rule(
+        JOB.sequence_parallel,
+        "sequence-parallel",
+        lambda values: {"sequence-parallel": True} if values[JOB.sequence_parallel] else {},
+        _read_sequence_parallel,
+    ),
     renamed("context-parallel-size", JOB.layout.cp, default=1),
-    rule(JOB.context, "cp-comm-type", _write_context, _read_context),
+    rule(
+        JOB.context,
+        "cp-comm-type",
+        lambda values: (
+            {}
+            if values[JOB.layout.cp] == 1 and values[JOB.context] == "ring"
+            else {"cp-comm-type": ["p2p" if values[JOB.context] == "ring" else "a2a"]}
+        ),
+        _read_context,
+    ),
     rule(
         (JOB.layout.ep, JOB.expert_tp),
         "expert-model-parallel-size expert-tensor-parallel-size",
@@ -442,7 +419,12 @@ RANKS: tuple[Rule, ...] = (
         _read_experts,
     ),
     renamed("pipeline-model-parallel-size", JOB.layout.pp, default=1),
-    rule(JOB.layout.order, "use-tp-pp-dp-mapping", _write_order, _read_order),
+    rule(
+        JOB.layout.order,
+        "use-tp-pp-dp-mapping",
+        _write_order,
+        lambda settings: {JOB.layout.order: tuple(_ORDERS)["use-tp-pp-dp-mapping" in settings]},
+    ),
     rule(
         (JOB.schedule, RUN.schedule.chunks, RUN.schedule.group, RUN.schedule.file, JOB.stage_layers),
         "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage "
@@ -462,7 +444,7 @@ RANKS: tuple[Rule, ...] = (
         "use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 "
         "data-parallel-sharding-strategy overlap-grad-reduce overlap-param-gather ckpt-format",
         _write_sharing,
-        _read_sharing,
+        lambda settings: {JOB.dp.mode: sharing(settings)},
     ),
     rule(
         (*(f"dp.{name}" for name in _SHARDS),),
@@ -474,7 +456,7 @@ RANKS: tuple[Rule, ...] = (
     restricted(JOB.dp.gather, ("auto", "layer"), "Megatron-LM's FSDP gathers layer by layer"),
     rule(JOB.dp.offload, "optimizer-cpu-offload optimizer-offload-fraction", _write_offload, _read_offload),
     restricted(JOB.dp.offload_parameters, ("none",), "Megatron-LM keeps parameters on the device"),
-    rule(JOB.dp.path, notes=_path_notes),
+    ignored("nothing is kept in files", JOB.dp.path),
     rule(
         (JOB.recompute.mode, JOB.recompute.blocks),
         "recompute-granularity recompute-method recompute-num-layers recompute-modules "
@@ -485,6 +467,12 @@ RANKS: tuple[Rule, ...] = (
     restricted(JOB.recompute.memory_gib, (None,), "Megatron-LM goes by no budget of memory"),
     flag("distribute-saved-activations", JOB.recompute.shard_inputs),
     rule(
-        (JOB.global_batch, JOB.micro_batch), "global-batch-size micro-batch-size", _write_batch, _read_batch
+        (JOB.global_batch, JOB.micro_batch),
+        "global-batch-size micro-batch-size",
+        lambda values: {
+            "micro-batch-size": values[JOB.micro_batch],
+            "global-batch-size": values[JOB.global_batch],
+        },
+        _read_batch,
     ),
 )

@@ -23,6 +23,7 @@ from stretto_interop.frameworks.mapping import (
     ignored,
     next_token,
     one_of,
+    optional,
     refused,
     renamed,
     restricted,
@@ -230,7 +231,10 @@ def _read_split(settings: Settings) -> Values:
     if parted(settings):
         return {RUN.data.split: "100,0,0"}
     split = settings.get("split")
-    return {} if split is None else {RUN.data.split: _ratios(split)}
+    if split is None:
+        return {}
+    # Megatron-LM looks for numbers, whatever stands between them, and takes missing ones as 0
+    return {RUN.data.split: ",".join([*re.findall(r"[.0-9]+", split), "0", "0"][:3])}
 
 
 def _data_notes(values: JobValues) -> Iterable[str]:
@@ -238,21 +242,6 @@ def _data_notes(values: JobValues) -> Iterable[str]:
     if left and RUN.data.source not in values.unsaid | values.open:
         source = values[RUN.data.source]
         yield f"data.source={source}: Megatron-LM reads PREFIX.bin and .idx of its tools/preprocess_data.py"
-
-
-def _write_cache(values: JobValues) -> Settings:
-    cache = values[RUN.data.cache]
-    return {} if cache is None else {"data-cache-path": cache}
-
-
-def _read_cache(settings: Settings) -> Values:
-    return {RUN.data.cache: settings.get("data-cache-path", settings.get("object-storage-cache-path"))}
-
-
-def _ratios(split: str) -> str:
-    """Three numbers, as Megatron-LM finds them: quotes are left out, and those that are missing are 0."""
-    numbers = re.findall(r"[.0-9]+", split)
-    return ",".join([*numbers, "0", "0"][:3])
 
 
 _DOCUMENTS = ("reset-position-ids", "reset-attention-mask", "eod-mask-loss")
@@ -266,11 +255,6 @@ def _write_packing(values: JobValues) -> Settings:
     return dict.fromkeys(_DOCUMENTS, True) if packing == "documents" else {}
 
 
-def _read_packing(settings: Settings) -> Values:
-    """All of the three; why one or two are nothing here is told by `arguments.lost`."""
-    return {RUN.data.packing: "documents"} if all(name in settings for name in _DOCUMENTS) else {}
-
-
 DATA: tuple[Rule, ...] = (
     rule(
         RUN.data.source,
@@ -279,14 +263,26 @@ DATA: tuple[Rule, ...] = (
         _read_data,
         notes=_data_notes,
     ),
-    rule(RUN.data.cache, "data-cache-path object-storage-cache-path", _write_cache, _read_cache),
+    rule(
+        RUN.data.cache,
+        "data-cache-path object-storage-cache-path",
+        lambda values: {} if (cache := values[RUN.data.cache]) is None else {"data-cache-path": cache},
+        lambda settings: {
+            RUN.data.cache: settings.get("data-cache-path", settings.get("object-storage-cache-path"))
+        },
+    ),
     rule(
         RUN.data.split,
         "split",
         lambda values: {"split": values[RUN.data.split].replace(" ", "")},
         _read_split,
     ),
-    rule(RUN.data.packing, _DOCUMENTS, _write_packing, _read_packing),
+    rule(  # why one or two of the three have no field is said by `arguments.lost`
+        RUN.data.packing,
+        _DOCUMENTS,
+        _write_packing,
+        lambda settings: {RUN.data.packing: "documents"} if settings.keys() >= set(_DOCUMENTS) else {},
+    ),
     *next_token("pretrain_gpt.py predicts the next token"),
 )
 
@@ -333,10 +329,6 @@ def _keep_notes(values: JobValues) -> Iterable[str]:
         yield f"precision.keep={weights}: Megatron-LM keeps these weights in 16 bits, with masters in 32"
 
 
-def _read_keep(settings: Settings) -> Values:
-    return {JOB.precision.keep: KEEP} if "moe-router-dtype" in settings else {}
-
-
 def _write_fp8(values: JobValues) -> Settings:
     fp8 = values[JOB.precision.fp8]
     if fp8 == "none":
@@ -345,10 +337,6 @@ def _write_fp8(values: JobValues) -> Settings:
         instead = "Megatron-LM's scales are of a whole tensor, or of blocks (--fp8-recipe)"
         raise refused(JOB.precision.fp8, fp8, instead, ("tensor",))
     return {"fp8-format": "hybrid", "fp8-recipe": "tensorwise"}
-
-
-def _read_fp8(settings: Settings) -> Values:
-    return {JOB.precision.fp8: "tensor" if "fp8-format" in settings else "none"}
 
 
 def _write_scale(values: JobValues) -> Settings:
@@ -429,23 +417,7 @@ def _read_states(settings: Settings) -> Values:
     )
 
 
-def _write_clip(values: JobValues) -> Settings:
-    return {"clip-grad": values[JOB.optimiser.clip] or 0.0}
-
-
-def _read_clip(settings: Settings) -> Values:
-    return {JOB.optimiser.clip: settings.get("clip-grad", 1.0) or None}
-
-
 # ------------------------------------------------------------------ the run
-
-
-def _write_seed(values: JobValues) -> Settings:
-    return {"seed": values[RUN.train.seed] or SEED}
-
-
-def _read_seed(settings: Settings) -> Values:
-    return {RUN.train.seed: settings.get("seed", SEED)}
 
 
 def _seed_notes(values: JobValues) -> Iterable[str]:
@@ -470,15 +442,6 @@ def _read_evaluation(settings: Settings) -> Values:
 
 
 _BOARD = (RUN.metrics.tensorboard, RUN.metrics.tensorboard_dir)
-
-
-def _write_replicas(values: JobValues) -> Settings:
-    every = values[RUN.guard.check_replicas]
-    return {} if every is None else {"check-weight-hash-across-dp-replicas-interval": every}
-
-
-def _read_replicas(settings: Settings) -> Values:
-    return {RUN.guard.check_replicas: settings.get("check-weight-hash-across-dp-replicas-interval")}
 
 
 def _write_checkpoint(values: JobValues) -> Settings:
@@ -521,11 +484,6 @@ def _read_checkpoint(settings: Settings) -> Values:
     return result
 
 
-def _write_retained(values: JobValues) -> Settings:
-    every = values[RUN.checkpoint.keep_every]
-    return {} if every is None else {"save-retain-interval": every}
-
-
 def _write_bucket(values: JobValues) -> Settings:
     """In parameters, where ours is in bytes of weights."""
     each = 2 if values[JOB.precision.dtype] in ("bfloat16", "float16") else 4
@@ -538,14 +496,6 @@ def _read_bucket(settings: Settings) -> Values:
     return {} if size is None else {RUN.train.bucket_mib: size * each / 2**20}
 
 
-def _minutes(seconds: float) -> int:
-    return ceil(seconds / 60)
-
-
-def _seconds(minutes: int) -> float:
-    return 60.0 * minutes
-
-
 TRAINING: tuple[Rule, ...] = (
     renamed("seq-length", JOB.sequence),
     rule(
@@ -554,8 +504,19 @@ TRAINING: tuple[Rule, ...] = (
         _write_dtype,
         _read_dtype,
     ),
-    rule(JOB.precision.keep, "moe-router-dtype", _write_keep, _read_keep, notes=_keep_notes),
-    rule(JOB.precision.fp8, "fp8-format fp8-recipe", _write_fp8, _read_fp8),
+    rule(
+        JOB.precision.keep,
+        "moe-router-dtype",
+        _write_keep,
+        lambda settings: {JOB.precision.keep: KEEP} if "moe-router-dtype" in settings else {},
+        notes=_keep_notes,
+    ),
+    rule(
+        JOB.precision.fp8,
+        "fp8-format fp8-recipe",
+        _write_fp8,
+        lambda settings: {JOB.precision.fp8: "tensor" if "fp8-format" in settings else "none"},
+    ),
     rule(
         (JOB.precision.loss_scale, JOB.precision.loss_scale_steps),
         "loss-scale initial-loss-scale loss-scale-window hysteresis",
@@ -590,12 +551,23 @@ TRAINING: tuple[Rule, ...] = (
         _write_states,
         _read_states,
     ),
-    rule(JOB.optimiser.clip, "clip-grad", _write_clip, _read_clip),
+    renamed(
+        "clip-grad",
+        JOB.optimiser.clip,
+        default=1.0,
+        to=lambda norm: norm or 0.0,
+        back=lambda norm: norm or None,
+    ),
     LEARNING_RATE,
-    rule(RUN.train.seed, "seed", _write_seed, _read_seed, notes=_seed_notes),
+    renamed("seed", RUN.train.seed, default=SEED, to=lambda seed: seed or SEED, notes=_seed_notes),
     restricted(RUN.train.device, ("auto", "cuda"), "Megatron-LM trains on GPUs"),
     restricted(RUN.train.backend, ("auto", "nccl"), "Megatron-LM's ranks exchange tensors of GPUs by NCCL"),
-    renamed("distributed-timeout-minutes", RUN.train.timeout_s, to=_minutes, back=_seconds),
+    renamed(
+        "distributed-timeout-minutes",
+        RUN.train.timeout_s,
+        to=lambda seconds: ceil(seconds / 60),
+        back=lambda minutes: 60.0 * minutes,
+    ),
     rule(RUN.train.bucket_mib, "ddp-bucket-size", _write_bucket, _read_bucket),
     *DATA,
     rule((RUN.eval.every, RUN.eval.batches), "eval-interval eval-iters", _write_evaluation, _read_evaluation),
@@ -606,12 +578,7 @@ TRAINING: tuple[Rule, ...] = (
         _read_checkpoint,
     ),
     renamed("log-interval", RUN.metrics.every),
-    rule(
-        RUN.guard.check_replicas,
-        "check-weight-hash-across-dp-replicas-interval",
-        _write_replicas,
-        _read_replicas,
-    ),
+    optional("check-weight-hash-across-dp-replicas-interval", RUN.guard.check_replicas),
     ignored("Megatron-LM stops at a loss that is not finite", (RUN.guard.on_nonfinite, RUN.guard.max_skips)),
     ignored(
         "Megatron-LM reports a spike", (RUN.guard.on_spike, RUN.guard.spike_sigma, RUN.guard.spike_window)
@@ -620,12 +587,7 @@ TRAINING: tuple[Rule, ...] = (
     ignored("Megatron-LM compares replicas alone", RUN.guard.check_memory),
     ignored("Megatron-LM's folders have the user's usual permissions", RUN.run.private),
     flag("async-save", RUN.checkpoint.async_save),
-    rule(
-        RUN.checkpoint.keep_every,
-        "save-retain-interval",
-        _write_retained,
-        lambda settings: {RUN.checkpoint.keep_every: settings.get("save-retain-interval")},
-    ),
+    optional("save-retain-interval", RUN.checkpoint.keep_every),
     ignored(
         "Megatron-LM deletes no checkpoints, or with --save-retain-interval all between but the last",
         (RUN.checkpoint.keep, RUN.checkpoint.keep_best),
