@@ -13,7 +13,7 @@ from harness import arguments, race, report
 
 from stretto.recommender.models import interaction
 from stretto.recommender.models.dlrm import DenseNet
-from stretto.recommender.shape import DlrmShape, Table
+from stretto.recommender.shape import DlrmShape, TableShape
 
 SAMPLES, TABLES, DIM = 2048, 26, 64
 BOTTOM, TOP = (512, 256, DIM), (512, 512, 256, 1)
@@ -24,10 +24,10 @@ def main() -> None:
     torch.set_num_threads(1)
     shapes = {
         "dot": DlrmShape(
-            tables=tuple(Table(9, DIM) for _ in range(TABLES)), dense=13, bottom=BOTTOM, top=TOP
+            tables=tuple(TableShape(9, DIM) for _ in range(TABLES)), dense=13, bottom=BOTTOM, top=TOP
         ),
         "dcn": DlrmShape(
-            tables=tuple(Table(9, DIM) for _ in range(TABLES)),
+            tables=tuple(TableShape(9, DIM) for _ in range(TABLES)),
             dense=13,
             bottom=BOTTOM,
             top=TOP,

@@ -11,11 +11,11 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Precision
 from stretto.recommender.placement import Placements, Split, TableSpec
 from stretto.recommender.planner.job import TableJob, table_job
-from stretto.recommender.planner.network_times import Network, network_of
+from stretto.recommender.planner.network_times import DenseNetwork, network_of
 from stretto.recommender.planner.place import place_tables, price_tables
-from stretto.recommender.planner.table_times import SoftwareProfile, program_of
+from stretto.recommender.planner.table_times import TableSoftware, program_of
 from stretto.recommender.popularity import Popularity, by_skew
-from stretto.recommender.shape import DlrmShape, Table, dlrm_preset, table_specs
+from stretto.recommender.shape import DlrmShape, TableShape, dlrm_preset, table_specs
 
 WHOLE: tuple[Split, ...] = ("table", "column")  # splits of NVIDIA's programs
 ROWS: tuple[Split, ...] = ("table", "column", "row")  # and TorchRec's
@@ -81,7 +81,7 @@ class Run:
     splits: Sequence[Split]
     placements: Placements | None = None
 
-    def predicted(self, program: SoftwareProfile | None = None) -> float:
+    def predicted(self, program: TableSoftware | None = None) -> float:
         """Samples per second; the placement is computed once, with the first program's profile."""
         job = self.job
         if program is not None:
@@ -197,7 +197,7 @@ def _optimizer(row: dict[str, str]) -> str:
     return "lazy_adam" if row["system"] == "NVIDIA TF2 DCNv2" else "sgd"
 
 
-def _model(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str, Popularity]]:
+def _model(row: dict[str, str]) -> tuple[Sequence[TableSpec], DenseNetwork, dict[str, Popularity]]:
     if "synthetic_models" in row["source"]:
         return _synthetic(row["model"].split()[0])
     if row["source"].startswith("measured here"):
@@ -213,16 +213,16 @@ def _model(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str,
     return specs, network_of(shape), {}
 
 
-def _here(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str, Popularity]]:
+def _here(row: dict[str, str]) -> tuple[Sequence[TableSpec], DenseNetwork, dict[str, Popularity]]:
     """26 tables of 10^3 to 10^6 rows, evenly spaced in the logarithm."""
     hot = 10.0 if "10 id(s)" in row["dataset"] else 1.0
     skew = 1.05 if "zipf" in row["dataset"] else None
-    tables = tuple(Table(round(10 ** (3 + 3 * i / 25)), 64, hot, skew) for i in range(26))
+    tables = tuple(TableShape(round(10 ** (3 + 3 * i / 25)), 64, hot, skew) for i in range(26))
     shape = DlrmShape(tables=tables, dense=13, bottom=(512, 256, 64), top=(512, 512, 256, 1))
     return table_specs(shape), network_of(shape), {}
 
 
-def _synthetic(name: str) -> tuple[Sequence[TableSpec], Network, dict[str, Popularity]]:
+def _synthetic(name: str) -> tuple[Sequence[TableSpec], DenseNetwork, dict[str, Popularity]]:
     groups, top, numbers, stride = SYNTHETIC[name]
     specs = [
         TableSpec(name=f"t{i}", rows=rows, dim=width, hot=float(hot), skew=_SKEW)
@@ -231,7 +231,7 @@ def _synthetic(name: str) -> tuple[Sequence[TableSpec], Network, dict[str, Popul
         )
     ]
     wide = sum(spec.dim for spec in specs)
-    network = Network(
+    network = DenseNetwork(
         bottom=(), top=(wide // stride + numbers, *top), wide=wide, vectors=len(specs), interaction="concat"
     )
     return specs, network, {spec.name: by_skew(spec.rows, spec.hot, _SKEW) for spec in specs}

@@ -35,7 +35,7 @@ def test_a_plan_is_written_edited_and_priced(tmp_path: Path, stretto: CommandLin
     assert stretto.json(*DCN, "--placement", str(path))["step_time_s"] > planned["step_time_s"]
 
     path.write_text("\n".join(f"C{i}: {{split: data}}" for i in range(1, 27)))
-    assert "does not fit: rank 0 keeps" in stretto(*DCN, "--placement", str(path), code=1)
+    assert "does not fit: rank 0 needs" in stretto(*DCN, "--placement", str(path), code=1)
 
 
 def test_text_shows_the_time_breakdown_and_unknown_costs(stretto: CommandLine) -> None:

@@ -75,9 +75,9 @@ def test_shards_cover_every_number_of_a_table_once(
         (TablePlacement("data"), True, "data-parallel with ids: hash"),
         (TablePlacement("table"), False, r"ranks are \[\]"),
         (TablePlacement("table", (2,)), False, r"ranks are \[2\]"),
-        (TablePlacement("table", (0, 1)), False, "whole on 2 ranks"),
-        (TablePlacement("row", (1, 1)), False, "name one rank twice"),
-        (TablePlacement("column", (1, 1)), True, "name one rank twice"),
+        (TablePlacement("table", (0, 1)), False, "split table on 2 ranks"),
+        (TablePlacement("row", (1, 1)), False, "name a rank twice"),
+        (TablePlacement("column", (1, 1)), True, "name a rank twice"),
         (TablePlacement("column", (0, 1, 0, 1, 0)), False, "5 parts of 4 columns"),
     ],
 )
@@ -93,7 +93,7 @@ def test_tables_and_placements_have_the_same_names() -> None:
     whole = TablePlacement("table", (0,))
     with pytest.raises(StrettoError, match="C2 has no placement"):
         check_placements(tables, {"C1": whole}, 1)
-    with pytest.raises(StrettoError, match="C3, which is no table"):
+    with pytest.raises(StrettoError, match="C3, which is not a table"):
         check_placements(tables, {"C1": whole, "C2": whole, "C3": whole}, 1)
 
 

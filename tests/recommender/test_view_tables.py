@@ -65,9 +65,9 @@ def test_costs_that_are_given_are_shown() -> None:
 def test_of_many_tables_and_ranks_the_heaviest_are_shown() -> None:
     tables = [TableSpec(name=f"C{i}", rows=100, dim=8, hot=1 + i % 7) for i in range(60)]
     placements = {t.name: TablePlacement("table", (i % 50,)) for i, t in enumerate(tables)}
-    lines = placement_text(tables, placements, 50, most=8).splitlines()
+    lines = placement_text(tables, placements, 50, limit=8).splitlines()
     assert [line.split()[0] for line in lines[1:9]] == [f"C{i}" for i in range(6, 60, 7)]
-    assert lines[9].startswith("and 52 more that are read less: ")
+    assert lines[9].startswith("and 52 more with less load: ")
     assert lines[10] == "60 tables, 6,000 rows, 188 KiB"
     assert sum(line[:1].isdigit() and "█" in line for line in lines) == 8
     assert lines[-2].startswith("and 42 less loaded, down to ")
@@ -88,7 +88,7 @@ def test_what_ranks_have_adds_up(splits: list[str], world: int) -> None:
     shown = ranks_of(tables, placements, world, sizes, loads)
     assert sum(rank.load for rank in shown) == pytest.approx(sum(loads.values()))
     copies = {t.name: world if split == "data" else 1 for t, split in zip(tables, splits, strict=True)}
-    held = sum(rank.held.get("device", 0.0) for rank in shown)
+    held = sum(rank.bytes.get("device", 0.0) for rank in shown)
     assert held == pytest.approx(sum(sizes[name] * n for name, n in copies.items()))
     assert placement_text(tables, placements, world)
 

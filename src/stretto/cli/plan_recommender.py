@@ -94,7 +94,7 @@ def plan_recommender(options: PlanOptions, config: RecommenderConfig | None) -> 
             f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
             f"predicted: {plan.samples_per_s:,.0f} samples/s; tables.placement takes this file, also edited"
         )
-        placements = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.why)
+        placements = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.explanations)
         note = f": train with tables.placement={options.write}, or edit it and pass it to --placement"
         report.line()
         report.write(options.write, placements, note=note)
@@ -134,7 +134,7 @@ def _record(model: str, plan: TablePlan, write: Path | None) -> dict[str, Any]:
                 "cache": None if placement.place == "device" else placement.cache,
                 "ships": "rows" if option.rows_shipped else "sums",
                 "gib": _size(plan, index) / GIB,
-                "why": plan.why[table.name],
+                "why": plan.explanations[table.name],
             }
             for index, (table, popularity, placement, option) in enumerate(
                 zip(job.tables, job.popularity, plan.placements.values(), plan.options, strict=True)

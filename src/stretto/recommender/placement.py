@@ -1,4 +1,4 @@
-"""Embedding tables and their placement: whole on one rank, split by columns or rows, or replicated."""
+"""Embedding tables and their placement: table-wise, column-wise, row-wise, or replicated (data-parallel)."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class TableSpec(TableOptions):
     """The embedding table of one categorical feature, unsharded.
 
     Attributes:
-        rows, dim: its size. With `hash` ids, rows are the most that remain after an eviction.
-        hot: average number of ids per sample. For planning only.
-        skew: popularity of ids is proportional to 1 / rank^skew; None: unknown. For planning only.
+        rows, dim: its size. With `hash` ids, `rows` is the maximum after an eviction.
+        hot: average pooling factor (ids per sample). For planning only.
+        skew: popularity of ids is proportional to 1 / rank^skew; None if unknown. For planning only.
     """
 
     name: str
@@ -72,10 +72,10 @@ class TableSpec(TableOptions):
     skew: float | None = None
 
     def __post_init__(self) -> None:
-        for field, least in (("rows", 1), ("dim", 1), ("hot", 0), ("admit", 1), ("evict_every", 1)):
-            if getattr(self, field) < least:
+        for field, minimum in (("rows", 1), ("dim", 1), ("hot", 0), ("admit", 1), ("evict_every", 1)):
+            if getattr(self, field) < minimum:
                 raise StrettoError(
-                    f"table {self.name}: {field} is {getattr(self, field)}", hint=f"at least {least}"
+                    f"table {self.name}: {field} is {getattr(self, field)}", hint=f"at least {minimum}"
                 )
 
 
@@ -83,9 +83,9 @@ class TableSpec(TableOptions):
 class TablePlacement:
     """The placement of a table.
 
-    split: `table`, whole on one rank; `column`, an equal range of columns on each of `ranks`; `row`, row r on
-        `ranks[r % len(ranks)]` (all ranks, or those of a node); `data`, a copy on every rank.
-    ranks: in the order of the shards; empty for `data`.
+    split: `table`, all of it on one rank; `column`, an equal range of columns on each of `ranks`; `row`, row
+        r on `ranks[r % len(ranks)]` (all ranks, or those of a node); `data`, a copy on every rank.
+    ranks: rank of each shard, in order; empty for `data`.
     place: device memory; host memory (`cpu`) or files (`disk`), both with a cache on the device.
     cache: fraction of the rows that is cached on the device, for `cpu` and `disk`.
     """
@@ -126,8 +126,9 @@ class TableShard:
 
 
 def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -> list[TableShard]:
-    """All shards of a job, table by table and, within a table, in the order of `ranks`. A data-parallel table
-    has a shard on every rank.
+    """Return all shards of a job, table by table and, within a table, in the order of `ranks`.
+
+    A data-parallel table has a shard on every rank.
 
     Raises:
         StrettoError: a table has no placement, or a placement does not fit its table or the ranks.
@@ -172,44 +173,44 @@ def check_placements(tables: Sequence[TableSpec], placements: Placements, world:
     unknown = sorted(set(placements) - set(names))
     if unknown:
         raise StrettoError(
-            f"placement of {unknown[0]}, which is no table", hint=f"tables: {', '.join(names[:8])}"
+            f"placement of {unknown[0]}, which is not a table", hint=f"tables: {', '.join(names[:8])}"
         )
     for table in tables:
         if table.name not in placements:
             raise StrettoError(f"table {table.name} has no placement", hint="give it one, or `tables: auto`")
-        _check_one(table, placements[table.name], world)
+        _check_placement(table, placements[table.name], world)
 
 
-def _check_one(table: TableSpec, placement: TablePlacement, world: int) -> None:
-    def wrong(what: str, hint: str) -> StrettoError:
-        return StrettoError(f"placement of table {table.name}: {what}", hint=hint)
+def _check_placement(table: TableSpec, placement: TablePlacement, world: int) -> None:
+    def wrong(problem: str, hint: str) -> StrettoError:
+        return StrettoError(f"placement of table {table.name}: {problem}", hint=hint)
 
     if placement.split not in SPLITS:
         raise wrong(f"split is {placement.split!r}", ", ".join(SPLITS))
     if placement.place not in PLACES:
         raise wrong(f"place is {placement.place!r}", ", ".join(PLACES))
     if not 0 < placement.cache <= 1:
-        raise wrong(f"cache is {placement.cache}", "a part of the rows, above 0 and at most 1")
+        raise wrong(f"cache is {placement.cache}", "a share of the rows, above 0 and at most 1")
     if placement.split == "data":
         if placement.ranks:
             raise wrong(
                 f"data-parallel on ranks {list(placement.ranks)}", "leave ranks out: every rank has a copy"
             )
         if table.ids == "hash":
-            raise wrong("data-parallel with ids: hash, whose rows are given out by one owner", "split: table")
+            raise wrong("data-parallel with ids: hash, whose rows one owner assigns", "split: table")
         return
     if not placement.ranks or not all(0 <= rank < world for rank in placement.ranks):
         raise wrong(f"ranks are {list(placement.ranks)}", f"one or more of 0 to {world - 1}")
     if placement.split == "table" and len(placement.ranks) != 1:
-        raise wrong(f"whole on {len(placement.ranks)} ranks", "split: row or column for several ranks")
+        raise wrong(f"split table on {len(placement.ranks)} ranks", "split: row or column for several ranks")
     if (placement.split == "row" or table.ids == "hash") and len(set(placement.ranks)) < len(placement.ranks):
-        raise wrong(f"ranks {list(placement.ranks)} name one rank twice", "each rank once")
+        raise wrong(f"ranks {list(placement.ranks)} name a rank twice", "each rank once")
     if placement.split == "column" and len(placement.ranks) > table.dim:
         raise wrong(f"{len(placement.ranks)} parts of {table.dim} columns", f"at most {table.dim} ranks")
 
 
 def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
-    """The tables that are stored: a quotient-remainder feature has `NAME.quotient` and `NAME.remainder`."""
+    """Return the stored tables: a quotient-remainder feature has `NAME.quotient` and `NAME.remainder`."""
     stored = list[TableSpec]()
     for table in tables:
         if table.ids != "quotient-remainder":

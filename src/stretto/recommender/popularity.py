@@ -1,7 +1,7 @@
 """Popularity of a feature's ids: distinct rows of a batch, shares of row ranges, cache hit rates.
 
 Ids are grouped into classes of equal probability, the most popular first. A power law p(k) ~ k^-skew over
-10^9 ids takes some hundred classes: one for each of the first ids, then runs that end 5% above their
+10^9 ids takes a few hundred classes: one for each of the first ids, then runs that end 5% above their
 beginning, each with its exact share of the lookups.
 """
 
@@ -42,30 +42,32 @@ class Popularity:
         """Expected number of unique ids among `lookups` independent lookups.
 
         Args:
-            beyond: leave out this many most popular ids: the result is the misses of a cache that holds them.
+            beyond: number of most popular ids to leave out: the result is the misses of a cache of these ids.
         """
         key = ("unique", lookups, beyond)
         if key not in self._cache:
-            self._cache[key] = self._unique(lookups, beyond)
+            total, first = 0.0, 0.0
+            for ids, share in self.classes:
+                counted = min(ids, max(0.0, first + ids - beyond))
+                first += ids
+                if counted > 0 and share > 0:
+                    probability = share / ids
+                    # an id occurs in n lookups with probability 1 - (1 - p)^n
+                    if probability < 1.0:
+                        total += counted * -expm1(lookups * log1p(-probability))
+                    else:
+                        total += counted * min(1.0, lookups)
+            self._cache[key] = total
         return self._cache[key]
-
-    def _unique(self, lookups: float, beyond: float) -> float:
-        total, first = 0.0, 0.0
-        for ids, share in self.classes:
-            counted = min(ids, max(0.0, first + ids - beyond))
-            first += ids
-            if counted > 0 and share > 0:
-                total += counted * _hit_probability(share / ids, lookups)
-        return total
 
     def top(self, ids: float) -> float:
         """Share of the lookups that go to the `ids` most popular ids."""
-        total, left = 0.0, ids
-        for there, share in self.classes:
-            if left <= 0:
+        total, remaining = 0.0, ids
+        for count, share in self.classes:
+            if remaining <= 0:
                 break
-            total += share * min(1.0, left / there)
-            left -= there
+            total += share * min(1.0, remaining / count)
+            remaining -= count
         return min(1.0, total)
 
     def busiest(self, parts: int, block: bool = False) -> float:
@@ -80,18 +82,15 @@ class Popularity:
             return self.top(-(-self.rows // parts))
         key = ("busiest", float(parts), 0.0)
         if key not in self._cache:
-            self._cache[key] = self._busiest(parts)
+            total, first = 0.0, 0.0
+            for ids, share in self.classes:
+                # ids of this class that are 0 modulo parts; a long run counts as evenly spread
+                last = first + ids
+                count = -(-last // parts) - -(-first // parts)
+                total += share * (count / ids if ids < 64 * parts else 1.0 / parts)
+                first = last
+            self._cache[key] = min(1.0, total)
         return self._cache[key]
-
-    def _busiest(self, parts: int) -> float:
-        total, first = 0.0, 0.0
-        for ids, share in self.classes:
-            # ids of this class that are 0 modulo parts; a long run counts as evenly spread
-            last = first + ids
-            count = -(-last // parts) - -(-first // parts)
-            total += share * (count / ids if ids < 64 * parts else 1.0 / parts)
-            first = last
-        return min(1.0, total)
 
 
 def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popularity:
@@ -103,7 +102,7 @@ def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popul
 
 @lru_cache(maxsize=4096)
 def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularity:
-    """A power law, with popularity of id k (from 1) proportional to 1 / k^skew; None or 0: uniform."""
+    """A power law, with popularity of id k (from 1) proportional to 1 / k^skew; uniform without a skew."""
     if not skew:
         return Popularity(rows=rows, hot=hot, classes=((float(rows), 1.0),), source="uniform")
     classes = list[tuple[float, float]]()
@@ -111,48 +110,39 @@ def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularit
     while first <= rows:
         count = 1 if first <= _HEAD else max(1, int(first * (_WIDER - 1)))
         count = min(count, rows - first + 1)
-        classes.append((float(count), _power_sum(first, count, skew)))
+        # the sum of k^-skew over the run, by a midpoint integral accurate to 1e-6
+        low, high = first - 0.5, first + count - 0.5
+        if count == 1:
+            mass = first**-skew
+        elif abs(skew - 1.0) < 1e-9:
+            mass = log(high / low)
+        else:
+            mass = (high ** (1 - skew) - low ** (1 - skew)) / (1 - skew)
+        classes.append((float(count), mass))
         first += count
-    whole = sum(share for _, share in classes)
-    shares = tuple((count, share / whole) for count, share in classes)
+    total = sum(mass for _, mass in classes)
+    shares = tuple((count, mass / total) for count, mass in classes)
     return Popularity(rows=rows, hot=hot, classes=shares, source=f"skew {skew:g}")
 
 
 def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> Popularity:
-    """Popularity from a histogram of (number of ids, share of lookups), as in the index of a click folder.
+    """Popularity from a histogram of (number of ids, share of lookups): see `clicks.index.LookupHistogram`.
 
     Raises:
         StrettoError: more ids than rows, an empty bucket, or a negative share.
     """
-    if any(ids <= 0 or share < 0 for ids, share in buckets) or not sum(share for _, share in buckets) > 0:
+    lookups = sum(share for _, share in buckets)
+    if any(ids <= 0 or share < 0 for ids, share in buckets) or not lookups > 0:
         raise StrettoError(
             "a histogram of popularity has a bucket without ids or a negative share",
             hint="buckets are (number of ids, share of the lookups)",
         )
-    there = sum(ids for ids, _ in buckets)
-    if there > rows:
+    distinct = sum(ids for ids, _ in buckets)
+    if distinct > rows:
         raise StrettoError(
-            f"a histogram of popularity has {there:g} ids for {rows} rows",
-            hint="rows of the vocabulary that was counted, or more",
+            f"a histogram of popularity has {distinct:g} ids for {rows} rows",
+            hint="at least as many rows as the vocabulary that was counted",
         )
-    whole = sum(share for _, share in buckets)
     ordered = sorted(buckets, key=lambda bucket: -bucket[1] / bucket[0])
-    classes = tuple((float(ids), share / whole) for ids, share in ordered)
+    classes = tuple((float(ids), share / lookups) for ids, share in ordered)
     return Popularity(rows=rows, hot=hot, classes=classes, source="measured")
-
-
-def _hit_probability(probability: float, lookups: float) -> float:
-    """Probability that an id occurs in n lookups: 1 - (1 - p)^n."""
-    if probability >= 1.0:
-        return 1.0 if lookups >= 1 else lookups
-    return -expm1(lookups * log1p(-probability))
-
-
-def _power_sum(first: int, count: int, skew: float) -> float:
-    """Sum of k^-skew over `count` values of k from `first`; for a run, a midpoint integral, to 1e-6."""
-    if count == 1:
-        return first**-skew
-    low, high = first - 0.5, first + count - 0.5
-    if abs(skew - 1.0) < 1e-9:
-        return log(high / low)
-    return (high ** (1 - skew) - low ** (1 - skew)) / (1 - skew)

@@ -20,10 +20,10 @@ StateKind = Literal["sgd", "row-wise adagrad", "adagrad", "adam"]
 
 
 @dataclass(frozen=True)
-class Table:
-    """One embedding table of `rows` x `dim`, with an average pooling factor of `pooling` ids per sample.
+class TableShape:
+    """An embedding table of `rows` x `dim`, with an average pooling factor of `pooling` ids per sample.
 
-    skew: popularity of ids is proportional to 1 / rank^skew; None: uniform.
+    skew: popularity of ids is proportional to 1 / rank^skew; None if uniform.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class DlrmShape:
     cross_layers, cross_rank: number and rank of the cross layers of `dcn`.
     """
 
-    tables: tuple[Table, ...]
+    tables: tuple[TableShape, ...]
     dense: int
     bottom: tuple[int, ...]
     top: tuple[int, ...]
@@ -65,7 +65,7 @@ class DlrmShape:
         wrong = sorted({t.dim for t in self.tables} - {self.dim})
         if wrong:
             raise StrettoError(
-                f"tables of width {wrong[0]} beside a bottom MLP that ends with {self.dim}",
+                f"tables of width {wrong[0]} with a bottom MLP that ends with {self.dim}",
                 hint=f"all tables {self.dim} wide, or a bottom MLP that ends with {wrong[0]}",
             )
         crossed = self.cross_layers > 0 and self.cross_rank > 0
@@ -151,7 +151,7 @@ class DlrmBytes:
     Attributes:
         ids: ids of all lookups, 8 bytes each.
         rows: rows read from the tables.
-        pooled: pooled embeddings; their gradients take as much again.
+        pooled: pooled embeddings; their gradients take the same again.
         exchanged: the part of `pooled` that the all-to-all sends to other ranks, in each direction.
         dense: bytes that one rank sends in a ring all-reduce of the dense gradients.
     """
@@ -164,15 +164,15 @@ class DlrmBytes:
 
 
 def dlrm_bytes(shape: DlrmShape, batch: int, ranks: int = 1, element: int = 4) -> DlrmBytes:
-    """Bytes that a batch moves with table-wise sharding over `ranks` ranks; `element`: bytes of a value."""
-    away = (ranks - 1) / ranks
+    """Bytes that a batch moves with table-wise sharding over `ranks` ranks, `element` bytes per value."""
+    remote = (ranks - 1) / ranks
     pooled = float(batch * sum(table.dim for table in shape.tables) * element)
     return DlrmBytes(
         ids=8.0 * batch * shape.lookups,
         rows=batch * element * sum(table.pooling * table.dim for table in shape.tables),
         pooled=pooled,
-        exchanged=pooled * away,
-        dense=2.0 * count_dlrm(shape).dense * element * away,
+        exchanged=pooled * remote,
+        dense=2.0 * count_dlrm(shape).dense * element * remote,
     )
 
 
@@ -192,8 +192,8 @@ def table_specs(shape: DlrmShape) -> tuple[TableSpec, ...]:
 
 
 def is_dlrm(name: str) -> bool:
-    """Whether a model's name begins with `dlrm`, even if there is no such preset."""
-    return _spelt(name).startswith("dlrm")
+    """True if a model's name begins with `dlrm`, even if no such preset exists."""
+    return _normalise(name).startswith("dlrm")
 
 
 def dlrm_preset(name: str) -> DlrmShape:
@@ -202,15 +202,15 @@ def dlrm_preset(name: str) -> DlrmShape:
     Raises:
         StrettoError: no such name.
     """
-    wanted = _spelt(name)
-    if wanted not in DLRM_PRESETS:
-        near = nearest(wanted, DLRM_PRESETS)
-        hint = f"did you mean {near!r}?" if near else f"known: {', '.join(DLRM_PRESETS)}"
-        raise StrettoError(f"recommender {name!r} is not known", hint=hint)
-    return DLRM_PRESETS[wanted]
+    preset = _normalise(name)
+    if preset not in DLRM_PRESETS:
+        close = nearest(preset, DLRM_PRESETS)
+        hint = f"did you mean {close!r}?" if close else f"allowed are {', '.join(DLRM_PRESETS)}"
+        raise StrettoError(f"no recommender {name!r}", hint=hint)
+    return DLRM_PRESETS[preset]
 
 
-def _spelt(name: str) -> str:
+def _normalise(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
@@ -221,7 +221,7 @@ def _mlp(sizes: Sequence[int]) -> int:
 # Criteo Terabyte: cardinalities of its 26 features, which `_TERABYTE` caps at 40M rows. `_MULTI_HOT` has
 # the ids per sample of each feature in MLCommons' synthetic multi-hot data.
 _CAP = 40_000_000
-_WHOLE = (
+_UNCAPPED = (
     227_605_432,
     39_060,
     17_295,
@@ -249,11 +249,11 @@ _WHOLE = (
     108,
     36,
 )
-_TERABYTE = tuple(min(rows, _CAP) for rows in _WHOLE)
+_TERABYTE = tuple(min(rows, _CAP) for rows in _UNCAPPED)
 # Cardinalities with frequency thresholds of 3 and 15, in NVIDIA's order (NVIDIA/DeepLearningExamples,
 # TensorFlow2 DLRM, generate_feature_spec.py). Popularity in its synthetic data is proportional to
 # 1 / rank^1.45.
-_SEEN_3 = (
+_THRESHOLD_3 = (
     45_833_188,
     36_747,
     1_572_176,
@@ -281,7 +281,7 @@ _SEEN_3 = (
     63,
     29_275_261,
 )
-_SEEN_15 = (
+_THRESHOLD_15 = (
     7_912_889,
     33_823,
     17_139,
@@ -344,7 +344,7 @@ _KAGGLE = (
 def _nvidia(rows: Sequence[int]) -> DlrmShape:
     """NVIDIA's DLRM for TensorFlow 2 and PyTorch, with these rows per table."""
     return DlrmShape(
-        tables=tuple(Table(each, 128, 1.0, _NVIDIA_SKEW) for each in rows),
+        tables=tuple(TableShape(table_rows, 128, 1.0, _NVIDIA_SKEW) for table_rows in rows),
         dense=13,
         bottom=(512, 256, 128),
         top=(1024, 1024, 512, 256, 1),
@@ -353,7 +353,7 @@ def _nvidia(rows: Sequence[int]) -> DlrmShape:
 
 DLRM_PRESETS: dict[str, DlrmShape] = {
     "dlrm-dcnv2": DlrmShape(
-        tables=tuple(Table(rows, 128, ids) for rows, ids in zip(_TERABYTE, _MULTI_HOT, strict=True)),
+        tables=tuple(TableShape(rows, 128, ids) for rows, ids in zip(_TERABYTE, _MULTI_HOT, strict=True)),
         dense=13,
         bottom=(512, 256, 128),
         top=(1024, 1024, 512, 256, 1),
@@ -362,16 +362,16 @@ DLRM_PRESETS: dict[str, DlrmShape] = {
         cross_rank=512,
     ),
     "dlrm-dot": DlrmShape(
-        tables=tuple(Table(rows, 128) for rows in _TERABYTE),
+        tables=tuple(TableShape(rows, 128) for rows in _TERABYTE),
         dense=13,
         bottom=(512, 256, 128),
         top=(1024, 1024, 512, 256, 1),
     ),
-    "dlrm-4.2b": _nvidia(_SEEN_15),
-    "dlrm-22.8b": _nvidia(_SEEN_3),
-    "dlrm-113b": _nvidia(_WHOLE),
+    "dlrm-4.2b": _nvidia(_THRESHOLD_15),
+    "dlrm-22.8b": _nvidia(_THRESHOLD_3),
+    "dlrm-113b": _nvidia(_UNCAPPED),
     "dlrm-kaggle": DlrmShape(
-        tables=tuple(Table(rows, 16) for rows in _KAGGLE),
+        tables=tuple(TableShape(rows, 16) for rows in _KAGGLE),
         dense=13,
         bottom=(512, 256, 64, 16),
         top=(512, 256, 1),

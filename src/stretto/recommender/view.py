@@ -21,11 +21,11 @@ class RankTables:
 
     Attributes:
         load: work per step, in any unit that is the same for all ranks.
-        held: bytes by place: `device`, `cpu`, `disk`.
+        bytes: bytes stored by place: `device`, `cpu`, `disk`.
     """
 
     load: float
-    held: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 def placement_text(
@@ -37,24 +37,47 @@ def placement_text(
     load_of: Mapping[str, float] | None = None,
     ranks: Sequence[RankTables] | None = None,
     room: Mapping[str, float] | None = None,
-    most: int = 40,
+    limit: int = 40,
 ) -> str:
-    """A line for each table, then bars of the load and the device memory of each rank.
+    """Return a line for each table, then bars of the load and the device memory of each rank.
 
     Args:
         tables: the stored tables (`physical_tables`).
-        bytes_of: bytes of each table, its optimiser states included; None: its values in 32 bits.
-        load_of: work per step for each table, over all ranks, in any unit; None: values read.
-        ranks: load and memory of each rank; None: computed by `ranks_of` from `bytes_of` and `load_of`.
-        room: bytes available to a rank, by place; memory bars show the fraction of `device` in use. None:
-            bars are relative to the fullest rank.
-        most: number of tables and of ranks to show, those with the highest load.
+        bytes_of: bytes of each table with its optimiser states; by default its values in 32 bits.
+        load_of: work per step for each table, over all ranks, in any unit; by default the values read.
+        ranks: load and memory of each rank; by default computed by `ranks_of` from `bytes_of` and `load_of`.
+        room: bytes available to a rank, by place; memory bars show the fraction of `device` in use. By
+            default bars are relative to the fullest rank.
+        limit: number of tables and of ranks to show, those with the highest load.
     """
     sizes = bytes_of or {table.name: float(_ELEMENT * table.rows * table.dim) for table in tables}
     loads = load_of or {table.name: table.hot * table.dim for table in tables}
     used = ranks or ranks_of(tables, placements, world, sizes, loads)
-    lines = _table(tables=tables, placements=placements, world=world, sizes=sizes, loads=loads, most=most)
-    return "\n".join([*lines, "", *_bars(used, room or {}, most)])
+    total_load = sum(loads[table.name] for table in tables) or 1.0
+    busiest = sorted(tables, key=lambda table: -loads[table.name])[:limit]
+    shown = {table.name for table in busiest}
+    rows: list[tuple[str, ...]] = [HEAD]
+    for table in tables:
+        if table.name not in shown:
+            continue
+        placement = placements[table.name]
+        place = placement.place
+        if place != "device":
+            place = f"{place}, {100 * placement.cache:.3g}% cached"
+        split = f"{placement.split}, hash" if table.ids == "hash" else placement.split
+        cells = (table.name, f"{table.rows:,}", str(table.dim), split, ranks_text(placement.ranks, world))
+        share = f"{loads[table.name] / total_load:.1%}"
+        rows.append((*cells, place, bytes_text(sizes[table.name]), share))
+    lines = _columns(rows)
+    hidden = [table for table in tables if table.name not in shown]
+    if hidden:
+        size = sum(sizes[table.name] for table in hidden)
+        share = sum(loads[table.name] for table in hidden) / total_load
+        lines.append(f"and {len(hidden):,} more with less load: {bytes_text(size)}, {share:.1%}")
+    size = sum(sizes[table.name] for table in tables)
+    count = "1 table" if len(tables) == 1 else f"{len(tables):,} tables"
+    lines.append(f"{count}, {sum(table.rows for table in tables):,} rows, {bytes_text(size)}")
+    return "\n".join([*lines, "", *_rank_bars(used, room or {}, limit)])
 
 
 def ranks_of(
@@ -64,19 +87,21 @@ def ranks_of(
     bytes_of: Mapping[str, float],
     load_of: Mapping[str, float],
 ) -> list[RankTables]:
-    """Load and memory of each rank. A shard's share of its table's bytes and load is its share of the values;
-    a data-parallel table takes its full bytes on every rank, and its load is spread evenly.
+    """Return the load and memory of each rank.
+
+    A shard's share of its table's bytes and load is its share of the values; a data-parallel table takes its
+    full bytes on every rank, and its load is spread evenly.
     """
-    load, held = [0.0] * world, [dict[str, float]() for _ in range(world)]
+    loads, sizes = [0.0] * world, [dict[str, float]() for _ in range(world)]
     for shard in shards_of(tables, placements, world):
-        table, copied = tables[shard.table], placements[shard.name].split == "data"
+        table, replicated = tables[shard.table], placements[shard.name].split == "data"
         part = shard.rows * shard.width / (table.rows * table.dim)
-        load[shard.rank] += load_of[shard.name] * (1 / world if copied else part)
-        size, of = bytes_of[shard.name] * part, held[shard.rank]
-        of[shard.place] = of.get(shard.place, 0.0) + size
+        loads[shard.rank] += load_of[shard.name] * (1 / world if replicated else part)
+        size, by_place = bytes_of[shard.name] * part, sizes[shard.rank]
+        by_place[shard.place] = by_place.get(shard.place, 0.0) + size
         if shard.place != "device":
-            of["device"] = of.get("device", 0.0) + shard.cache * size
-    return [RankTables(one, of) for one, of in zip(load, held, strict=True)]
+            by_place["device"] = by_place.get("device", 0.0) + shard.cache * size
+    return [RankTables(load, by_place) for load, by_place in zip(loads, sizes, strict=True)]
 
 
 def ranks_text(ranks: Sequence[int], world: int) -> str:
@@ -97,48 +122,6 @@ def bytes_text(size: float) -> str:
     return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"
 
 
-# ---------------------------------------------------------------------- a line per table
-
-
-def _table(
-    tables: Sequence[TableSpec],
-    placements: Placements,
-    world: int,
-    sizes: Mapping[str, float],
-    loads: Mapping[str, float],
-    most: int,
-) -> list[str]:
-    whole = sum(loads[table.name] for table in tables) or 1.0
-    heavy = sorted(tables, key=lambda table: -loads[table.name])[:most]
-    shown = {table.name for table in heavy}
-    rows: list[tuple[str, ...]] = [HEAD]
-    for table in tables:
-        if table.name in shown:
-            share = f"{loads[table.name] / whole:.1%}"
-            rows.append((*_row(table, placements, world), bytes_text(sizes[table.name]), share))
-    lines = _columns(rows)
-    rest = [table for table in tables if table.name not in shown]
-    if rest:
-        size = sum(sizes[table.name] for table in rest)
-        share = sum(loads[table.name] for table in rest) / whole
-        lines.append(f"and {len(rest):,} more that are read less: {bytes_text(size)}, {share:.1%}")
-    size = sum(sizes[table.name] for table in tables)
-    many = "1 table" if len(tables) == 1 else f"{len(tables):,} tables"
-    lines.append(f"{many}, {sum(table.rows for table in tables):,} rows, {bytes_text(size)}")
-    return lines
-
-
-def _row(table: TableSpec, placements: Placements, world: int) -> tuple[str, str, str, str, str, str]:
-    placement = placements[table.name]
-    place = (
-        placement.place
-        if placement.place == "device"
-        else f"{placement.place}, {100 * placement.cache:.3g}% cached"
-    )
-    split = f"{placement.split}, hash" if table.ids == "hash" else placement.split
-    return table.name, f"{table.rows:,}", str(table.dim), split, ranks_text(placement.ranks, world), place
-
-
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = [name in _RIGHT for name in rows[0]]
@@ -151,44 +134,37 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------- a line per rank
-
-
-def _bars(ranks: Sequence[RankTables], room: Mapping[str, float], most: int) -> list[str]:
-    busiest = max((one.load for one in ranks), default=0.0)
-    device = room.get("device") or max((one.held.get("device", 0.0) for one in ranks), default=0.0)
-    heavy = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].load)
+def _rank_bars(ranks: Sequence[RankTables], room: Mapping[str, float], limit: int) -> list[str]:
+    """Lines with the load of each rank, and its bytes on the device and in other places."""
+    busiest = max((rank.load for rank in ranks), default=0.0)
+    device = room.get("device") or max((rank.bytes.get("device", 0.0) for rank in ranks), default=0.0)
+    by_load = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].load)
     rows = [("rank", "load", "device memory")]
-    for rank in sorted(heavy[:most]):
-        one = ranks[rank]
-        load = f"{_bar(one.load, busiest)} {_part(one.load, busiest):>4.0%}"
-        rows.append((str(rank), load, f"{_bar(one.held.get('device', 0.0), device)} {_held(one, room)}"))
+    for index in sorted(by_load[:limit]):
+        rank = ranks[index]
+        memory = list[str]()
+        for place in ("device", "cpu", "disk"):
+            if place == "device" or rank.bytes.get(place):
+                size = bytes_text(rank.bytes.get(place, 0.0))
+                size += f" of {bytes_text(room[place])}" if place in room else ""
+                memory.append(size if place == "device" else f"{place} {size}")
+        load = f"{_bar(rank.load, busiest)} {_ratio(rank.load, busiest):>4.0%}"
+        rows.append((str(index), load, f"{_bar(rank.bytes.get('device', 0.0), device)} {', '.join(memory)}"))
     lines = _columns(rows)
-    if len(ranks) > most:
-        least = ranks[heavy[-1]].load
-        lines.append(f"and {len(ranks) - most:,} less loaded, down to {_part(least, busiest):.0%}")
-    mean = sum(one.load for one in ranks) / max(1, len(ranks))
+    if len(ranks) > limit:
+        idlest = _ratio(ranks[by_load[-1]].load, busiest)
+        lines.append(f"and {len(ranks) - limit:,} less loaded, down to {idlest:.0%}")
+    mean = sum(rank.load for rank in ranks) / max(1, len(ranks))
     if len(ranks) > 1 and mean:
         lines.append(f"the busiest rank has {busiest / mean:.2f} times the mean load")
     return lines
 
 
-def _part(value: float, whole: float) -> float:
-    return value / whole if whole else 0.0
+def _ratio(value: float, full: float) -> float:
+    return value / full if full else 0.0
 
 
-def _bar(value: float, whole: float) -> str:
+def _bar(value: float, full: float) -> str:
     """A bar; a value above 0 gets at least one block."""
-    full = min(_BAR, max(1, round(_BAR * _part(value, whole)))) if value > 0 else 0
-    return _FULL * full + _IDLE * (_BAR - full)
-
-
-def _held(one: RankTables, room: Mapping[str, float]) -> str:
-    """Bytes on the device, then in other places, each with the capacity if it is known."""
-    words = list[str]()
-    for place in ("device", "cpu", "disk"):
-        if place == "device" or one.held.get(place):
-            size = bytes_text(one.held.get(place, 0.0))
-            size += f" of {bytes_text(room[place])}" if place in room else ""
-            words.append(size if place == "device" else f"{place} {size}")
-    return ", ".join(words)
+    blocks = min(_BAR, max(1, round(_BAR * _ratio(value, full)))) if value > 0 else 0
+    return _FULL * blocks + _IDLE * (_BAR - blocks)

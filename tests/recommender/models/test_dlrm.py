@@ -17,7 +17,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.models import interaction
 from stretto.recommender.models.dlrm import DenseNet, Dlrm, initialise_dense, pool
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.shape import DlrmShape, Table, count_dlrm
+from stretto.recommender.shape import DlrmShape, TableShape, count_dlrm
 from stretto.recommender.tables.jagged import Jagged
 
 ROWS = (5, 9, 3)
@@ -27,7 +27,7 @@ KINDS: list[dict[str, Any]] = [{}, {"interaction": "dcn", "cross_layers": 2, "cr
 
 def shape_of(**kind: Any) -> DlrmShape:
     return DlrmShape(
-        tables=tuple(Table(n, DIM) for n in ROWS), dense=6, bottom=(8, DIM), top=(7, 5, 1), **kind
+        tables=tuple(TableShape(n, DIM) for n in ROWS), dense=6, bottom=(8, DIM), top=(7, 5, 1), **kind
     )
 
 
@@ -106,7 +106,10 @@ def test_logits_are_those_of_loops(kind: dict[str, Any], weighted: bool, pooling
 def test_a_quotient_remainder_row_is_the_product_of_two() -> None:
     tables = [TableSpec(name="C1", rows=10, dim=DIM, ids="quotient-remainder", divisor=4), *specs()[1:]]
     shape = DlrmShape(
-        tables=(Table(10, DIM), *(Table(n, DIM) for n in ROWS[1:])), dense=6, bottom=(8, DIM), top=(7, 5, 1)
+        tables=(TableShape(10, DIM), *(TableShape(n, DIM) for n in ROWS[1:])),
+        dense=6,
+        bottom=(8, DIM),
+        top=(7, 5, 1),
     )
     model = filled(shape, tables)
     assert [t.name for t in model.stored] == ["C1.quotient", "C1.remainder", "C2", "C3"]
@@ -156,7 +159,7 @@ def test_the_fast_dense_half_is_the_plain_one(
 ) -> None:
     """Logits and all gradients, of pooled vectors by sample and by feature, as lookups give them."""
     shape = DlrmShape(
-        tables=tuple(Table(9, 32) for _ in range(6)), dense=13, bottom=(96, 32), top=(80, 40, 1), **kind
+        tables=tuple(TableShape(9, 32) for _ in range(6)), dense=13, bottom=(96, 32), top=(80, 40, 1), **kind
     )
     fast, plain = (DenseNet(shape, fast=quick).to(dtype) for quick in (True, False))
     initialise_dense(plain, 1)
@@ -213,7 +216,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     for (name, a), b, c in zip(net.named_parameters(), other.parameters(), third.parameters(), strict=True):
         assert torch.equal(a, b)
         assert name.endswith("bias") == torch.equal(a, c)
-    wide = DenseNet(DlrmShape(tables=(Table(3, 64),), dense=200, bottom=(300, 64), top=(100, 1)))
+    wide = DenseNet(DlrmShape(tables=(TableShape(3, 64),), dense=200, bottom=(300, 64), top=(100, 1)))
     initialise_dense(wide, 1)
     std = float(wide.get_parameter("bottom.0.weight").detach().std())
     assert abs(std / (2 / 500) ** 0.5 - 1) < 0.02

@@ -13,7 +13,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.shape import (
     DLRM_PRESETS,
     DlrmShape,
-    Table,
+    TableShape,
     count_dlrm,
     dlrm_bytes,
     dlrm_flops_per_sample,
@@ -111,7 +111,7 @@ class Dlrm(nn.Module):
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])
 def test_as_torch_counts_it(interaction: str) -> None:
     crossed = {"interaction": "dcn", "cross_layers": 2, "cross_rank": 5} if interaction == "dcn" else {}
-    tables = (Table(11, 8, 3), Table(7, 8), Table(5, 8))
+    tables = (TableShape(11, 8, 3), TableShape(7, 8), TableShape(5, 8))
     shape = DlrmShape(tables=tables, dense=4, bottom=(9, 8), top=(6, 1), **crossed)  # pyright: ignore
     model, batch = Dlrm(shape), 6
     assert sum(parameter.numel() for parameter in model.parameters()) == count_dlrm(shape).total
@@ -127,14 +127,14 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(StrettoError, match="'dlrm-dcn' is not known") as caught:
+    with pytest.raises(StrettoError, match="no recommender 'dlrm-dcn'") as caught:
         dlrm_preset("dlrm-dcn")
     assert "dlrm-dcnv2" in (caught.value.hint or "")
-    with pytest.raises(StrettoError, match="tables of width 4 beside a bottom MLP that ends with 8"):
-        DlrmShape(tables=(Table(3, 4),), dense=2, bottom=(8,), top=(1,))
+    with pytest.raises(StrettoError, match="tables of width 4 with a bottom MLP that ends with 8"):
+        DlrmShape(tables=(TableShape(3, 4),), dense=2, bottom=(8,), top=(1,))
     with pytest.raises(StrettoError, match="'dcn' with 0 cross layers"):
-        DlrmShape(tables=(Table(3, 8),), dense=2, bottom=(8,), top=(1,), interaction="dcn")
+        DlrmShape(tables=(TableShape(3, 8),), dense=2, bottom=(8,), top=(1,), interaction="dcn")
     with pytest.raises(StrettoError, match="tables is empty"):
         DlrmShape(tables=(), dense=2, bottom=(8,), top=(1,))
     with pytest.raises(StrettoError, match="below 1"):
-        DlrmShape(tables=(Table(0, 8),), dense=2, bottom=(8,), top=(1,))
+        DlrmShape(tables=(TableShape(0, 8),), dense=2, bottom=(8,), top=(1,))

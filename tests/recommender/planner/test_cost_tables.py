@@ -11,13 +11,13 @@ from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.recommender.placement import TablePlacement, TableSpec
 from stretto.recommender.planner.job import table_job
-from stretto.recommender.planner.network_times import Network, network_of, network_time
+from stretto.recommender.planner.network_times import DenseNetwork, network_of, network_time
 from stretto.recommender.planner.options import option_of
 from stretto.recommender.planner.place import place_tables
 from stretto.recommender.planner.table_times import (
     OPTIMIZERS,
-    SoftwareProfile,
     TablePart,
+    TableSoftware,
     Work,
     copied_load,
     part_load,
@@ -35,7 +35,7 @@ WORK = Work(cluster=A100, ranks=8, local=8, batch=4096, optimizer="adagrad")
 def test_sums_of_mlperf_are_as_published():
     """872 MB of sums for 65536 samples; ids of 4 bytes, not 8, are half of 112 MB."""
     shape = dlrm_preset("dlrm-dcnv2")
-    work = replace(WORK, batch=65536, program=SoftwareProfile(ships="sums"))
+    work = replace(WORK, batch=65536, program=TableSoftware(ships="sums"))
     sent = ids = device = 0.0
     for table in table_specs(shape):
         option = option_of(table, by_skew(table.rows, table.hot), work, TablePlacement("table", (0,)))
@@ -134,7 +134,7 @@ def test_networks_take_flops_and_bytes():
     assert network_time(net, device, "tf32", 65536, passes=2.0).joint > full.joint
     assert (
         network_time(
-            Network(bottom=(), top=(4, 1), wide=3, vectors=1, interaction="concat"), device, "fp32", 0
+            DenseNetwork(bottom=(), top=(4, 1), wide=3, vectors=1, interaction="concat"), device, "fp32", 0
         ).seconds
         == 0
     )

@@ -17,7 +17,7 @@ from stretto.recommender.planner.job import TableJob, table_job
 from stretto.recommender.planner.network_times import network_of
 from stretto.recommender.planner.options import Option, options_of
 from stretto.recommender.planner.place import GIB, TablePlan, place_tables, price_tables
-from stretto.recommender.planner.table_times import SoftwareProfile
+from stretto.recommender.planner.table_times import TableSoftware
 from stretto.recommender.planner.uniform import UNIFORM, uniform
 from stretto.recommender.popularity import measured
 from stretto.recommender.shape import dlrm_preset, table_specs
@@ -97,7 +97,7 @@ def jobs(draw: st.DrawFn) -> TableJob:
         # nothing constant beside what placements change
         program=draw(
             st.sampled_from(
-                [SoftwareProfile(each=5e-6), SoftwareProfile(ahead=False, beside=False, ships="sums")]
+                [TableSoftware(each=5e-6), TableSoftware(prefetch=False, overlap=False, ships="sums")]
             )
         ),
     )
@@ -118,7 +118,7 @@ def moved_together() -> TableJob:
         ranks_per_node=2,
         device_bytes=51_203_072.0,
         places=["device"],
-        program=SoftwareProfile(ahead=False, beside=False, ships="sums"),
+        program=TableSoftware(prefetch=False, overlap=False, ships="sums"),
     )
 
 

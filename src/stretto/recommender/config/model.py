@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from stretto.errors import StrettoError
 from stretto.job.field import Field, declared
 from stretto.recommender.placement import TableOptions, TableSpec
-from stretto.recommender.shape import DlrmShape, Interaction, Table, dlrm_preset
+from stretto.recommender.shape import DlrmShape, Interaction, TableShape, dlrm_preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class RecommenderModel:
                 )
             if interaction == "dcn":
                 sizes[name] = value or (getattr(known, name) if known is not None else 0) or usual
-        vectors = tuple(Table(table.rows, table.dim, table.hot) for table in tables)
+        vectors = tuple(TableShape(table.rows, table.dim, table.hot) for table in tables)
         return DlrmShape(
             tables=vectors,
             dense=self.numbers,

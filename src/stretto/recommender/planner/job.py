@@ -11,21 +11,21 @@ from stretto.planner.machines.device import Precision
 from stretto.planner.time.constants import chip
 from stretto.recommender.placement import Place, TableSpec
 from stretto.recommender.planner.load_balance import Limits, LoadBalance
-from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTime, network_time
+from stretto.recommender.planner.network_times import WIDTHS, DenseNetwork, NetworkTime, network_time
 from stretto.recommender.planner.table_times import (
     OPTIMIZERS,
-    SoftwareProfile,
     TableOptimizer,
+    TableSoftware,
     Work,
     program_of,
 )
 from stretto.recommender.popularity import Popularity, popularity_of
 
-# Usable shares of capacity. Tables share device memory with activations and buffers.
+# usable shares of capacity; tables share device memory with activations and buffers
 _DEVICE = 0.92
 _HOST = 0.80
 _DISK = 0.90
-_NO_NETWORK = Network(bottom=(), top=(), wide=0, vectors=0, interaction="concat")
+_NO_NETWORK = DenseNetwork(bottom=(), top=(), wide=0, vectors=0, interaction="concat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TableJob:
     tables: tuple[TableSpec, ...]
     popularity: tuple[Popularity, ...]
     work: Work
-    network: Network
+    network: DenseNetwork
     precision: Precision
     limits: Limits
     places: tuple[Place, ...]
@@ -77,12 +77,12 @@ def table_job(
     ranks: int,
     batch: int,
     *,
-    network: Network | None = None,
+    network: DenseNetwork | None = None,
     optimizer: str = "rowwise_adagrad",
     weight_bytes: int = 4,
     wire_bytes: int | None = None,
     precision: Precision | None = None,
-    program: str | SoftwareProfile = "stretto",
+    program: str | TableSoftware = "stretto",
     popularity: Mapping[str, Popularity] | None = None,
     ranks_per_node: int | None = None,
     device_bytes: float | None = None,
@@ -95,15 +95,16 @@ def table_job(
     Args:
         tables: physical tables (`recommender.placement.physical_tables`).
         batch: global batch size.
-        network: dense layers; None: place the tables without them.
+        network: dense layers; by default none.
         weight_bytes: bytes per element of tables and optimiser states.
-        wire_bytes: bytes per element sent between ranks; None: `weight_bytes`.
-        precision: compute precision of the dense layers; None: TF32 where supported, else FP32.
+        wire_bytes: bytes per element sent between ranks; by default `weight_bytes`.
+        precision: compute precision of the dense layers; by default TF32 if supported, else FP32.
         popularity: measured popularity by table; other tables use their skew, or uniform ids without one.
-        ranks_per_node: None: the devices per node of the cluster.
-        device_bytes, host_bytes, disk_bytes: limits per rank for tables and optimiser states; None: 92% of
-            device memory minus activations, 80% of the rank's share of host memory, 90% of its share of disk.
-        places: None: device, host memory and files; for a CPU cluster only device and files.
+        ranks_per_node: by default the devices per node of the cluster.
+        device_bytes, host_bytes, disk_bytes: limits per rank for tables and optimiser states; by default 92%
+            of device memory minus activations, 80% of the rank's share of host memory, 90% of its share of
+            disk.
+        places: by default device, host memory and files; for a CPU cluster only device and files.
 
     Raises:
         StrettoError: no tables, an unknown optimiser, or a size below 1.
@@ -113,7 +114,7 @@ def table_job(
             f"{len(tables)} tables on {ranks} ranks with {batch} samples", hint="one or more of each"
         )
     if optimizer not in OPTIMIZERS:
-        raise StrettoError(f"optimiser {optimizer!r} is not one of tables", hint=", ".join(OPTIMIZERS))
+        raise StrettoError(f"no table optimiser {optimizer!r}", hint=f"allowed are {', '.join(OPTIMIZERS)}")
     local = min(ranks, ranks_per_node or cluster.node)
     table_optimizer: TableOptimizer = optimizer
     work = Work(
@@ -124,11 +125,11 @@ def table_job(
         optimizer=table_optimizer,
         weight=weight_bytes,
         wire=wire_bytes or weight_bytes,
-        program=program if isinstance(program, SoftwareProfile) else program_of(program),
+        program=program if isinstance(program, TableSoftware) else program_of(program),
     )
     device, network = cluster.device, network or _NO_NETWORK
-    default: Precision = "tf32" if "tf32" in device.tflops else "fp32"
-    precision = precision or default
+    if precision is None:
+        precision = "tf32" if "tf32" in device.tflops else "fp32"
     # elements that a rank stores for the backward pass, and the widest gradients
     layers = sum(network.bottom) + sum(network.top) + network.cross_layers * 2 * network.wide
     activations = -(-batch // ranks) * (2 * layers + 4 * network.wide) * WIDTHS[precision]
@@ -137,15 +138,14 @@ def table_job(
         _HOST * cluster.host.memory / local if host_bytes is None else host_bytes,
         _DISK * cluster.host.disk / local if disk_bytes is None else disk_bytes,
     )
-    everywhere: tuple[Place, ...] = ("device", "disk") if chip(device) == "cpu" else ("device", "cpu", "disk")
-    popularities = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
-    allowed = everywhere if places is None else tuple(places)
+    if places is None:
+        places = ("device", "disk") if chip(device) == "cpu" else ("device", "cpu", "disk")
     return TableJob(
         tables=tuple(tables),
-        popularity=popularities,
+        popularity=tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables),
         work=work,
         network=network,
         precision=precision,
         limits=limits,
-        places=allowed,
+        places=tuple(places),
     )

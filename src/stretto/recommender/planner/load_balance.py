@@ -61,7 +61,7 @@ class LoadBalance:
     """Loads of all ranks, stored as one list over ranks per field of `Load`."""
 
     def __init__(self, work: Work, network: NetworkTime, dense: float, limits: Limits) -> None:
-        """`dense`: bytes of dense gradients in the all-reduce."""
+        """Start without tables, with `dense` bytes of dense gradients in the all-reduce."""
         self.work = work
         self.network = network
         ranks = work.ranks
@@ -75,11 +75,11 @@ class LoadBalance:
         computing = work.cluster.computing
         self._slower = max(1.0, min(work.local, ranks) / computing) if computing else 1.0
         self._reduce = self._collective("all-reduce", dense)
-        self._second_a_byte = 0.0  # of a large all-to-all, forward and backward
+        self._seconds_per_byte = 0.0  # of a large all-to-all, forward and backward
         if ranks > 1:
             size = float(1 << 26)
             rate = size / collective_seconds(work.cluster, "all-to-all", size, self._group)
-            self._second_a_byte = 2.0 / rate
+            self._seconds_per_byte = 2.0 / rate
 
     def add(self, option: Option, ranks: Sequence[int], sign: float = 1.0) -> None:
         """Add the parts of an option to the ranks in order; with `sign` -1, remove them."""
@@ -103,33 +103,33 @@ class LoadBalance:
         return max(self.columns[field]) + self.everywhere[field]
 
     def fits_rank(self, rank: int, load: Load) -> bool:
-        """Whether a part fits in the free memory of a rank."""
+        """True if a part fits in the free memory of a rank."""
         for field, limit in self._limits:
             if load[field] and self.columns[field][rank] + self.everywhere[field] + load[field] > limit:
                 return False
         return True
 
     def fits_everywhere(self, load: Load) -> bool:
-        """Whether a part fits on every rank."""
+        """True if a part fits on every rank."""
         return all(
             not load[field] or self.maximum(field) + load[field] <= limit for field, limit in self._limits
         )
 
     def fits(self) -> bool:
-        """Whether every rank is within the memory limits."""
+        """True if every rank is within the memory limits."""
         return all(self.maximum(field) <= limit for field, limit in self._limits)
 
     def loads(self) -> list[float]:
-        """Approximate seconds per rank, for ranking candidates."""
+        """Approximate seconds of each rank, for ranking candidates."""
         columns = self.columns
-        wire = self._second_a_byte
+        wire = self._seconds_per_byte
         base = self.busy_seconds(self.everywhere)
         four = zip(columns[LOOKUP], columns[UPDATE], columns[FETCH], columns[SENT], strict=True)
         return [base + lookup + update + fetch + wire * sent for lookup, update, fetch, sent in four]
 
     def busy_seconds(self, load: Sequence[float]) -> float:
         """Approximate seconds of one part."""
-        return load[LOOKUP] + load[UPDATE] + load[FETCH] + load[SENT] * self._second_a_byte
+        return load[LOOKUP] + load[UPDATE] + load[FETCH] + load[SENT] * self._seconds_per_byte
 
     def seconds(self) -> float:
         """Step time."""
@@ -146,7 +146,7 @@ class LoadBalance:
         bottom, back = slower * net.bottom, slower * net.bottom_back
         joint, dense = slower * net.joint, slower * net.update
         gather = self._collective("all-gather", self.gathered)
-        if program.beside:
+        if program.overlap:
             exchange = max(0.0, sums - bottom) + max(0.0, sums - back)
             reduce = max(0.0, self._reduce - update) + gather
         else:
@@ -154,7 +154,7 @@ class LoadBalance:
         host = program.host + program.each * self.parts / self.work.ranks
         step = lookup + exchange + bottom + back + joint + dense + update + reduce + host
         fetch, ids = self.maximum(FETCH), self._collective("all-to-all", self.maximum(IDS))
-        if program.ahead:  # prefetched during the rest of the step; rows and ids share links and memory
+        if program.prefetch:  # during the remaining step; rows and ids share links and memory
             hidden = fetch + ids if program.cached_host else ids
             fetch = fetch + ids - hidden + max(0.0, hidden - step)
         else:

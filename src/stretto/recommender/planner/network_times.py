@@ -16,11 +16,11 @@ WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class DenseNetwork:
     """Dense layers, replicated on every rank.
 
     Attributes:
-        bottom: layer sizes of the bottom MLP, input first; empty without one.
+        bottom: layer sizes of the bottom MLP, input first; empty if there is none.
         top: layer sizes of the top MLP, input first.
         wide: input width of the interaction: all vectors of a sample, concatenated.
         vectors: number of these vectors.
@@ -65,9 +65,9 @@ class NetworkTime:
         return self.bottom + self.bottom_back + self.joint + self.update
 
 
-def network_of(shape: DlrmShape) -> Network:
+def network_of(shape: DlrmShape) -> DenseNetwork:
     """The dense layers of a DLRM."""
-    return Network(
+    return DenseNetwork(
         bottom=(shape.dense, *shape.bottom),
         top=(shape.interacted, *shape.top),
         wide=shape.wide,
@@ -80,7 +80,7 @@ def network_of(shape: DlrmShape) -> Network:
 
 @lru_cache(maxsize=1024)
 def network_time(
-    network: Network,
+    network: DenseNetwork,
     device: Device,
     precision: Precision,
     samples: int,
@@ -136,7 +136,7 @@ def _mlp(compute: _RankCompute, sizes: Sequence[int], input_gradient: bool) -> t
     return forward, back
 
 
-def _interaction(compute: _RankCompute, network: Network) -> tuple[float, float]:
+def _interaction(compute: _RankCompute, network: DenseNetwork) -> tuple[float, float]:
     """Seconds of forward and backward, memory-bound except for cross layers.
 
     `dot`: concatenate the vectors (one read, one write), multiply them pairwise, and concatenate the upper

@@ -32,8 +32,8 @@ class Option:
         scope: `any`: any ranks, one per part; `node`: all ranks of one node; `all`: all ranks.
         lookup, update: seconds on every requesting rank to pool the rows or partial sums it receives.
         gathered: bytes of the all-gather of a replicated table's unique rows.
-        rows_shipped: whether unique rows are sent between ranks instead of pooled embeddings.
-        alike: whether every rank has a part and all parts but the first are equal.
+        rows_shipped: True if unique rows are sent between ranks instead of pooled embeddings.
+        alike: True if every rank has a part and all parts but the first are equal.
     """
 
     split: Split
@@ -52,7 +52,7 @@ class Option:
         object.__setattr__(self, "alike", self.scope == "all" and even)
 
     def placement(self, ranks: Sequence[int]) -> TablePlacement:
-        """The placement that assigns the parts to these ranks, in order."""
+        """Return the placement that assigns the parts to these ranks, in order."""
         return TablePlacement(
             self.split, () if self.split == "data" else tuple(ranks), self.place, self.cache
         )
@@ -72,18 +72,34 @@ def options_of(
     places: Sequence[Place] = ("device",),
     splits: Sequence[Split] = ("table", "column", "row", "data"),
 ) -> list[Option]:
-    """All options worth trying in these places; the whole table if none of `splits` is possible."""
+    """Return all options worth trying in these places; table-wise if none of `splits` is possible."""
+    hashed = table.ids == "hash"
+    counts: list[tuple[Split, int]] = [("table", 1)]
+    if work.ranks > 1:
+        parts = 2
+        while parts <= work.ranks and not hashed:
+            if table.dim % parts == 0 and table.dim // parts >= NARROWEST:
+                counts.append(("column", parts))
+            parts *= 2
+        for parts in (2, 4, work.local, work.ranks):
+            if 1 < parts <= min(work.ranks, table.rows):
+                counts.append(("row", parts))
+        if not hashed:
+            counts.append(("data", 0))
+    possible = [(split, parts) for split, parts in dict.fromkeys(counts) if split in splits]
     options = list[Option]()
     # tables that grow with new ids stay on the device
-    for place in places if table.ids != "hash" else ("device",):
+    for place in places if not hashed else ("device",):
         for cache in (0.1,) if place == "device" else CACHES:
-            for split, parts in _possible_splits(table, work, splits) or [("table", (0,))]:
-                options.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
+            for split, parts in possible or counts[:1]:
+                # the ranks are placeholders, one per part
+                placement = TablePlacement(split, tuple(range(parts)), place, cache)
+                options.append(option_of(table, popularity, work, placement))
     return options
 
 
 def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: TablePlacement) -> Option:
-    """The option for a placement."""
+    """Return the option for a placement."""
     parts = len(placement.ranks)
     if placement.split == "data":
         load, gathered = copied_load(work, table.rows, table.dim, popularity)
@@ -97,13 +113,33 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
         )
     by_rows = parts if placement.split == "row" else 1
     shipped = table.ids != "hash" and ship_rows(work, popularity, by_rows)
-    loads = [part_load(work, part, shipped) for part in _parts(table, popularity, placement)]
+    loads = list[Load]()
+    busiest = popularity.busiest(parts) if placement.split == "row" else 1.0
+    for part in range(parts):
+        rows = table.rows
+        width = table.dim
+        share = 1.0
+        if placement.split == "column":
+            width = table.dim * (part + 1) // parts - table.dim * part // parts
+        if placement.split == "row":
+            rows = -(-table.rows // parts)  # some shards have one row less, which is ignored
+            share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
+        table_part = TablePart(
+            rows=rows,
+            width=width,
+            share=share,
+            popularity=popularity,
+            place=placement.place,
+            cache=placement.cache,
+            parts=by_rows,
+        )
+        loads.append(part_load(work, table_part, shipped))
     lookup, update = requester_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
     scope: Scope = "all" if len(set(placement.ranks)) == work.ranks > 1 else "any"
     if placement.split == "row" and 1 < parts == work.local < work.ranks:
         scope = "node"
     if placement.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
-        # column shards also exchange squared gradient norms, one FP32 value per row
+        # column-wise shards also exchange squared gradient norms, one FP32 value per row
         squares = 4.0 * popularity.unique(work.batch * popularity.hot) * (parts - 1) / parts
         loads = [load._replace(sent=load.sent + squares) for load in loads]
     return Option(
@@ -116,49 +152,3 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
         update=update,
         rows_shipped=shipped,
     )
-
-
-def _possible_splits(
-    table: TableSpec, work: Work, splits: Sequence[Split]
-) -> list[tuple[Split, tuple[int, ...]]]:
-    """Possible splits, with placeholder ranks, one per part."""
-    counts: list[tuple[Split, int]] = [("table", 1)]
-    if work.ranks > 1:
-        parts = 2
-        while parts <= work.ranks and table.ids != "hash":
-            if table.dim % parts == 0 and table.dim // parts >= NARROWEST:
-                counts.append(("column", parts))
-            parts *= 2
-        for parts in (2, 4, work.local, work.ranks):
-            if 1 < parts <= min(work.ranks, table.rows):
-                counts.append(("row", parts))
-        if table.ids != "hash":
-            counts.append(("data", 0))
-    return [(split, tuple(range(parts))) for split, parts in dict.fromkeys(counts) if split in splits]
-
-
-def _parts(table: TableSpec, popularity: Popularity, placement: TablePlacement) -> list[TablePart]:
-    split, parts = placement.split, len(placement.ranks)
-    busiest = popularity.busiest(parts) if split == "row" else 1.0
-    shapes = list[TablePart]()
-    for part in range(parts):
-        rows = table.rows
-        width = table.dim
-        share = 1.0
-        if split == "column":
-            width = table.dim * (part + 1) // parts - table.dim * part // parts
-        if split == "row":
-            rows = -(-table.rows // parts)  # some shards have one row less, which is ignored
-            share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
-        shapes.append(
-            TablePart(
-                rows=rows,
-                width=width,
-                share=share,
-                popularity=popularity,
-                place=placement.place,
-                cache=placement.cache,
-                parts=parts if split == "row" else 1,
-            )
-        )
-    return shapes

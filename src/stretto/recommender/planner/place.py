@@ -29,11 +29,11 @@ class TablePlan:
     """Placements and their cost.
 
     Attributes:
-        placements: by table name, in the order of the tables.
+        placements: placement of each table by name, in the order of the tables.
         options: option of each table, in the same order.
         ranks: load of each rank over all tables.
         step: step time with its breakdown.
-        why: explanation by table name.
+        explanations: key figures of each table's option, as text, by table name.
         over: messages about exceeded memory limits; always empty for a plan from `place_tables`.
     """
 
@@ -42,7 +42,7 @@ class TablePlan:
     options: tuple[Option, ...]
     ranks: tuple[Load, ...]
     step: TableStepTime
-    why: Mapping[str, str]
+    explanations: Mapping[str, str]
     over: tuple[str, ...] = ()
 
     @property
@@ -65,13 +65,15 @@ def place_tables(
     splits: Sequence[Split] = SPLITS,
     holds: Callable[[TableSpec, Option], bool] | None = None,
 ) -> TablePlan:
-    """Search for the fastest placement. Device memory is tried first; host memory and then files are added
-    if it does not suffice. Small problems (up to `_FEW` tables x ranks) always try all of them, and use a
-    slower memory if it makes the step at least 1% faster.
+    """Search for the fastest placement.
+
+    Device memory is tried first; host memory and then files are added if it does not suffice. Small problems
+    (up to `_FEW` tables x ranks) always try all of them, and use a slower memory if the step is then at least
+    1% faster.
 
     Args:
-        holds: whether an option of a table is allowed; by default all are. A table without an allowed option
-            keeps all of its options.
+        holds: returns True if an option of a table is allowed; by default all are. A table without an allowed
+            option keeps all of its options.
 
     Raises:
         DoesNotFit: a table fits nowhere; the message compares its size with the available memory.
@@ -90,7 +92,9 @@ def place_tables(
         ]
         if holds is not None:
             allowed = zip(job.tables, options, strict=True)
-            options = [[option for option in of if holds(table, option)] or of for table, of in allowed]
+            options = [
+                [option for option in every if holds(table, option)] or every for table, every in allowed
+            ]
         search = Search(job, options)
         choice = search.run()
         if choice is None:
@@ -104,7 +108,7 @@ def place_tables(
         room = {place: job.limits.by_place()[place] for place in job.places}
         names = {"device": "of device", "cpu": "of host memory", "disk": "of files"}
         available = ", ".join(f"{size / GIB:.4g} GiB {names[place]}" for place, size in room.items())
-        total, per_rank = sum(_size(job, each) for each in job.tables), sum(room.values())
+        total, per_rank = sum(_size(job, other) for other in job.tables), sum(room.values())
         needed = max(ranks + 1, int(-(-total // per_rank)) if per_rank > 0 else 0)
         size = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
         raise DoesNotFit(
@@ -154,8 +158,8 @@ def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
         rank = max(range(len(loads)), key=sizes.__getitem__)
         if sizes[rank] > limit * (1 + 1e-9):
             exceeded.append(
-                f"rank {rank} keeps {sizes[rank] / GIB:.4g} GiB of tables ({name}), {limit / GIB:.4g} GiB is "
-                "there"
+                f"rank {rank} needs {sizes[rank] / GIB:.4g} GiB for tables ({name}), and has "
+                f"{limit / GIB:.4g} GiB"
             )
     return TablePlan(
         job=job,
@@ -163,21 +167,21 @@ def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
         options=options,
         ranks=tuple(loads),
         step=balance.step(),
-        why={
-            table.name: _explanation(option, job) for table, option in zip(job.tables, options, strict=True)
+        explanations={
+            table.name: _explain(option, job) for table, option in zip(job.tables, options, strict=True)
         },
         over=tuple(exceeded),
     )
 
 
-def _explanation(option: Option, job: TableJob) -> str:
-    """Explains the option of a table with its key figures."""
+def _explain(option: Option, job: TableJob) -> str:
+    """Describe the option of a table with its key figures."""
     size = sum(part.stored for part in option.parts)
     phrases = [option.description, f"{size / GIB:.3g} GiB"]
     if option.rows_shipped:
-        phrases.append("rows travel, each once")
+        phrases.append("unique rows are sent")
     if option.split == "data" and job.work.ranks > 1:
-        phrases.append(f"{option.gathered / 1e6:.3g} MB of rows seen to all")
+        phrases.append(f"{option.gathered / 1e6:.3g} MB of unique rows to all ranks")
     if option.place != "device":
         phrases.append(
             f"in {'host memory' if option.place == 'cpu' else 'files'}, {option.cache:.0%} of rows cached"

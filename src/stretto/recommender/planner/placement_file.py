@@ -33,14 +33,14 @@ _Wrong = Callable[[str, str, str | None], StrettoError]
 def read_placements(
     source: Path | str | Mapping[str, Any], world: int, ranks_per_node: int | None = None
 ) -> dict[str, TablePlacement]:
-    """Placements by table name, from a YAML file or an already parsed mapping.
+    """Read placements by table name, from a YAML file or an already parsed mapping.
 
     `ranks` is a list, a single rank (`ranks: 3`), `all`, or `node N`. `all from R` and `node N from R` rotate
     the ranks to start at R. `recommender.placement.check_placements` checks the result against the tables.
 
     Args:
         world: world size, used to expand `all` and `node N`.
-        ranks_per_node: None: all ranks are on one node.
+        ranks_per_node: by default all ranks are on one node.
 
     Raises:
         StrettoError: missing file, invalid YAML, unknown field or invalid value; the message names the table
@@ -49,12 +49,17 @@ def read_placements(
     placements = dict[str, TablePlacement]()
     if isinstance(source, Mapping):
         for name, value in source.items():
-            placements[name] = _placement(name, value, world, ranks_per_node, _error_in_mapping(name, value))
+
+            def wrong(field: str, rule: str, hint: str | None, name: str = name) -> StrettoError:
+                message = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
+                return StrettoError(message, hint=hint)
+
+            placements[name] = _read_placement(value, world, ranks_per_node or world, wrong)
         return placements
     for name, fields in read_fields(Path(source)).items():
         values = {key: fields.plain(key) for key in _FIELDS if key in fields}
         fields.finish(_FIELDS)
-        placements[name] = _placement(name, values, world, ranks_per_node, fields.wrong)
+        placements[name] = _read_placement(values, world, ranks_per_node or world, fields.wrong)
     return placements
 
 
@@ -81,33 +86,35 @@ def placements_to_yaml(
         if placement.place != "device" or placement.cache != TablePlacement.cache:
             parts.append(f"cache: {format(Decimal(repr(placement.cache)), 'f')}")
         note = f"  # {notes[name]}" if notes and notes.get(name) else ""
-        lines.append(f"{_key(name)}: {{{', '.join(parts)}}}{note}")
+        # names are quoted unless YAML reads them as strings without quotes
+        plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _YAML_WORDS
+        key = name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()
+        lines.append(f"{key}: {{{', '.join(parts)}}}{note}")
     return "\n".join(lines) + "\n"
 
 
-def _placement(
-    name: str, value: object, world: int, ranks_per_node: int | None, wrong: _Wrong
-) -> TablePlacement:
+def _read_placement(value: object, world: int, node: int, wrong: _Wrong) -> TablePlacement:
+    """Read the placement of a table; `node` is the number of ranks of a node."""
     if isinstance(value, TablePlacement):
         return value
     if not isinstance(value, Mapping):
-        raise wrong("", f"is {value!r}, not a mapping", "as in {split: row, ranks: all}")
+        raise wrong("", f"is {value!r}, not a mapping", "such as {split: row, ranks: all}")
     fields = cast(Mapping[str, object], value)
     for key in fields:
         if key not in _FIELDS:
             similar = nearest(str(key), _FIELDS)
-            raise wrong(key, "is no field", f"did you mean {similar}?" if similar else ", ".join(_FIELDS))
+            raise wrong(key, "is not a field", f"did you mean {similar}?" if similar else ", ".join(_FIELDS))
     if "split" not in fields:
         raise wrong("split", "is missing", ", ".join(SPLITS))
     split = _one_of(fields["split"], SPLITS, "split", wrong)
     place = _one_of(fields.get("place", "device"), PLACES, "place", wrong)
     cache = fields.get("cache", 0.1)
     if isinstance(cache, bool) or not isinstance(cache, int | float) or not 0 < cache <= 1:
-        raise wrong("cache", f"is {cache!r}", "a part of the rows, above 0 and at most 1")
-    ranks = _ranks(fields.get("ranks"), world, ranks_per_node or world, wrong)
+        raise wrong("cache", f"is {cache!r}", "a share of the rows, above 0 and at most 1")
+    ranks = _read_ranks(fields.get("ranks"), world, node, wrong)
     if split == "data":
         if ranks and ranks != tuple(range(world)):
-            raise wrong("ranks", f"is {fields['ranks']!r} of a table that every rank copies", "leave it out")
+            raise wrong("ranks", f"is {fields['ranks']!r} for a table that every rank copies", "leave it out")
         ranks = ()
     elif not ranks:
         raise wrong("ranks", "is missing", "a list of ranks, `all`, or `node 0`")
@@ -121,7 +128,7 @@ def _one_of(value: object, allowed: tuple[str, ...], field: str, wrong: _Wrong) 
     return value
 
 
-def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ...]:
+def _read_ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, str) and (match := _SPAN.fullmatch(value.strip())):
@@ -143,15 +150,8 @@ def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ..
     return ranks
 
 
-def _error_in_mapping(name: str, value: object) -> _Wrong:
-    def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
-        message = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
-        return StrettoError(message, hint=hint)
-
-    return wrong
-
-
 def _ranks_text(ranks: tuple[int, ...], world: int, node: int) -> str:
+    """Ranks as `read_placements` reads them, as short as possible."""
     first = min(ranks, default=0) // node
     spans = {"all": range(world)}
     if 1 < node < world:
@@ -163,9 +163,3 @@ def _ranks_text(ranks: tuple[int, ...], world: int, node: int) -> str:
             if ranks == (*range(ranks[0], span.stop), *range(span.start, ranks[0])):
                 return f"{name} from {ranks[0]}"
     return f"[{', '.join(str(rank) for rank in ranks)}]"
-
-
-def _key(name: str) -> str:
-    """A table name, quoted unless YAML reads it as a string without quotes."""
-    plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _YAML_WORDS
-    return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()

@@ -20,6 +20,7 @@ _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
 _EVEN = 0.02  # weight of load imbalance in the score, to escape plateaus of the step time
 _FEW = 8  # maximum number of tables for changing pairs together
+_CRITICAL = 16  # maximum number of tables of the busiest rank that are tried first
 _IDLE = 4  # number of least loaded ranks considered for swaps
 _MANY = 16_384  # tables x ranks above which only one table order is tried
 _TRIES = 250_000  # evaluation budget, reduced as the number of ranks grows
@@ -45,9 +46,8 @@ class Search:
         self.score, self.best = float("inf"), PlacementSolution([], float("inf"))
 
     def run(self) -> PlacementSolution | None:
-        """The best solution, or None if nothing fits; `stuck` is then the index of the table that did not fit
-        in the last attempt.
-        """
+        """Return the best solution, or None if nothing fits; `stuck` is then the index of the table that did
+        not fit in the last attempt."""
         best: PlacementSolution | None = None
         orders = (self._by_time, self._by_density, self._by_size)
         if len(self.options) * self.job.work.ranks > _MANY:
@@ -60,8 +60,8 @@ class Search:
             for i in range(len(self.chosen)):
                 self._remove(i)
             self.balance = self.job.balance()
-            if self._greedy(sorted(range(len(self.options)), key=order), mode):
-                improved = self._improved(share)
+            if self._place_greedily(sorted(range(len(self.options)), key=order), mode):
+                improved = self._improve(share)
                 if best is None or improved.seconds < best.seconds * (1 - 1e-9):
                     best = improved
         return best
@@ -90,12 +90,14 @@ class Search:
         self.balance.add(*choice)
         self.chosen[i] = choice
 
-    def _score(self) -> float:
-        loads = self.balance.loads()
-        return self._scored(sum(load * load for load in loads))
+    def _score(self, squares: float | None = None) -> float:
+        """Step time plus a small imbalance penalty.
 
-    def _scored(self, squares: float) -> float:
-        """Step time plus a small imbalance penalty; `squares` is the sum of the squared rank loads."""
+        Args:
+            squares: the sum of the squared rank loads, if it was computed before.
+        """
+        if squares is None:
+            squares = sum(load * load for load in self.balance.loads())
         self.left -= 1
         return self.balance.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
 
@@ -111,19 +113,19 @@ class Search:
                 continue
             balance.add(option, ranks)
             if option.alike:
-                each = balance.busy_seconds(option.parts[-1])
-                more = 2 * each * total + each * each * len(loads)
+                busy = balance.busy_seconds(option.parts[-1])
+                added = 2 * busy * total + busy * busy * len(loads)
             else:
-                busy = [balance.busy_seconds(part) for part in option.parts]
-                more = sum((2 * loads[r] + b) * b for r, b in zip(ranks, busy, strict=True))
-            score = self._scored(squares + more)
+                seconds = [balance.busy_seconds(part) for part in option.parts]
+                added = sum((2 * loads[r] + s) * s for r, s in zip(ranks, seconds, strict=True))
+            score = self._score(squares + added)
             balance.add(option, ranks, -1.0)
             if best is None or score < best[0]:
                 best = score, (option, ranks)
         return best
 
-    def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
-        """Place all tables in this order, with options of `mode` where they fit and else with any option."""
+    def _place_greedily(self, order: Sequence[int], mode: _Mode) -> bool:
+        """Place all tables in this order, with options of `mode` if they fit and else with any option."""
         for i in order:
             preferred = mode(self.options[i])
             best = (self._best_for(i, preferred) if preferred else None) or self._best_for(i, self.options[i])
@@ -135,103 +137,95 @@ class Search:
 
     # Local search.
 
-    def _improved(self, tries: int) -> PlacementSolution:
+    def _improve(self, tries: int) -> PlacementSolution:
         """Apply improving moves until none is left or `tries` evaluations are spent."""
         until = self.left - tries
         self.score, self.best = self._score(), self._solution()
         while self.left > until:
+            # tables with a part on the busiest rank, heaviest first
+            loads = self.balance.loads()
+            rank = max(range(len(loads)), key=lambda r: loads[r])
+            critical = [
+                (self.balance.busy_seconds(option.parts[ranks.index(rank)]), i)
+                for i, choice in enumerate(self.chosen)
+                if choice is not None and rank in (ranks := choice[1]) and (option := choice[0])
+            ]
+            critical.sort(key=lambda pair: (-pair[0], pair[1]))
             if not (
-                self._pass(self._critical(), until, True)
-                or self._pass(range(len(self.chosen)), until)
-                or self._pairs(until)
+                self._improve_tables([i for _, i in critical[:_CRITICAL]], until, swaps=True)
+                or self._improve_tables(range(len(self.chosen)), until)
+                or self._improve_pair(until)
             ):
                 break
         return self.best
 
-    def _pairs(self, until: int) -> bool:
-        """Change two tables together; returns whether a pair improved the score."""
+    def _improve_tables(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
+        """Improve tables one by one; with `swaps`, stop at the first change. Returns True if any changed."""
+        changed = False
+        for i in tables:
+            if self.left <= until:
+                break
+            # move the table to a better option or better ranks
+            old = self._remove(i)
+            assert old is not None
+            best = self._best_for(i, self.options[i])
+            new: float | None = None
+            if best is not None and best[0] < self.score * (1 - 1e-9):
+                self._add(i, best[1])
+                new = best[0]
+            else:
+                self._add(i, old)
+                if swaps:
+                    new = self._swap(i)
+            if new is None:
+                continue
+            self._accept(new)
+            changed = True
+            if swaps:
+                break
+        return changed
+
+    def _improve_pair(self, until: int) -> bool:
+        """Change two tables together: each option of one with the best matching option of the other. Returns
+        True if a pair improved the score."""
         if len(self.chosen) > _FEW:
             return False
         for i, j in permutations(range(len(self.chosen)), 2):
             if self.left <= until:
                 break
-            new = self._moved_together(i, j)
-            if new is not None:
-                self.score = new
-                if self.balance.seconds() < self.best.seconds:
-                    self.best = self._solution()
+            old = self._remove(i), self._remove(j)
+            assert old[0] is not None
+            assert old[1] is not None
+            best, score = (old[0], old[1]), self.score * (1 - 1e-9)
+            improved = False
+            for option in self.options[i]:
+                choice = self._best_for(i, [option])
+                if choice is None:
+                    continue
+                self._add(i, choice[1])
+                match = self._best_for(j, self.options[j])
+                if match is not None and match[0] < score:
+                    improved, score = True, match[0]
+                    best = choice[1], match[1]
+                self._remove(i)
+            self._add(i, best[0])
+            self._add(j, best[1])
+            if improved:
+                self._accept(score)
                 return True
         return False
 
-    def _moved_together(self, i: int, j: int) -> float | None:
-        """Try each option of table `i` with the best matching option of table `j`. Returns the improved
-        score, or None if nothing improves and both tables are left unchanged.
-        """
-        old = self._remove(i), self._remove(j)
-        assert old[0] is not None
-        assert old[1] is not None
-        best, score = (old[0], old[1]), self.score * (1 - 1e-9)
-        improved = False
-        for option in self.options[i]:
-            first = self._best_for(i, [option])
-            if first is None:
-                continue
-            self._add(i, first[1])
-            second = self._best_for(j, self.options[j])
-            if second is not None and second[0] < score:
-                improved, score = True, second[0]
-                best = first[1], second[1]
-            self._remove(i)
-        self._add(i, best[0])
-        self._add(j, best[1])
-        return score if improved else None
-
-    def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
-        """Improve tables one by one; with `swaps`, stop at the first change. Returns whether any changed."""
-        changed = False
-        for i in tables:
-            if self.left <= until:
-                break
-            new = self._moved(i, self.score)
-            if new is None and swaps:
-                new = self._swapped(i, self.score)
-            if new is None:
-                continue
-            self.score, changed = new, True
-            if self.balance.seconds() < self.best.seconds:
-                self.best = self._solution()
-            if swaps:
-                break
-        return changed
+    def _accept(self, score: float) -> None:
+        self.score = score
+        if self.balance.seconds() < self.best.seconds:
+            self.best = self._solution()
 
     def _solution(self) -> PlacementSolution:
         choices = [choice for choice in self.chosen if choice is not None]
         return PlacementSolution(choices, self.balance.seconds())
 
-    def _critical(self) -> list[int]:
-        """Tables with a part on the busiest rank, heaviest first, at most 16."""
-        loads = self.balance.loads()
-        rank = max(range(len(loads)), key=lambda r: loads[r])
-        heaviest = [
-            (self.balance.busy_seconds(option.parts[ranks.index(rank)]), i)
-            for i, choice in enumerate(self.chosen)
-            if choice is not None and rank in (ranks := choice[1]) and (option := choice[0])
-        ]
-        return [i for _, i in sorted(heaviest, key=lambda pair: (-pair[0], pair[1]))][:16]
-
-    def _moved(self, i: int, score: float) -> float | None:
-        """Move a table to a better option or better ranks; returns the new score, None if no better."""
-        old = self._remove(i)
-        assert old is not None
-        best = self._best_for(i, self.options[i])
-        if best is not None and best[0] < score * (1 - 1e-9):
-            self._add(i, best[1])
-            return best[0]
-        self._add(i, old)
-        return None
-
-    def _swapped(self, i: int, score: float) -> float | None:
-        """Swap an unsplit table with one on a lightly loaded rank; returns the new score or None."""
+    def _swap(self, i: int) -> float | None:
+        """Swap an unsplit table with one on a lightly loaded rank; returns the improved score or None."""
         choice = self.chosen[i]
         if choice is None or len(choice[1]) != 1:
             return None
@@ -245,7 +239,7 @@ class Search:
             self._add(i, (choice[0], other[1]))
             self._add(j, (other[0], choice[1]))
             new = self._score() if self.balance.fits() else float("inf")
-            if new < score * (1 - 1e-9):
+            if new < self.score * (1 - 1e-9):
                 return new
             self._remove(i)
             self._remove(j)
@@ -257,20 +251,21 @@ class Search:
 def ranks_for(
     balance: LoadBalance, option: Option, loads: Sequence[float], order: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The least loaded ranks on which the parts of an option fit, with the heaviest part on the least loaded
-    rank; () for a replicated table; None if the option does not fit.
+    """Return the least loaded ranks on which the parts of an option fit.
+
+    The heaviest part is on the least loaded rank. () for a replicated table; None if the option does not fit.
 
     Args:
         order: the ranks, least loaded first.
     """
     world, first = balance.work.ranks, option.parts[0]
     if option.scope == "any":
-        roomy = list[int]()
+        free = list[int]()
         for rank in order:
             if balance.fits_rank(rank, first):
-                roomy.append(rank)
-                if len(roomy) == len(option.parts):
-                    return tuple(roomy)
+                free.append(rank)
+                if len(free) == len(option.parts):
+                    return tuple(free)
         return None
     if option.scope == "all" and not balance.fits_everywhere(first):
         return None

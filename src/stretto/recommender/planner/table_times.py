@@ -1,6 +1,6 @@
 """Load of a table shard: seconds on its rank, bytes stored and bytes sent.
 
-A part is the shard of a table on one rank: a range of rows or columns. A lookup reads rows, repeated ones
+A part is the shard of a table on one rank: some of its rows or columns. A lookup reads rows, repeated ones
 from hardware caches, and writes pooled embeddings. An update sorts the ids, gathers gradients in that order,
 and reads and writes each unique row with its optimiser states once. Rows that are not cached on the device
 are fetched from host memory or files.
@@ -36,16 +36,16 @@ OPTIMIZERS = tuple(_STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftwareProfile:
-    """The software profile of a training program; `data/tables.yaml` documents each field and its source."""
+class TableSoftware:
+    """Costs of a training program; `data/tables.yaml` documents each field and its source."""
 
     host: float = 0.0
     passes: float = 1.0
     each: float = 0.0
     each_id: float = 0.0
     slower: float = 1.0
-    ahead: bool = True
-    beside: bool = True
+    prefetch: bool = True
+    overlap: bool = True
     ships: Literal["smaller", "sums"] = "smaller"
     cached_host: bool = True
     host_row: float = 0.0
@@ -82,7 +82,7 @@ class Work:
     optimizer: TableOptimizer = "sgd"
     weight: int = 4
     wire: int = 4
-    program: SoftwareProfile = SoftwareProfile()
+    program: TableSoftware = TableSoftware()
 
     def row_bytes(self, width: int) -> tuple[float, float]:
         """Bytes of weights and of optimiser states in a row of `width` columns."""
@@ -136,9 +136,8 @@ class TablePart:
 
 
 def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
-    """Whether sending unique rows takes over 10% fewer rows than sending sums, one per sample and row shard
-    (`by_rows` shards).
-    """
+    """True if sending unique rows takes over 10% fewer rows than sending sums, one per sample and row-wise
+    shard (`by_rows` shards)."""
     if work.program.ships == "sums" or work.ranks == 1:
         return False
     samples = work.batch / work.ranks
@@ -146,7 +145,7 @@ def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
 
 
 def part_load(work: Work, part: TablePart, rows_shipped: bool) -> Load:
-    """Load of a part on the rank that stores it."""
+    """Return the load of a part on the rank that stores it."""
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     table_lookups = work.batch * part.popularity.hot  # of all ranks, in all parts
     lookups = table_lookups * part.share
@@ -192,8 +191,10 @@ def part_load(work: Work, part: TablePart, rows_shipped: bool) -> Load:
 
 
 def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[Load, float]:
-    """Load of a replicated table on each rank, and the bytes of the all-gather of unique ids and their
-    gradients, or for programs that send the smaller of two, of all ids and the gradients of their sums.
+    """Return the load of a replicated table on each rank, and the bytes of its all-gather.
+
+    Gathered are unique ids and their gradients or, if that is smaller and the program chooses, all ids and
+    the gradients of their sums.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     lookups = work.batch / work.ranks * popularity.hot
@@ -220,9 +221,8 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
 
 
 def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
-    """Seconds on the requesting rank, forward and backward: pooling received rows (`by_rows` 0), or adding
-    the partial sums of `by_rows` row shards.
-    """
+    """Return seconds on the requesting rank, forward and backward: pooling received rows (`by_rows` 0), or
+    adding the partial sums of `by_rows` row-wise shards."""
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     samples, number = work.batch / work.ranks, float(work.weight * dim)
     if by_rows == 0:  # rows are sent
@@ -248,17 +248,17 @@ def rates_of(device: Device) -> Rates:
     return Rates(**{**rates["default"], **rates.get(chip(device), {})})
 
 
-def program_of(name: str) -> SoftwareProfile:
-    """The software profile of a program by name.
+def program_of(name: str) -> TableSoftware:
+    """Return the costs of a program by name.
 
     Raises:
         StrettoError: no such program.
     """
-    chosen: dict[str, dict[str, Any]] = _constants()["programs"]
-    if name not in chosen:
-        raise StrettoError(f"program {name!r} is not known", hint=", ".join(chosen))
+    programs: dict[str, dict[str, Any]] = _constants()["programs"]
+    if name not in programs:
+        raise StrettoError(f"no program {name!r}", hint=f"allowed are {', '.join(programs)}")
     fitted: dict[str, dict[str, Any]] = _constants("tables_fitted")
-    return SoftwareProfile(**{**chosen[name], **fitted.get(name, {})})
+    return TableSoftware(**{**programs[name], **fitted.get(name, {})})
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Literal, get_args
 
 from stretto.errors import StrettoError, nearest
@@ -29,12 +28,12 @@ def uniform(
     place: Place = "device",
     cache: float = 0.1,
 ) -> dict[str, TablePlacement]:
-    """Placements with the same split for all tables.
+    """Return placements with the same split for all tables.
 
     Args:
-        split: `table`: whole tables in order of decreasing traffic, each on the least loaded rank (Graham
-            1969). `column`: the largest number of equal column shards of at least `NARROWEST` columns.
-            `row`: over all ranks. `table-row`: over the ranks of the least loaded node. `data`: replicated.
+        split: `table`: unsplit, in order of decreasing traffic, each on the least loaded rank (Graham 1969).
+            `column`: the largest number of equal column-wise shards of at least `NARROWEST` columns. `row`:
+            over all ranks. `table-row`: over the ranks of the least loaded node. `data`: replicated.
         ranks_per_node: ranks of a node, for `table-row`; None if all ranks are on one node.
 
     Raises:
@@ -45,13 +44,22 @@ def uniform(
     if split not in splits:
         similar = nearest(split, UNIFORM)
         raise StrettoError(
-            f"placement {split!r} is not known",
+            f"no placement {split!r}",
             hint=f"did you mean {similar}?" if similar else f"{', '.join(UNIFORM)}, auto, or a YAML file",
         )
     load = [0.0] * world
     placements = dict[str, TablePlacement]()
     for table in sorted(tables, key=lambda t: (-traffic(t), t.name)):
-        ranks = _ranks(table, split, load, node)
+        if split == "data":
+            ranks = ()
+        elif split == "row":
+            ranks = tuple(range(world))
+        elif split == "table-row":
+            nodes = [range(first, min(world, first + node)) for first in range(0, world, node)]
+            ranks = tuple(min(nodes, key=lambda ranks: sum(load[r] for r in ranks) / len(ranks)))
+        else:
+            parts = 1 if split == "table" else column_parts(table.dim, world)
+            ranks = tuple(sorted(sorted(range(world), key=lambda rank: (load[rank], rank))[:parts]))
         for rank in ranks:
             load[rank] += traffic(table) / len(ranks)
         placements[table.name] = TablePlacement(splits[split], ranks, place, cache)
@@ -68,17 +76,3 @@ def traffic(table: TableSpec) -> float:
 def column_parts(dim: int, ranks: int) -> int:
     """The largest number of equal column shards, up to `ranks`, with at least `NARROWEST` columns each."""
     return max(k for k in range(1, ranks + 1) if dim % k == 0 and (k == 1 or dim // k >= NARROWEST))
-
-
-def _ranks(table: TableSpec, split: str, load: list[float], node: int) -> tuple[int, ...]:
-    world = len(load)
-    if split == "data":
-        return ()
-    if split == "row":
-        return tuple(range(world))
-    if split == "table-row":
-        nodes = range(ceil(world / node))
-        parts = [range(n * node, min(world, (n + 1) * node)) for n in nodes]
-        return tuple(min(parts, key=lambda ranks: sum(load[r] for r in ranks) / len(ranks)))
-    parts = 1 if split == "table" else column_parts(table.dim, world)
-    return tuple(sorted(sorted(range(world), key=lambda rank: (load[rank], rank))[:parts]))
