@@ -86,7 +86,7 @@ def options_of(
                 counts.append(("row", parts))
         if not hashed:
             counts.append(("data", 0))
-    possible = [(split, parts) for split, parts in dict.fromkeys(counts) if split in splits]
+    possible = [option for option in dict.fromkeys(counts) if option[0] in splits]
     options = list[Option]()
     # tables that grow with new ids stay on the device
     for place in places if not hashed else ("device",):
