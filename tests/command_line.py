@@ -31,6 +31,8 @@ class CommandLine:
         """Return the text on stderr."""
         return self._run(words, code).err
 
-    def json(self, *words: object, code: int = DONE) -> Any:
-        """Return the object that --json prints."""
-        return json.loads(self._run((*words, "--json"), code).out)
+    def json(self, *words: object, code: int = DONE, silent: bool = False) -> Any:
+        """Return the object that --json prints; `silent` commands print nothing on stderr."""
+        printed = self._run((*words, "--json"), code)
+        assert not (silent and printed.err), printed.err
+        return json.loads(printed.out)

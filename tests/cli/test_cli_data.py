@@ -6,38 +6,35 @@ from typing import Any
 
 import pytest
 
+from command_line import CommandLine
 from stretto.cli.main import run
 from stretto.run.data.token_folder import TokenFolder
 
 TEXT = Path(__file__).read_text()
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run(["data", *arguments, "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return json.loads(captured.out)
+def answer(stretto: CommandLine, *arguments: str) -> dict[str, Any]:
+    return stretto.json("data", *arguments, silent=True)
 
 
-def test_build_and_info_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_build_and_info_say_the_same(tmp_path: Path, stretto: CommandLine):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": TEXT}) + "\n" + json.dumps({"body": "two"}))
     out = str(tmp_path / "out")
     built = answer(
-        capsys, "build", f"{tmp_path}/a.jsonl", "--out", out, "--vocab", "300", "--text-field", "body"
+        stretto, "build", f"{tmp_path}/a.jsonl", "--out", out, "--vocab", "300", "--text-field", "body"
     )
     folder = TokenFolder(out)
     assert (built["documents"], built["tokens"], built["path"]) == (2, len(folder.tokens), out)
     assert built["vocab"] == 300
-    assert answer(capsys, "info", out) == built
-    assert answer(capsys, "info", out, "--verify") == built | {"verified": True}
-    assert answer(capsys, "build", f"{tmp_path}/a.jsonl", "--text-field", "body", "--out", f"{out}2",
+    assert answer(stretto, "info", out) == built
+    assert answer(stretto, "info", out, "--verify") == built | {"verified": True}
+    assert answer(stretto, "build", f"{tmp_path}/a.jsonl", "--text-field", "body", "--out", f"{out}2",
                   "--tokenizer", f"{out}/tokenizer.json")["tokens"] == built["tokens"]  # fmt: skip
 
 
-def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_text_for_people(tmp_path: Path, stretto: CommandLine):
     (tmp_path / "a.txt").write_text(TEXT)
-    assert run(["data", "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300"]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("data", "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
     assert shown.index("train tokenizer") < shown.index("encode") < shown.index("documents")
     assert ["blank", "documents", "0"] in [line.split() for line in shown.splitlines()]
 
@@ -70,41 +67,36 @@ def test_training_and_held_out_text_in_one_stream_is_warned_of(
 def test_bad_input_is_one_error_line_and_exit_code_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    stretto: CommandLine,
     arguments: list[str],
     error: str,
 ):
     monkeypatch.chdir(tmp_path)
     for name, content in (("bad.txt", b"caf\xe9"), ("empty.txt", b""), ("good.txt", b"good")):
         (tmp_path / name).write_bytes(content)
-    assert run(["data", *arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = stretto.error("data", *arguments).splitlines()
     assert lines[0].startswith("error: ")
     assert error in lines[0]
     assert [line.startswith("hint: ") for line in lines[1:]] == [True]
 
 
-def test_a_corrupt_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_corrupt_folder_is_refused(tmp_path: Path, stretto: CommandLine):
     (tmp_path / "a.txt").write_text(TEXT)
-    answer(capsys, "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
+    answer(stretto, "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
     data = bytearray((tmp_path / "out" / "tokens.bin").read_bytes())
     data[40] ^= 1
     (tmp_path / "out" / "tokens.bin").write_bytes(data)
-    assert run(["data", "info", f"{tmp_path}/out", "--verify"]) == 2
-    assert "corrupt in chunk 0 of 1" in capsys.readouterr().err
+    assert "corrupt in chunk 0 of 1" in stretto.error("data", "info", f"{tmp_path}/out", "--verify")
 
 
-def test_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_urls(tmp_path: Path, stretto: CommandLine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text(TEXT)
-    built = answer(capsys, "build", f"file://{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
+    built = answer(stretto, "build", f"file://{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
     url = f"file://{tmp_path}/out"
-    assert answer(capsys, "info", url, "--verify") == built | {"path": url, "verified": True}
-    assert run(["data", "show", url, "--tokens", "9"]) == 0
-    assert "«from __fut" in capsys.readouterr().out
-    assert run(["data", "build", "x.txt", "--out", "s3://bucket/tokens"]) == 2
-    error = capsys.readouterr().err
+    assert answer(stretto, "info", url, "--verify") == built | {"path": url, "verified": True}
+    assert "«from __fut" in stretto("data", "show", url, "--tokens", "9")
+    error = stretto.error("data", "build", "x.txt", "--out", "s3://bucket/tokens")
     assert "--out s3://bucket/tokens: a build is written to a disk" in error
     assert "aws s3 cp --recursive DIR s3://bucket/tokens" in error
-    assert run(["data", "info", "s3://bucket/tokens"]) == 2
-    assert "pip install 'stretto[s3]'" in capsys.readouterr().err
+    assert "pip install 'stretto[s3]'" in stretto.error("data", "info", "s3://bucket/tokens")

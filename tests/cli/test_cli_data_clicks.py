@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clicks_logs import log_lines
+from command_line import CommandLine
 from stretto.cli.main import run
 from stretto.recommender.clicks.folder import ClickFolder
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run(["data", *arguments, "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return json.loads(captured.out)
+def answer(stretto: CommandLine, *arguments: str) -> dict[str, Any]:
+    return stretto.json("data", *arguments, silent=True)
 
 
 @pytest.fixture
@@ -30,8 +27,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_clicks_and_info_say_the_same(log: Path, capsys: pytest.CaptureFixture[str]):
-    made = answer(capsys, "clicks", "day_0", "day_1", "--out", "out", "--threshold", "3")
+def test_clicks_and_info_say_the_same(log: Path, stretto: CommandLine):
+    made = answer(stretto, "clicks", "day_0", "day_1", "--out", "out", "--threshold", "3")
     folder = ClickFolder("out")
     assert (made["samples"], made["base_rate"], made["path"]) == (240, folder.base_rate, "out")
     assert [each["rows"] for each in made["features"]] == list(folder.table_rows().values())
@@ -39,32 +36,30 @@ def test_clicks_and_info_say_the_same(log: Path, capsys: pytest.CaptureFixture[s
     assert made["parts"] == [["day_0", 120], ["day_1", 120]]
     assert folder.transform is not None
     assert folder.transform.threshold == 3
-    assert answer(capsys, "info", "out") == made
-    assert answer(capsys, "info", "out", "--verify") == made | {"verified": True}
-    assert answer(capsys, "clicks", "day_*", "--out", "out", "--threshold", "3")["samples"] == 240
+    assert answer(stretto, "info", "out") == made
+    assert answer(stretto, "info", "out", "--verify") == made | {"verified": True}
+    assert answer(stretto, "clicks", "day_*", "--out", "out", "--threshold", "3")["samples"] == 240
 
 
-def test_other_formats_and_ways(log: Path, capsys: pytest.CaptureFixture[str]):
+def test_other_formats_and_ways(log: Path, stretto: CommandLine):
     columns = ("--label", "clicked", "--numbers", "age", "--features", "city")
-    made = answer(capsys, "clicks", "rows.csv", *columns, "--out", "a", "--hash", "16", "--missing-flags")
+    made = answer(stretto, "clicks", "rows.csv", *columns, "--out", "a", "--hash", "16", "--missing-flags")
     assert (made["samples"], made["numbers"], made["features"][0]["rows"]) == (3, 2, 16)
     assert made["features"][0]["name"] == "city"
-    made = answer(capsys, "clicks", "day_0", "--out", "b", "--raw")
+    made = answer(stretto, "clicks", "day_0", "--out", "b", "--raw")
     assert made["features"][0]["rows"] is None
 
 
-def test_text_for_people(log: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(["data", "clicks", "day_0", "day_1", "--out", "out", "--raw"]) == 0
-    shown = capsys.readouterr().out
+def test_text_for_people(log: Path, stretto: CommandLine):
+    shown = stretto("data", "clicks", "day_0", "day_1", "--out", "out", "--raw")
     assert shown.index("write samples") < shown.index("samples  ") < shown.index("feature")
     assert "day_1, line 121: 2 columns, not 40" in shown
-    assert run(["data", "clicks", "day_0", "day_1", "--out", "b"]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("data", "clicks", "day_0", "day_1", "--out", "b")
     assert shown.index("count ids") < shown.index("write samples")
 
 
 def test_an_interrupted_build_prints_the_resume_command(
-    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine, capsys: pytest.CaptureFixture[str]
 ):
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -91,34 +86,33 @@ def test_an_interrupted_build_prints_the_resume_command(
     ],
 )
 def test_bad_input_is_one_error_line_and_exit_code_2(
-    log: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+    log: Path, stretto: CommandLine, arguments: list[str], error: str
 ):
-    assert run(["data", *arguments]) == 2
-    first, *rest = capsys.readouterr().err.splitlines()
+    first, *rest = stretto.error("data", *arguments).splitlines()
     assert first.startswith("error: ")
     assert error in first
     assert len(rest) <= 1
     assert not Path("x").exists()
 
 
-def test_what_is_held_out_and_not_read_is_printed(log: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_held_out_and_not_read_is_printed(log: Path, stretto: CommandLine):
     Path("valid.csv").write_text("label,C1,city,I1\n1,a,Rome,2\n1,b,Oslo,x\n")
     Path("train.csv").write_text("label,C1,city,I1\n1,a,Rome,2\n0,b,Oslo,3\n")
-    assert run(["data", "clicks", "valid.csv", "train.csv", "--out", "named"]) == 0
-    shown = capsys.readouterr().out
+    shown = stretto("data", "clicks", "valid.csv", "train.csv", "--out", "named")
     assert "held out   valid.csv (by name)" in shown
     assert "1 of 4 lines (25.00%) are malformed, left out" in shown
     assert "columns that are not read: city" in shown
-    assert run(["data", "clicks", "valid.csv", "train.csv", "--out", "shared", "--split", "share"]) == 0
-    assert "no file by its name: training holds out the last share" in capsys.readouterr().out
-    assert answer(capsys, "info", "named")["held_out"] == ["valid.csv"]
-    assert answer(capsys, "info", "shared")["held_out"] == []
+    assert "no file by its name: training holds out the last share" in stretto(
+        "data", "clicks", "valid.csv", "train.csv", "--out", "shared", "--split", "share"
+    )
+    assert answer(stretto, "info", "named")["held_out"] == ["valid.csv"]
+    assert answer(stretto, "info", "shared")["held_out"] == []
 
 
 def test_documents_of_a_click_folder_are_refused_with_the_right_command(
-    log: Path, capsys: pytest.CaptureFixture[str]
+    log: Path, stretto: CommandLine, capsys: pytest.CaptureFixture[str]
 ):
-    answer(capsys, "clicks", "day_0", "--out", "out", "--raw")
+    answer(stretto, "clicks", "day_0", "--out", "out", "--raw")
     assert run(["data", "show", "out"]) == 2
     assert "out: a click folder, which has samples and no documents\nhint: stretto data info out" in (
         capsys.readouterr().err

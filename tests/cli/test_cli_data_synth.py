@@ -1,29 +1,24 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_line import CommandLine
 from stretto.cli.main import run
 from stretto.recommender.clicks.folder import ClickFolder
 
 SMALL = ("--samples", "2e3", "--features", "3", "--rows", "10:1e3")
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run(["data", "synth-clicks", *arguments, "--json"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return json.loads(captured.out)
+def answer(stretto: CommandLine, *arguments: str) -> dict[str, Any]:
+    return stretto.json("data", "synth-clicks", *arguments, silent=True)
 
 
-def test_a_log_is_generated_once_with_its_best_possible_entropy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_log_is_generated_once_with_its_best_possible_entropy(tmp_path: Path, stretto: CommandLine):
     out = str(tmp_path / "clicks")
-    made = answer(capsys, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4")
+    made = answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4")
     folder = ClickFolder(out)
     assert [feature.rows for feature in folder.features] == [10, 100, 1000]
     assert (made["samples"], made["path"], made["format"]) == (2000, out, "folder")
@@ -31,23 +26,24 @@ def test_a_log_is_generated_once_with_its_best_possible_entropy(
     assert made["base_rate"] == pytest.approx(0.4, abs=0.05)
     assert 0.5 < made["best"]["train"]["entropy"] < 1
     assert made["best"]["valid"]["samples"] == 200
-    assert answer(capsys, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4") == made | {"kept": True}
+    assert answer(stretto, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4") == made | {"kept": True}
 
 
-def test_several_ids_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_several_ids_and_text(tmp_path: Path, stretto: CommandLine):
     out = f"{tmp_path}/many"
-    answer(capsys, "--out", out, *SMALL, "--hot", "2.5", "--varying", "--dense", "1", "--valid", "0")
+    answer(stretto, "--out", out, *SMALL, "--hot", "2.5", "--varying", "--dense", "1", "--valid", "0")
     folder = ClickFolder(out)
     assert [feature.hot for feature in folder.features] == [None] * 3
     assert folder.index.parts == [("train", 2000)]
-    text = answer(capsys, "--out", f"{tmp_path}/text", "--samples", "50", "--rows", "9", "--format", "criteo")
+    text = answer(
+        stretto, "--out", f"{tmp_path}/text", "--samples", "50", "--rows", "9", "--format", "criteo"
+    )
     assert text["bytes"] == sum(each.stat().st_size for each in (tmp_path / "text").glob("*.txt"))
     assert len((tmp_path / "text" / "train.txt").read_text().splitlines()) == 45
 
 
-def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(["data", "synth-clicks", "--out", f"{tmp_path}/clicks", *SMALL]) == 0
-    shown = capsys.readouterr().out
+def test_text_for_people(tmp_path: Path, stretto: CommandLine):
+    shown = stretto("data", "synth-clicks", "--out", f"{tmp_path}/clicks", *SMALL)
     assert "2,000 samples" in shown
     assert "best possible" in shown
     assert "valid" in shown

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from chats import assistant, chat, tokenizer_folder, user, write_chats
+from command_line import CommandLine
 from stretto.cli.main import run
 from stretto.engine.checkpoint.huggingface.exporting import export_huggingface
 from tiny_job import LLAMA, job, job_file
@@ -31,41 +32,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert run(["generate", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def written(stretto: CommandLine, *arguments: object) -> dict[str, Any]:
+    return stretto.json("generate", *map(str, arguments))
 
 
-def test_every_layout_writes_the_same_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_writes_the_same_text(folder: Path, stretto: CommandLine) -> None:
     runs = folder / "runs"
-    texts = [written(capsys, runs / name, "--prompt", "a ", "--tokens", 24)["text"] for name in LAYOUTS]
+    texts = [written(stretto, runs / name, "--prompt", "a ", "--tokens", 24)["text"] for name in LAYOUTS]
     assert len(set(texts)) == 1
     assert texts[0].startswith("a ")
     assert len(texts[0]) > 12
 
 
-def test_text_is_a_function_of_the_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_a_function_of_the_seed(folder: Path, stretto: CommandLine) -> None:
     run_ = folder / "runs" / "single"
-    one, two, other = (written(capsys, run_, "--tokens", 24, "--seed", seed)["text"] for seed in (3, 3, 4))
+    one, two, other = (written(stretto, run_, "--tokens", 24, "--seed", seed)["text"] for seed in (3, 3, 4))
     assert one == two != other
-    greedy = [written(capsys, run_, "--temperature", 0, "--seed", seed)["text"] for seed in (1, 2)]
+    greedy = [written(stretto, run_, "--temperature", 0, "--seed", seed)["text"] for seed in (1, 2)]
     assert greedy[0] == greedy[1]
 
 
 def test_a_run_its_checkpoints_and_one_checkpoint_are_all_names_of_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, stretto: CommandLine
 ) -> None:
     run_ = folder / "runs" / "single"
     newest = run_ / "checkpoints" / "step-00000003"
     for name in (run_, run_ / "checkpoints", newest):
-        assert written(capsys, name, "--tokens", 4)["checkpoint"] == str(newest)
+        assert written(stretto, name, "--tokens", 4)["checkpoint"] == str(newest)
 
 
-def test_people_get_the_text_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_the_text_alone(folder: Path, stretto: CommandLine) -> None:
     arguments = [str(folder / "runs" / "single"), "--prompt", "b", "--tokens", "8"]
-    text = written(capsys, *arguments)["text"]
-    assert run(["generate", *arguments]) == 0
-    assert capsys.readouterr().out == text + "\n"
+    text = written(stretto, *arguments)["text"]
+    assert stretto("generate", *arguments) == text + "\n"
 
 
 @pytest.mark.parametrize(
@@ -93,22 +92,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over(folder: Path, capsys: pytest
     assert "step-00000004 is damaged" in captured.err
 
 
-def test_a_tokenizer_that_is_gone_ends_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_is_gone_ends_with_2(folder: Path, stretto: CommandLine) -> None:
     config = job(folder, "train.steps=1", "optim.rate.warmup=0", "run.name=bare", model=LLAMA)
     train(config)
     (config.run.folder / "tokenizer.json").unlink()
-    assert run(["generate", str(config.run.folder)]) == 2
-    assert "no tokenizer.json beside checkpoint" in capsys.readouterr().err
+    assert "no tokenizer.json beside checkpoint" in stretto.error("generate", str(config.run.folder))
 
 
 def test_the_sample_at_the_end_of_training_equals_generate(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, stretto: CommandLine
 ) -> None:
     config = job_file(tmp_path, LLAMA)
-    assert run(["train", str(config), "layout.tp=2", "train.steps=2"]) == 0
-    shown = capsys.readouterr().out.split("what it writes now:\n\n")[1].split("\n\nrun folder")[0]
+    printed = stretto("train", str(config), "layout.tp=2", "train.steps=2")
+    shown = printed.split("what it writes now:\n\n")[1].split("\n\nrun folder")[0]
     options = ["--prompt", "def ", "--tokens", 8, "--seed", 1]
-    assert written(capsys, tmp_path / "runs" / "tiny", *options)["text"] == shown
+    assert written(stretto, tmp_path / "runs" / "tiny", *options)["text"] == shown
 
 
 def test_what_training_saves_can_be_exported(folder: Path, tmp_path: Path) -> None:
@@ -132,7 +130,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_several_prompts_are_written_as_each_alone(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    talker: Path, tmp_path: Path, stretto: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["question 1", "a", "question 2", "another"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts[1:]) + "\n\n")
@@ -142,15 +140,15 @@ def test_several_prompts_are_written_as_each_alone(
     outputs = json.loads(capsys.readouterr().out)["outputs"]
     assert [one["prompt"] for one in outputs] == prompts
     for seed, one in enumerate(outputs):
-        alone = written(capsys, talker, "--prompt", one["prompt"], *options, "--seed", seed)
+        alone = written(stretto, talker, "--prompt", one["prompt"], *options, "--seed", seed)
         assert alone["text"] == one["prompt"] + one["text"]
 
 
 def test_a_chat_is_answered_by_the_runs_own_template(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    talker: Path, tmp_path: Path, stretto: CommandLine
 ) -> None:
     options = ["--chat", "--tokens", 30, "--temperature", 0]
-    said = written(capsys, talker, "--prompt", "question 3 0?", *options)
+    said = written(stretto, talker, "--prompt", "question 3 0?", *options)
     start = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou help.<|eot_id|>"
     turn = "<|start_header_id|>user<|end_header_id|>\n\nquestion 3 0?<|eot_id|>"
     asked = f"{start}{turn}<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -158,15 +156,15 @@ def test_a_chat_is_answered_by_the_runs_own_template(
         {"prompt": asked, "text": said["text"], "tokens": said["outputs"][0]["tokens"], "ended": False}
     ]
     rows = write_chats(tmp_path / "rows.jsonl", [[user("question 3 0?"), assistant("known")]])
-    assert written(capsys, talker, "--prompts", rows, *options)["text"] == said["text"]
-    assert run(["generate", str(talker), "--prompts", str(rows)]) == 2
-    assert "--chat answers them" in capsys.readouterr().err
-    assert run(["generate", str(talker), "--prompt", "a", "--chat-template", "default"]) == 2
-    assert "add --chat" in capsys.readouterr().err
+    assert written(stretto, talker, "--prompts", rows, *options)["text"] == said["text"]
+    assert "--chat answers them" in stretto.error("generate", str(talker), "--prompts", str(rows))
+    assert "add --chat" in stretto.error(
+        "generate", str(talker), "--prompt", "a", "--chat-template", "default"
+    )
 
 
 def test_a_chats_row_gives_its_template_tools_and_variables(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    talker: Path, tmp_path: Path, stretto: CommandLine
 ) -> None:
     template = tmp_path / "named.jinja"
     template.write_text("{{ tools[0].name }} {{ style }}: {{ messages[0].content }}")
@@ -175,24 +173,24 @@ def test_a_chats_row_gives_its_template_tools_and_variables(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--chat", "--chat-template", template, "--prompts", path, "--tokens", 1]
-    outputs = written(capsys, talker, *options)["outputs"]
+    outputs = written(stretto, talker, *options)["outputs"]
     assert [one["prompt"] for one in outputs] == ["add brief: hello"] * 2
 
 
-def test_texts_and_tokens_end_a_text(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_and_tokens_end_a_text(talker: Path, stretto: CommandLine) -> None:
     options = ["--chat", "--prompt", "question 3 0?", "--tokens", 30, "--temperature", 0]
-    whole = written(capsys, talker, *options)["text"]
+    whole = written(stretto, talker, *options)["text"]
     cut = whole[len(whole) // 2 :][:2]
-    ended = written(capsys, talker, *options, "--stop", cut)["outputs"][0]
+    ended = written(stretto, talker, *options, "--stop", cut)["outputs"][0]
     assert ended["text"] == whole[: whole.index(cut)]
     assert ended["ended"]
-    assert run([str(x) for x in ("generate", talker, *options, "--stop", cut)]) == 0
-    assert capsys.readouterr().out == whole[: whole.index(cut)] + "\n"
+    assert stretto("generate", talker, *options, "--stop", cut) == whole[: whole.index(cut)] + "\n"
 
 
-def test_a_run_without_a_template_answers_no_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", str(folder / "runs" / "single"), "--chat", "--prompt", "a"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
+def test_a_run_without_a_template_answers_no_chat(folder: Path, stretto: CommandLine) -> None:
+    assert "has no chat template" in stretto.error(
+        "generate", str(folder / "runs" / "single"), "--chat", "--prompt", "a"
+    )
 
 
 def test_prompts_are_read_by_their_format(tmp_path: Path) -> None:

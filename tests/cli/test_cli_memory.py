@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,14 +62,6 @@ def test_what_does_not_fit_or_is_not_legal_is_refused(stretto: CommandLine) -> N
     assert "recompute.memory_gib is 0.001: pipeline rank" in error
     assert "hint: recompute.memory_gib=" in error
     assert "layout.tp is 3" in stretto.error("memory", QUICK, "layout.tp=3")
-
-
-def test_it_needs_no_torch() -> None:
-    code = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code, "memory", QUICK], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "False"
 
 
 def test_measured_beside_predicted(stretto: CommandLine) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -184,10 +182,3 @@ def test_the_columns_of_a_table(stretto: CommandLine) -> None:
     text = stretto("predict", "--table-columns")
     assert "| `flops_counted` |" in text
     assert stretto.json("predict", "--table-columns") == {"columns": text}
-
-
-def test_it_answers_without_torch() -> None:
-    script = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
-    words = ["predict", *LLAMA, *LAYOUT, "--no-memory", "--json"]
-    said = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines()[-1] == "False"

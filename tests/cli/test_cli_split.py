@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from stretto.cli.main import run
+from command_line import CommandLine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "split_layers.py"
 FILE = """
@@ -23,16 +22,14 @@ def two():
 """
 
 
-def test_the_plan_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_an_example(tmp_path: Path, stretto: CommandLine) -> None:
     svg = tmp_path / "splits.svg"
     words = ["split", f"{EXAMPLE}:alexnet", "--cluster", "a100:4", "--svg", str(svg)]
-    assert run(words) == 0
-    shown = capsys.readouterr().out
+    shown = stretto(*words)
     assert "all-to-all + all-to-all" in shown
     assert shown.endswith(f"wrote {svg}\n")
     assert svg.read_text().startswith("<svg")
-    assert run([*words, "--json", "--fix", "1.0=column"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = stretto.json(*words, "--fix", "1.0=column")
     style_of = {one["name"]: one["style"] for one in facts["operators"]}
     assert (style_of["0.0"], style_of["1.0"], style_of["0.1"]) == ("batch", "column", None)
     assert facts["step_s"] == pytest.approx(sum(facts["parts_s"].values()))
@@ -59,8 +56,7 @@ def test_the_plan_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["three"], "defines no three"),
     ],
 )
-def test_refusals(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(words: list[str], message: str, tmp_path: Path, stretto: CommandLine) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE)
-    assert run(["split", f"{file}:{words[0]}", "--cluster", "a100:2", *words[1:]]) == 2
-    assert message in capsys.readouterr().err
+    assert message in stretto.error("split", f"{file}:{words[0]}", "--cluster", "a100:2", *words[1:])

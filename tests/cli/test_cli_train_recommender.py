@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import CommandLine
 from pages import ROOT
 from recommender_job import job_file
 from stretto.cli.main import run
@@ -22,9 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_training_prints_quality_and_next_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["train", str(folder / "tiny.yaml"), "tables.placement=auto"]) == 0
-    text = capsys.readouterr().out
+def test_training_prints_quality_and_next_commands(folder: Path, stretto: CommandLine) -> None:
+    text = stretto("train", str(folder / "tiny.yaml"), "tables.placement=auto")
     assert "dlrm of" in text
     assert text.count("rank  load") == 1  # before it starts
     end = text[text.index("speed: ") :]
@@ -39,13 +39,10 @@ def test_training_prints_quality_and_next_commands(folder: Path, capsys: pytest.
     assert (folder / "C1.npy").exists()
 
 
-def test_json_is_one_object_and_a_taken_name_gets_a_number(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_and_a_taken_name_gets_a_number(folder: Path, stretto: CommandLine) -> None:
     line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=twice", "train.steps=3", "layout.ranks=1"]
     for name in ("twice", "twice-2"):
-        assert run(line) == 0
-        facts = json.loads(capsys.readouterr().out)
+        facts = json.loads(stretto(*line))
         assert facts["steps"] == 3
         assert facts["run_dir"] == str(folder / "runs" / name)
         assert facts["checkpoint"].endswith(f"{name}/checkpoints/step-00000003")
@@ -54,32 +51,29 @@ def test_json_is_one_object_and_a_taken_name_gets_a_number(
         assert 0 < facts["auc"] < 1
         assert facts["best_entropy"] < facts["entropy"]
         assert set(facts) >= {"loss", "samples_per_s", "logloss", "calibration"}
-    assert run([*line, "train.steps=5", "--resume", "auto"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(stretto(*line, "train.steps=5", "--resume", "auto"))
     assert (facts["steps"], facts["run_dir"]) == (5, str(folder / "runs" / "twice"))
     lines = (folder / "runs" / "twice" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
 def test_the_criteo_config_is_refused_on_cpus_until_it_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretto: CommandLine
 ) -> None:
     path = str(ROOT / "configs" / "dlrm-criteo.yaml")
     monkeypatch.chdir(tmp_path)
     if not torch.cuda.is_available():
-        assert run(["train", path, "data.source=synthetic", "data.split=share"]) == 2
-        assert "hint: use train.device=auto or cpu" in capsys.readouterr().err
+        error = stretto.error("train", path, "data.source=synthetic", "data.split=share")
+        assert "hint: use train.device=auto or cpu" in error
     small = ["data.source=synthetic", "data.split=share", "train.device=cpu", "tables.place=device"]
-    assert run(["train", path, *small, "tables.device_gib=1"]) == 2
-    error = capsys.readouterr().err
+    error = stretto.error("train", path, *small, "tables.device_gib=1")
     assert "does not fit: all 26 tables take" in error
     assert "fewer rows (model.max_rows)" in error
 
 
-def test_without_evaluation_there_is_no_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_evaluation_there_is_no_quality(folder: Path, stretto: CommandLine) -> None:
     line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=none", "train.steps=1", "layout.ranks=1"]
-    assert run([*line, "eval.every=null"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = json.loads(stretto(*line, "eval.every=null"))
     assert facts["auc"] is facts["entropy"] is None
 
 
@@ -103,23 +97,16 @@ def test_bad_input_is_an_error_before_ranks_start(
     assert captured.err.count("error:") == 1
 
 
-def test_config_fills_in_defaults_and_checks_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["config", str(folder / "tiny.yaml"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tables"]["placement"] == "row"
-    assert run(["config", str(folder / "tiny.yaml"), "optim.dense.momentum=0.5"]) == 2
-    assert "adamw has none" in capsys.readouterr().err
+def test_config_fills_in_defaults_and_checks_them(folder: Path, stretto: CommandLine) -> None:
+    assert stretto.json("config", str(folder / "tiny.yaml"))["tables"]["placement"] == "row"
+    assert "adamw has none" in stretto.error("config", str(folder / "tiny.yaml"), "optim.dense.momentum=0.5")
 
 
 @pytest.mark.parametrize("command", [["memory"], ["dryrun"]])
-def test_commands_for_language_models_say_so(
-    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([*command, str(folder / "tiny.yaml")]) == 2
-    assert "recommender" in capsys.readouterr().err
+def test_commands_for_language_models_say_so(folder: Path, command: list[str], stretto: CommandLine) -> None:
+    assert "recommender" in stretto.error(*command, str(folder / "tiny.yaml"))
 
 
-def test_a_batch_script_starts_its_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "2"]) == 0
-    assert "#SBATCH --nodes=2" in capsys.readouterr().out
-    assert run(["launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "3"]) == 2
-    assert "ranks=2" in capsys.readouterr().err
+def test_a_batch_script_starts_its_ranks(folder: Path, stretto: CommandLine) -> None:
+    assert "#SBATCH --nodes=2" in stretto("launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "2")
+    assert "ranks=2" in stretto.error("launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "3")

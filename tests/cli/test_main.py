@@ -18,6 +18,8 @@ import stretto
 from stretto.cli import main
 from stretto.errors import StrettoError
 
+ROOT = Path(__file__).parents[2]
+
 
 def lines_of_error(capsys: pytest.CaptureFixture[str]) -> list[str]:
     captured = capsys.readouterr()
@@ -133,6 +135,21 @@ def test_quick_commands_keep_to_their_imports(line: str) -> None:
     assert {module.split(".")[1] for module in modules if module.startswith("stretto.")} - rooms == set()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "memory configs/quickstart.yaml",
+        "predict --model llama3-8b --cluster h100:8 tp=8 micro=1 batch=8 --no-memory --json",
+    ],
+)
+def test_predictions_import_no_torch(line: str) -> None:
+    code = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert len(done.stdout.splitlines()) > 1, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
 def test_ctrl_c_leaves_with_130() -> None:
     code = (
         "import os, signal; from stretto.cli import main; from stretto import Layout\n"
@@ -174,7 +191,7 @@ def test_help_breaks_lines_at_the_width_of_the_terminal_only(capsys: pytest.Capt
 
 
 def test_config_prints_what_is_set_or_all(capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    path = str(ROOT / "configs" / "quickstart.yaml")
     assert main.run(["config", path, "optim.clip=null"]) == 0
     short = capsys.readouterr().out
     assert short.startswith("model:\n  family: gpt\n  layers: 4\n")
