@@ -27,7 +27,7 @@ from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.run.config.job import job_of
 from stretto.run.launch.local import run_ranks
-from stretto.run.train.memory_measured import RankHeld, measure
+from stretto.run.train.memory_measured import MeasuredMemory, measure
 
 VOCAB, HIDDEN, SAMPLES, LENGTH = 131072, 256, 4, 128
 CHUNKS = (64, 128, 256)
@@ -58,7 +58,7 @@ HEAD = (
 )
 
 
-def held(job: Job) -> RankHeld:
+def held(job: Job) -> MeasuredMemory:
     """What this rank held in a step of training."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -103,7 +103,7 @@ def generate(options: GenerateOptions) -> None:
     """
     from stretto.run.config.schema import LoopConfig
     from stretto.run.evaluate.trained import find_trained
-    from stretto.run.generate.job import Request, run_generation
+    from stretto.run.generate.job import GenerationJob, run_generation
     from stretto.run.generate.text import Sampling, Wording
 
     chat, stop = options.chat, options.stop or []
@@ -118,7 +118,7 @@ def generate(options: GenerateOptions) -> None:
     prompts = prompts or [_prompt(wording, "", chat)]
     streamed = not options.as_json and len(prompts) == 1
     cores = os.cpu_count() or 1
-    request = Request(
+    request = GenerationJob(
         checkpoint=checkpoint,
         prompts=prompts,
         sampling=Sampling(

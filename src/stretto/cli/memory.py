@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.job.job import Job
     from stretto.layout.shards import Mode
     from stretto.planner.memory.ranks import MemoryJob, RankMemory
-    from stretto.run.train.memory_measured import RankHeld
+    from stretto.run.train.memory_measured import MeasuredMemory
 
 
 app = command_app()
@@ -85,7 +85,7 @@ def memory(
     _rank_report(predicted, measured).print(as_json)
 
 
-def _rank_report(predicted: MemoryJob, measured: Sequence[RankHeld] | None) -> CommandReport:
+def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None) -> CommandReport:
     """The memory of every rank, beside what was measured."""
     from stretto.planner.counts.activations import block_saved, total
     from stretto.planner.counts.published_activations import published_formula
@@ -164,12 +164,12 @@ def _rank_record(rank: RankMemory) -> dict[str, Any]:
     return {**record, "held": held, "states": rank.states, "total": rank.total}
 
 
-def _measured_record(measured: RankHeld, predicted: RankMemory) -> dict[str, Any]:
+def _measured_record(measured: MeasuredMemory, predicted: RankMemory) -> dict[str, Any]:
     return {
         "rank": measured.rank,
         "pipeline": measured.pipeline,
         "peak": measured.peak,
-        "held": measured.held,
+        "held": measured.between_actions,
         "kinds": measured.kinds,
         "predicted_peak": predicted.total,
         "predicted_held": predicted.between_actions,

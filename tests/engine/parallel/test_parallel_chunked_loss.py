@@ -16,7 +16,7 @@ from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
 from stretto.job.loss_chunk import loss_chunk_tokens
-from stretto.run.train.memory_measured import HeldMemory
+from stretto.run.train.memory_measured import MemoryTracker
 
 HIDDEN, SAMPLES, LENGTH = 6, 3, 8
 
@@ -148,7 +148,7 @@ def test_16_bit_weights_have_a_loss_and_gradients_in_32() -> None:
 def test_no_more_logits_exist_than_those_of_a_chunk(softcap: float, bytes_: int) -> None:
     loss, x, targets = bfloat16(softcap)
     loss.out.weight.requires_grad_(False)
-    with HeldMemory() as memory:
+    with MemoryTracker() as memory:
         assert (x.sum() + loss.out.weight.sum() + targets.sum()).isfinite()  # counted from here on
         memory.restart()
         before = memory.peak

@@ -26,7 +26,7 @@ from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
-from stretto.run.train.memory_measured import HeldMemory
+from stretto.run.train.memory_measured import MemoryTracker
 
 BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 64, 64, 8, 2, 192
 SHAPE = ModelShape(
@@ -108,13 +108,13 @@ def measured(run: Callable[[_Block], Callable[[Tensor], Tensor]]) -> int:
     """Bytes that a block's forward keeps, its input included and its output not."""
     block = _Block()
     x = torch.randn(BATCH, ROWS, HIDDEN, requires_grad=True)
-    memory = HeldMemory()
+    memory = MemoryTracker()
     with memory:
         memory.name("given", list(block.weights.values()))
         memory.restart()
-        before = memory.held
+        before = memory.allocated
         out = run(block)(x.clone())
-        kept = memory.held - before
+        kept = memory.allocated - before
     return kept - 4 * out.numel()
 
 

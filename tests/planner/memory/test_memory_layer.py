@@ -16,7 +16,7 @@ from stretto.job.shape import ModelShape
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
-from stretto.run.train.memory_measured import HeldMemory
+from stretto.run.train.memory_measured import MemoryTracker
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
 SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)
@@ -56,11 +56,11 @@ def held(loss_name: str) -> int:
     scale = torch.ones(HIDDEN, dtype=torch.bfloat16)
     weight = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)  # not trained: its gradient is not in question
     targets = torch.randint(VOCAB, (ROWS,))
-    memory = HeldMemory()
+    memory = MemoryTracker()
     with memory:
         memory.name("given", [x, scale, weight, targets])
         memory.restart()
-        before = memory.held
+        before = memory.allocated
         logits = functional.layer_norm(x, (HIDDEN,), scale) @ weight.T
         if loss_name == "fused":
             loss: Tensor = _Fused.apply(logits, targets)  # pyright: ignore[reportAssignmentType]

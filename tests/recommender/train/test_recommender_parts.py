@@ -324,7 +324,7 @@ def test_records_are_told_in_a_line() -> None:
         step=1, auc=None, logloss=0.1, entropy=None, calibration=None, samples=3, positives=0, seconds=0.1
     )
     assert eval_line(nothing, 2) == "eval 1/2 | AUC none | logloss 0.1000 | entropy none"
-    assert nothing.facts()["gap"] is None
+    assert nothing.as_dict()["gap"] is None
 
 
 def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) -> None:

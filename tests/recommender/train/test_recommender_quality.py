@@ -126,7 +126,7 @@ def test_nothing_and_nan():
     broken = quality(torch.tensor([0.0, math.nan, 1.0]), torch.tensor([0.0, 1, 1]))
     assert broken.auc is None
     assert math.isnan(broken.logloss)
-    assert broken.facts()["logloss"] is None
+    assert broken.as_dict()["logloss"] is None
     with pytest.raises(StrettoError, match="NaN"):
         Ranking().add(np.array([math.nan]), np.array([True]))
 

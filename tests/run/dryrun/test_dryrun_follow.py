@@ -26,14 +26,14 @@ def test_looking_at_weights_that_are_not_gathered_makes_no_room(look: str) -> No
         parameter = nn.Parameter(flat[:8].view(2, 4))
         following.watch([flat])
         following.look()
-        full = following.held
+        full = following.allocated
         flat.untyped_storage().resize_(0)
         following.look()
         following.restart()
         for _ in range(2):  # the second may come from a cache
             LOOKS[look](parameter, flat)
         assert full == 48
-        assert (flat.untyped_storage().nbytes(), following.held, following.peak) == (0, 0, 0)
+        assert (flat.untyped_storage().nbytes(), following.allocated, following.peak) == (0, 0, 0)
         flat.untyped_storage().resize_(48)  # gathered
         flat.add_(1.0)
-        assert (following.held, following.peak >= 48) == (48, True)
+        assert (following.allocated, following.peak >= 48) == (48, True)

@@ -33,7 +33,7 @@ from stretto.job.lora import LoraShape
 from stretto.job.shape import ModelShape, shape_to_record
 from stretto.layout.layout import Layout
 from stretto.run.config.schema import LoopConfig
-from stretto.run.generate.job import Request, generate_rank, run_generation
+from stretto.run.generate.job import GenerationJob, generate_rank, run_generation
 from stretto.run.generate.text import Sampling, Wording, Writer, load_model
 from stretto.run.launch.local import RankFailed, run_ranks
 from tiny_job import LLAMA, MOE, job
@@ -230,7 +230,7 @@ def test_errors_come_before_any_process(
     assert all(one in captured.err for one in says), captured.err
 
 
-def dies_later(request: Request) -> dict[str, Any]:
+def dies_later(request: GenerationJob) -> dict[str, Any]:
     if os.environ["RANK"] == "1":
         counted = iter(range(5))
         KeyValueCache.forward, plain = (  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ def dies_later(request: Request) -> dict[str, Any]:
 def test_a_rank_that_dies_ends_the_job(folder: Path) -> None:
     checkpoint = folder / "llama" / "step-00000001"
     prompt = Wording.load(checkpoint).prompt("a few")
-    request = Request(
+    request = GenerationJob(
         checkpoint=checkpoint, prompts=[prompt], sampling=GREEDY, tp=2, train=LoopConfig(device="cpu")
     )
     with pytest.raises(RankFailed, match=r"rank 1 failed: was killed by SIGKILL"):
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_ends_the_job(folder: Path) -> None:
 def test_a_token_that_the_model_lacks_is_refused(folder: Path) -> None:
     checkpoint = folder / "llama" / "step-00000001"
     prompt = replace(Wording.load(checkpoint).prompt("a few"), ids=[3, 10**6])
-    request = Request(
+    request = GenerationJob(
         checkpoint=checkpoint, prompts=[prompt], sampling=GREEDY, tp=2, train=LoopConfig(device="cpu")
     )
     with pytest.raises(StrettoError, match="token 1000000 is outside the model's vocabulary"):

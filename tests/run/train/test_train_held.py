@@ -15,7 +15,7 @@ from stretto.planner.memory.ranks import rank_memory
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.validation import read_section
-from stretto.run.train.memory_measured import HeldMemory, RankHeld, measure
+from stretto.run.train.memory_measured import MeasuredMemory, MemoryTracker, measure
 
 Over = dict[str, Any]
 
@@ -52,8 +52,8 @@ def config_of(over: Over) -> TrainConfig:
     return read_section(TrainConfig, made)
 
 
-def measured(configs: list[TrainConfig]) -> list[RankHeld]:
-    held = list[RankHeld]()
+def measured(configs: list[TrainConfig]) -> list[MeasuredMemory]:
+    held = list[MeasuredMemory]()
     for config in configs:
         held.append(measure(job_of(config), Mesh(config.layout.to_layout())))
     return held
@@ -73,7 +73,7 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
         firsts = by_rank[: 1 if server and config.layout.pp == 1 else len(by_rank)]
         pairs = [(of[at], ranks[of[at].pipeline]) for of in firsts]
         peak = max((r.total / one.peak - 1 for one, r in pairs), key=abs)
-        held = max((r.held / one.held - 1 for one, r in pairs), key=abs)
+        held = max((r.between_actions / one.between_actions - 1 for one, r in pairs), key=abs)
         by_case[str(over)] = peak, held
     return by_case
 
@@ -87,24 +87,24 @@ def assert_within(by_case: dict[str, tuple[float, float]], most: float) -> None:
 
 
 def test_storages_count_once_and_until_their_last_view_is_gone() -> None:
-    with HeldMemory() as memory:
+    with MemoryTracker() as memory:
         a = torch.zeros(1000)
         view = a.view(10, 100)
-        assert memory.held == memory.peak == 4000
+        assert memory.allocated == memory.peak == 4000
         del a
-        assert memory.held == 4000
+        assert memory.allocated == 4000
         b = view + 1
         del view
-        assert (memory.held, memory.peak) == (4000, 8000)
+        assert (memory.allocated, memory.peak) == (4000, 8000)
         memory.restart()
         assert memory.peak == 4000
         del b
-    assert memory.held == 0
+    assert memory.allocated == 0
 
 
 def test_what_autograd_saves_is_held_until_its_backward_has_run() -> None:
     weight = torch.nn.Parameter(torch.ones(50, 50))
-    with HeldMemory() as memory:
+    with MemoryTracker() as memory:
         x = torch.ones(20, 50, requires_grad=True)
         memory.name("weights", [weight.data])
         y = (x @ weight).exp()
@@ -115,15 +115,15 @@ def test_what_autograd_saves_is_held_until_its_backward_has_run() -> None:
         total.backward()
         del total
         assert memory.kinds["other"] == 4 * (20 * 50 + 20 * 50 + 2500)  # x and both gradients
-    assert memory.at_peak.total() == memory.peak
+    assert memory.peak_kinds.total() == memory.peak
 
 
 def test_memory_tracking_records_nothing_when_it_is_off() -> None:
-    memory = HeldMemory()
+    memory = MemoryTracker()
     with memory:
         torch.zeros(10)
     kept = torch.zeros(10)
-    assert memory.held == 0
+    assert memory.allocated == 0
     assert kept.numel() == 10
 
 

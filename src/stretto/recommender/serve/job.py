@@ -233,7 +233,7 @@ class ScoringJob:
 
             record = evaluation.run(step, show)
             dist.barrier()
-            return {"stopped": False, **record.facts()}
+            return {"stopped": False, **record.as_dict()}
         return {"stopped": True}
 
 

@@ -107,37 +107,37 @@ class RawLog:
                     # samples that cannot be read belong to the part before them
                     last = first + count == len(places)
                     stop = len(good) if last else int(places[first + count])
-                    mine = tuple(first + at for at in rank_slice(count, rank, world))
-                    yield self._part(piece.parsed, good[start:stop], mine, done)
+                    share = tuple(first + index for index in rank_slice(count, rank, world))
+                    yield self._part(piece.parsed, good[start:stop], share, done)
                     start = stop
             before += file.size
 
-    def _part(self, parsed: Parsed, good: NDArray[np.bool_], mine: tuple[int, ...], done: int) -> LogPart:
-        """Samples `mine` of a piece, for this rank."""
+    def _part(self, parsed: Parsed, good: NDArray[np.bool_], share: tuple[int, ...], done: int) -> LogPart:
+        """Return the samples `share` of a piece, which are this rank's."""
         if not good.any():
             return LogPart(batch=None, good=good, unknown=0, ids=0, done=done)
         chosen = np.zeros(parsed.chunk.samples, bool)
-        chosen[mine[0] : mine[1]] = True
+        chosen[share[0] : share[1]] = True
         chunk = parsed.chunk.select(chosen)
         batch = self._transform.batch(chunk)
-        known = int((~chunk.missing).sum())
+        ids = int((~chunk.missing).sum())
         unknown = int((batch.ids.ids == RARE).sum()) if self._transform.kind == "vocabulary" else 0
-        return LogPart(batch=batch, good=good, unknown=unknown, ids=known, done=done)
+        return LogPart(batch=batch, good=good, unknown=unknown, ids=ids, done=done)
 
     def _good(self, path: Path, piece: ParsedBlock) -> NDArray[np.bool_]:
         """Which samples of a piece can be read."""
         parsed = piece.parsed
         if not parsed.faults:
             return np.ones(parsed.chunk.samples, bool)
-        line, why = parsed.faults[0]
+        line, reason = parsed.faults[0]
         if self._on_error == "fatal":
             raise StrettoError(
-                f"{path}, line {line}: {why}",
+                f"{path}, line {line}: {reason}",
                 hint="fix it, or give such lines no probability: --on-error nan",
             )
         if parsed.blank:
             raise StrettoError(
-                f"{path}: blank lines among malformed ones, such as line {line}: {why}",
+                f"{path}: blank lines among malformed ones, such as line {line}: {reason}",
                 hint="remove the blank lines, so that it is clear which probability is whose",
             )
         first = piece.line - parsed.lines
@@ -162,9 +162,9 @@ class FolderLog:
             StrettoError: a damaged folder, or one of another transform than the model's.
         """
         self._folder = ClickFolder(path)
-        theirs = self._folder.transform
-        ours = None if transform is None else transform.to_files()[TRANSFORM]
-        if ours != (None if theirs is None else theirs.to_files()[TRANSFORM]):
+        saved = self._folder.transform
+        expected = None if transform is None else transform.to_files()[TRANSFORM]
+        if expected != (None if saved is None else saved.to_files()[TRANSFORM]):
             raise StrettoError(
                 f"{path}: its ids are not those that the model was trained on: another transform made them",
                 hint="name the files of the log, which are transformed as in training",

@@ -129,20 +129,20 @@ class Parquet(Output):
         self._partial = partial
         schema = arrow.schema([("probability", arrow.float64() if dtype == "float64" else arrow.float32())])
         self._writer: Any = parquet.ParquetWriter(str(partial), schema)
-        self._held = list[NDArray[np.floating]]()
+        self._values = list[NDArray[np.floating]]()
         self._count = 0
 
     def add(self, values: NDArray[np.floating]) -> None:
-        self._held.append(values)
+        self._values.append(values)
         self._count += len(values)
         if self._count >= _ROWS:
             self._flush()
 
     def _flush(self) -> None:
-        if self._held:
-            column = np.concatenate(self._held)
+        if self._values:
+            column = np.concatenate(self._values)
             self._writer.write_table(self._arrow.table({"probability": column}, schema=self._writer.schema))
-        self._held, self._count = [], 0
+        self._values, self._count = [], 0
 
     def finish(self) -> None:
         self._flush()
@@ -154,7 +154,7 @@ class Parquet(Output):
         self._partial.unlink(missing_ok=True)
 
 
-class Nothing(Output):
+class NullOutput(Output):
     """Nowhere: only the summary is wanted."""
 
     def add(self, values: NDArray[np.floating]) -> None:
@@ -177,7 +177,7 @@ def open_output(name: str | None, dtype: str, job: int) -> Output:
         StrettoError: the file cannot be written.
     """
     if name is None:
-        return Nothing()
+        return NullOutput()
     path, partial = Path(name), _partial(name, job)
     try:
         if name == STDOUT:

@@ -69,7 +69,7 @@ def score(
     if world > 1:
         dist.all_reduce(shared)
     ids, unknown = shared.tolist()
-    facts: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rows": int(counts[0]),
         "malformed": int(counts[1]),
         "ids": ids,
@@ -78,9 +78,9 @@ def score(
         "rows_per_s": int(counts[0]) / seconds,
     }
     if quality is not None:
-        measured = quality.result().facts()
-        facts |= {name: value for name, value in measured.items() if name != "samples"}
-    return facts
+        measured = quality.result().as_dict()
+        result |= {name: value for name, value in measured.items() if name != "samples"}
+    return result
 
 
 def check_stop(stop: StopRequest, recommender: Recommender) -> None:
@@ -99,8 +99,8 @@ def _gathered(values: Tensor, rows: int) -> NDArray[np.float64]:
         return values.double().cpu().numpy()
     sizes = [stop - start for start, stop in (rank_slice(rows, rank, world) for rank in range(world))]
     # float64 holds every float32, so nothing is rounded
-    mine = values.new_zeros(max(sizes), dtype=torch.float64)
-    mine[: len(values)] = values
-    parts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(parts, mine)
+    padded = values.new_zeros(max(sizes), dtype=torch.float64)
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).cpu().numpy()

@@ -50,7 +50,7 @@ class QualityResult:
     samples: int
     positives: int
 
-    def facts(self) -> dict[str, float | int | None]:
+    def as_dict(self) -> dict[str, float | int | None]:
         """Return all fields by name, for JSON."""
         return {name: None if value != value else value for name, value in asdict(self).items()}
 

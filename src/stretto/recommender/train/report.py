@@ -62,7 +62,7 @@ class ClickStep:
         """Samples per second."""
         return self.samples_per_s
 
-    def facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The record as written to the file."""
         return asdict(self)
 
@@ -95,7 +95,7 @@ class ClickEval:
             return None
         return self.entropy / self.best_entropy - 1
 
-    def facts(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The record with its gap, as written to the file."""
         return asdict(self) | {"gap": self.gap}
 

@@ -69,7 +69,7 @@ def find_problems(
             build()
         except StrettoError as error:
             broken.append(error.within(field))
-    shape = None if any(one.field.startswith("model") for one in broken) else config.shape()
+    shape = None if any(problem.field.startswith("model") for problem in broken) else config.shape()
     if shape is not None and shape.unsupported_parts:
         rule = f"the model has {', '.join(shape.unsupported_parts)}, which can be planned and not yet built"
         fix = "model.preset=llama3-8b, or another Llama or GPT"
@@ -155,8 +155,8 @@ def _no_decay(patterns: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
     names = parameter_shapes(shape) if patterns else {}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = nearest(pattern, names)
-            fix = f"did you mean {near}?" if near else "patterns are like blocks.*.attn.*"
+            similar = nearest(pattern, names)
+            fix = f"did you mean {similar}?" if similar else "patterns are like blocks.*.attn.*"
             yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
 
 
@@ -191,10 +191,10 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
         before = phase.from_step
         for name in phase.weights:
             if name not in weights:
-                near = nearest(name, weights) or next(iter(weights))
+                similar = nearest(name, weights) or next(iter(weights))
                 rule = "it is no source of the mixture"
                 yield Problem(
-                    f"{field}.weights", name, rule, f"did you mean {near}? A weight of 0 is allowed"
+                    f"{field}.weights", name, rule, f"did you mean {similar}? A weight of 0 is allowed"
                 )
         yield from _weights(f"{field}.weights", phase.weights)
 

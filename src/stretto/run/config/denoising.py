@@ -18,10 +18,11 @@ USUAL_DENSITY: dict[Corruption, float] = {"span-corruption": 0.15, "infilling": 
 class Denoising:
     """The lengths of every sample of an objective, in tokens.
 
-    corruption: what becomes of the spans; see `run.data.denoising`.
-    window: of the text, from which a sample is made.
-    noise: of these, those that are cut out.
-    spans: in which they lie.
+    Attributes:
+        corruption: what replaces the spans; see `run.data.denoising`.
+        window: tokens of text from which a sample is made.
+        noise: tokens of the window that are cut out.
+        spans: number of spans that are cut out.
     """
 
     corruption: Corruption
@@ -30,14 +31,14 @@ class Denoising:
     spans: int
 
     @property
-    def kept(self) -> int:
+    def unmasked(self) -> int:
         """Tokens of the window that stay in the encoder's input."""
         return self.window - self.noise
 
     @property
     def inputs(self) -> int:
-        """Tokens that the encoder reads: those that are kept, a mark for each span, and the end."""
-        return self.kept + self.spans + 1
+        """Tokens that the encoder reads: those that are left, a mark for each span, and the end."""
+        return self.unmasked + self.spans + 1
 
     @property
     def targets(self) -> int:
@@ -83,9 +84,8 @@ def denoising(corruption: Corruption, sequence: int, density: float, mean_span: 
     longest = int(sequence / (1 - density)) + 2
     window = bisect_right(range(longest + 1), sequence, lo=2, key=lambda size: of(size).inputs) - 1
     chosen = of(window)
-    if chosen.spans > chosen.kept or chosen.inputs != sequence:
-        rule = (
-            f"with mean_span_length={mean_span:g} that is {chosen.spans} spans between {chosen.kept} tokens"
-        )
+    if chosen.spans > chosen.unmasked or chosen.inputs != sequence:
+        spans = f"{chosen.spans} spans between {chosen.unmasked} tokens"
+        rule = f"with mean_span_length={mean_span:g} that is {spans}"
         raise Problem("noise_density", density, rule, f"{USUAL_DENSITY[corruption]} is usual")
     return chosen

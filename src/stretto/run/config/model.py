@@ -59,8 +59,8 @@ def _null(shape: type, item: Declared) -> str:
         return "the preset's, else the family's"
     if item.default is MISSING or item.default is None:
         return "the preset's"
-    words = {True: "true", False: "false"}
-    default = words[item.default] if isinstance(item.default, bool) else item.default
+    booleans = {True: "true", False: "false"}
+    default = booleans[item.default] if isinstance(item.default, bool) else item.default
     return f"the preset's, else {f'`{default}`' if isinstance(default, str) else f'{default:g}'}"
 
 
@@ -122,8 +122,8 @@ def changes_of(
     def decorate(cls: type[C]) -> type[C]:
         fields: dict[str, tuple[Any, Any]] = {}
         parts: dict[str, tuple[Any, Any]] = {}
-        for name, made in _changes(shape, defaults).items():
-            (parts if isinstance(made[1], DataclassField) else fields)[name] = made
+        for name, change in _changes(shape, defaults).items():
+            (parts if isinstance(change[1], DataclassField) else fields)[name] = change
         for name, item in declared(others).items() if others is not None else ():
             fields[name] = (Annotated[item.type, item.field], item.default)
         for name, (kind, default) in (fields | parts).items():
@@ -134,12 +134,12 @@ def changes_of(
     return decorate
 
 
-def laid_over(shape: type, section: Any, known: Any, defaults: Mapping[str, Any] | None = None) -> Any:
-    """Return a part of a shape: the fields that a section sets, laid over known ones.
+def laid_over(shape: type, section: Any, base: Any, defaults: Mapping[str, Any] | None = None) -> Any:
+    """Return a part of a shape: the fields that a section sets, laid over those of `base`.
 
     Args:
-        known: the part of the preset or the family; None if it has none.
-        defaults: of fields that the section leaves out, if `known` is None.
+        base: the part of the preset or the family, or None if it has none.
+        defaults: values of fields that the section leaves out, if `base` is None.
 
     Raises:
         Problem: fields that do not fit each other, or of a part that the model does not have.
@@ -151,15 +151,15 @@ def laid_over(shape: type, section: Any, known: Any, defaults: Mapping[str, Any]
         value, part = getattr(section, _RENAMED.get(name, name)), part_of(item)
         if part is not None:
             try:
-                inner = laid_over(part, value, getattr(known, name, None))
+                inner = laid_over(part, value, getattr(base, name, None))
             except StrettoError as error:
                 raise error.within(name) from None
-            if inner != getattr(known, name, None):
+            if inner != getattr(base, name, None):
                 changes[name] = inner
         elif value is not None:
             changes[name] = None if value == item.field.off and item.field.off is not None else value
-    if known is not None and (shape not in _ABSENT or not _is_off(shape, changes)):
-        return replace(known, **changes)
+    if base is not None and (shape not in _ABSENT or not _is_off(shape, changes)):
+        return replace(base, **changes)
     if not changes or _is_off(shape, changes):
         return None
     rule, fix = _ABSENT[shape]
@@ -242,21 +242,21 @@ class ModelConfig:
         Raises:
             StrettoError: sizes that do not fit each other.
         """
-        known = None if self.preset is None else find_shape(Path(self.preset).expanduser())
+        preset = None if self.preset is None else find_shape(Path(self.preset).expanduser())
         items = {name: item for name, item in declared(ModelShape).items() if item.field is not None}
         set_here = {name: getattr(self, _RENAMED.get(name, name)) for name in items}
         sizes = {
             name: value for name, value in set_here.items() if value is not None and not part_of(items[name])
         }
         base: dict[str, Any] = {"sequence": sequence}
-        if known is not None:  # what follows from a changed size takes the family's default again
+        if preset is not None:  # what follows from a changed size takes the family's default again
             base = {
-                name: getattr(known, name)
+                name: getattr(preset, name)
                 for name, item in declared(ModelShape).items()
                 if sizes.keys().isdisjoint(item.metadata.get("follows", ()))
             }
-        family = FAMILY_DEFAULTS[known.family if known is not None else sizes["family"]]
-        parts = {"attention": family.attention} if known is None else base
+        family = FAMILY_DEFAULTS[preset.family if preset is not None else sizes["family"]]
+        parts = {"attention": family.attention} if preset is None else base
         for name, item in items.items():
             kind = part_of(item)
             if kind is not None:
@@ -328,16 +328,16 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
     return section
 
 
-def _part(part: Any, known: Any) -> dict[str, Any]:
+def _part(part: Any, base: Any) -> dict[str, Any]:
     """Return the fields of a part of a shape as its section has them.
 
     Args:
-        known: fields that are equal to its own are left out; None: those that are None.
+        base: fields that are equal to its fields are left out; if it is None, those that are None.
     """
     changes = dict[str, Any]()
     for name, item in declared(type(part)).items():
         value = getattr(part, name)
-        if item.field is None or value == getattr(known, name, None):
+        if item.field is None or value == getattr(base, name, None):
             continue
         inner = part_of(item)
         if inner is None:
@@ -348,9 +348,9 @@ def _part(part: Any, known: Any) -> dict[str, Any]:
             changes[name] = {key.name: key.field.off}
         else:
             changes[name] = {
-                one.name: getattr(value, one.name)
-                if getattr(value, one.name) is not None
-                else one.field and one.field.off
-                for one in declared(inner).values()
+                inner_item.name: getattr(value, inner_item.name)
+                if getattr(value, inner_item.name) is not None
+                else inner_item.field and inner_item.field.off
+                for inner_item in declared(inner).values()
             }
     return changes

@@ -59,8 +59,8 @@ def run_problems(config: JobConfig) -> list[Problem]:
 def _resume(wanted: str) -> Iterator[Problem]:
     if wanted not in ("never", "auto") and not os.path.isdir(os.path.expanduser(wanted)):
         meant = (value for value, synonyms in _SYNONYMS.items() if wanted.lower() in synonyms)
-        near = next(meant, None) or nearest(wanted, _SYNONYMS)
-        fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
+        similar = next(meant, None) or nearest(wanted, _SYNONYMS)
+        fix = f"did you mean {similar}?" if similar else "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
 
@@ -116,8 +116,8 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
         if name in builtin or path.exists() or megatron_prefix(name) is not None:
             continue
         if not glob.has_magic(name):
-            near = nearest(name, builtin)
-            fix = f"did you mean {near}?" if near else similar_paths(path)
+            similar = nearest(name, builtin)
+            fix = f"did you mean {similar}?" if similar else similar_paths(path)
             fix = fix or f"nothing in {path.parent} has such a name; {builtin[0]} is on every machine"
             yield Problem("data.source", name, "there is no such file or folder", fix)
         elif not any(True for _ in glob.iglob(str(path), recursive=True)):
@@ -146,8 +146,8 @@ def similar_paths(path: Path, usable: Callable[[Path], bool] = lambda _: True) -
     if not os.access(path.parent, os.R_OK):
         return None
     entries = [e for e in path.parent.iterdir() if path.name.startswith(".") or not e.name.startswith(".")]
-    near = nearest_file(path.name, (entry.name for entry in entries if usable(entry)))
-    return f"did you mean {path.parent / near}?" if near else None
+    similar = nearest_file(path.name, (entry.name for entry in entries if usable(entry)))
+    return f"did you mean {path.parent / similar}?" if similar else None
 
 
 def guard_problems(guard: GuardConfig, save_every: int | None, asynchronous: bool) -> Iterator[Problem]:

@@ -118,10 +118,10 @@ class Source:
 
     def _not_yaml(self, error: yaml.YAMLError) -> StrettoError:
         mark = getattr(error, "problem_mark", None)
-        where = Place(self.name) if mark is None else self._at(mark.line)
+        place = Place(self.name) if mark is None else self._at(mark.line)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
         return StrettoError(
-            f"{where}: not valid YAML: {problem}", hint="look at indentation, colons and quotes"
+            f"{place}: not valid YAML: {problem}", hint="look at indentation, colons and quotes"
         )
 
     def _fail(self, node: Node, message: str, hint: str | None = None) -> StrettoError:

@@ -49,9 +49,12 @@ def protocol_problem(protocol: str) -> tuple[str, str] | None:
 
     if protocol in registry or protocol in known_implementations:
         return None  # fsspec says itself which package it lacks
-    near = nearest(protocol, _PACKAGES)
+    similar = nearest(protocol, _PACKAGES)
     protocols = ", ".join(f"{name}://" for name in _PACKAGES)
-    return f"no such protocol: {protocol}", f"did you mean {near}://?" if near else f"known are {protocols}"
+    return (
+        f"no such protocol: {protocol}",
+        f"did you mean {similar}://?" if similar else f"known are {protocols}",
+    )
 
 
 def megatron_prefix(name: str) -> Path | None:

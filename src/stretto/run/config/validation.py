@@ -113,8 +113,10 @@ class _Reader:
         name = ".".join(map(str, path))
         assert about is not None
         if listed is not None and isinstance(value, list):
-            return [self.section(listed, one, (*path, i)) for i, one in enumerate(cast("list[Any]", value))]
-        read = next((one for kind in item.kinds if (one := _read(kind, value)) is not _WRONG), _WRONG)
+            return [
+                self.section(listed, inner, (*path, i)) for i, inner in enumerate(cast("list[Any]", value))
+            ]
+        read = next((typed for kind in item.kinds if (typed := _read(kind, value)) is not _WRONG), _WRONG)
         if isinstance(read, float) and not isfinite(read):
             self._note(path, f"{name} is {_show(value)}, must be finite")
             return _WRONG
@@ -161,7 +163,7 @@ def _read(kind: Any, value: Any) -> Any:
         return values if all(type(key) is str for key in values) and _WRONG not in values.values() else _WRONG
     if not isinstance(value, list | tuple):
         return _WRONG
-    items = [_read(arguments[0], one) for one in cast("list[Any]", value)]
+    items = [_read(arguments[0], inner) for inner in cast("list[Any]", value)]
     if any(item is _WRONG for item in items) or (
         origin is tuple and len(items) != len(arguments) and ... not in arguments
     ):
@@ -202,8 +204,8 @@ def wrong_fields(section: type, values: dict[str, Any]) -> dict[Path, str]:
 
 
 def _fix(item: Declared, value: Any) -> str | None:
-    if isinstance(value, str) and (near := _meant(value, choices(item))):
-        return f"did you mean {near}?"
+    if isinstance(value, str) and (similar := _meant(value, choices(item))):
+        return f"did you mean {similar}?"
     if takes_only_text(item) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
@@ -218,18 +220,18 @@ def _fix(item: Declared, value: Any) -> str | None:
     return None
 
 
-def _meant(value: str, words: list[str]) -> str | None:
+def _meant(value: str, choices: list[str]) -> str | None:
     """Return the allowed word that is spelt alike, means the same elsewhere, or looks most like `value`."""
     plain = re.sub(r"[^a-z0-9]", "", value.lower())
-    for word in words:
+    for word in choices:
         if plain == re.sub(r"[^a-z0-9]", "", word.lower()) or plain in _SYNONYMS.get(word, ()):
             return word
-    return nearest(value, words)
+    return nearest(value, choices)
 
 
 def _show(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    constants = {None: "null", True: "true", False: "false"}
+    text = constants[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -245,8 +247,8 @@ def apply_override(override: str, values: dict[str, Any], source: Source, schema
         raise StrettoError(
             f"override {override!r} is not of the form section.field=value", hint="such as optim.lr=3e-4"
         )
-    known, item = find(schema, path)
-    if known != path:
+    field, item = find(schema, path)
+    if field != path:
         raise StrettoError(
             f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path, schema)
         )
@@ -280,15 +282,15 @@ def _text(text: str, place: str) -> str | None:
 def suggest(path: tuple[Any, ...], schema: type) -> str:
     """Return a hint to the field that `path` may have meant: the nearest in its section, or of all."""
     name = ".".join(map(str, path))
-    known, _ = find(schema, path)
+    section_path, _ = find(schema, path)
     fields = {".".join(p): p for p, _ in fields_of(schema)}
-    siblings = [n for n in fields if n.startswith("".join(f"{k}." for k in known))]
+    siblings = [n for n in fields if n.startswith("".join(f"{k}." for k in section_path))]
     same_last = [n for n, p in fields.items() if p[-1] == path[-1]]
-    section = nearest(str(path[0]), config_fields(schema)) if not known else None
+    section = nearest(str(path[0]), config_fields(schema)) if not section_path else None
     if len(same_last) == 1:
-        near = same_last[0]
+        similar = same_last[0]
     elif section is not None and len(path) == 1:
-        near = section
+        similar = section
     else:
-        near = nearest(name, siblings) or nearest(name, fields)
-    return f"did you mean {near}?" if near else REFERENCE
+        similar = nearest(name, siblings) or nearest(name, fields)
+    return f"did you mean {similar}?" if similar else REFERENCE

@@ -142,8 +142,8 @@ def _partitioned_spans(lengths: Denoising, bits: NDArray[np.uint64]) -> tuple[In
     """Return the number of remaining tokens before each span, and the lengths of the spans: int64 [samples,
     spans] each.
     """
-    remaining = _partition(bits[:, : lengths.kept - 1], lengths.spans)
-    return np.cumsum(remaining, axis=1), _partition(bits[:, lengths.kept : -1], lengths.spans)
+    remaining = _partition(bits[:, : lengths.unmasked - 1], lengths.spans)
+    return np.cumsum(remaining, axis=1), _partition(bits[:, lengths.unmasked : -1], lengths.spans)
 
 
 def _partition(bits: NDArray[np.uint64], parts: int) -> Ints:
@@ -160,7 +160,7 @@ def _poisson_spans(lengths: Denoising, bits: NDArray[np.uint64]) -> tuple[Ints, 
     """See `_partitioned_spans`; spans may be empty, and each lies before another of the remaining tokens, or
     after the last.
     """
-    before = _choice(bits[:, : lengths.kept + 1], lengths.spans)
+    before = _choice(bits[:, : lengths.unmasked + 1], lengths.spans)
     rows = len(bits)
     more = random_bits("lengths", bits[:, 0].view(np.int64), lengths.noise)
     bins = (more % np.uint64(lengths.spans)).astype(np.int64) + lengths.spans * np.arange(rows)[:, None]

@@ -24,7 +24,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor import matmul
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.run.train.memory_measured import HeldMemory
+from stretto.run.train.memory_measured import MemoryTracker
 
 
 @contextmanager
@@ -173,8 +173,8 @@ BACKWARD = "backward"
 AFTER = "update"
 
 
-class Following(HeldMemory):
-    """Follows storages as `HeldMemory` does, counts operations, and answers who reads a number.
+class Following(MemoryTracker):
+    """Follows storages as `MemoryTracker` does, counts operations, and answers who reads a number.
 
     A number that is read is 1, and a question about values is answered with yes: the loss is finite, the
     norm needs no clipping, the random streams are where they were.

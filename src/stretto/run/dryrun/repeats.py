@@ -85,17 +85,17 @@ class PhaseRecorder(Recorder):
         """Run a call, after the wait that it would begin with, or repeat what such a call does."""
         following = self.following
         parts = _LABEL.fullmatch(label)
-        before, fullest = following.peak, following.at_peak
-        following.peak, following.at_peak = following.held, following.kinds.copy()
+        before, fullest = following.peak, following.peak_kinds
+        following.peak, following.peak_kinds = following.allocated, following.kinds.copy()
         if parts is None:
             self._run(label, call, wait)
         elif int(parts["microbatch"]) in self._repeated:
             self._repeat(parts["call"])
         else:
             self._note(parts["call"], label, call, wait)
-        self.actions.append((label, following.held, following.peak))
+        self.actions.append((label, following.allocated, following.peak))
         if following.peak <= before:
-            following.peak, following.at_peak = before, fullest
+            following.peak, following.peak_kinds = before, fullest
         if self._progress is not None and parts is not None and not parts["wait"]:
             self._done += 1
             self._progress(self._done)
@@ -119,7 +119,7 @@ class PhaseRecorder(Recorder):
             return
         self._effects[what] = _Effect(
             tuple(_since(one, was) for one, was in zip(self._counters, counted, strict=True)),
-            _since(following.at_peak, kinds),
+            _since(following.peak_kinds, kinds),
             _since(following.kinds, kinds),
         )
 
@@ -170,12 +170,12 @@ def _measured(
 ) -> tuple[tuple[Tensor, ...], Counter[str], Counter[str]]:
     """What a call returns, the bytes of each kind that it adds at most, and its operations by kind."""
     kinds, flops = following.kinds.copy(), following.flops.copy()
-    before, fullest = following.peak, following.at_peak
-    following.peak, following.at_peak = following.held, kinds
+    before, fullest = following.peak, following.peak_kinds
+    following.peak, following.peak_kinds = following.allocated, kinds
     results = run()
-    most = _since(following.at_peak, kinds)
+    most = _since(following.peak_kinds, kinds)
     if following.peak <= before:
-        following.peak, following.at_peak = before, fullest
+        following.peak, following.peak_kinds = before, fullest
     done = Counter[str]()
     for (_, kind), count in _since(following.flops, flops).items():
         done[kind] += count

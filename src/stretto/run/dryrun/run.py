@@ -178,7 +178,7 @@ def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) 
         phases=dict(heard.bytes),
         peak=following.peak,
         at="the update" if following.peak > fullest[2] else fullest[0],
-        kinds={kind: size for kind, size in following.at_peak.items() if size},
+        kinds={kind: size for kind, size in following.peak_kinds.items() if size},
         operators=operators,
         seconds=time.perf_counter() - started,
     )

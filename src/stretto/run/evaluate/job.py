@@ -152,7 +152,7 @@ class EvaluationJob:
                 return {"stopped": True}
             bytes_ = evaluation.text_bytes if mesh.rank == 0 else None
             record = replace(record, text_bytes=bytes_, data=self.text)
-            return {"stopped": False, "memory_gib": evaluation.memory_gib, **record.facts()}
+            return {"stopped": False, "memory_gib": evaluation.memory_gib, **record.as_dict()}
 
 
 def evaluation_config(config: TrainConfig, trained: Trained, text: str | None = None) -> TrainConfig:

@@ -14,13 +14,13 @@ class PassBar:
     """Shows how much of a pass is done.
 
     Args:
-        what: first word of the bar and of each line.
+        label: first word of the bar and of each line.
         total: of what `show` counts.
         quiet: show nothing.
     """
 
-    def __init__(self, what: str, total: int, quiet: bool = False) -> None:
-        self._what, self._total = what, total
+    def __init__(self, label: str, total: int, quiet: bool = False) -> None:
+        self._label, self._total = label, total
         self._quiet = quiet
         self._last = time.perf_counter()
         self._bar = None
@@ -29,7 +29,7 @@ class PassBar:
             from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn(what),
+                TextColumn(label),
                 BarColumn(bar_width=None),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[text]}"),
@@ -38,7 +38,7 @@ class PassBar:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task: TaskID = self._bar.add_task(what, total=total, text="")
+            self._task: TaskID = self._bar.add_task(label, total=total, text="")
 
     def show(self, done: int, text: str) -> None:
         """Show that `done` of the total is done, with a text beside it."""
@@ -46,7 +46,7 @@ class PassBar:
             self._bar.update(self._task, completed=done, text=text)
         elif not self._quiet and time.perf_counter() - self._last > EVERY_S:
             self._last = time.perf_counter()
-            print(f"{self._what} {100 * done / self._total:.0f}% | {text}", file=sys.stderr, flush=True)
+            print(f"{self._label} {100 * done / self._total:.0f}% | {text}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -21,12 +21,12 @@ CONFIG, EVALUATIONS = "config.yaml", "eval.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A checkpoint and what is known of it.
+    """A checkpoint and its metadata.
 
     Attributes:
         step: updates made; 0 for an imported model.
-        run: the run's folder; None where the checkpoint lies elsewhere.
-        meta: what was saved beside the tensors.
+        run: the run's folder, or None if the checkpoint lies elsewhere.
+        meta: what was saved in addition to the tensors.
     """
 
     checkpoint: Path
@@ -36,7 +36,7 @@ class Trained:
 
     @property
     def folder(self) -> Path:
-        """Where files of the run are looked for: its folder, else the checkpoint's."""
+        """The folder of the run's files: its own, else the checkpoint's."""
         return self.run or self.checkpoint
 
     @property
@@ -46,7 +46,7 @@ class Trained:
         return cast("Mapping[str, Any]", sizes) if isinstance(sizes, dict) else {}
 
     def config_text(self) -> tuple[str, str]:
-        """YAML of the config that the model was trained with, and its name in messages.
+        """Return the YAML of the config that the model was trained with, and its name in messages.
 
         Raises:
             StrettoError: neither the checkpoint nor its run has one.
@@ -61,16 +61,16 @@ class Trained:
             hint="name a config after it, with the model's sizes and data",
         )
 
-    def append(self, facts: Mapping[str, Any]) -> Path | None:
-        """Add a line to the run's `eval.jsonl`; returns its path, or None where there is no run to add it to.
-        A folder that cannot be written to is warned of.
+    def append(self, record: Mapping[str, Any]) -> Path | None:
+        """Add a line to the run's `eval.jsonl`, and return its path, or None without a run. Warns of a folder
+        that cannot be written to.
         """
         if self.run is None:
             return None
         path = self.run / EVALUATIONS
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json_line(facts) + "\n")
+                file.write(json_line(record) + "\n")
         except OSError as error:
             print(f"warning: {path} cannot be written: {error.strerror}", file=sys.stderr)
             return None
@@ -78,11 +78,11 @@ class Trained:
 
 
 def find_trained(path: Path, step: int | None = None) -> Trained:
-    """The checkpoint of a step, or the newest one whose files have their sizes, of a run, of a folder of
-    checkpoints, or at the path itself.
+    """Return the checkpoint of a step, or the newest one whose files have their sizes, of a run, of a folder
+    of checkpoints, or at the path itself.
 
     Raises:
-        StrettoError: there is none; names those that there are.
+        StrettoError: none exists; names those that do.
     """
     if is_checkpoint(path):
         if step is not None and step != step_of(path):
@@ -99,15 +99,15 @@ def find_trained(path: Path, step: int | None = None) -> Trained:
             f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
         )
     if step is not None:
-        steps = [step_of(one) for one in candidates]
+        steps = [step_of(candidate) for candidate in candidates]
         if step not in steps:
-            known = ", ".join(map(str, reversed(steps)))
-            raise StrettoError(f"--checkpoint {step}: {path} has none of that step", hint=f"it has {known}")
+            saved = ", ".join(map(str, reversed(steps)))
+            raise StrettoError(f"--checkpoint {step}: {path} has none of that step", hint=f"it has {saved}")
         return _trained(candidates[steps.index(step)])
-    for one in candidates:
-        if not (wrong := quick_problems(one)):
-            return _trained(one)
-        print(f"warning: checkpoint {one.name} is damaged: {wrong[0]}", file=sys.stderr)
+    for candidate in candidates:
+        if not (wrong := quick_problems(candidate)):
+            return _trained(candidate)
+        print(f"warning: checkpoint {candidate.name} is damaged: {wrong[0]}", file=sys.stderr)
     raise StrettoError(f"no checkpoint in {path} is whole", hint=f"see stretto checkpoint verify {path}")
 
 

@@ -30,7 +30,7 @@ from stretto.run.train.start import process_group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class GenerationJob:
     """What is to be generated, and by how many ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ class Request:
         return ()
 
 
-def run_generation(request: Request, port: int = 0) -> Result:
+def run_generation(request: GenerationJob, port: int = 0) -> Result:
     """Generate as one rank under torchrun, else in this process, or on local ranks that it starts. The
     outcome has `stopped`, and on the first rank `texts`: unless `live`, those of the prompts in their order,
     each with the fields of `Generated`.
@@ -66,7 +66,7 @@ def run_generation(request: Request, port: int = 0) -> Result:
         RankFailed: a rank failed.
     """
     if request.tp > 1 or under_torchrun():
-        job = JobType[Request, None](
+        job = JobType[GenerationJob, None](
             preload=(*PRELOAD, "stretto.run.generate.job"),
             ranks=lambda request: request.tp,
             check=check_request,
@@ -80,7 +80,7 @@ def run_generation(request: Request, port: int = 0) -> Result:
     return Result(_generate(request, Mesh(Layout(), rank_device(request.train.device))))
 
 
-def check_request(request: Request, world: int | None = None, devices: int | None = None) -> None:
+def check_request(request: GenerationJob, world: int | None = None, devices: int | None = None) -> None:
     """Raise StrettoError for a model that cannot be split so, or a prompt or sampling that does not fit."""
     shape, sampling = shape_of(request.checkpoint), request.sampling
     check_generates(shape)
@@ -93,7 +93,7 @@ def check_request(request: Request, world: int | None = None, devices: int | Non
 
 
 def generate_rank(
-    request: Request, data: None = None, stop: StopRequest | None = None, quiet: bool = False
+    request: GenerationJob, data: None = None, stop: StopRequest | None = None, quiet: bool = False
 ) -> dict[str, Any]:
     """Generate as one rank of the job that RANK and WORLD_SIZE describe. All ranks sample and follow the text
     to its end; the first one writes it. `data`, `stop` and `quiet` are not used.
@@ -107,13 +107,13 @@ def generate_rank(
         return outcome
 
 
-def _generate(request: Request, mesh: Mesh) -> dict[str, Any]:
+def _generate(request: GenerationJob, mesh: Mesh) -> dict[str, Any]:
     wording = Wording.load(request.checkpoint, stop=request.stop, template=request.template)
     writer = Writer.load(request.checkpoint, wording, mesh=mesh, dtype=getattr(torch, request.dtype))
     first = mesh.rank == 0
     if request.live is None:
         texts = writer.write(request.prompts, request.sampling)
-        return {"stopped": False, "texts": [asdict(one) for one in texts] if first else []}
+        return {"stopped": False, "texts": [asdict(text) for text in texts] if first else []}
     for piece in chain([request.live], writer.stream(request.prompts[0], request.sampling), ["\n"]):
         if first:
             sys.stdout.write(piece)

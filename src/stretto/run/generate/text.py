@@ -177,16 +177,16 @@ class Wording:
         tokenizer, folder = load_tokenizer(checkpoint), run_folder(checkpoint)
         chat = ChatTemplate.find(folder, template)
         ids = {name: tokenizer.special(name) for name in stop}
-        ends = {tokenizer.endoftext, *(one for one in ids.values() if one is not None)}
+        ends = {tokenizer.endoftext, *(id_ for id_ in ids.values() if id_ is not None)}
         if chat is not None:
             ends.add(tokenizer.special(chat.special_tokens.get("eos_token", "")) or tokenizer.endoftext)
         eos = read_json(folder, GENERATION).get("eos_token_id") if (folder / GENERATION).is_file() else None
         listed = cast("list[object]", eos) if isinstance(eos, list) else [eos]
-        ends.update(one for one in listed if isinstance(one, int))
+        ends.update(id_ for id_ in listed if isinstance(id_, int))
         return cls(
             tokenizer=tokenizer,
             stops=sorted(ends),
-            stop_texts=[name for name, one in ids.items() if one is None],
+            stop_texts=[name for name, id_ in ids.items() if id_ is None],
             template=chat,
         )
 
@@ -218,13 +218,13 @@ class Wording:
     def generated(self, prompt: Prompt, ids: Sequence[int]) -> Generated:
         """The text of sampled tokens, up to where it ends."""
         end = next((at for at, token in enumerate(ids) if token in self.stops), None)
-        kept = list(ids if end is None else ids[:end])
+        sampled = list(ids if end is None else ids[:end])
         if self.stop_texts:  # the shortest beginning that has one
-            for count in range(1, len(kept) + 1):
-                if (text := self._before_stop(self.tokenizer.decode(kept[:count]))) is not None:
+            for count in range(1, len(sampled) + 1):
+                if (text := self._before_stop(self.tokenizer.decode(sampled[:count]))) is not None:
                     return Generated(prompt=prompt.text, text=text, tokens=count, ended=True)
-        tokens = len(kept) + (end is not None)
-        text = self.tokenizer.decode(kept)
+        tokens = len(sampled) + (end is not None)
+        text = self.tokenizer.decode(sampled)
         return Generated(prompt=prompt.text, text=text, tokens=tokens, ended=end is not None)
 
     def _before_stop(self, text: str) -> str | None:
@@ -237,7 +237,7 @@ class Wording:
         text.
         """
         ids, shown = list[int](), 0
-        held = max((len(stop) - 1 for stop in self.stop_texts), default=0)
+        reserve = max((len(stop) - 1 for stop in self.stop_texts), default=0)
         text = ""
         for token in tokens:
             if int(token[0]) in self.stops:
@@ -247,11 +247,13 @@ class Wording:
             if (before := self._before_stop(text)) is not None:
                 text = before
                 break
-            if not text.endswith("\ufffd") and len(text) - held > shown:  # wait for the rest of a character
-                yield text[shown : len(text) - held]
-                shown = len(text) - held
-        if len(rest := text.rstrip("\ufffd")) > shown:
-            yield rest[shown:]
+            if (
+                not text.endswith("\ufffd") and len(text) - reserve > shown
+            ):  # wait for the rest of a character
+                yield text[shown : len(text) - reserve]
+                shown = len(text) - reserve
+        if len(complete := text.rstrip("\ufffd")) > shown:
+            yield complete[shown:]
 
 
 @dataclass(frozen=True, kw_only=True)

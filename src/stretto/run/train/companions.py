@@ -52,32 +52,31 @@ def write_generation(target: Path, config: dict[str, Any]) -> list[Path]:
 
 
 def special_ids(run: Path, decoder: bool = False) -> dict[str, Any]:
-    """The ids of special tokens that an exported config.json of this run has; None where there is no such
-    token, so that transformers does not fall back on its class's own.
+    """Return the ids of special tokens for an exported config.json of this run. A token that does not exist
+    is None, so that transformers does not fall back on its class's own.
 
     Args:
-        decoder: beside an encoder, what it begins with too: where the model is not imported, the end of text,
-            as in training.
+        decoder: the model has an encoder: also return what the decoder begins with, which is the end of text
+            as in training, unless the model is imported.
     """
     if (run / GENERATION).is_file():
         generation = read_json(run, GENERATION)
-        known = (*_IDS, _START) if _START in generation else _IDS
-        return {name: generation.get(name) for name in known}
+        names = (*_IDS, _START) if _START in generation else _IDS
+        return {name: generation.get(name) for name in names}
     end, begin = None, None
     if (run / TOKENIZER).is_file():
         boundaries = Tokenizer.load(run / TOKENIZER, chat=True).boundaries
         end, begin = boundaries.end, boundaries.begin
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
-    known = decoder and end is not None
-    return {**ids, _START: end, "pad_token_id": end} if known else ids
+    return {**ids, _START: end, "pad_token_id": end} if decoder and end is not None else ids
 
 
 def export_companions(run: Path, out: Path, positions: int, decoder: bool = False) -> list[Path]:
-    """Write the tokenizer of a run and what belongs to it so that `AutoTokenizer` loads it; returns the files
-    written, none where the run has no tokenizer.
+    """Write the tokenizer of a run and what belongs to it so that `AutoTokenizer` loads it; return the files
+    written, none if the run has no tokenizer.
 
     Args:
-        positions: most tokens of context.
+        positions: largest number of tokens of context.
         decoder: as in `special_ids`.
     """
     if not (run / TOKENIZER).is_file():

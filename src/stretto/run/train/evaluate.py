@@ -35,8 +35,8 @@ class Evaluation:
     Args:
         batches: loads the microbatches of the model's ranks.
         parts: the split of each source.
-        limit: global batches, of which each source of a mixture has its share and at least one; None: the
-            whole split.
+        limit: global batches, of which each source of a mixture has its share and at least one, or None for
+            the whole split.
     """
 
     def __init__(
@@ -44,15 +44,20 @@ class Evaluation:
     ) -> None:
         self._model, self._loader = model, batches
         self._size = model.job.global_batch
-        self._parts = [(part, self._batches(part, limit)) for part in parts]
+        self._parts = list[tuple[HeldOut, int]]()  # with the number of global batches
+        for part in parts:
+            count = -(-len(part.split) // self._size)
+            if limit is not None:
+                count = min(max(1, round(limit * part.weight)), count)
+            self._parts.append((part, count))
         self._read_ahead = {part.name: read_ahead(part.split, model) for part in parts}
         self.batches = sum(batches for _, batches in self._parts)
         self.memory_gib: float | None = None  # peak of the fullest rank
 
     @cached_property
     def text_bytes(self) -> int | None:
-        """Bytes in UTF-8 of the text that is predicted; None where its tokenizer is not known, only some of
-        the tokens count, or the loss is a mean over sources.
+        """Bytes in UTF-8 of the text that is predicted, or None if its tokenizer is unknown, only some of the
+        tokens count, or the loss is a mean over sources.
         """
         if len(self._parts) > 1:
             return None
@@ -63,7 +68,7 @@ class Evaluation:
     def run(
         self, after: int, stop: StopRequest | None = None, progress: Progress | None = None
     ) -> EvalRecord | None:
-        """Evaluate after so many updates; None where any rank was asked to stop. Collective.
+        """Evaluate after `after` updates; return None if any rank was asked to stop. Collective.
 
         Raises:
             TrainingFailed: a loss is not finite, on all ranks.
@@ -99,15 +104,10 @@ class Evaluation:
             sources=losses if len(losses) > 1 else None,
         )
 
-    def _batches(self, part: HeldOut, limit: int | None) -> int:
-        """Global batches of a source."""
-        whole = -(-len(part.split) // self._size)
-        return whole if limit is None else min(max(1, round(limit * part.weight)), whole)
-
     def _batch(
         self, part: HeldOut, first: int, after: int, stop: StopRequest | None
     ) -> tuple[StepAgreement, int]:
-        """The summed loss of one global batch, and its tokens."""
+        """Return the agreement on one global batch, with its summed loss, and its tokens."""
         (inputs, targets), counts = self._loader.take(self._read_ahead[part.name], first, keyed=False)
         losses, device = self._model.pipeline.evaluate(inputs, targets), self._model.mesh.device
         report = replace(

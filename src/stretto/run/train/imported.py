@@ -104,7 +104,7 @@ def import_model(
             yield from write_generation(run, model.config)
 
         imported = make_run(
-            model, run, text, notes, write=lambda: model.write(run, meta, progress), beside=companions()
+            model, run, text, notes, write=lambda: model.write(run, meta, progress), companions=companions()
         )
         return imported if tokenizer is None else replace(imported, tokenizer=run / TOKENIZER)
 
@@ -116,21 +116,22 @@ def make_run(
     notes: list[str],
     *,
     write: Callable[[], Path],
-    beside: Iterable[Path] = (),
+    companions: Iterable[Path] = (),
 ) -> Imported:
-    """Write a run's config, what lies beside it, and its checkpoint; where one of these fails, none is left.
+    """Write a run's config, the files that accompany it, and its checkpoint; if one of these fails, none is
+    left.
 
     Args:
-        text: of the config.
+        text: text of the config.
         write: writes the checkpoint.
-        beside: files that are written as they are listed, each named before it is.
+        companions: files that are written while this is iterated, each after it was yielded.
     """
-    text_there = [] if REQUIRED not in text else ["data.source=python-stdlib"]
-    with _undone(run) as made:
-        made += [run / CONFIG]
+    sources = [] if REQUIRED not in text else ["data.source=python-stdlib"]
+    with _removed_on_failure(run) as files:
+        files += [run / CONFIG]
         (run / CONFIG).write_text(text, encoding="utf-8")
-        for path in beside:
-            made.append(path)  # one by one: what fails is removed too
+        for path in companions:
+            files.append(path)  # one by one: what fails is removed too
         try:
             checkpoint = write()
         except CollectiveError as error:
@@ -144,13 +145,13 @@ def make_run(
         parameters=model.parameters,
         tokenizer=None,
         notes=notes,
-        next=join(["stretto", "train", str(run / CONFIG), *text_there]),
+        next=join(["stretto", "train", str(run / CONFIG), *sources]),
     )
 
 
 @contextmanager
 def new_run(run: Path) -> Generator[None]:
-    """Hold the folder, in which no other job may write meanwhile.
+    """Hold the folder, to which no other job may write meanwhile.
 
     Raises:
         StrettoError: another job holds it, or it has a run already.
@@ -162,14 +163,14 @@ def new_run(run: Path) -> Generator[None]:
 
 
 @contextmanager
-def _undone(run: Path) -> Generator[list[Path]]:
-    """Make the run's folder; if the work in it fails, remove the files named in the list."""
-    made = list[Path]()
+def _removed_on_failure(run: Path) -> Generator[list[Path]]:
+    """Make the run's folder; if the block fails, remove the files named in the list."""
+    files = list[Path]()
     try:
         run.mkdir(parents=True, exist_ok=True)
-        yield made
+        yield files
     except BaseException:
-        for path in made:
+        for path in files:
             path.unlink(missing_ok=True)
         for folder in (run / "checkpoints", run):
             if folder.is_dir() and not any(folder.iterdir()):
@@ -178,7 +179,7 @@ def _undone(run: Path) -> Generator[list[Path]]:
 
 
 def _tokenizer(source: Path, shape: ModelShape, notes: list[str]) -> Tokenizer | None:
-    """The folder's tokenizer, if it can be used here; a note if not."""
+    """Return the folder's tokenizer if it can be used; otherwise add a note."""
     if not (source / TOKENIZER).is_file():
         notes.append(f"{source} has no {TOKENIZER}: name the model's own as data.tokenizer before training")
         return None

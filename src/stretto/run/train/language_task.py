@@ -221,7 +221,7 @@ class LanguageTask:
             loss=result.loss,
             norm=result.norm,
             rate=self.rate(result.step - 1),
-            seen=progress.tokens,
+            total_tokens=progress.tokens,
             targets=progress.targets,
             tokens=job.global_batch * job.sequence,
             seconds=seconds,

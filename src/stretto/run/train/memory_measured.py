@@ -1,7 +1,7 @@
 """Measured memory of one rank in training: every tensor storage from its first use to its end, in bytes.
 
-Counted are the tensors that torch's operators create, take and return. Memory that a kernel allocates and
-frees internally (workspaces, a collective's buffers) is invisible here.
+It counts the tensors that torch's operators create, take and return, and not what a kernel allocates and
+frees internally (workspaces, a collective's buffers).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from stretto.run.train.rank_model import RankModel, loss_weights
 
 OTHER = "other"
 # seconds within which gloo's threads release the tensors of a finished collective
-_LETTING_GO = 2e-3
+_RELEASE_S = 2e-3
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One action: bytes held after it, and the most that was held during it."""
+    """One action: bytes allocated after it, and the most during it."""
 
     label: str
-    held: int
+    allocated: int
     peak: int
 
 
@@ -51,26 +51,26 @@ class _Storage:
         self.reference: Any = None
 
 
-class HeldMemory(TorchDispatchMode):
-    """Follows all storages of this process while it is active; costs nothing otherwise.
+class MemoryTracker(TorchDispatchMode):
+    """Tracks all storages of this process while it is active; costs nothing otherwise.
 
     Attributes:
-        held: bytes now.
+        allocated: bytes now.
         peak: most bytes at once since the start or the last `restart`.
         kinds: bytes now, by kind: "parameters", "gradients", ... as set by `name`, else "other".
-        at_peak: `kinds` at the peak.
+        peak_kinds: `kinds` at the peak.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = 0
-        self.kinds, self.at_peak = Counter[str](), Counter[str]()
-        self._known = dict[int, _Storage]()
+        self.allocated = self.peak = 0
+        self.kinds, self.peak_kinds = Counter[str](), Counter[str]()
+        self._storages = dict[int, _Storage]()
         self._watched: list[Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch's wrapper against it imports its compiler and slows each call."""
+        """False: nothing is compiled, and torch's wrapper imports its compiler and slows each call."""
         return False
 
     def __torch_dispatch__(
@@ -85,7 +85,7 @@ class HeldMemory(TorchDispatchMode):
         return out
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Check these after every operator: their storages are freed and made anew without one."""
+        """Check these after every operator: their storages are freed and created again without one."""
         self._watched += tensors
 
     def look(self) -> None:
@@ -96,70 +96,70 @@ class HeldMemory(TorchDispatchMode):
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Set the kind of these tensors' storages."""
         for tensor in tensors:
-            known = self._see(tensor)
-            if known is not None and known.kind != kind:
-                self.kinds[known.kind] -= known.bytes
-                self.kinds[kind] += known.bytes
-                known.kind = kind
+            storage = self._see(tensor)
+            if storage is not None and storage.kind != kind:
+                self.kinds[storage.kind] -= storage.bytes
+                self.kinds[kind] += storage.bytes
+                storage.kind = kind
 
     def change(self, kinds: Mapping[str, int]) -> None:
-        """Count bytes of these kinds more, or less where negative, that no storage here has."""
+        """Add bytes of these kinds, or subtract if negative, that no storage of this process has."""
         self.kinds.update(kinds)
-        self.held += sum(kinds.values())
+        self.allocated += sum(kinds.values())
         self._note_peak()
 
     def restart(self) -> None:
-        """Begin the search for the peak anew."""
-        self.peak, self.at_peak = self.held, self.kinds.copy()
+        """Restart the search for the peak."""
+        self.peak, self.peak_kinds = self.allocated, self.kinds.copy()
 
     def _see(self, tensor: Tensor) -> _Storage | None:
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _Storage(0, OTHER)
-            known.reference = weakref.ref(storage, lambda _: self._free(key))
-        if (grown := storage.nbytes() - known.bytes) != 0:
-            self._add(known.kind, grown)
-            known.bytes += grown
-        return known
+        untyped = tensor.untyped_storage()
+        key = untyped._cdata
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _Storage(0, OTHER)
+            storage.reference = weakref.ref(untyped, lambda _: self._free(key))
+        if (grown := untyped.nbytes() - storage.bytes) != 0:
+            self._add(storage.kind, grown)
+            storage.bytes += grown
+        return storage
 
     def _free(self, key: int) -> None:
-        known = self._known.pop(key)
-        self._add(known.kind, -known.bytes)
+        storage = self._storages.pop(key)
+        self._add(storage.kind, -storage.bytes)
 
     def _add(self, kind: str, size: int) -> None:
-        self.held += size
+        self.allocated += size
         self.kinds[kind] += size
         self._note_peak()
 
     def _note_peak(self) -> None:
-        if self.held > self.peak:
-            self.peak, self.at_peak = self.held, self.kinds.copy()
+        if self.allocated > self.peak:
+            self.peak, self.peak_kinds = self.allocated, self.kinds.copy()
 
 
-class HeldRecorder(Recorder):
-    """Takes a sample after every action of a step instead of its time."""
+class MemoryRecorder(Recorder):
+    """Records the memory after every action of a step, instead of its time."""
 
-    def __init__(self, memory: HeldMemory, device: torch.device | str = "cpu") -> None:
+    def __init__(self, memory: MemoryTracker, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
         self.memory, self.samples = memory, list[Sample]()
 
     def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Run a call, after the wait that it would begin with."""
+        """Run a call, after the wait that it begins with."""
         if wait is not None:
             wait()
         memory = self.memory
-        before, fullest = memory.peak, memory.at_peak
-        memory.peak = memory.held
+        before, fullest = memory.peak, memory.peak_kinds
+        memory.peak = memory.allocated
         call()
         memory.look()
-        time.sleep(_LETTING_GO)
-        self.samples.append(Sample(label, memory.held, memory.peak))
+        time.sleep(_RELEASE_S)
+        self.samples.append(Sample(label, memory.allocated, memory.peak))
         if memory.peak <= before:
-            memory.peak, memory.at_peak = before, fullest
+            memory.peak, memory.peak_kinds = before, fullest
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -174,33 +174,34 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankHeld:
-    """What one rank held in one step of training, bytes.
+class MeasuredMemory:
+    """The memory of one rank in one step of training, bytes.
 
     Attributes:
-        peak: at the fullest moment, temporaries included.
-        held: most after any action.
-        kinds: at the fullest moment, by kind.
+        pipeline: the rank's index in its pipeline.
+        peak: most at once, temporaries included.
+        between_actions: most after any action.
+        kinds: bytes at the peak, by kind.
         samples: every action of the step.
     """
 
     rank: int
-    pipeline: int  # its place in the pipeline
+    pipeline: int
     peak: int
-    held: int
+    between_actions: int
     kinds: dict[str, int]
     samples: tuple[Sample, ...]
 
 
-def measure(job: Job, mesh: Mesh, steps: int = 2) -> RankHeld:
+def measure(job: Job, mesh: Mesh, steps: int = 2) -> MeasuredMemory:
     """Train on random tokens and follow the last step. Collective over all ranks.
 
-    The first step makes what stays: message buffers, optimiser states, tables of positions.
+    The first step creates what is kept: message buffers, optimiser states, tables of positions.
 
     Args:
         steps: at least 2.
     """
-    memory = HeldMemory()
+    memory = MemoryTracker()
     with memory:
         model = assemble(replace(job, compile="off"), mesh, seed=0)
         try:
@@ -209,34 +210,33 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> RankHeld:
                 random_step(model, step)
             name_kinds(memory, model)
             memory.watch(passing_flats(model))
-            recorder = HeldRecorder(memory, mesh.device)
+            recorder = MemoryRecorder(memory, mesh.device)
             memory.restart()
             random_step(model, steps, recorder)
             if dist.is_initialized():
                 dist.barrier()  # no rank closes its groups while others still use them
         finally:
             model.close()
-    held = max(sample.held for sample in recorder.samples)
-    kinds = {kind: size for kind, size in memory.at_peak.items() if size}
-    return RankHeld(
+    kinds = {kind: size for kind, size in memory.peak_kinds.items() if size}
+    return MeasuredMemory(
         rank=mesh.rank,
         pipeline=mesh.index("pp"),
         peak=memory.peak,
-        held=held,
+        between_actions=max(sample.allocated for sample in recorder.samples),
         kinds=kinds,
         samples=tuple(recorder.samples),
     )
 
 
 def passing_flats(model: RankModel) -> Iterator[Tensor]:
-    """Whole weights and gradients, which may have memory only transiently."""
+    """Yield unsharded weights and gradients, which may have memory only for a time."""
     units = (unit.flat for units in model.states.units.values() for unit in units)
-    gradients = (one.flat for buffer in model.pipeline.buffers.values() for one in buffer.gradients)
+    gradients = (flat.flat for buffer in model.pipeline.buffers.values() for flat in buffer.gradients)
     yield from (flat for flat in (*units, *gradients) if flat is not None)
 
 
-def name_kinds(memory: HeldMemory, model: RankModel) -> None:
-    """Name which of a rank's storages are weights, gradients and optimiser states."""
+def name_kinds(memory: MemoryTracker, model: RankModel) -> None:
+    """Set the kinds of a rank's weights, gradients and optimiser states."""
     units = [unit for units in model.states.units.values() for unit in units]
     memory.name("masters", (fragment.parameter.data for fragment in model.fragments))
     memory.name("weights", (p.data for p in model.parameters.values()))
@@ -277,7 +277,7 @@ def random_step(model: RankModel, step: int, recorder: Recorder | None = None) -
         apply_gradients(model, rate, float(model.gradient_norm()))
 
 
-def measure_rank(job: Job, device_kind: str, threads: int, backend: str) -> RankHeld:
+def measure_rank(job: Job, device_kind: str, threads: int, backend: str) -> MeasuredMemory:
     """`measure` as one rank of the job that RANK and WORLD_SIZE describe.
 
     Args:

@@ -46,8 +46,8 @@ class AnyStep(Protocol):
         """Tokens or samples per second."""
         ...
 
-    def facts(self) -> dict[str, Any]:
-        """Numbers by name, None for what is not known."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers by name, None for unknown ones."""
         ...
 
 
@@ -57,17 +57,18 @@ class AnyEval(Protocol):
     @property
     def step(self) -> int: ...
 
-    def facts(self) -> dict[str, Any]:
-        """Numbers by name, None for what is not known."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers by name, None for unknown ones."""
         ...
 
 
 @dataclass(frozen=True)
 class LogFormat:
-    """How records are worded in a terminal.
+    """How records are printed in a terminal.
 
-    step, evaluation: the line of a record, with the steps of the whole run.
-    unit: of the speed.
+    Attributes:
+        step, evaluation: return the line of a record; they get the number of steps of the run.
+        unit: unit of the speed.
     """
 
     step: Callable[[Any, int], str]
@@ -77,7 +78,7 @@ class LogFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step of the whole job; None stands for what is not known on this machine."""
+    """One training step of all ranks; None stands for what is unknown on this machine."""
 
     step: int  # updates made, this one included: the first step is 1
     loss: float  # mean over the tokens of the global batch that the loss counts, nats
@@ -105,8 +106,8 @@ class StepRecord:
         """Tokens per second."""
         return self.tokens_per_s
 
-    def facts(self) -> dict[str, Any]:
-        """The record as written to the file."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as written to the file."""
         return asdict(self)
 
 
@@ -114,10 +115,11 @@ class StepRecord:
 class EvalRecord:
     """One evaluation, after `step` updates.
 
-    split: the part of the text: valid in training.
-    text_bytes: of the tokens' text in UTF-8; None where it is not known.
-    sources: of a mixture, the loss on each source; `loss` is their mean by the mixture's weights.
-    data: the text, where it is not the run's.
+    Attributes:
+        split: part of the text: valid in training.
+        text_bytes: size of the tokens' text in UTF-8, or None if unknown.
+        sources: loss on each source of a mixture; `loss` is their mean by the mixture's weights.
+        data: the text, if it is not the run's own.
     """
 
     step: int
@@ -131,31 +133,34 @@ class EvalRecord:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a float."""
+        """exp(loss), or infinity if that is too large for a float."""
         return exp(self.loss) if self.loss < 700 or isnan(self.loss) else float("inf")
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits for a byte of the text coded by the model's probabilities, which compares models of different
-        tokenizers; None where the text is not known."""
+        """Bits per byte of the text if it is coded by the model's probabilities, which compares models of
+        different tokenizers, or None if the text is unknown.
+        """
         if not self.text_bytes:
             return None
         return self.loss * self.tokens / (log(2) * self.text_bytes)
 
-    def facts(self) -> dict[str, Any]:
-        """The record with its perplexity and bits per byte, as written to the file."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record with its perplexity and bits per byte, as written to the file."""
         means = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {"step": self.step, "split": self.split, "loss": self.loss} | means | asdict(self)
 
 
-def json_line(facts: Mapping[str, Any]) -> str:
-    """One line of valid JSON. JSON has no NaN: it is written as the text "NaN", which float() reads back."""
-    return json.dumps({name: _plain(value) for name, value in facts.items()}, allow_nan=False)
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return one line of JSON, in which NaN and infinity are the texts "NaN" and "Infinity", which float()
+    reads back: JSON has neither.
+    """
+    return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in cast("dict[str, Any]", value).items()}
+        return {name: _plain(inner) for name, inner in cast("dict[str, Any]", value).items()}
     if isinstance(value, float) and not isfinite(value):
         return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -175,13 +180,13 @@ class RecordFile:
         self._file = self.path.open("ab+")
         self._has_older = self._has_older or (not self._recent and self._file.tell() > 0)
 
-    def write(self, facts: Mapping[str, Any]) -> bool:
+    def write(self, record: Mapping[str, Any]) -> bool:
         """Append one line and flush it, so that a reader of the file sees it at once.
 
         Returns:
-            Whether the line is in the file at this path; if not, `copy_to` has it.
+            True if the line is in the file at this path; if not, `copy_to` has it.
         """
-        line = json_line(facts).encode() + b"\n"
+        line = json_line(record).encode() + b"\n"
         self._has_older = self._has_older or len(self._recent) == _RECENT
         self._recent.append(line)
         try:
@@ -197,7 +202,7 @@ class RecordFile:
             raise
 
     def copy_to(self, path: Path) -> bool:
-        """Write all lines to another file; returns whether none is missing. A file that was removed can still
+        """Write all lines to another file; return True if none is missing. A file that was removed can still
         be read while it is open, unless another machine has removed it.
         """
         lines, data = b"".join(self._recent), b""
@@ -210,7 +215,7 @@ class RecordFile:
         return complete or not self._has_older
 
     def restore(self) -> None:
-        """Write all lines to the path anew."""
+        """Write all lines to the path again."""
         self.copy_to(self.path)
         self.close()
         self.open()
@@ -233,19 +238,19 @@ class StepLines(RecordFile):
         super().__init__(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _keep(path, start)
+            _drop_steps(path, start)
         self.open()
 
 
 def cut_records(run: Path, step: int) -> None:
-    """Drop what the records of a run say of steps after this one, as resuming there does."""
+    """Drop the records of a run's later steps, as resuming at this one does."""
     for name in (STEPS, EVALUATIONS):
         if (run / name).is_file():
-            _keep(run / name, step)
+            _drop_steps(run / name, step)
 
 
 def recorded_steps(run: Path) -> int:
-    """The last step that a run has recorded; 0: none."""
+    """Return the last step that a run has recorded, or 0."""
     try:
         with (run / STEPS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -261,30 +266,30 @@ def recorded_steps(run: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete objects of the file, in its order; lines that a crash has broken are left out."""
+    """Yield the complete objects of the file in order, without lines that a crash has broken."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                facts = json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            if isinstance(facts, dict) and line.endswith("\n"):
-                yield facts
+            if isinstance(record, dict) and line.endswith("\n"):
+                yield record
 
 
-def _keep(path: Path, last: int) -> None:
-    """Rewrite the file with the steps up to `last` only: written beside, then renamed over it."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        for facts in read_lines(path):
-            if isinstance(facts.get("step"), int) and facts["step"] <= last:
-                file.write(json_line(facts) + "\n")
+def _drop_steps(path: Path, last: int) -> None:
+    """Rewrite the file without the steps after `last`: under another name, then renamed over it."""
+    rewritten = path.with_name(path.name + ".new")
+    with rewritten.open("w", encoding="utf-8") as file:
+        for record in read_lines(path):
+            if isinstance(record.get("step"), int) and record["step"] <= last:
+                file.write(json_line(record) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    rewritten.replace(path)
 
 
-class Board:
+class TensorBoardWriter:
     """Writes every number of a record under `train/` and `eval/`.
 
     Raises:
@@ -304,13 +309,13 @@ class Board:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def step(self, record: AnyStep) -> None:
-        self._scalars("train", record.step, record.facts())
+        self._scalars("train", record.step, record.as_dict())
 
     def evaluation(self, record: AnyEval) -> None:
-        self._scalars("eval", record.step, record.facts())
+        self._scalars("eval", record.step, record.as_dict())
 
-    def _scalars(self, group: str, step: int, facts: dict[str, Any]) -> None:
-        for name, value in facts.items():
+    def _scalars(self, group: str, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
             if isinstance(value, dict):
                 self._scalars(f"{group}/{name}", step, cast("dict[str, Any]", value))
             elif name != "step" and isinstance(value, int | float):
@@ -343,11 +348,15 @@ def display(steps: int, start: int, out: TextIO, log_format: LogFormat | None = 
     """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
     log_format = log_format or TOKENS
     if not out.isatty():
-        return Lines(steps, out, log_format)
+        return PlainProgress(steps, out, log_format)
     from rich.console import Console
 
     console = Console(file=out, highlight=False)
-    return Bar(steps, start, console, log_format) if console.is_terminal else Lines(steps, out, log_format)
+    return (
+        ProgressBar(steps, start, console, log_format)
+        if console.is_terminal
+        else PlainProgress(steps, out, log_format)
+    )
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -382,9 +391,12 @@ def step_line(record: StepRecord, steps: int) -> str:
 
 def eval_line(record: EvalRecord, steps: int) -> str:
     """Such as `eval 100/300 | held-out loss 4.2000 | perplexity 66.69`."""
-    loss, perplexity = number(record.loss, 4), number(record.perplexity, 2)
-    parts = [f"eval {record.step}/{steps}", f"held-out loss {loss}", f"perplexity {perplexity}"]
-    parts += [f"{name} {number(one, 4)}" for name, one in (record.sources or {}).items()]
+    parts = [
+        f"eval {record.step}/{steps}",
+        f"held-out loss {number(record.loss, 4)}",
+        f"perplexity {number(record.perplexity, 2)}",
+    ]
+    parts += [f"{name} {number(loss, 4)}" for name, loss in (record.sources or {}).items()]
     return " | ".join(parts)
 
 
@@ -392,14 +404,14 @@ TOKENS = LogFormat(step_line, eval_line, "tokens/s")
 
 
 def number(value: float, digits: int) -> str:
-    """A number with so many digits after the point; NaN and infinity in the words that metrics.jsonl has."""
+    """Return a number with `digits` digits after the point; NaN and infinity as metrics.jsonl writes them."""
     if isfinite(value):
         return f"{value:.{digits}f}"
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
 def percent(ratio: float) -> str:
-    """A ratio in percent."""
+    """Return a ratio in percent."""
     return f"{100 * ratio:.1f}%"
 
 
@@ -411,7 +423,7 @@ def short_count(count: int) -> str:
     return str(count)
 
 
-class Lines:
+class PlainProgress:
     """Plain lines, flushed one by one, so that a log can be followed."""
 
     def __init__(self, steps: int, out: TextIO, log_format: LogFormat) -> None:
@@ -429,8 +441,8 @@ class Lines:
         pass
 
 
-class Bar:
-    """A bar that moves with every step, with the lines that stay above it."""
+class ProgressBar:
+    """A bar that advances with every step, below the printed lines."""
 
     def __init__(self, steps: int, start: int, console: Console, log_format: LogFormat) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -472,14 +484,17 @@ __all__ = ["EvalRecord", "Metrics", "StepRecord"]
 class Metrics:
     """Reports every step to the file; each `every`th, the first and the last to terminal and TensorBoard too.
 
-    `folder` is the run's, `steps` are the whole run's, `start` are those a resumed run has behind it: what
-    the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone);
-    `log_format` formats records. `write_files` writes into a folder what else belongs to the run.
-
     If the run's folder is removed or replaced, `lost` says so from the next record on, `on_loss` is called
-    once, and `rescue` writes all records elsewhere.
+    once, and `rescue` writes all records elsewhere. Used in a `with`, which restores the terminal.
 
-    Use it in a `with`, so that the terminal is left as it was whatever happens.
+    Args:
+        folder: the run's.
+        steps: number of steps of the run.
+        start: step that a resumed run starts from; records of later ones are dropped.
+        board: folder of TensorBoard's files, or None to write none.
+        out: stdout by default, which `--json` leaves alone.
+        log_format: formats records.
+        write_files: writes into a folder what else belongs to the run.
 
     Raises:
         StrettoError: tensorboard is asked for and not installed.
@@ -511,26 +526,26 @@ class Metrics:
 
     def _open(self, start: int) -> None:
         self._first = start + 1
-        self._board = None if self._place is None else Board(self._place, start)
+        self._board = None if self._place is None else TensorBoardWriter(self._place, start)
         self._train = StepLines(self._folder / STEPS, start)
         self._eval = StepLines(self._folder / EVALUATIONS, start)
         if self._events.path.exists():
             self._events.open()
 
     def rewind(self, start: int) -> None:
-        """Go on behind step `start`: what the files hold of later ones is dropped."""
+        """Continue after step `start`: records of later ones are dropped."""
         self._close_files()
         self._open(start)
 
-    def event(self, facts: Mapping[str, Any]) -> None:
+    def event(self, record: Mapping[str, Any]) -> None:
         """Append a line to `guard.jsonl`, the record of steps that were not applied; nothing is ever dropped
         from it.
         """
-        self._write(self._events, facts)
+        self._write(self._events, record)
 
     def step(self, record: AnyStep) -> None:
         """Report a training step."""
-        self._write(self._train, record.facts())
+        self._write(self._train, record.as_dict())
         shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
         self._display.step(record, shown)
         if self._board is not None and shown:
@@ -538,40 +553,40 @@ class Metrics:
 
     def evaluation(self, record: AnyEval) -> None:
         """Report an evaluation."""
-        self._write(self._eval, record.facts())
+        self._write(self._eval, record.as_dict())
         self._display.line(self._format.evaluation(record, self._steps))
         if self._board is not None:
             self._board.evaluation(record)
             self._board.flush()
 
-    def _write(self, file: RecordFile, facts: Mapping[str, Any]) -> None:
-        if file.write(facts) or self.lost is not None:
+    def _write(self, file: RecordFile, record: Mapping[str, Any]) -> None:
+        if file.write(record) or self.lost is not None:
             return
         if self.check_folder() is None:
             file.restore()
-            self.note(f"warning: {file.path} was removed or replaced; it is written anew")
+            self.note(f"warning: {file.path} was removed or replaced; it is written again")
         else:
             self.on_loss()
 
     def check_folder(self) -> str | None:
-        """Why the run's folder is not its own any more; None: it is."""
+        """Return why the run's folder is not its own any more, or None if it is."""
         self.lost = self.lost or lost_folder(self._folder, self._identity)
         return self.lost
 
     def rescue(self, folder: Path) -> list[str]:
-        """Write all records, and what else belongs to the run, into another folder; returns the names of
-        those of which only the newest lines are left.
+        """Write all records, and what else belongs to the run, into another folder; return the names of the
+        files of which only the newest lines are left.
         """
         self._write_files(folder)
         files = (self._train, self._eval, self._events)
         return [file.path.name for file in files if not file.copy_to(folder / file.path.name)]
 
     def note(self, text: str) -> None:
-        """Show a line between records, such as that a checkpoint was saved."""
+        """Print a line between records, such as that a checkpoint was saved."""
         self._display.line(text)
 
     def close(self) -> None:
-        """Close the files and leave the terminal; more than once does no harm."""
+        """Close the files and restore the terminal; may be called more than once."""
         self._display.close()
         self._close_files()
 

@@ -38,8 +38,8 @@ class Restarts:
         )
 
     def begin(self, restart: Restart) -> None:
-        """Tell and record a restart; records of steps that are trained again are dropped at once, so that
-        what is recorded next tells where the new attempt is.
+        """Print and record a restart; records of steps that are trained again are dropped at once, so that
+        the next ones show where the new attempt is.
         """
         print(restart.text, file=sys.stderr if self._quiet else sys.stdout, flush=True)
         if self.folder is None:
@@ -47,7 +47,7 @@ class Restarts:
         check_folder(self.folder)
         self.count = restart.number
         cut_records(self.folder, restart.saved)
-        facts = {
+        record = {
             "restart": restart.number,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": restart.step,
@@ -58,10 +58,10 @@ class Restarts:
             "message": restart.failure.message,
         }
         with (self.folder / RESTARTS).open("a", encoding="utf-8") as file:
-            file.write(json_line(facts) + "\n")
+            file.write(json_line(record) + "\n")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a run's folder, by its manifest; None: there is none."""
-    whole = (path for path in checkpoints(folder / "checkpoints") if not quick_problems(path))
-    return next(whole, None)
+    """Return the newest intact checkpoint in a run's folder, by its manifest, or None."""
+    intact = (path for path in checkpoints(folder / "checkpoints") if not quick_problems(path))
+    return next(intact, None)

@@ -28,9 +28,10 @@ from stretto.run.train.rank_model import RankModel
 class ExpertReport:
     """One step of all mixture-of-experts layers.
 
-    loss: balance and z-loss, mean over the tokens of the global batch.
-    dropped: part of all choices beyond an expert's capacity, 0 to 1.
-    busiest: load of the busiest expert of any layer, in loads of its layer's average expert.
+    Attributes:
+        loss: balance and z-loss, mean over the tokens of the global batch.
+        dropped: part of all choices beyond an expert's capacity, 0 to 1.
+        busiest: load of the busiest expert of any layer, in loads of its layer's average expert.
     """
 
     loss: float
@@ -39,37 +40,34 @@ class ExpertReport:
 
 
 def expert_statistics(model: RankModel, tokens: float) -> Tensor | None:
-    """The fields of `ExpertReport` of the last step, float64 [3] on the device, the same on every rank; None
-    for a model without experts. Collective.
+    """Return the fields of `ExpertReport` of the last step, float64 [3] on the device, the same on every
+    rank, or None for a model without experts. Collective.
 
     Args:
-        tokens: of the global batch.
+        tokens: number of tokens of the global batch.
     """
     moe = model.shape.moe
     if moe is None:
         return None
     auxiliary = model.auxiliary
     loads = auxiliary.table(model.shape.layers, moe.experts)
-    facts = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
+    sums = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
     if model.mesh.layout.world > 1:
-        dist.all_reduce(facts)
-    return _report(facts[0], facts[1], facts[2:].view_as(loads), tokens)
-
-
-def _report(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> Tensor:
-    chosen = loads.sum()
+        dist.all_reduce(sums)
+    losses, dropped = sums[0], sums[1]
+    loads = sums[2:].view_as(loads)
     busiest = (loads.amax(1) / loads.mean(1).clamp(min=1e-12)).max()
-    return torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
+    return torch.stack([losses / tokens, dropped / loads.sum().clamp(min=1.0), busiest])
 
 
 _WINDOW = 50  # steps of the median
 
 
 class Speed:
-    """Turns the seconds of a step into its record; only rank 0 reports them.
+    """Makes a step's record from its seconds; only rank 0 reports it.
 
     Args:
-        peak: TFLOP/s of one device, or None to look an accelerator's up.
+        peak: TFLOP/s of one device, or None to look up an accelerator's.
     """
 
     def __init__(self, model: RankModel, peak: float | None) -> None:
@@ -78,12 +76,13 @@ class Speed:
         self._device = model.mesh.device
         self._peak = peak
         if peak is None and on_accelerator(self._device):
-            self._peak = peak_tflops(model_name(self._device), _precision(model.job.precision.dtype))
+            precision: Precision = "bf16" if model.job.precision.dtype == "bfloat16" else "fp32"
+            self._peak = peak_tflops(model_name(self._device), precision)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
     @property
     def median(self) -> float | None:
-        """Tokens per second, median over the last steps; None before the first."""
+        """Tokens per second, median over the last steps, or None before the first."""
         return median(self._recent) if self._recent else None
 
     def record(
@@ -93,14 +92,14 @@ class Speed:
         loss: float,
         norm: float | None,
         rate: float,
-        seen: int,
+        total_tokens: int,
         targets: int,
         tokens: int,
         seconds: float,
         memory_gib: float | None,
     ) -> StepRecord:
-        """The record of one step of `tokens` tokens in `seconds`; `seen` tokens and `targets` since the start
-        of the run.
+        """Return the record of a step of `tokens` tokens in `seconds`; `total_tokens` and `targets` are those
+        since the start of the run.
         """
         speed = tokens / seconds
         self._recent.append(speed)
@@ -110,14 +109,10 @@ class Speed:
             loss=loss,
             grad_norm=norm,
             lr=rate,
-            tokens=seen,
-            targets=None if targets == seen else targets,
+            tokens=total_tokens,
+            targets=None if targets == total_tokens else targets,
             tokens_per_s=speed,
             step_time_s=seconds,
             mfu=mfu,
             memory_gib=memory_gib,
         )
-
-
-def _precision(dtype: str) -> Precision:
-    return "bf16" if dtype == "bfloat16" else "fp32"

@@ -50,7 +50,7 @@ UPDATE = "the update"
 
 
 @dataclass(frozen=True)
-class Report:
+class TraceReport:
     """Where a traced step was written, and what it says: the parts of the step, the differences by kind of
     action, and a line on waiting.
     """
@@ -93,7 +93,7 @@ def gather(recorder: Recorder, mesh: Mesh) -> list[list[TraceEvent]] | None:
 
 
 def _exchange(text: bytes, mesh: Mesh) -> list[bytes]:
-    """The texts of all ranks."""
+    """Return the texts of all ranks."""
     world = mesh.layout.world
     if world == 1:
         return [text]
@@ -122,10 +122,10 @@ def _action(label: str) -> Action | None:
 
 
 def replay(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
-    """The replay of a lowered program at the mean times that were measured, in seconds.
+    """Return the replay of a lowered program at the measured mean times, in seconds.
 
     Args:
-        measured: a step of it.
+        measured: events of a step of the program.
     """
     times: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for event in measured:
@@ -139,8 +139,8 @@ def replay(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
 
     per_stage: list[tuple[float, float, float]] = []
     for stage in range(program.stages):
-        halves, whole = (mean(stage, ActionKind.I), mean(stage, ActionKind.W)), mean(stage, ActionKind.B)
-        back = halves if sum(halves) else (whole, 0.0)
+        halves = (mean(stage, ActionKind.I), mean(stage, ActionKind.W))
+        back = halves if sum(halves) else (mean(stage, ActionKind.B), 0.0)
         per_stage.append((mean(stage, ActionKind.F), *back))
     return simulate(
         program,
@@ -156,7 +156,7 @@ def replay(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
 
 
 def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
-    """Shortest time of a message that an action waited for, seconds; 0 where none did."""
+    """Return the shortest time of a message that an action waited for, seconds, or 0 if none did."""
     sent, waited = dict[Action, float](), list[tuple[Action, float, float]]()
     for event in measured:
         if (action := _action(event.action)) is not None and action.kind in (
@@ -168,8 +168,8 @@ def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
             receive = needed_by(program, user)
             if receive is not None:
                 waited.append((send_of(receive), event.start, event.end))
-    seen = [end - sent[send] for send, start, end in waited if send in sent and start < sent[send] < end]
-    return min(seen, default=0.0)
+    latencies = [end - sent[send] for send, start, end in waited if send in sent and start < sent[send] < end]
+    return min(latencies, default=0.0)
 
 
 def write(
@@ -179,7 +179,7 @@ def write(
     program: Program,
     pipelines: Sequence[Sequence[TraceEvent]],
     expected: Estimate | None = None,
-) -> Report:
+) -> TraceReport:
     """Write the traces of a step under `folder/trace`, and the report as `folder/report.html`.
 
     The first pipeline is compared with its replay; each further one has a trace of its own beside it.
@@ -201,8 +201,8 @@ def write(
     replayed = replay(program, measured)
     shown, second = (replayed, 1.0) if expected is None else timeline_of(expected)
     predicted = trace_of(shown, second=second)
-    beside = place / f"step-{step}.predicted.json"
-    beside.write_text(write_trace(predicted), encoding="utf-8")
+    predicted_path = place / f"step-{step}.predicted.json"
+    predicted_path.write_text(write_trace(predicted), encoding="utf-8")
     rank = busiest(measured)
     parts = step_parts([event for event in measured if event.rank == rank], expected)
     page = folder / "report.html"
@@ -216,11 +216,11 @@ def write(
         measured_text(differences),
         waiting_text(differences.measured_step, replayed.makespan),
     ]
-    return Report(place / f"step-{step}.json", beside, page, "\n".join(text))
+    return TraceReport(place / f"step-{step}.json", predicted_path, page, "\n".join(text))
 
 
 def busiest(events: Iterable[TraceEvent]) -> int:
-    """The pipeline rank that computes for longest."""
+    """Return the pipeline rank with the most seconds of computation."""
     work = dict[int, float]()
     for event in events:
         work[event.rank] = work.get(event.rank, 0.0) + (event.thread == COMPUTE) * (event.end - event.start)
@@ -228,12 +228,12 @@ def busiest(events: Iterable[TraceEvent]) -> int:
 
 
 def step_parts(events: Sequence[TraceEvent], expected: Estimate | None) -> list[StepPart]:
-    """The parts of one rank's step, measured and predicted, which add up to the step.
+    """Return the parts of one rank's step, measured and predicted, which add up to the step.
 
     Collectives of layers and what is recomputed within a backward are not timed separately.
 
     Args:
-        events: of the rank, from the start of the step on; those of the program do not overlap.
+        events: the rank's, from the start of the step on; those of the program do not overlap.
     """
     spent = defaultdict[str, float](float)
     for event in events:
@@ -241,17 +241,17 @@ def step_parts(events: Sequence[TraceEvent], expected: Estimate | None) -> list[
     spent["other"] = max(event.end for event in events) - sum(spent.values())
     again = spent.pop("recompute", 0.0)
     spent["backward"] += again
-    known = dict[str, float]() if expected is None else dict(expected.parts)
-    collectives = sum(known.pop(name, 0.0) for name in ("tensor", "context", "expert"))
-    known |= {} if expected is None else {"forward": expected.forward, "backward": expected.backward}
-    parts = [StepPart(name, known.get(name), spent.get(name, 0.0)) for name in ("forward", "backward")]
-    if again or known.get("recompute"):
-        parts.append(StepPart("of it recompute", known.get("recompute"), again or None, within=True))
+    predicted = dict[str, float]() if expected is None else dict(expected.parts)
+    collectives = sum(predicted.pop(name, 0.0) for name in ("tensor", "context", "expert"))
+    predicted |= {} if expected is None else {"forward": expected.forward, "backward": expected.backward}
+    parts = [StepPart(name, predicted.get(name), spent.get(name, 0.0)) for name in ("forward", "backward")]
+    if again or predicted.get("recompute"):
+        parts.append(StepPart("of it recompute", predicted.get("recompute"), again or None, within=True))
     if collectives:
         parts.append(StepPart("of both collectives of layers", collectives, None, within=True))
     for name, text in _OUTSIDE.items():
-        if spent.get(name) or known.get(name):
-            parts.append(StepPart(text, known.get(name), spent.get(name, 0.0)))
+        if spent.get(name) or predicted.get(name):
+            parts.append(StepPart(text, predicted.get(name), spent.get(name, 0.0)))
     return parts
 
 
@@ -284,7 +284,7 @@ _PART_OF_CALL = {BATCH: "batch", AGREEMENT: "agreement", UPDATE: "optimiser"}
 
 
 def _part(label: str) -> str:
-    """The part of the step that a recorded call belongs to."""
+    """Return the part of the step that a recorded call belongs to."""
     if label in _PART_OF_CALL:
         return _PART_OF_CALL[label]
     if label.startswith(_WAIT):
@@ -292,12 +292,13 @@ def _part(label: str) -> str:
     if label.startswith(_SENT):
         return "messages"
     action = _action(label)
-    # the rest opens, reduces and gathers gradients and weights of data-parallel ranks
+    # other calls open, reduce and gather gradients and weights of data-parallel ranks
     return "data" if action is None else _PART_OF_KIND.get(action.kind, "data")
 
 
 def waiting_text(measured: float, replayed: float) -> str:
-    """How much of a step the replay at measured mean times leaves unexplained: late ranks, messages, Python.
+    """Return how much of a step the replay at measured mean times leaves unexplained: late ranks, messages,
+    Python.
 
     The replay may also be the longer one: it puts the mean of a stage's actions on the critical path, where
     this step may have had quick ones.
@@ -306,13 +307,14 @@ def waiting_text(measured: float, replayed: float) -> str:
         measured: seconds of the step.
         replayed: seconds of the replay at the mean times of each stage's actions.
     """
-    rest = (measured - replayed) / measured
+    unexplained = (measured - replayed) / measured
     replay = f"replayed at the measured mean times of each stage: {seconds(replayed)}"
-    if rest < 0:
-        return f"{replay}, {-rest:.1%} longer than from the first to the last action"
-    return f"{replay}; {rest:.1%} of the time from the first to the last action is not in it (late messages)"
+    if unexplained < 0:
+        return f"{replay}, {-unexplained:.1%} longer than from the first to the last action"
+    span = "the time from the first to the last action"
+    return f"{replay}; {unexplained:.1%} of {span} is not in it (late messages)"
 
 
 def _work(events: Iterable[TraceEvent]) -> list[TraceEvent]:
-    """Without messages, whose events mean another thing in a replay: from the send to the arrival."""
+    """Return the events without messages, which in a replay last from the send to the arrival."""
     return [event for event in events if event.thread == COMPUTE]
