@@ -52,11 +52,11 @@ layers, messages and collectives. This page and its picture are made by `docs/ma
 ![Shares of the step by number of devices, for five jobs](pictures/scaling.svg)
 
 *Weak* scaling adds replicas, each with its own batch; *strong* scaling divides one batch among
-them, down to a sequence each. Tensor and pipeline ranks stay as published. A point is left out
-if the schedule does not allow its number of microbatches, or memory does not suffice.
-*Utilisation* is model FLOPs over the vendor's peak, without recomputation and with attention
-counted in full. *What limits* is the largest part of the step besides computing: the bubble, communication
-that no computation hides, the host, or the optimiser and other work.
+them, down to a sequence each. Tensor and pipeline ranks stay as published. A point is left out if
+the schedule does not allow its number of microbatches, or memory does not suffice. *Utilisation* is
+model FLOPs over the vendor's peak, without recomputation and with attention counted in full. *What
+limits* is the largest part of the step besides computing: the bubble, communication that no
+computation hides, the host, or the optimiser and other work.
 
 With weak scaling nothing but ZeRO-3 of 175B loses much: its gathers grow with the ring. With strong
 scaling a pipeline runs out of microbatches, and the bubble takes over (10% at the published 1,536
