@@ -35,7 +35,7 @@ class FusedOptimizer:
 
     Attributes:
         name: as in `optim.tables.name`.
-        lr, eps, betas: None: left to the user.
+        lr, eps, betas: or None if left to the user.
         wire: type in which pooled vectors are sent.
         element: bytes of an element of a table.
     """
@@ -66,7 +66,7 @@ class TorchRecTable:
     """The sharding of a table in TorchRec's words.
 
     Attributes:
-        load_factor: share of the rows that is cached on the device; None: all are there.
+        load_factor: share of the rows that is cached on the device, or None if all are on it.
         shards: (row, column) of its first element, (rows, columns), and rank of each shard; of a copied
             table, one for each rank.
     """
@@ -79,7 +79,7 @@ class TorchRecTable:
 
 
 def holds(table: TableSpec, option: Option) -> bool:
-    """Whether TorchRec can hold a table that is placed so."""
+    """True if TorchRec can hold a table that is placed so."""
     if option.place == "disk" or (option.split == "data" and option.place != "device"):
         return False
     if option.split == "row":

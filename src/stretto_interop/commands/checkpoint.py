@@ -28,12 +28,12 @@ def import_dcp(
     source: Path, run: Path, shape: ModelShape, *, states: bool = True, progress: Progress | None = None
 ) -> Imported:
     """Make a run of a checkpoint of torch.distributed.checkpoint as torchtitan writes them. Its training goes
-    on with the optimiser's states and from its step, where they are there.
+    on with the optimiser's states and from its step, if it has them.
 
     Args:
         source: the folder of a step, or of all of them.
-        shape: of the model, of which the folder says nothing.
-        states: whether the optimiser's states are taken.
+        shape: shape of the model, which the folder does not record.
+        states: import the optimiser's states too.
         progress: as for `import_model`.
 
     Raises:
@@ -59,13 +59,13 @@ def _import_megatron(
     progress: Progress | None = None,
 ) -> Imported:
     """Make a run of a distributed checkpoint of Megatron-core. Its training goes on with the optimiser's
-    states, from its step and its number of samples, where they are there.
+    states, from its step and its number of samples, if it has them.
 
     Args:
         source: the folder of an iteration, or of all of them.
         shape: of the model.
         changes: by section of the config, what the checkpoint's arguments say of the run.
-        states: whether the optimiser's states are taken.
+        states: import the optimiser's states too.
         progress: as for `import_model`.
 
     Raises:
@@ -168,7 +168,7 @@ def import_megatron(
     """Make a run of a checkpoint of Megatron-LM.
 
     Args:
-        shape: the model; None: as the checkpoint's arguments describe it, with their other settings.
+        shape: shape of the model, or None to take model and settings from the checkpoint's arguments.
         states: take the optimiser's states too.
     """
     folder = find_iteration(source)

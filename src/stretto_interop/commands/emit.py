@@ -48,7 +48,7 @@ def emitted_config(framework: ExternalFramework | None, config: JobConfig, sourc
     """A config's job as the framework takes it; for a recommender as TorchRec does.
 
     Args:
-        framework: None: TorchRec.
+        framework: target framework, or None for TorchRec.
         source: of the config.
 
     Raises:
@@ -115,7 +115,7 @@ def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, run: 
     """A layout of a plan as the framework takes it.
 
     Args:
-        row: of the ranking, from 1; None: the first.
+        row: row of the ranking, from 1, or None for the first.
         run: values of the config that was planned, or None.
 
     Raises:
@@ -143,7 +143,7 @@ class Priced:
     """What a framework's text costs, and a search for what costs less.
 
     Attributes:
-        overlapped: the same layout with gradients reduced during the backward; None: as they are.
+        overlapped: the same layout with gradients reduced during the backward, or None if they are already.
     """
 
     framework: ExternalFramework
@@ -205,7 +205,7 @@ def priced(
 
 
 def _overrides(model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """Choices that stand beside a file: a model's sizes, and those of words such as layout.tp=2.
+    """Values that override a file: a model's sizes, and those of words such as layout.tp=2.
 
     Raises:
         StrettoError: no such model, or a word that names no choice of a job.

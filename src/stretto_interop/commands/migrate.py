@@ -105,7 +105,7 @@ def _environment() -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class _Request:
-    """A command line: the text to read, where it comes from, and what is said beside it."""
+    """A command line: the text to read, its source, and the other words."""
 
     text: str
     source: str
@@ -152,7 +152,10 @@ def _record(migration: Migration) -> dict[str, Any]:
     return {
         "config": yaml.safe_load(migration.text),
         "mapped": [
-            {"arguments": dict(item.settings), "fields": {k: _plain(v) for k, v in item.fields.items()}}
+            {
+                "arguments": dict(item.settings),
+                "fields": {k: list(v) if isinstance(v, tuple) else v for k, v in item.fields.items()},
+            }
             for item in migration.mapped
         ],
         "needless": migration.needless,
@@ -162,10 +165,6 @@ def _record(migration: Migration) -> dict[str, Any]:
         "notes": migration.notes,
         "missing_here": migration.missing,
     }
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _report(migration: Migration, request: _Request, out: Path | None) -> CommandReport:

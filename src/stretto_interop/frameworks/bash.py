@@ -146,8 +146,8 @@ class _Branch:
     """An `if` or a group in braces.
 
     Attributes:
-        taken: the part that is read now is carried out; None: undecided.
-        decided: an earlier part of the `if` was taken; None: undecided.
+        taken: the part that is read now is carried out; None if undecided.
+        decided: an earlier part of the `if` was taken; None if undecided.
         test: where the test of an `if` begins in the text; None after `then`.
         reason: the test that is undecided.
     """

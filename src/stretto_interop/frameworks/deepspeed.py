@@ -96,7 +96,11 @@ def parse(text: str, source: str, start: Start) -> ParsedSettings:
     for name, device in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if settings.pop(f"zero_optimization.{name}", False):  # until 0.3.16
             settings[f"zero_optimization.{device}.device"] = "cpu"
-    disabled = [f"{section}." for section, inside in tree.items() if _is_off(inside)]
+    disabled = [
+        f"{section}."
+        for section, inside in tree.items()
+        if isinstance(inside, dict) and cast(dict[str, Any], inside).get("enabled") is False
+    ]
     unread = tuple(pattern.removesuffix("*") for pattern in others("deepspeed", "unread"))
     for name in [name for name in settings if name.startswith(unread)]:
         if not settings[name] or name.startswith(tuple(disabled)):
@@ -108,10 +112,6 @@ def parse(text: str, source: str, start: Start) -> ParsedSettings:
 
 
 _RATIO = "zero_optimization.offload_optimizer.ratio"
-
-
-def _is_off(section: object) -> bool:
-    return isinstance(section, dict) and cast(dict[str, Any], section).get("enabled") is False
 
 
 def _loaded(text: str, source: str) -> dict[str, Any]:
@@ -746,7 +746,7 @@ def as_run(job: Job, settings: Settings) -> Job:
 
 
 def _overlaps(settings: Settings) -> bool:
-    """Whether gradients are reduced during the backward: by default with ZeRO 3 alone."""
+    """True if gradients are reduced during the backward: by default with ZeRO 3 alone."""
     if not settings:
         return True  # as it is written
     return bool(settings.get(_OVERLAP, settings.get("zero_optimization.stage", 0) == 3))

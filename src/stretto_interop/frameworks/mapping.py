@@ -171,7 +171,7 @@ class ExternalFramework:
         overlaps: True if gradients are reduced while the backward computes, by the settings that were read.
         plans: choices that a search for it is fixed to, as `--fix` takes them.
         needless: settings that no rule reads and that a run here does not need, and why.
-        lost: why a setting that no rule reads, with this value, has no counterpart; None: none is needed.
+        lost: why a setting that no rule reads, with this value, has no counterpart, or None if it needs none.
         is_default: True if a value is the framework's default.
         differs: settings that rules read, and how a run here differs from them.
         files: settings that name files of other frameworks, and how these are read: from the file, the values
@@ -407,7 +407,7 @@ def without_encoder(instead: str, *fields: object) -> Rule:
 
 def ignored(reason: str, fields: object) -> Rule:
     """Fields that change nothing of what a step computes, and that the framework has no setting for; those
-    that do not have their defaults are listed beside what is written.
+    that do not have their defaults are listed in a comment.
     """
 
     def notes(values: JobValues) -> Iterable[str]:
@@ -564,7 +564,7 @@ def read(
     Args:
         source: where the text comes from, for errors.
         devices: of the cluster, if the text does not give their number.
-        overrides: values by name that are given beside the text.
+        overrides: values by name that override the text.
 
     Raises:
         StrettoError: not such a text, an unknown setting, a value that is not modelled, or a job that is not

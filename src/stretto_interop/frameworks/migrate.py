@@ -81,7 +81,7 @@ def migrate(
 
     Args:
         source: where the text comes from, for errors.
-        overrides: fields that are said beside the text, as in "train.steps=10", and win.
+        overrides: fields that override the text, as in "train.steps=10".
         name: of the run, where the text has none.
 
     Raises:

@@ -210,7 +210,7 @@ def write_pipeline(values: JobValues) -> Settings:
 
 
 def _torchs_name(job: Job) -> str | None:
-    """The name under which torch makes the same program; None: it has none."""
+    """The name under which torch makes the same program, or None."""
     pp, count = job.layout.pp, job.microbatches or 0
     if job.custom_program is not None:
         return None
@@ -259,7 +259,7 @@ def read_pipeline(settings: Settings) -> Values:
 
 
 def _layers(settings: Settings) -> int:
-    """Blocks of the model; 0: it is said beside the config."""
+    """Blocks of the model, or 0 if the config does not name the model."""
     return int(read_model(settings).get(name_of(MODEL.layers), settings.get("model.layers", 0)))
 
 

@@ -311,7 +311,7 @@ class PickledTensor:
 
     @property
     def dense(self) -> bool:
-        """Whether the elements lie in order, without gaps."""
+        """True if the elements lie in order, without gaps."""
         inner = 1
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1 and stride != inner:

@@ -109,8 +109,10 @@ class DcpImport(OpenImport):
             plain = name.removeprefix(self._names.prefix)
             if name.startswith(_NO_PARAMETERS) or (self.shape.tied and plain in HEADS):
                 continue
-            if plain.endswith((".moe.expert_bias_E", ".moe.expert_bias")) and self._is_zero(name):
-                continue  # the model balances by a loss instead
+            if plain.endswith((".moe.expert_bias_E", ".moe.expert_bias")):
+                experts = None if self.shape.moe is None else self.shape.moe.experts
+                if self._names.index.tensors[name].shape == (experts,) and not self._read_full(name).any():
+                    continue  # the model balances by a loss instead
             raise StrettoError(
                 f"{name} in {self.source} has no place in the model",
                 hint="--model must be the model that was trained",
@@ -121,11 +123,6 @@ class DcpImport(OpenImport):
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.archives.read_tensor(name, tensor)
         return tensor
-
-    def _is_zero(self, name: str) -> bool:
-        sizes = self._names.index.tensors[name].shape
-        experts = None if self.shape.moe is None else self.shape.moe.experts
-        return sizes == (experts,) and not self._read_full(name).any()
 
     def check_head(self) -> None:
         """Check that a head in the files equals the embedding that it is tied to."""

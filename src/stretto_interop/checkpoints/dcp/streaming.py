@@ -37,7 +37,7 @@ class ExportedCheckpoint:
     """What an export wrote.
 
     Attributes:
-        step: of training, which the optimiser's states go with; None: the model alone.
+        step: training step of the optimiser's states, or None if only the model was written.
         notes: what was left out, a sentence each.
     """
 
@@ -137,7 +137,7 @@ class _StreamingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this process: objects first, as torch does, then the tensors one by one. A
-        tensor that is there under two names is written once.
+        tensor with two names is written once.
         """
         name = f"{plan.storage_data.prefix}0.distcp"
         results, places = list[WriteResult](), dict[tuple[int, Any], _StorageInfo]()

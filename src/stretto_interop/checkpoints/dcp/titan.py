@@ -77,7 +77,7 @@ class TitanTensor:
 
     @property
     def in_order(self) -> bool:
-        """Whether its values lie in ours in the same order."""
+        """True if its values lie in ours in the same order."""
         return len(self.views) == 1 and self.views[0][1] is _identical
 
     def name(self, version: str) -> str:
@@ -119,7 +119,7 @@ def rules(shape: ModelShape) -> Iterator[TitanRule]:
 
 
 def is_trained(parameter: str) -> bool:
-    """Whether the parameter is one in torchtitan too, where the router's correction is a buffer."""
+    """True if the parameter is one in torchtitan too, where the router's correction is a buffer."""
     return not parameter.endswith(".router.correction")
 
 
@@ -164,7 +164,9 @@ def _qkv(parameter: str, prefix: str, shape: ModelShape) -> TitanRule:
     members = (shape.heads // groups, 1, 1)  # heads of queries, keys and values in a group
     parts, views = list[TitanTensor](), list[tuple[View, View]]()
     for i, (names, count) in enumerate(zip(_QKV, members, strict=True)):
-        paired = _pairs_differ(shape) and names is not _QKV[2]
+        # with plain heads, its models without norms of queries and keys turn neighbours
+        neighbours = (shape.attention.norm is None) is not shape.attention.interleaved
+        paired = neighbours and names is not _QKV[2]
         features = (width // 2, 2) if paired else (width,)
         before, rows = sum(members[:i]), groups * count * width
         view = _our_heads(before * groups * width, rows, (groups, count), features)
@@ -190,13 +192,6 @@ def _our_heads(start: int, rows: int, heads: tuple[int, int], features: tuple[in
 def _their_heads(sizes: tuple[int, ...], start: int, count: int) -> View:
     """The same of theirs: members `start` and following of each group."""
     return lambda tensor: tensor.unflatten(0, sizes).narrow(1, start, count)
-
-
-def _pairs_differ(shape: ModelShape) -> bool:
-    """Whether its model turns other pairs of features than ours: of those with plain heads, it turns
-    neighbours where queries and keys have no norms.
-    """
-    return (shape.attention.norm is None) is not shape.attention.interleaved
 
 
 _BLOCKS = {  # what all of its models have

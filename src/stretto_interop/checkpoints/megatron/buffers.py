@@ -48,7 +48,7 @@ class Buffer:
 
     Attributes:
         size: its elements.
-        buckets: elements of each bucket; None: the checkpoint does not say them.
+        buckets: elements of each bucket, or None if the checkpoint does not record them.
         read: the elements of a state that begin at a place, into a flat float32 tensor; a place and its
             elements lie in one bucket.
     """
@@ -76,7 +76,7 @@ class BufferLayout:
 
 
 def has_buffers(index: DcpIndex) -> bool:
-    """Whether a checkpoint has the optimiser's states in buffers of ranks."""
+    """True if a checkpoint has the optimiser's states in buffers of ranks."""
     return any(_NAME.fullmatch(name) for name in (*index.tensors, *index.objects))
 
 
@@ -292,7 +292,7 @@ class _Part:
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank has another share of it."""
+        """True if each rank has another share of it."""
         return self.ranks > 1 and _module(self.rule) in _BY_ROWS | _BY_COLUMNS
 
     @property
@@ -530,10 +530,11 @@ class OrderedStates:
             if all(rounds_to(self.read(rule, MASTER), weight(rule)) for rule in samples):
                 return
         sizes = [item.size for rank in (*buffers.dense, *buffers.experts) for item in rank]
+        listed = ", ".join(f"{size:,}" for size in sizes[:4])
         kind = (
             "float32 weights that round to the model's"
             if fitting
-            else f"buffers of {_matching(sizes)} elements"
+            else f"buffers of {listed}{', ...' * (len(sizes) > 4)} elements"
         )
         raise StrettoError(
             f"the optimiser's states in {source} are flat buffers of each rank ({buffers.form}), and no "
@@ -557,7 +558,7 @@ class OrderedStates:
 
 
 def rounds_to(exact: Tensor, weights: Tensor) -> bool:
-    """Whether every float32 value is rounded to the weight, to nearest, in either direction at ties."""
+    """True if every float32 value is rounded to the weight, to nearest, in either direction at ties."""
     exact = exact.float()
     nearest = exact.to(weights.dtype).float()
     return bool(((exact - weights.float()).abs() <= (exact - nearest).abs()).all())
@@ -595,8 +596,3 @@ def _limits(buffers: BufferLayout, args: Mapping[str, Any]) -> Sequence[int | No
 def _count(args: Mapping[str, Any], name: str) -> int:
     value = args.get(name)
     return value if type(value) is int and value > 0 else 0
-
-
-def _matching(sizes: Sequence[int]) -> str:
-    shown = ", ".join(f"{size:,}" for size in sizes[:4])
-    return shown if len(sizes) <= 4 else f"{shown}, ..."

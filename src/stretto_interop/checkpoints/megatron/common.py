@@ -50,7 +50,7 @@ class Common:
         args: Megatron's arguments by the names of their attributes; values that are no plain data are left
             out. Empty where there are none.
         iteration: steps of training.
-        optimiser: its state beside its tensors; None where there is none.
+        optimiser: state of the optimiser except its tensors, or None if there is none.
         scheduler: the course of the learning rate, in samples.
     """
 

@@ -77,7 +77,7 @@ def export_megatron(
         trained = [rule for rule in mapping if is_trained(rule.parameter)]
         optimiser = saved_optimiser(meta, stored, [rule.parameter for rule in trained], notes)
         source = _Source(stored, shape, progress)
-        half = _half(meta)
+        half = _HALVES.get(_section(meta, "train").get("dtype", ""))  # of weights with float32 masters
         state: dict[str, Any] = source.tensors(mapping, MODEL, "", half)
         step = manifest.step if optimiser is not None else None
         common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": step or 0}
@@ -137,7 +137,7 @@ class _Source:
 
         Args:
             tensor_here, exported: prefixes of the names.
-            dtype: that they get; None: as they are.
+            dtype: dtype to convert to, or None to keep the stored one.
         """
         boxes: dict[str, dict[tuple[int, ...], Any]] = {}
         record: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -199,13 +199,8 @@ def _section(meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
-def _half(meta: Mapping[str, Any]) -> torch.dtype | None:
-    """The type of the weights beside float32 masters; None: they are as the checkpoint has them."""
-    return _HALVES.get(_section(meta, "train").get("dtype", ""))
-
-
 def _run(meta: Mapping[str, Any], step: int | None, half: torch.dtype | None) -> dict[str, Any]:
-    """Arguments that Megatron reads of a checkpoint beside those of the model."""
+    """Arguments that Megatron reads from a checkpoint in addition to those of the model."""
     samples = int(meta.get("samples") or 0) if step is not None else 0
     batch, data = _section(meta, "batch"), _section(meta, "data")
     sizes = {"global_batch_size": batch.get("global_size"), "seq_length": data.get("sequence")}

@@ -156,7 +156,11 @@ class MegatronImport(OpenImport):
                 for rule in trained
                 for key in (*MOMENTS, MASTER)
             }
-        kinds = {kind for kind in (*MOMENTS, *MASTERS) if self._has(kind)}
+        kinds = {
+            kind
+            for kind in (*MOMENTS, *MASTERS)
+            if any(each.startswith(f"{STATE}{kind}.") for each in self._names)
+        }
         if MOMENTS[0] not in kinds:
             return {}
         self._set_optimiser(common)
@@ -168,9 +172,6 @@ class MegatronImport(OpenImport):
             for rule in trained
             for parameter, name in foreign.items()
         }
-
-    def _has(self, kind: str) -> bool:
-        return any(name.startswith(f"{STATE}{kind}.") for name in self._names)
 
     def _set_optimiser(self, common: Common) -> None:
         groups, self.updates = groups_of(common, self.source)
@@ -343,7 +344,7 @@ def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: MegatronRule) -> Iter
 
 
 def _is_flat(stored: Sizes, wanted: Sizes) -> bool:
-    """Whether a tensor of shape `wanted` may be stored so, in flat pieces."""
+    """True if a tensor of shape `wanted` may be stored so, in flat pieces."""
     counts = stored[:-1]
     if (
         len(counts) != len(wanted)

@@ -70,11 +70,11 @@ class MegatronRule:
     """One of our parameters, and the tensor that it is there, or one layer of it.
 
     Attributes:
-        names: theirs, in the layer where there is one; the first that is there.
-        layer: None: outside of the layers.
+        names: possible names there, within the layer if there is one; the first that exists is read.
+        layer: number of the layer, or None outside of the layers.
         order: pairs of views of equal shape, of ours and of theirs, which together cover both; none: the
             values lie in the same order.
-        halves: the dimension that gate and up projection are stacked along; None: it has no gate.
+        halves: the dimension that gate and up projection are stacked along, or None without a gate.
     """
 
     parameter: str
@@ -86,7 +86,7 @@ class MegatronRule:
 
     @property
     def of_experts(self) -> bool:
-        """Whether the first dimension numbers experts."""
+        """True if the first dimension numbers experts."""
         return self.names[0].startswith(EXPERTS)
 
 
@@ -120,7 +120,7 @@ def rules(shape: ModelShape) -> Iterator[MegatronRule]:
 
 
 def is_trained(parameter: str) -> bool:
-    """Whether the optimiser there has states of it: the router's correction is a buffer."""
+    """True if the optimiser there has states of it: the router's correction is a buffer."""
     return not parameter.endswith(".router.correction")
 
 

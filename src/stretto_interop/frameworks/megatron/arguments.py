@@ -157,8 +157,9 @@ def _groups(argv: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]
     """
     name, values = "", list[str]()
     for word in argv:
-        if _whole_unknown(word) and not _awaits(name, values):
-            yield f"${unknown_in(word)}", []
+        variable = unknown_in(word)
+        if variable is not None and len(word) == len(variable) + 2 and not _awaits(name, values):
+            yield f"${variable}", []
             continue
         negative = word[1:2].isdigit() or word[1:2] == "."
         if word.startswith("-") and not negative and word != "-":
@@ -176,13 +177,8 @@ def _groups(argv: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]
         yield name, values
 
 
-def _whole_unknown(word: str) -> bool:
-    """Whether nothing of a word is known."""
-    return (name := unknown_in(word)) is not None and len(word) == len(name) + 2
-
-
 def _awaits(name: str, values: Sequence[str]) -> bool:
-    """Whether an argument takes a further value."""
+    """True if an argument takes a further value."""
     argument = arguments().get(name)
     if argument is None:
         return bool(name) and not values
@@ -224,7 +220,7 @@ _HINTS = {
 
 
 def _former(name: str, values: Sequence[str]) -> str | None:
-    """The arguments that one of another version is; None: it is none of these."""
+    """The arguments that replace one of another version, or None if it is none of these."""
     instead = _FORMER.get(name)
     if isinstance(instead, dict):
         instead = instead.get(" ".join(values))
@@ -302,7 +298,7 @@ def lost(name: str, value: Any) -> str | None:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Whether an argument's value is what it is where it is left out."""
+    """True if an argument's value is what it is where it is left out."""
     argument = arguments()[name]
     default = (
         argument.read([argument.default], name) if argument.default and argument.values != "flag" else None

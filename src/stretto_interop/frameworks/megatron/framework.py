@@ -157,7 +157,7 @@ def remarks(settings: Settings) -> Iterator[str]:
 
 
 def overlaps(settings: Settings) -> bool:
-    """Whether gradients are reduced while the backward computes."""
+    """True if gradients are reduced while the backward computes."""
     return bool(settings.keys() & {"overlap-grad-reduce", "use-megatron-fsdp", "use-torch-fsdp2"})
 
 

@@ -280,7 +280,7 @@ def sharing(settings: Settings) -> str:
 
 
 def _write_shards(values: JobValues) -> Settings:
-    """Sizes of shards: Megatron-LM repeats the whole sharding in so many instances."""
+    """Sizes of shards: Megatron-LM repeats the sharding in several instances."""
     job = values.job
     sizes = job.dp.sizes(job.copies)
     sharded = zip(_STRATEGIES, _SHARDS, (sizes.states, sizes.gradients, sizes.parameters), strict=True)

@@ -158,7 +158,7 @@ def _check_program(path: str, program: str | None, place: str) -> None:
 
 
 def _world(argv: Sequence[str], batch: Mapping[str, str]) -> int | None:
-    """Processes that a launcher starts; None: it does not say.
+    """Number of processes that a launcher starts, or None if its options do not say.
 
     Args:
         batch: variables of SLURM.

@@ -164,7 +164,7 @@ _PARTED = ("train-data-path", "per-split-data-args-path")  # each split with pre
 
 
 def parted(settings: Settings) -> bool:
-    """Whether training, validation and test have prefixes of their own."""
+    """True if training, validation and test have prefixes of their own."""
     return not settings.keys().isdisjoint(_PARTED)
 
 
@@ -432,7 +432,7 @@ def _write_evaluation(values: JobValues) -> Settings:
 
 
 def _read_evaluation(settings: Settings) -> Values:
-    """None where all of the source is trained on: nothing of it is held out."""
+    """None if the whole source is trained on, so that nothing is held out."""
     if parted(settings):
         return {RUN.eval.every: None}
     batches = settings.get("eval-iters", 100)
