@@ -25,6 +25,7 @@ HINT = (
 )
 _LONGEST = 1 << 20  # characters of a script
 _MOST_CHARACTERS = 4 << 20  # characters that its values come to, so that none doubles itself without end
+_LONGEST_QUOTE = 100  # characters of a line in an error
 _DEEPEST = 40  # texts and defaults in each other
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -44,6 +45,7 @@ _KEYWORD = re.compile(r"(if|then|elif|else|fi|!|\{|\})(?=[\s;]|$)")
 Value = str | list[str]
 _Pieces = list[tuple[Value, bool]]  # parts of a word, with True if quoted
 _Join = Literal["", "&&", "||"]
+_JOINS: tuple[_Join, ...] = ("&&", "||")
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,11 @@ class _Script:
             unread = _UNREAD.match(self.text, self.at)
             if unread is not None and self._taken("") is not False:
                 name = "a function" if unread["function"] else unread[0]
-                raise self.error(f"`{name}` is not read")
+                line = self.text[self.begun :].partition("\n")[0]
+                raise self.error(f"`{name}` is not read: {line[:_LONGEST_QUOTE].rstrip()}")
             yield from self._statement(join)
-            join = self._separator()
+            join = next((sign for sign in _JOINS if self.text.startswith(sign, self.at)), "")
+            self.at += len(join)
 
     def _skip_blanks(self) -> bool:
         """Move to the next command; False at the end."""
@@ -215,14 +219,6 @@ class _Script:
         else:
             return False
         return True
-
-    def _separator(self) -> _Join:
-        """What joins the next command to the one before."""
-        for join in ("&&", "||"):
-            if self.text.startswith(join, self.at):
-                self.at += 2
-                return join
-        return ""
 
     def _branch(self, keyword: str, join: _Join) -> None:
         """Begin, continue or end an `if` or a group."""
@@ -635,25 +631,25 @@ def calculate(text: str) -> int:
     """
     if len(text) > 1000:
         raise ValueError(f"arithmetic of {len(text)} characters")
+
+    def evaluate(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int() as value):
+                pass
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                value = -evaluate(inner)
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+                value = _OPERATORS[type(sign)](evaluate(left), evaluate(right))
+            case _:
+                raise ValueError(node)
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(value)
+        return value
+
     try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+        return evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
-
-
-def _evaluate(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value):
-            pass
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            value = -_evaluate(inner)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            value = _OPERATORS[type(sign)](_evaluate(left), _evaluate(right))
-        case _:
-            raise ValueError(node)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(value)
-    return value
 
 
 def decide(operands: Sequence[str], variables: Mapping[str, Value]) -> bool | None:

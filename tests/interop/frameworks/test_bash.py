@@ -125,7 +125,9 @@ def test_what_is_set_where_nothing_tells_is_unknown(text: str) -> None:
 def test_what_is_not_read_is_one_error_that_says_what_to_give(text: str, construct: str) -> None:
     with pytest.raises(StrettoError) as caught:
         said(f"B=1\n{text}\ntorchrun pretrain_gpt.py")
-    assert caught.value.message == f"run.sh:2: `{construct}` is not read"
+    message, line = caught.value.message, text.partition("\n")[0]
+    assert message.startswith(f"run.sh:2: `{construct}` is not read: ")
+    assert line.endswith(message.partition("not read: ")[2])
     assert "stretto migrate --run" in str(caught.value.hint)
 
 

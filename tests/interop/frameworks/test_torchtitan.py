@@ -23,7 +23,7 @@ from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto_interop.frameworks.fields import JobValues, run_values, values_of
-from stretto_interop.frameworks.mapping import emit, read, settings_of, unmapped
+from stretto_interop.frameworks.mapping import emit, read, settings_of
 from stretto_interop.frameworks.torchtitan import TORCHTITAN
 from stretto_interop.frameworks.torchtitan_job import FLAVOURS
 
@@ -120,10 +120,6 @@ def test_a_schedule_that_torch_has_no_name_for_is_in_the_file_itself(
     program = read(TORCHTITAN, text, "x.py").job.custom_program
     assert program is not None
     assert program.orders == schedule(schedule_, 4, 32, **options).orders
-
-
-def test_every_choice_has_one_rule() -> None:
-    assert unmapped(TORCHTITAN) == (set(), set())
 
 
 def config(*overrides: str) -> TrainConfig:
