@@ -45,7 +45,7 @@ _KEYWORD = re.compile(r"(if|then|elif|else|fi|!|\{|\})(?=[\s;]|$)")
 Value = str | list[str]
 _Pieces = list[tuple[Value, bool]]  # parts of a word, with True if quoted
 _Join = Literal["", "&&", "||"]
-_JOINS: tuple[_Join, ...] = ("&&", "||")
+_JOINS: tuple[_Join, ...] = ("&&", "||", "")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _Script:
                 line = self.text[self.begun :].partition("\n")[0]
                 raise self.error(f"`{name}` is not read: {line[:_LONGEST_QUOTE].rstrip()}")
             yield from self._statement(join)
-            join = next((sign for sign in _JOINS if self.text.startswith(sign, self.at)), "")
+            join = next(sign for sign in _JOINS if self.text.startswith(sign, self.at))
             self.at += len(join)
 
     def _skip_blanks(self) -> bool:
