@@ -160,8 +160,8 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
 
 def _rank_record(rank: RankMemory) -> dict[str, Any]:
     record = asdict(rank)
-    held = record.pop("between_actions")
-    return {**record, "held": held, "states": rank.states, "total": rank.total}
+    between = record.pop("between_actions")
+    return {**record, "held": between, "states": rank.states, "total": rank.total}
 
 
 def _measured_record(measured: MeasuredMemory, predicted: RankMemory) -> dict[str, Any]:

@@ -87,16 +87,18 @@ def checked_function(target: str, example: str, arguments: Sequence[str] = ()) -
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     top = {name for node in tree.body for name in _defined(node)}
     if function not in top:
-        near = nearest(function, functions)
+        similar = nearest(function, functions)
         raise StrettoError(
             f"{path} defines no {function}",
-            hint=f"did you mean {near!r}?" if near else "it must be defined at the top level of the file",
+            hint=f"did you mean {similar!r}?"
+            if similar
+            else "it must be defined at the top level of the file",
         )
     if function in functions:
         accepted = functions[function].args
-        most = len(accepted.posonlyargs) + len(accepted.args)
-        least = most - len(accepted.defaults)
-        if least > len(arguments) or most < len(arguments) or None in accepted.kw_defaults:
+        maximum = len(accepted.posonlyargs) + len(accepted.args)
+        minimum = maximum - len(accepted.defaults)
+        if not minimum <= len(arguments) <= maximum or None in accepted.kw_defaults:
             raise StrettoError(
                 f"{path}:{function} takes other arguments than ({', '.join(arguments)})",
                 hint="give the others defaults, or write a function that calls it",
@@ -110,8 +112,11 @@ def _defined(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
-    stored = (one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     inner = (
-        name for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt) for name in _defined(one)
+        name
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.stmt)
+        for name in _defined(child)
     )
-    return [*(one.id for one in stored), *inner]
+    return [*(name.id for name in stored), *inner]

@@ -184,9 +184,12 @@ def _table(
     while True:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for column in (columns[i] for i in shown):
-            least = None if column is columns[0] else min_width
-            justify = "left" if column.left else "right"
-            table.add_column(column.title, justify=justify, no_wrap=True, min_width=least)
+            table.add_column(
+                column.title,
+                justify="left" if column.left else "right",
+                no_wrap=True,
+                min_width=None if column is columns[0] else min_width,
+            )
         for row in rows:
             if row:
                 table.add_row(*(row[i] for i in shown))
