@@ -54,7 +54,11 @@ def test_right_layouts_are_equal_in_their_own_types(tmp_path: Path, dtype: str) 
 @pytest.mark.parametrize(
     ("fault", "case", "words"),
     [
-        (send_in_type_of_weights, changes(dp=2, mode="zero3"), "is a number of bfloat16: they are summed or"),
+        (
+            send_in_type_of_weights,
+            changes(dp=2, mode="zero3"),
+            "is a number of bfloat16: it is summed or sent",
+        ),
         (forget_masters, changes(dp=2), "modules compute with other values of"),
     ],
 )

@@ -81,7 +81,7 @@ def verify(
     which shows each missing wait; the config's own layout and those of a FILE also make their steps without
     that, and must come to the same bits. One more step is read, with the loss scale of float16.
 
-    A second pass makes two steps in the types that the job trains in. What it may be off from float64 is 8
+    A second pass makes two steps in the types that the job trains in. What it may be off from float64 is 32
     times what one process in these types is.
 
     Where a value of the job hides a field (a window as long as a sample, a soft cap that hardly bends,

@@ -116,12 +116,12 @@ def worst_quantity(
     return Quantity(name, errors[worst], bounds.get(worst, default), worst or None)
 
 
-def rounding_bounds(errors: Mapping[str, float], eps: float) -> dict[str, float]:
-    """What errors may be in a type of this epsilon: MULTIPLE times those of one process in it, none of which
+def rounding_bounds(errors: Mapping[str, float], eps: float, multiple: float = MULTIPLE) -> dict[str, float]:
+    """What errors may be in a type of this epsilon: a multiple of those of one process in it, none of which
     counts as less than the median of its kind or the unit roundoff: it may have come out small by chance.
     """
     least = max(eps / 2, median(errors.values()) if errors else 0.0)
-    return {name: MULTIPLE * max(error, least) for name, error in errors.items()}
+    return {name: multiple * max(error, least) for name, error in errors.items()}
 
 
 def _order(error: float) -> float:

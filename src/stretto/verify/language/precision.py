@@ -8,6 +8,7 @@ have digits that 16-bit types lack, and whether modules compute with the optimis
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -30,6 +31,10 @@ from stretto.verify.language.reference import Snapshot, Trial, run_reference, sh
 from stretto.verify.language.step import SCALE, TrialTask, loss_of, masters_of, own_part, trial_trainer
 
 STEPS = 2
+_MULTIPLE = 32.0
+"""The bound of errors, in those of one process: four times that of a user's model, since tensor-parallel
+sums, chunks and recomputation change the order of more sums; a wrong type is off by thousands."""
+_ENOUGH = 64  # elements of a sum of 16-bit numbers, about half of which have more digits
 Errors = dict[str, dict[str, float]]  # relative errors of a step: by quantity, then by name
 
 
@@ -98,7 +103,7 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
     worst = dict[str, Quantity]()
     for ours, one in zip(errors, limits, strict=True):
         for what, named in ours.items():
-            quantity = worst_quantity(what, named, rounding_bounds(one[what], eps))
+            quantity = worst_quantity(what, named, _bounds(what, one[what], eps))
             known = worst.get(what)
             if known is None or quantity.error_in_bounds > known.error_in_bounds:
                 worst[what] = quantity
@@ -117,6 +122,14 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
         quantities=tuple(worst.values()),
         diagnosis=diagnosis,
     )
+
+
+def _bounds(what: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
+    """What errors of a quantity may be. Weights may be off by more: Adam turns the rounding of a gradient
+    near 0 into a part of a step that rounding does not bound.
+    """
+    bounds = rounding_bounds(errors, eps, _MULTIPLE)
+    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if what == "weights" else bounds
 
 
 def _errors(replica: RankModel, trial: Trial, exact: Sequence[Snapshot]) -> tuple[list[Errors], list[str]]:
@@ -158,17 +171,22 @@ def _marks(replica: RankModel, gradients: Mapping[str, Tensor]) -> list[str]:
     if dtype not in HALVES:
         return marks
     if precision.gradients == "float32" and replica.job.copies > 1:
-        counts = [0, 0]
+        counts = dict[str, list[int]]()
         for name, gradient in gradients.items():
-            if replica.parameters[name].dtype == dtype:
-                some = gradient[gradient != 0]
-                counts[0] += int((some.to(dtype).to(some.dtype) == some).sum())
-                counts[1] += some.numel()
-        short, every = (sum(column) for column in zip(*gather_json(counts), strict=True))
-        if every and short == every:
+            # rows of an embedding may come from the tokens of a single rank
+            if replica.parameters[name].dtype == dtype and not name.startswith("embed."):
+                nonzero = gradient[gradient != 0]
+                counts[name] = [int((nonzero.to(dtype).to(nonzero.dtype) == nonzero).sum()), nonzero.numel()]
+        rounded, total = Counter[str](), Counter[str]()
+        for rank in gather_json(counts):
+            for name, (in_16_bits, elements) in rank.items():
+                rounded[name] += in_16_bits
+                total[name] += elements
+        if names := [name for name, count in total.items() if rounded[name] == count >= _ENOUGH]:
             marks.append(
-                f"every element of the reduced gradients is a number of {precision.dtype}: they are summed "
-                "or sent in the type of the weights, and not in float32 (precision.gradients)"
+                f"every element of the reduced gradient of {listing(names)} is a number of "
+                f"{precision.dtype}: it is summed or sent in the type of the weights, and not in float32 "
+                "(precision.gradients)"
             )
     masters = masters_of(replica)
     with replica.states.full_weights() as whole:
