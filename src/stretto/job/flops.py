@@ -51,19 +51,15 @@ def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -
 
 
 def _block(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
-    linears = 2.0 * _weights(kind)
+    # weights of a block's linears that a token is multiplied with
+    stacked = expert_shapes(kind)
+    plain = [sizes for name, sizes in block_shapes(kind).items() if name not in stacked]
+    routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
+    top_k = 0 if kind.moe is None else kind.moe.top_k
+    linears = 2.0 * (sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed)
     if kind.encoder_layers and memory:  # keys and values of cross-attention are of the encoder's tokens
         linears += 2.0 * prod(block_shapes(kind)["cross.kv.weight"]) * (memory / sequence - 1.0)
     return linears + _attention(kind, sequence, causal, memory)
-
-
-def _weights(shape: ModelShape) -> int:
-    """Weights of a block's linears that a token is multiplied with."""
-    stacked = expert_shapes(shape)
-    plain = [sizes for name, sizes in block_shapes(shape).items() if name not in stacked]
-    routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
-    top_k = 0 if shape.moe is None else shape.moe.top_k
-    return sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed
 
 
 def recomputed_flops(

@@ -142,24 +142,16 @@ def _generate(key: ProgramKey) -> Program:
     options = dict(key.options)
     if key.costs is None:
         return schedule(key.name, key.ranks, key.microbatches, **options)
-    return _searched(key, options, key.costs)
-
-
-def _searched(
-    key: ProgramKey,
-    options: dict[str, Any],
-    of: ScheduleSearchKey,
-) -> Program:
-    """The best program for the model's costs."""
+    # the best program for the model's costs
     ranks, accepted = key.ranks, options_of(key.name)
     counts = [options["chunks"]] if options.get("chunks") else [1]
     if "chunks" in accepted and not options.get("chunks"):
-        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= of.shape.chain)]
+        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= key.costs.shape.chain)]
     candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
-    if of.stage_layers is not None:
-        counts = [max(1, len(of.stage_layers) // ranks)]
+    if key.costs.stage_layers is not None:
+        counts = [max(1, len(key.costs.stage_layers) // ranks)]
     for chunks in counts:
-        costs = Costs(per_stage=stage_times(of, ranks * chunks))
+        costs = Costs(per_stage=stage_times(key.costs, ranks * chunks))
         try:
             program = schedule(key.name, ranks, key.microbatches, **options, costs=costs)
         except StrettoError as error:

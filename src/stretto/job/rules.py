@@ -223,7 +223,9 @@ def _pipeline(job: Job) -> Iterator[Problem]:
     try:
         program = job.program()
     except StrettoError as error:
-        yield Problem("schedule", _describe(job), error.message, error.hint)
+        settings = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
+        shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+        yield Problem("schedule", f"{job.schedule_name} with {shown}", error.message, error.hint)
         return
     if not program.trains:
         yield Problem("schedule", job.schedule_name, "it has no backwards, so it cannot train", "use 1f1b")
@@ -332,12 +334,6 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
             "gradients",
             "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
         )
-
-
-def _describe(job: Job) -> str:
-    settings = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
-    shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
-    return f"{job.schedule_name} with {shown}"
 
 
 def _encoder(job: Job) -> Iterator[Problem]:
@@ -530,7 +526,18 @@ def _eight_bits(job: Job) -> Iterator[Problem]:
         rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
         yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
         return
-    for field, size in _sides(shape, tp).items():
+    # features that linear layers of a block take and give, on one rank; rounded where tp does not divide
+    keys = max(shape.kv_heads // tp, 1) * shape.head_dim
+    heads = shape.attention_width // tp
+    ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
+    width = {"inner width of the MLP": ffn // tp} if ffn else {}
+    sides = {
+        "model.hidden": shape.hidden,
+        "width of attention": heads,
+        "queries, keys and values together": heads + 2 * keys,
+        **width,
+    }
+    for field, size in sides.items():
         if size % _TILE:
             yield Problem(
                 "precision.fp8",
@@ -539,20 +546,6 @@ def _eight_bits(job: Job) -> Iterator[Problem]:
                 f"precision.fp8=none, other sizes of the model, or another layout.tp than {tp}",
             )
             return
-
-
-def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
-    """Features that linear layers of a block take and give, on one rank; rounded where tp does not divide."""
-    keys = max(shape.kv_heads // tp, 1) * shape.head_dim
-    heads = shape.attention_width // tp
-    ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
-    width = {"inner width of the MLP": ffn // tp} if ffn else {}
-    return {
-        "model.hidden": shape.hidden,
-        "width of attention": heads,
-        "queries, keys and values together": heads + 2 * keys,
-        **width,
-    }
 
 
 def _freeze(job: Job) -> Iterator[Problem]:

@@ -305,7 +305,26 @@ class ModelShape:
     @property
     def unsupported_parts(self) -> tuple[str, ...]:
         """What the modules here cannot do yet, in words; empty: the model can be built and trained."""
-        return (*_unbuilt(self), *self.beyond)
+        attention, stacks = self.attention, self.encoder_layers > 0
+        parts = [
+            ("one norm of queries and keys over all heads", attention.norm == "all"),
+            ("an MLP of kind relu2", self.mlp == "relu2"),
+            ("layer norms beside rotary positions", self.norm == "layer" and self.rotary),
+            ("sinks beside latent attention", self.latent is not None and attention.sinks),
+            ("norms of heads beside latent attention", self.latent is not None and attention.norm),
+            ("relative positions without an encoder", self.relative and not stacks),
+            ("bidirectional attention without an encoder", not attention.causal),
+            ("rotary positions in an encoder", stacks and self.rotary),
+            ("latent attention beside an encoder", stacks and self.latent is not None),
+            ("experts beside an encoder", stacks and self.moe is not None),
+            ("adapters beside an encoder", stacks and self.lora is not None),
+            ("attention windows beside an encoder", stacks and attention.window is not None),
+            ("soft-capped scores beside an encoder", stacks and attention.softcap is not None),
+            ("attention sinks beside an encoder", stacks and attention.sinks),
+            ("norms of heads beside an encoder", stacks and attention.norm is not None),
+            ("sandwich norms beside an encoder", stacks and self.block_norms == "sandwich"),
+        ]
+        return (*[part for part, present in parts if present], *self.beyond)
 
     def block(self, index: int) -> ModelShape:
         """A model with nothing but blocks like the one at `index`: the model itself where all are alike."""
@@ -397,29 +416,6 @@ def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
         return (len(blocks),)
     alike = [shape.block(layer - 1) for layer in blocks]
     return tuple(alike.count(kind) for kind in kinds)
-
-
-def _unbuilt(shape: ModelShape) -> list[str]:
-    attention, stacks = shape.attention, shape.encoder_layers > 0
-    parts = [
-        ("one norm of queries and keys over all heads", attention.norm == "all"),
-        ("an MLP of kind relu2", shape.mlp == "relu2"),
-        ("layer norms beside rotary positions", shape.norm == "layer" and shape.rotary),
-        ("sinks beside latent attention", shape.latent is not None and attention.sinks),
-        ("norms of heads beside latent attention", shape.latent is not None and attention.norm),
-        ("relative positions without an encoder", shape.relative and not stacks),
-        ("bidirectional attention without an encoder", not attention.causal),
-        ("rotary positions in an encoder", stacks and shape.rotary),
-        ("latent attention beside an encoder", stacks and shape.latent is not None),
-        ("experts beside an encoder", stacks and shape.moe is not None),
-        ("adapters beside an encoder", stacks and shape.lora is not None),
-        ("attention windows beside an encoder", stacks and attention.window is not None),
-        ("soft-capped scores beside an encoder", stacks and attention.softcap is not None),
-        ("attention sinks beside an encoder", stacks and attention.sinks),
-        ("norms of heads beside an encoder", stacks and attention.norm is not None),
-        ("sandwich norms beside an encoder", stacks and shape.block_norms == "sandwich"),
-    ]
-    return [part for part, present in parts if present]
 
 
 # fields of the first records; all others are left out if they have the family's default

@@ -114,7 +114,27 @@ class Layout:
         if self.expert_tp is not None:
             _at_least("expert_tp", self.expert_tp, 1)
         _at_least("offset", self.offset, 0)
-        object.__setattr__(self, "order", _complete_order(self.order, self.sizes))
+        # `order` with the axes of size 1 that it leaves out appended
+        names = self.order.split("-")
+        for name in names:
+            if name not in AXES:
+                suggestion = nearest(name, AXES)
+                raise StrettoError(
+                    f"order {self.order!r} names unknown axis {name!r}",
+                    hint=f"did you mean {suggestion!r}? " * bool(suggestion) + f"axes are {', '.join(AXES)}",
+                )
+            if names.count(name) > 1:
+                raise StrettoError(
+                    f"order {self.order!r} names {name} twice", hint=f"name every axis once, as in {ORDER}"
+                )
+        missing = [axis for axis in AXES if axis not in names]
+        for axis in missing:
+            if self.sizes[axis] > 1:
+                raise StrettoError(
+                    f"order {self.order!r} leaves out {axis}, which is {self.sizes[axis]}",
+                    hint=f"add it, as in {self.order}-{axis}",
+                )
+        object.__setattr__(self, "order", "-".join([*names, *missing]))
         if self.ep > 1 or self.expert_tp is not None:
             _ = self.expert_grid
 
@@ -145,7 +165,12 @@ class Layout:
         tp = self.tp if self.expert_tp is None else self.expert_tp
         ranks, divisor = self.world // self.pp, tp * self.ep
         if ranks % divisor:
-            nearest_ep = _nearest_ep(ranks, tp, self.ep)
+            legal = [n for n in range(1, ranks // tp + 1) if ranks % (tp * n) == 0]
+            nearest_ep = (
+                str(min(legal, key=lambda n: abs(n - self.ep)))
+                if legal
+                else f"none: expert_tp={tp} must divide {ranks}"
+            )
             raise StrettoError(
                 f"ep={self.ep} with expert_tp={tp} does not divide the {ranks} ranks of a pipeline stage",
                 hint=f"expert_tp x ep must divide tp x cp x dp; the nearest ep is {nearest_ep}",
@@ -256,7 +281,11 @@ class Layout:
             StrettoError: a word that names no axis, or names one twice.
         """
         values: dict[str, int | str] = {}
-        for word in _split_words(text):
+        # `-` separates words too, except inside `order=`
+        parts: list[str] = []
+        for word in text.replace(",", " ").split():
+            parts += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
+        for word in [] if parts == ["single"] else parts:
             name, value = _field(word, text)
             if name in values:
                 raise StrettoError(f"layout {text!r} names {name} twice", hint="name every axis at most once")
@@ -287,7 +316,15 @@ class Layout:
             if size is not None:
                 _at_least(name, size, 1)
         if dp is None:
-            layout = replace(layout, dp=layout._whole_dp(world))
+            # the dp that makes up `world` with the other degrees
+            if world % layout.world:
+                below = world // layout.world * layout.world
+                worlds = [n for n in (below, below + layout.world) if n]
+                raise StrettoError(
+                    f"world={world} is not a multiple of {layout._product()} = {layout.world}",
+                    hint=f"the nearest legal world is {min(worlds, key=lambda n: abs(n - world))}",
+                )
+            layout = replace(layout, dp=world // layout.world)
         layout.check_world(world)
         return replace(layout, ep=ep or 1, expert_tp=expert_tp)
 
@@ -301,17 +338,6 @@ class Layout:
             f"layout {self._product()} has {self.world} ranks, world is {world}",
             hint=f"use {self.world} ranks{fix}",
         )
-
-    def _whole_dp(self, world: int) -> int:
-        """The dp that makes up `world` with the other degrees."""
-        if world % self.world:
-            below = world // self.world * self.world
-            worlds = [n for n in (below, below + self.world) if n]
-            raise StrettoError(
-                f"world={world} is not a multiple of {self._product()} = {self.world}",
-                hint=f"the nearest legal world is {min(worlds, key=lambda n: abs(n - world))}",
-            )
-        return world // self.world
 
     def _product(self) -> str:
         axes = (axis for axis in AXES if axis != "ep" and self.sizes[axis] > 1)
@@ -340,48 +366,9 @@ def _wrong_group(axes: str, names: list[str]) -> StrettoError:
     return StrettoError(f"group {axes!r} names {twice} twice", hint=f"name every axis once, as in {once}")
 
 
-def _complete_order(order: str, sizes: Mapping[str, int]) -> str:
-    """`order` with the axes of size 1 that it leaves out appended."""
-    names = order.split("-")
-    for name in names:
-        if name not in AXES:
-            suggestion = nearest(name, AXES)
-            raise StrettoError(
-                f"order {order!r} names unknown axis {name!r}",
-                hint=f"did you mean {suggestion!r}? " * bool(suggestion) + f"axes are {', '.join(AXES)}",
-            )
-        if names.count(name) > 1:
-            raise StrettoError(
-                f"order {order!r} names {name} twice", hint=f"name every axis once, as in {ORDER}"
-            )
-    missing = [axis for axis in AXES if axis not in names]
-    for axis in missing:
-        if sizes[axis] > 1:
-            raise StrettoError(
-                f"order {order!r} leaves out {axis}, which is {sizes[axis]}",
-                hint=f"add it, as in {order}-{axis}",
-            )
-    return "-".join([*names, *missing])
-
-
 def _starts(grid: RankGrid) -> tuple[int, int]:
     """What fixes the pipeline groups: the stride of pp and the grid's first rank."""
     return grid.strides["pp"], grid.offset
-
-
-def _nearest_ep(ranks: int, tp: int, ep: int) -> str:
-    legal = [n for n in range(1, ranks // tp + 1) if ranks % (tp * n) == 0]
-    return (
-        str(min(legal, key=lambda n: abs(n - ep))) if legal else f"none: expert_tp={tp} must divide {ranks}"
-    )
-
-
-def _split_words(text: str) -> list[str]:
-    """Words of a layout's text; `-` parts them too, except inside `order=`."""
-    parts: list[str] = []
-    for word in text.replace(",", " ").split():
-        parts += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
-    return [] if parts == ["single"] else parts
 
 
 def _field(word: str, text: str) -> tuple[str, int | str]:

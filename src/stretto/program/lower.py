@@ -73,7 +73,19 @@ class RankLowering:
         if lookahead < 0:
             raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
         self.program, self._lookahead = program, lookahead
-        self._sets = _tied_sets(tied, program)
+        # the sets in ascending stages, checked; then one for each stage that has copies
+        sets = tuple(tuple(sorted(set(tie))) for tie in tied)
+        for tie in sets:
+            if len(tie) < 2 or tie[0] < 0 or tie[-1] >= program.depth:
+                raise StrettoError(
+                    f"tied set of stages is {tie}, "
+                    f"must be two or more of the stages 0 to {program.depth - 1}",
+                    hint="a parameter used by one stage only is not tied",
+                )
+        copies = range(program.copies)
+        every = tuple(tuple(c * program.depth + s for c in copies for s in tie) for tie in sets)
+        copies_of_stages = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
+        self._sets = every + (copies_of_stages if program.copies > 1 else ())
         check_structure(program)
         self._compute = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
         self._sent: dict[int, dict[Channel, list[Action]]] = {}
@@ -103,7 +115,27 @@ class RankLowering:
                 s for tie in self._sets for s in tie if program.trains and program.placement[s] == rank
             ]
             ends = [Action(stage, ActionKind.REDUCE_TIED) for stage in shared_stages]
-            self._orders[rank] = (*_merge(program, order, posts), *ends)
+            last = {
+                action.stage: action
+                for action in order
+                if action.kind is ActionKind.B or action.kind is ActionKind.W
+            }
+            merged: list[Action] = []
+            at = 0
+            for action in order:
+                if not action.kind.is_compute:
+                    if action.kind is ActionKind.UPDATE:
+                        merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
+                    merged.append(action)
+                    continue
+                merged.extend(posts.get(at, ()))
+                merged.append(action)
+                at += 1
+                if send := sent_by(program, action):
+                    merged.append(send)
+                if not program.versions and last.get(action.stage) is action:
+                    merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
+            self._orders[rank] = (*merged, *ends)
         return self._orders[rank]
 
     def _sends(self, rank: int) -> dict[Channel, list[Action]]:
@@ -119,21 +151,6 @@ class RankLowering:
 
 _PLACED_HERE = frozenset({ActionKind.REDUCE_GRAD, ActionKind.REDUCE_TIED})
 _COMMUNICATION = TRANSFER | _PLACED_HERE | {ActionKind.UNSHARD, ActionKind.RESHARD}
-
-
-def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[int, ...], ...]:
-    """The sets in ascending stages, checked; then one for each stage that has copies."""
-    sets = tuple(tuple(sorted(set(tie))) for tie in tied)
-    for tie in sets:
-        if len(tie) < 2 or tie[0] < 0 or tie[-1] >= program.depth:
-            raise StrettoError(
-                f"tied set of stages is {tie}, must be two or more of the stages 0 to {program.depth - 1}",
-                hint="a parameter used by one stage only is not tied",
-            )
-    copies = range(program.copies)
-    every = tuple(tuple(c * program.depth + s for c in copies for s in tie) for tie in sets)
-    copies_of_stages = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
-    return every + (copies_of_stages if program.copies > 1 else ())
 
 
 def _posts(
@@ -161,29 +178,6 @@ def _posts(
     for at, receive in sorted(receives, key=lambda want: want[0]):  # stable: keeps each channel's order
         posts[max(0, at - lookahead)].append(receive)
     return posts
-
-
-def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Action]]) -> list[Action]:
-    """One rank's lowered order, but for tied parameters."""
-    last = {
-        action.stage: action for action in order if action.kind is ActionKind.B or action.kind is ActionKind.W
-    }
-    merged: list[Action] = []
-    at = 0
-    for action in order:
-        if not action.kind.is_compute:
-            if action.kind is ActionKind.UPDATE:
-                merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
-            merged.append(action)
-            continue
-        merged.extend(posts.get(at, ()))
-        merged.append(action)
-        at += 1
-        if send := sent_by(program, action):
-            merged.append(send)
-        if not program.versions and last.get(action.stage) is action:
-            merged.append(Action(action.stage, ActionKind.REDUCE_GRAD))
-    return merged
 
 
 def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -37,7 +36,18 @@ def check_pairs(program: Program) -> None:
         used |= {first, second}
     adjacent: set[tuple[Action, Action]] = set()
     for rank, order in enumerate(program.orders):
-        adjacent |= _neighbours(program, rank, order)
+        last: Action | None = None
+        other: Action | None = None  # since `last`, of a kind that cannot be in a pair
+        for action in order:
+            if not action.kind.is_compute:
+                if action.kind not in _BEFORE | _AFTER:
+                    other = action
+                continue
+            if last is not None and (last, action) in program.pairs:
+                if other is not None:
+                    raise ScheduleError(f"rank {rank} has {other} within the pair of {last} and {action}")
+                adjacent.add((last, action))
+            last, other = action, None
     for first, second in sorted(program.pairs - adjacent, key=_in_order):
         raise ScheduleError(
             f"the pair of {first} and {second} is not in the program: on no rank does one follow the other"
@@ -47,24 +57,6 @@ def check_pairs(program: Program) -> None:
 def _in_order(pair: tuple[Action, Action]) -> tuple[tuple[int, str, int], ...]:
     """A sort key, so that the same pair is named in every run."""
     return tuple((stage, kind, -1 if i is None else i) for stage, kind, i in pair)
-
-
-def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tuple[Action, Action]]:
-    """The pairs of the program whose two actions are neighbours in this order."""
-    pairs: set[tuple[Action, Action]] = set()
-    last: Action | None = None
-    other: Action | None = None  # since `last`, of a kind that cannot be in a pair
-    for action in order:
-        if not action.kind.is_compute:
-            if action.kind not in _BEFORE | _AFTER:
-                other = action
-            continue
-        if last is not None and (last, action) in program.pairs:
-            if other is not None:
-                raise ScheduleError(f"rank {rank} has {other} within the pair of {last} and {action}")
-            pairs.add((last, action))
-        last, other = action, None
-    return pairs
 
 
 def as_blocks(program: Program) -> Program:

@@ -10,7 +10,6 @@ from stretto.program.action import ActionKind
 from stretto.view import colours
 from stretto.view.panel import (
     NAMES,
-    Curve,
     Panel,
     TimelineBlock,
     Window,
@@ -116,7 +115,18 @@ def _panel(panel: Panel, left: int, y: float, scale: float, peak_held: float) ->
         body.append(element("rect", width=panel.end * scale, height=ROW, fill="url(#hatch)"))
         body += _blocks(by_row.get(i, []), scale, panel.chunks)
         if row.curve:
-            body += _memory_curve(row.curve, scale, peak_held)
+            # draw a memory curve under its row, and its maximum at the left
+            base = ROW + 4 + _CURVE
+            unit = _CURVE / peak_held if peak_held else 0.0
+            path = f"M{row.curve[0][0] * scale:.4g} {base}"
+            for time, value in row.curve:
+                path += f"H{time * scale:.5g}V{base - value * unit:.4g}"
+            path += f"V{base}Z"
+            label = text_line(
+                f"holds {peak(row.curve):.3g}", -10, base - 2, 10, text_anchor="end", class_="quiet"
+            )
+            ground = element("path", d=f"M0 {base}H{row.curve[-1][0] * scale:.5g}", class_="base")
+            body += [element("path", d=path, class_="held"), ground, label]
         position = f"translate({left} {y + _HEAD + i * pitch:g})"
         parts.append(element("g", "".join(body), class_="row", transform=position))
     return parts
@@ -181,19 +191,6 @@ def _blocks(drawn: Iterable[TimelineBlock], scale: float, chunks: int) -> list[s
             middle = y + height / 2 + 0.36 * size
             labels.append(element("text", block.label, x=x + inner / 2, y=middle, **small, **ink))
     return [*shapes, element("g", "".join(labels), class_="numbers")] if labels else shapes
-
-
-def _memory_curve(curve: Curve, scale: float, top: float) -> list[str]:
-    """Draw a memory curve under its row, and its maximum at the left."""
-    base = ROW + 4 + _CURVE
-    unit = _CURVE / top if top else 0.0
-    path = f"M{curve[0][0] * scale:.4g} {base}"
-    for time, value in curve:
-        path += f"H{time * scale:.5g}V{base - value * unit:.4g}"
-    path += f"V{base}Z"
-    label = text_line(f"holds {peak(curve):.3g}", -10, base - 2, 10, text_anchor="end", class_="quiet")
-    ground = element("path", d=f"M0 {base}H{curve[-1][0] * scale:.5g}", class_="base")
-    return [element("path", d=path, class_="held"), ground, label]
 
 
 def _axis(end: float, scale: float, left: int, top: float, unit: str) -> list[str]:

@@ -338,7 +338,16 @@ def scatter(
         capacity: bytes of a device.
         ranking: the layouts of the ranking, which get their numbers; the first gets a ring.
     """
-    axes = _axes(tried, capacity)
+    room = capacity / GIB
+    sizes = [candidate.memory / GIB for candidate in tried] or [1.0]
+    largest, low = max(sizes), min(sizes)
+    if room < inf:
+        # layouts that need many times the device's memory would squeeze the others
+        largest = room if largest <= room else min(largest, 1.5 * room)
+    smallest = max(0.0, low - 0.1 * (largest - low)) if low > 0.4 * largest else 0.0
+    seconds = [candidate.seconds for candidate in tried] or [1.0]
+    fast, slow = 0.94 * min(seconds), 1.06 * max(seconds)
+    axes = ScatterAxes(smallest=smallest, largest=1.05 * largest, fast=fast, slow=slow)
     # layouts far beyond the device's memory are drawn at the edge
     points = [
         (min(axes.x(candidate.memory / GIB), WIDTH - 8), axes.y(candidate.seconds)) for candidate in tried
@@ -417,19 +426,6 @@ def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str
         role="img",
         aria_label=about,
     )
-
-
-def _axes(tried: Sequence[Evaluated], capacity: float) -> ScatterAxes:
-    room = capacity / GIB
-    sizes = [candidate.memory / GIB for candidate in tried] or [1.0]
-    largest, low = max(sizes), min(sizes)
-    if room < inf:
-        # layouts that need many times the device's memory would squeeze the others
-        largest = room if largest <= room else min(largest, 1.5 * room)
-    smallest = max(0.0, low - 0.1 * (largest - low)) if low > 0.4 * largest else 0.0
-    seconds = [candidate.seconds for candidate in tried] or [1.0]
-    fast, slow = 0.94 * min(seconds), 1.06 * max(seconds)
-    return ScatterAxes(smallest=smallest, largest=1.05 * largest, fast=fast, slow=slow)
 
 
 def _grid(axes: ScatterAxes, capacity: float) -> list[str]:

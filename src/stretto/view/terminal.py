@@ -58,7 +58,15 @@ def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
         if len(panels) > 1:
             lines.append(Text(""))
     lines.append(_axis(min(end, columns / scale), scale, margin))
-    lines.append(_legend(panels, margin, colour))
+    line = Text(" " * margin)
+    shown = {block.kind for panel in panels for block in panel.blocks if not block.is_mark}
+    for kind in (kind for kind in all_kinds(panels) if kind in shown):
+        shade = colours.of_kind(kind)
+        style = f"{colours.text_on(shade)} on {colours.hexed(shade)}" if colour else ""
+        line.append(f" {_letter(kind)} " if colour else _letter(kind), style)
+        line.append(f" {NAMES[kind]}   ")
+    line.append(f"{_IDLE} idle")
+    lines.append(line)
     if round(end * scale) > columns:
         lines.append(Text(f"{'':{margin}}the first {columns / scale:.4g} of {end:g}: the rest does not fit"))
     return Text("\n").join(lines)
@@ -132,15 +140,3 @@ def _axis(end: float, scale: float, margin: int) -> Text:
         mark = f"{time:g}"
         line = line.ljust(margin - 1 + round(time * scale) - len(mark) + 1) + mark
     return Text(line, style="dim")
-
-
-def _legend(panels: Sequence[Panel], margin: int, colour: bool) -> Text:
-    line = Text(" " * margin)
-    shown = {block.kind for panel in panels for block in panel.blocks if not block.is_mark}
-    for kind in (kind for kind in all_kinds(panels) if kind in shown):
-        shade = colours.of_kind(kind)
-        style = f"{colours.text_on(shade)} on {colours.hexed(shade)}" if colour else ""
-        line.append(f" {_letter(kind)} " if colour else _letter(kind), style)
-        line.append(f" {NAMES[kind]}   ")
-    line.append(f"{_IDLE} idle")
-    return line

@@ -23,7 +23,7 @@ RANK = RankMemory(
     transient=0,
     versions=0,
     batch=0,
-    held=0,
+    between_actions=0,
     at="0F0",
 )
 

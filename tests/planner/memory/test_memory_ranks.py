@@ -69,7 +69,7 @@ def test_the_walk_ends_empty_and_its_flights_are_the_program_s(name: str) -> Non
         assert sum(memory.flights.values()) >= 1
         if not splits and len(memory.flights) == 1:
             assert list(memory.flights.values()) == [peak_held(made.program)[rank]]
-        assert memory.held <= memory.total
+        assert memory.between_actions <= memory.total
         assert memory.total == memory.states + sum(
             getattr(memory, kind)
             for kind in ("activations", "ends", "messages", "transient", "versions", "batch")
@@ -129,7 +129,7 @@ def test_more_ranks_and_recomputation_never_cost_memory(
     base = rank_memory(made)
     full = rank_memory(replace(made, modes=("full",) * shape.layers))
     for before, after in zip(base, full, strict=True):
-        assert after.held <= before.held
+        assert after.between_actions <= before.between_actions
         assert (after.weights, after.batch) == (before.weights, before.batch)
     for before, after in zip(
         base, rank_memory(replace(made, compute=replace(compute, batch=2 * batch))), strict=True

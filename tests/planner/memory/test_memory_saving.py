@@ -67,7 +67,10 @@ def test_where_host_and_device_share_their_memory_it_is_the_device_s() -> None:
     with_copy, without = ranks(*cpu), ranks(*cpu, "checkpoint.async_save=false")
     for one, other in zip(with_copy, without, strict=True):
         assert one.saving > 0 == one.host
-        assert (one.total - other.total, one.held - other.held) == (one.saving, one.saving)
+        assert (one.total - other.total, one.between_actions - other.between_actions) == (
+            one.saving,
+            one.saving,
+        )
     device = find_device("cpu")
     assert fit(with_copy, device).allocated.mid > fit(without, device).allocated.mid
 

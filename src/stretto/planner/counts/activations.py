@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
-from stretto.job.attention import AttentionKernel, ContextKind, LatentShape
+from stretto.job.attention import AttentionKernel, ContextKind
 from stretto.job.chain import ChainLayer
 from stretto.job.experts import ExpertShape
 from stretto.job.flops import Recompute
@@ -367,7 +367,16 @@ def _before_heads(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
     have of their own tokens only, before and after their norms; queries and keys before theirs.
     """
     if shape.latent is not None:
-        yield from _latent_vectors(shape, shape.latent, compute)
+        e, size = compute.element, compute.statistic
+        over = _over(compute, compute.sequence_parallel)
+        vectors = [("kv", shape.latent.kv_rank, shape.latent.rope_dim)]
+        if shape.latent.q_rank is not None:
+            vectors.append(("q", shape.latent.q_rank, 0))
+        for name, rank, extra in vectors:
+            formula = _formula(e, "sb(r+d)" if extra else "sbr", over)
+            yield Saved(f"attn.{name}_down_norm input", e * compute.shard * (rank + extra), formula)
+            yield Saved(f"attn.{name}_down_norm statistics", size * compute.shard, _formula(size, "sb", over))
+            yield Saved(f"attn.{name}_up input", e * compute.shard * rank, _formula(e, "sbr", over))
     if shape.attention.norm is None:
         return
     d, split = shape.head_dim, _over(compute, True)
@@ -386,19 +395,6 @@ def _before_heads(shape: ModelShape, compute: ComputeConfig) -> Iterator[Saved]:
             viewed=viewed_elements,
         )
         yield from (saved for saved in norm if saved.bytes)
-
-
-def _latent_vectors(shape: ModelShape, latent: LatentShape, compute: ComputeConfig) -> Iterator[Saved]:
-    e, size = compute.element, compute.statistic
-    over = _over(compute, compute.sequence_parallel)
-    vectors = [("kv", latent.kv_rank, latent.rope_dim)]
-    if latent.q_rank is not None:
-        vectors.append(("q", latent.q_rank, 0))
-    for name, rank, extra in vectors:
-        formula = _formula(e, "sb(r+d)" if extra else "sbr", over)
-        yield Saved(f"attn.{name}_down_norm input", e * compute.shard * (rank + extra), formula)
-        yield Saved(f"attn.{name}_down_norm statistics", size * compute.shard, _formula(size, "sb", over))
-        yield Saved(f"attn.{name}_up input", e * compute.shard * rank, _formula(e, "sbr", over))
 
 
 def stores_scores(shape: ModelShape, compute: ComputeConfig) -> bool:

@@ -141,16 +141,13 @@ def parse_network(text: str) -> NamedNetwork | None:
         short = _SPLIT.search(network_text)
         rate = float(short[1]) * GBIT if short else each if cards else None
         return NamedNetwork(kind, cards, rate, "device" if short else None)
-    rate = float(speed["number"].replace(",", "")) * _unit(speed["unit"])
+    # bytes/s of one: a capital B is bytes, as in GB/s; all else is bits
+    unit = speed["unit"]
+    scale = 1000.0 if unit[0] == "T" else 1.0
+    rate = float(speed["number"].replace(",", "")) * (scale * (1e9 if re.match(r".B", unit) else GBIT))
     per = "node" if _PER_NODE.search(network_text) else "device" if _PER_DEVICE.search(network_text) else None
     if speed["count"]:
         cards = int(speed["count"])
     elif cards and each and rate > 1.5 * each:  # 4x HDR (800 Gb/s)
         return NamedNetwork(kind, None, rate, "node")
     return NamedNetwork(kind, cards, rate, per)
-
-
-def _unit(unit: str) -> float:
-    """Bytes/s of one: a capital B is bytes, as in GB/s; all else is bits."""
-    scale = 1000.0 if unit[0] == "T" else 1.0
-    return scale * (1e9 if re.match(r".B", unit) else GBIT)

@@ -199,11 +199,18 @@ def _block(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) 
     recomputed = [replace(part, saved=False) for part in parts[keeps_input(shape, compute) :]]
     if block_input.bytes < size.residual:  # a shard of the input, gathered again
         recomputed.insert(0, LayerTensor(name="gathered input", bytes=size.residual, saved=False))
+    # peak bytes, beside its input, of a block's forward that keeps nothing
+    explicit = stores_scores(shape, compute)
+    core = size.softmax + size.scores if explicit else size.q
+    if shape.dropout:
+        core = max(core, 2 * size.scores + size.draw)
+    attention = size.residual + 2 * (size.q + 2 * size.kv) + core
+    mlp = 2 * size.residual + size.wide + (2 if shape.gated else 1) * size.inner + size.residual
     return LayerMemory(
         parts=(LayerTensor(name=block_input.name, bytes=block_input.bytes), *recomputed),
         input_bytes=block_input.bytes,
         recomputed=True,
-        forward=_without_graph(shape, compute, size) + size.residual * compute.framework.inputs_on_host,
+        forward=max(attention, mlp) + size.residual * compute.framework.inputs_on_host,
     )
 
 
@@ -529,14 +536,3 @@ def _add_latent_vectors(
     extras.held_until_w["attn.qkv input"] = narrow + (0 if latent.q_rank else size.q)
     if latent.q_rank is not None:
         extras.regathered["attn.qkv input"] = 0
-
-
-def _without_graph(shape: ModelShape, compute: ComputeConfig, size: Sizes) -> int:
-    """Peak bytes, beside its input, of a block's forward that keeps nothing."""
-    explicit = stores_scores(shape, compute)
-    core = size.softmax + size.scores if explicit else size.q
-    if shape.dropout:
-        core = max(core, 2 * size.scores + size.draw)
-    attention = size.residual + 2 * (size.q + 2 * size.kv) + core
-    mlp = 2 * size.residual + size.wide + (2 if shape.gated else 1) * size.inner + size.residual
-    return max(attention, mlp)

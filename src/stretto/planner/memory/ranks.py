@@ -259,7 +259,15 @@ class _Walk:
                 work = self.work[send.stage]
                 self.bytes["messages"] -= work.boundary if send.kind is ActionKind.SEND_F else work.enters
             self._act(action)
-        self._update()
+        # all gradients have arrived, and the optimiser steps
+        self.transient.end()
+        if not self.program.versions:
+            taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
+            if (now := self.bytes.total() + taken) > self.peak:
+                self.peak = now
+                self.at = "the update"
+                self.during = taken
+                self.fullest = self.bytes.copy()
         batch = step_ids(self.job, self.program.step_microbatches) + _tables(self.job, self.rank)
         batch += self.job.compute.framework.buckets
         copied = copied_bytes(self.job, self.rank) if self.job.saves_in_background else 0
@@ -317,17 +325,6 @@ class _Walk:
             transient.updated(stage)
             self.bytes["versions"] += self.versions.update(stage) * self.units[stage].weights
         self.most_held = max(self.most_held, self.bytes.total())
-
-    def _update(self) -> None:
-        """All gradients have arrived, and the optimiser steps."""
-        self.transient.end()
-        if not self.program.versions:
-            taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
-            if (now := self.bytes.total() + taken) > self.peak:
-                self.peak = now
-                self.at = "the update"
-                self.during = taken
-                self.fullest = self.bytes.copy()
 
     def _note(self, action: Action, during: int) -> None:
         """Record an action that takes `during` bytes beyond what is held."""

@@ -265,12 +265,45 @@ class _Counting:
     sent: float = 0.0
 
     def run(self) -> Counts:
-        self._layers()
-        self._messages()
-        self._reductions()
+        for stage in self.stages:
+            times = sum(action.stage == stage and action.kind is ActionKind.F for action in self.order)
+            inner_stage = stage % self.memory.program.depth > 0
+            for index, layer in enumerate(self.layers(stage)):
+                self._layer(layer, times, received=inner_stage and index == 0)
+        for action in self.order:
+            if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+                layers = self.layers(action.stage)
+                border = layers.stop if action.kind is ActionKind.SEND_F else layers.start
+                size = message_bytes(self.memory.shape, self.memory.compute, border)
+                self.bytes["pp", "send"] += size
+                self.calls["pp", "send"] += tensors_between(self.memory.shape, border)
+                self.sent += size
+        for unit in self.units:
+            # the optimiser works on something other than the parameters themselves
+            server = unit.state_config.mode == "server" and unit.copies > 1
+            moves = not unit.sizes.unsharded or unit.has_masters or server
+            for call in (*once_a_step(unit), *(published(unit) if moves else ())):
+                self._digit_collective(unit, call)
+        tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
+        each = EachMicrobatch(self.by_stage, self.memory.compute.tp, tied, self._head_half)
+        for unit in each.counts(self.order):
+            for call in reductions(unit, 0, 2):
+                self._digit_collective(unit, call)
         self._gathers()
         self._partial_gradients()
-        self._ties()
+        # gradients that stages of one pipeline share
+        program, pipeline = self.memory.program, self.job.layout.group(self.rank, "pp")
+        for name in sorted(shared_names(self.memory.shape)):
+            using = self._stages_using(name)
+            shared = [c * program.depth + s for c in range(program.copies) for s in using]
+            if len(using) > 1:
+                self._sum_over(
+                    shared, [u for u in self.units if u.parameters[0].name == name], pipeline, unpadded=True
+                )
+        if program.copies > 1:
+            for stage in self.stages:
+                ranks_alike = [c * program.depth + stage % program.depth for c in range(program.copies)]
+                self._sum_over(ranks_alike, self.by_stage[stage], pipeline, unpadded=False)
         self._norm()
         flops, sizes, calls = (
             {k: v for k, v in of.items() if v} for of in (self.flops, self.bytes, self.calls)
@@ -302,13 +335,6 @@ class _Counting:
             self.sent += count * _leaving(kind, size, len(ranks), self.rank == ranks[0])
 
     # ------------------------------------------------------------------ layers
-
-    def _layers(self) -> None:
-        for stage in self.stages:
-            times = sum(action.stage == stage and action.kind is ActionKind.F for action in self.order)
-            inner_stage = stage % self.memory.program.depth > 0
-            for index, layer in enumerate(self.layers(stage)):
-                self._layer(layer, times, received=inner_stage and index == 0)
 
     def _layer(self, layer: int, times: int, received: bool) -> None:
         shape = self.memory.shape
@@ -348,17 +374,6 @@ class _Counting:
         for message in traffic:
             group = self.job.layout.group(self.rank, message.axis)
             self._call(group, message.kind, message.size, times * message.count)
-
-    def _messages(self) -> None:
-        """Sends between stages."""
-        for action in self.order:
-            if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-                layers = self.layers(action.stage)
-                border = layers.stop if action.kind is ActionKind.SEND_F else layers.start
-                size = message_bytes(self.memory.shape, self.memory.compute, border)
-                self.bytes["pp", "send"] += size
-                self.calls["pp", "send"] += tensors_between(self.memory.shape, border)
-                self.sent += size
 
     # ------------------------------------------------------------------ data-parallel ranks
 
@@ -417,19 +432,6 @@ class _Counting:
         """The elements whose reduced gradients this rank gets."""
         number = self._copies(unit.expert).index(self.rank)
         return unit.sizes.span(unit.size, number, unit.copies, 3)
-
-    def _reductions(self) -> None:
-        for unit in self.units:
-            # the optimiser works on something other than the parameters themselves
-            server = unit.state_config.mode == "server" and unit.copies > 1
-            moves = not unit.sizes.unsharded or unit.has_masters or server
-            for call in (*once_a_step(unit), *(published(unit) if moves else ())):
-                self._digit_collective(unit, call)
-        tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
-        each = EachMicrobatch(self.by_stage, self.memory.compute.tp, tied, self._head_half)
-        for unit in each.counts(self.order):
-            for call in reductions(unit, 0, 2):
-                self._digit_collective(unit, call)
 
     def _gathers(self) -> None:
         if self.memory.gather == "stage":
@@ -519,21 +521,6 @@ class _Counting:
         return (
             "I" if self.memory.compute.at(layer_of(shape, shape.chain - 1)).loss_chunk_tokens(shape) else "W"
         )
-
-    def _ties(self) -> None:
-        """Gradients that stages of one pipeline share."""
-        program, pipeline = self.memory.program, self.job.layout.group(self.rank, "pp")
-        for name in sorted(shared_names(self.memory.shape)):
-            using = self._stages_using(name)
-            shared = [c * program.depth + s for c in range(program.copies) for s in using]
-            if len(using) > 1:
-                self._sum_over(
-                    shared, [u for u in self.units if u.parameters[0].name == name], pipeline, unpadded=True
-                )
-        if program.copies > 1:
-            for stage in self.stages:
-                ranks_alike = [c * program.depth + stage % program.depth for c in range(program.copies)]
-                self._sum_over(ranks_alike, self.by_stage[stage], pipeline, unpadded=False)
 
     def _sum_over(
         self, stages: list[int], units: list[StateUnit], pipeline: list[int], unpadded: bool

@@ -168,7 +168,15 @@ class BranchAndBound:
             if spent > 1.0 or (self.only_dives and not self._is_promising()):
                 self.cut_short = True
                 break
-            self._switch_mode(spent)
+            # dive first, then prove, and dive again when most of the time is over
+            dives = self.only_dives or spent > _PROOF_END
+            dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
+            if dives != self._dives:
+                self._dives = dives
+                self._heap = [
+                    (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
+                ]
+                heapq.heapify(self._heap)
             if not self._dives and self._is_proved():
                 break
             key, tie_breaker, bound, node = heapq.heappop(self._heap)
@@ -224,17 +232,6 @@ class BranchAndBound:
         """True once `wanted` families, one of them safe, beat the lower bound of everything left."""
         bound = self._heap[0][0]
         return self._safe <= bound and bisect_right(self._costs, bound) >= self.wanted
-
-    def _switch_mode(self, spent: float) -> None:
-        """Dive first, then prove, and dive again when most of the time is over."""
-        dives = self.only_dives or spent > _PROOF_END
-        dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
-        if dives != self._dives:
-            self._dives = dives
-            self._heap = [
-                (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
-            ]
-            heapq.heapify(self._heap)
 
     def _key_factor(self, node: _Node) -> float:
         """The key of a node over its bound: 1 in a proof. A dive sorts by expected times, and puts off what

@@ -71,7 +71,13 @@ def _value(name: str, value: str, text: str) -> Any:
             return value.lower() == "true"
         raise StrettoError(f"--fix {text!r}: {name} is {value!r}", hint="true or false")
     if name == "memory_gib":
-        return _positive(value, text)
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if number > 0:
+            return number
+        raise StrettoError(f"--fix {text!r}: {value!r} is no number above 0")
     value = f"zero{value}" if name == "mode" and value in ("1", "2", "3") else value
     options = _OPTIONS[name] if name != "schedule" else tuple(filter(trains, names()))
     if value not in options:
@@ -79,13 +85,3 @@ def _value(name: str, value: str, text: str) -> Any:
         hint = f"did you mean {suggestion!r}?" if suggestion else f"one of {', '.join(options)}"
         raise StrettoError(f"--fix {text!r}: {name} is no {value!r}", hint=hint)
     return value
-
-
-def _positive(value: str, text: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = 0.0
-    if number > 0:
-        return number
-    raise StrettoError(f"--fix {text!r}: {value!r} is no number above 0")

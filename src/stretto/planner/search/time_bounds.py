@@ -28,7 +28,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.time.data_parallel import DataTime, data_time
-from stretto.planner.time.layer import LayerTime, layer_time
+from stretto.planner.time.layer import layer_time
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
@@ -229,24 +229,21 @@ class TimeBounds:
                 precision=precision_of(plain),
                 software=self.task.assumptions.software,
             )
-            return self._layer(time, backwards)
+            forward = time.total("F")
+            back = time.total("R") + time.total("I")
+            weight = time.total("W")
+            # an unsplit backward hides some communication behind products, but gradients wait for all of it
+            unsplit = max(0.0, back + weight - sum(time.saved.values()))
+            if backwards == "none":
+                return LayerSeconds(forward, unsplit, forward + unsplit)
+            if backwards == "split":
+                return LayerSeconds(forward, back, forward + back + weight)
+            return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
 
         return Layers(
             blocks=tuple(map(seconds, self._kinds)),
             ends=tuple(map(seconds, self._ends)),
         )
-
-    def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
-        forward = time.total("F")
-        back = time.total("R") + time.total("I")
-        weight = time.total("W")
-        # an unsplit backward hides some communication behind products, but gradients wait for all of it
-        unsplit = max(0.0, back + weight - sum(time.saved.values()))
-        if backwards == "none":
-            return LayerSeconds(forward, unsplit, forward + unsplit)
-        if backwards == "split":
-            return LayerSeconds(forward, back, forward + back + weight)
-        return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
 
     def parallelism(self, parallelism: Parallelism) -> float:
         """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, where all

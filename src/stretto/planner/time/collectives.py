@@ -87,7 +87,11 @@ class LinkModel:
 def link_model(cluster: Cluster, outer: bool) -> LinkModel:
     """The constants of the link inside nodes, or, with `outer`, between them."""
     link = cluster.outer if outer else cluster.inner
-    entry = _entry(link.kind, outer)
+    # the entry with the longest name that begins the link's kind, over the defaults of its level
+    table: dict[str, dict[str, Any]] = constants("collectives")["links"]
+    prefixes = [name for name in table if link.kind.startswith(name)]
+    entry = table[max(prefixes, key=len)] if prefixes else {}
+    entry = {**table["outer" if outer else "inner"], **entry}
     relayed: Mapping[str, float] = constants("collectives")["relayed"]
     factor = relayed.get(chip(cluster.device), 1.0) if link.kind.startswith("PCIe") else 1.0
     switch = entry.get("switch") if link.sharp else None
@@ -112,14 +116,6 @@ def link_model(cluster: Cluster, outer: bool) -> LinkModel:
     )
 
 
-def _entry(kind: str, outer: bool) -> dict[str, Any]:
-    """The entry with the longest name that begins the link's kind, over the defaults of its level."""
-    table: dict[str, dict[str, Any]] = constants("collectives")["links"]
-    prefixes = [name for name in table if kind.startswith(name)]
-    entry = table[max(prefixes, key=len)] if prefixes else {}
-    return {**table["outer" if outer else "inner"], **entry}
-
-
 @lru_cache(maxsize=65536)
 def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float:
     """Time of one collective over `group`, while the groups beside it do the same.
@@ -141,7 +137,14 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: N
         return model.send + link.latency + size / (model.send_share * link.bandwidth)
     if kind == "all-to-all":
         return _exchange(cluster, size, group)
-    best = _ring(cluster, kind, size, group)
+    rounds = 2 if kind == "all-reduce" else 1
+    passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
+    between = group.nodes - 1
+    steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
+    wire = rounds * passed / _rate(cluster, group)
+    # steps and transfer overlap in a ring over nodes: their time is nearer to the maximum than to the sum
+    moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
+    best = _fixed(cluster, group, rounds / 2 * size) + moving
     if kind == "all-reduce":
         best = min([best, *_all_reduce_alternatives(cluster, size, group)])
     return best
@@ -168,17 +171,6 @@ def _fixed(cluster: Cluster, group: NodeGroup, size: float) -> float:
     """Seconds beside steps and bytes: the call, and filling pipelines."""
     slower = link_model(cluster, group.nodes > 1)
     return slower.base + slower.pipe * sqrt(size)
-
-
-def _ring(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float:
-    rounds = 2 if kind == "all-reduce" else 1
-    passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
-    between = group.nodes - 1
-    steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
-    wire = rounds * passed / _rate(cluster, group)
-    # steps and transfer overlap in a ring over nodes: their time is nearer to the maximum than to the sum
-    moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
-    return _fixed(cluster, group, rounds / 2 * size) + moving
 
 
 def _all_reduce_alternatives(cluster: Cluster, size: float, group: NodeGroup) -> list[float]:

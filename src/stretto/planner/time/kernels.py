@@ -117,7 +117,15 @@ def kernel_times(
             shape=shape, compute=compute, device=device, precision=precision, passes=passes, loss=loss
         )
     elif kind == "between":
-        times = _between_stacks(shape, compute, device, passes)
+        # the encoder's last norm, and the embedding of the decoder's tokens
+        embedding = _embed(shape, compute, device)
+        stream = float(compute.element * compute.of_memory.shard * shape.hidden) * shape.last_norm
+        times = replace(
+            embedding,
+            forward=embedding.forward + passes * pass_seconds(device, "norm", 2 * stream),
+            back=passes * pass_seconds(device, "norm", 3 * stream),
+            kernels=_KERNELS["between"],
+        )
     else:
         times = _embed(shape, compute, device)
     return times if alone == 1.0 else times.scaled(alone)
@@ -433,18 +441,6 @@ def _embed(shape: ModelShape, compute: ComputeConfig, device: Device) -> KernelT
         back=0.0,
         weight=2 * pass_seconds(device, "embedding", 2 * size),
         kernels=_KERNELS["embed"],
-    )
-
-
-def _between_stacks(shape: ModelShape, compute: ComputeConfig, device: Device, passes: float) -> KernelTimes:
-    """The encoder's last norm, and the embedding of the decoder's tokens."""
-    embedding = _embed(shape, compute, device)
-    stream = float(compute.element * compute.of_memory.shard * shape.hidden) * shape.last_norm
-    return replace(
-        embedding,
-        forward=embedding.forward + passes * pass_seconds(device, "norm", 2 * stream),
-        back=passes * pass_seconds(device, "norm", 3 * stream),
-        kernels=_KERNELS["between"],
     )
 
 

@@ -193,7 +193,17 @@ def attention_seconds(
     """
     rows: Any = device.kernels.get("attention")
     if rows and flash:
-        return _measured_attention(device, rows, (batch, queries, keys, heads, head_dim), causal, backward)
+        # from measured rows of the same direction and mask, if there are such, at their arithmetic rate
+        shape = (batch, queries, keys, heads, head_dim)
+        launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
+        matching = [r for r in rows if bool(r[6]) == backward]
+        matching = matching or list(rows)
+        matching_mask = [r for r in matching if bool(r[5]) == causal] or matching
+        measurements = [
+            (tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in matching_mask
+        ]
+        rate = nearest_rate(measurements, tuple(float(x) for x in shape), launch)
+        return _work(shape, backward) / rate + launch
     if flash:
         return _fused(
             device=device,
@@ -291,21 +301,6 @@ def _explicit(
             + outer
         )
     return both / aligned + softmax + dropout
-
-
-def _measured_attention(
-    device: Device, rows: Any, shape: tuple[int, ...], causal: bool, backward: bool
-) -> float:
-    """From measured rows of the same direction and mask, if there are such, at their arithmetic rate."""
-    launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
-    matching = [r for r in rows if bool(r[6]) == backward]
-    matching = matching or list(rows)
-    matching_mask = [r for r in matching if bool(r[5]) == causal] or matching
-    measurements = [
-        (tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in matching_mask
-    ]
-    rate = nearest_rate(measurements, tuple(float(x) for x in shape), launch)
-    return _work(shape, backward) / rate + launch
 
 
 def _work(shape: Any, backward: bool) -> float:

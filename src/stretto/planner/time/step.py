@@ -18,7 +18,7 @@ from stretto.planner.machines.cluster import Cluster, NetworkLink, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.data_parallel import DataTime, data_time
-from stretto.planner.time.layer import LayerTime, exposed_seconds, layer_time
+from stretto.planner.time.layer import exposed_seconds, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
@@ -213,8 +213,15 @@ def stage_time(
         )
     for layer in stage:
         mode = _mode(job, layer, modes)
-        time = _layer(
-            job=job, cluster=cluster, assumptions=assumptions, precision=precision, layer=layer, mode=mode
+        chain_layer = layer_of(job.shape, layer)
+        time = layer_time(
+            shape=chain_layer.shape,
+            kind=chain_layer.kind,
+            compute=replace(ComputeConfig.of(job).at(chain_layer), recompute=mode),
+            layout=job.layout,
+            cluster=cluster,
+            precision=precision,
+            software=assumptions.software,
         )
         for parts, phase in zip(phases, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
@@ -252,21 +259,6 @@ def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
         return modes[block]
     mode = job.recompute.mode
     return "none" if mode == "auto" else mode
-
-
-def _layer(
-    job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
-) -> LayerTime:
-    chain_layer = layer_of(job.shape, layer)
-    return layer_time(
-        shape=chain_layer.shape,
-        kind=chain_layer.kind,
-        compute=replace(ComputeConfig.of(job).at(chain_layer), recompute=mode),
-        layout=job.layout,
-        cluster=cluster,
-        precision=precision,
-        software=assumptions.software,
-    )
 
 
 def hop_link(job: Job, cluster: Cluster) -> NetworkLink:

@@ -50,14 +50,38 @@ def check(program: Program, transport: str = "rendezvous") -> CheckReport:
     check_structure(program)
     position = {action: at for order in program.orders for at, action in enumerate(order)}
     for rank in range(program.ranks):
-        _check_rank(program, rank, position)
+        for at, action in enumerate(program.orders[rank]):
+            if action.kind.is_transfer:
+                # transfers occur only in lowered programs, between stages on two ranks
+                location = f"rank {rank} action {at} is {action}"
+                if not program.lowered:
+                    raise ScheduleError(f"{location}, but the program is not lowered")
+                onward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+                neighbour = action.stage + (1 if onward else -1)
+                if program.is_last(action.stage) if onward else program.is_first(action.stage):
+                    raise ScheduleError(
+                        f"{location}, but there is no stage {neighbour} in that copy of the model"
+                    )
+                if program.placement[neighbour] == program.placement[action.stage]:
+                    raise ScheduleError(f"{location}, but stage {neighbour} is on the same rank")
+            # inputs from its own rank come earlier in that rank's order
+            need = _local_dependency(program, action, position)
+            if need is not None and position.get(need, at) >= at:
+                when = f"reaches only after {action}" if need in position else "never does"
+                raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
     if program.lowered:
         if program.trains:
             check_reductions(program)
         _check_channels(program, transport)
     check_transport(program, transport)
     if program.pairs:
-        _check_blocks(program, transport)
+        try:
+            check_transport(program, transport, blocks=True)
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"with each pair as one block: {error.message}",
+                hint="leave one of these pairs out of `pairs`",
+            ) from None
     return CheckReport(
         ranks=program.ranks,
         stages=program.stages,
@@ -69,39 +93,6 @@ def check(program: Program, transport: str = "rendezvous") -> CheckReport:
         weight_versions=weight_versions(program),
         weight_delays=weight_delays(program),
     )
-
-
-def _check_blocks(program: Program, transport: str) -> None:
-    """The program also completes with its pairs run as blocks."""
-    try:
-        check_transport(program, transport, blocks=True)
-    except ScheduleError as error:
-        raise ScheduleError(
-            f"with each pair as one block: {error.message}", hint="leave one of these pairs out of `pairs`"
-        ) from None
-
-
-def _check_rank(program: Program, rank: int, position: dict[Action, int]) -> None:
-    """An action's inputs from its own rank come earlier in that rank's order."""
-    for at, action in enumerate(program.orders[rank]):
-        if action.kind.is_transfer:
-            _check_transfer(program, f"rank {rank} action {at} is {action}", action)
-        need = _local_dependency(program, action, position)
-        if need is not None and position.get(need, at) >= at:
-            when = f"reaches only after {action}" if need in position else "never does"
-            raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
-
-
-def _check_transfer(program: Program, location: str, action: Action) -> None:
-    """Transfers occur only in lowered programs, between stages on two ranks."""
-    if not program.lowered:
-        raise ScheduleError(f"{location}, but the program is not lowered")
-    onward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
-    neighbour = action.stage + (1 if onward else -1)
-    if program.is_last(action.stage) if onward else program.is_first(action.stage):
-        raise ScheduleError(f"{location}, but there is no stage {neighbour} in that copy of the model")
-    if program.placement[neighbour] == program.placement[action.stage]:
-        raise ScheduleError(f"{location}, but stage {neighbour} is on the same rank")
 
 
 def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
@@ -166,16 +157,6 @@ def check_reductions(program: Program) -> None:
     Raises:
         ScheduleError: naming the rank and the action.
     """
-    _check_sets(program)
-    for rank in range(program.ranks):
-        for stage in program.stages_of(rank):
-            if program.versions:
-                _check_updates(program, rank, stage)
-            else:
-                _check_stage(program, rank, stage)
-
-
-def _check_sets(program: Program) -> None:
     if program.versions and (program.tied or program.copies > 1):
         cause = f"tied set {program.tied[0]}" if program.tied else f"{program.copies} copies"
         raise ScheduleError(f"the program has {cause} and weights that change within the step")
@@ -187,6 +168,12 @@ def _check_sets(program: Program) -> None:
                 raise ScheduleError(
                     f"copies {copies} of stage {stage} are no tied set: their gradients differ"
                 )
+    for rank in range(program.ranks):
+        for stage in program.stages_of(rank):
+            if program.versions:
+                _check_updates(program, rank, stage)
+            else:
+                _check_stage(program, rank, stage)
 
 
 def _check_updates(program: Program, rank: int, stage: int) -> None:

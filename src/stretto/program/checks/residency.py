@@ -31,28 +31,24 @@ def check_memory_saving(program: Program) -> None:
         place = {action: at for at, action in enumerate(order) if action.kind.has_microbatch}
         for action in place:
             if action.kind is ActionKind.OFFLOAD:
-                _check_moved(rank, place, action)
+                # F, OFFLOAD, RELOAD and the first use come in this order
+                stage, _, i = action
+                forward, reload = Action(stage, ActionKind.F, i), Action(stage, ActionKind.RELOAD, i)
+                if place[action] < place[forward]:
+                    raise ScheduleError(f"rank {rank} has {action} before {forward}")
+                if reload not in place:
+                    raise ScheduleError(f"rank {rank} has {action}, but no {reload}")
+                if place[reload] < place[action]:
+                    raise ScheduleError(f"rank {rank} has {reload} before {action}")
+                uses = [use for kind in _USES if (use := Action(stage, kind, i)) in place]
+                first = min(uses, key=place.__getitem__)
+                if place[first] < place[reload]:
+                    raise ScheduleError(f"rank {rank} has {first} before {reload}")
             elif action.kind is ActionKind.RELOAD and action._replace(kind=ActionKind.OFFLOAD) not in place:
                 raise ScheduleError(
                     f"rank {rank} has {action}, but no {action._replace(kind=ActionKind.OFFLOAD)}"
                 )
         _check_recomputed(rank, order, partner)
-
-
-def _check_moved(rank: int, place: dict[Action, int], offload: Action) -> None:
-    """F, OFFLOAD, RELOAD and the first use come in this order."""
-    stage, _, i = offload
-    forward, reload = Action(stage, ActionKind.F, i), Action(stage, ActionKind.RELOAD, i)
-    if place[offload] < place[forward]:
-        raise ScheduleError(f"rank {rank} has {offload} before {forward}")
-    if reload not in place:
-        raise ScheduleError(f"rank {rank} has {offload}, but no {reload}")
-    if place[reload] < place[offload]:
-        raise ScheduleError(f"rank {rank} has {reload} before {offload}")
-    uses = [use for kind in _USES if (use := Action(stage, kind, i)) in place]
-    first = min(uses, key=place.__getitem__)
-    if place[first] < place[reload]:
-        raise ScheduleError(f"rank {rank} has {first} before {reload}")
 
 
 def _check_recomputed(rank: int, order: Iterable[Action], partner: dict[Action, Action]) -> None:

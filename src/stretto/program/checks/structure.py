@@ -18,25 +18,6 @@ def check_structure(program: Program) -> None:
     Raises:
         ScheduleError: naming the first rank and action that break this.
     """
-    _check_shape(program)
-    done: set[Action] = set()
-    for rank, order in enumerate(program.orders):
-        for at, action in enumerate(order):
-            problem = _placement_problem(program, rank, action)
-            if problem is None and action.kind.has_microbatch:
-                problem = "which is in the program twice" if action in done else _order_problem(done, action)
-                done.add(action)
-            if problem is not None:
-                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
-    _check_complete(program, done)
-    check_memory_saving(program)
-    check_gathered(program)
-    check_versions(program)
-    check_pairs(program)
-
-
-def _check_shape(program: Program) -> None:
-    """The program's fields are consistent."""
     if program.microbatches < 1:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
     if program.steps < 1 or program.microbatches % program.steps:
@@ -59,6 +40,36 @@ def _check_shape(program: Program) -> None:
     actions = sum(map(len, program.orders))
     if program.microbatches > max(1, actions):
         raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
+    done: set[Action] = set()
+    for rank, order in enumerate(program.orders):
+        for at, action in enumerate(order):
+            problem = _placement_problem(program, rank, action)
+            if problem is None and action.kind.has_microbatch:
+                problem = "which is in the program twice" if action in done else _order_problem(done, action)
+                done.add(action)
+            if problem is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
+    # every stage does every microbatch of its copy
+    for stage, rank in enumerate(program.placement):
+        for i, copy in enumerate(program.copy_of):
+            # a microbatch that no copy starts is missed at the first
+            if max(copy, 0) != stage // program.depth:
+                continue
+            missing = None
+            if Action(stage, ActionKind.F, i) not in done:
+                missing = f"{stage}F{i}"
+            elif not program.trains:
+                continue
+            elif Action(stage, ActionKind.I, i) in done:
+                missing = None if Action(stage, ActionKind.W, i) in done else f"{stage}W{i}"
+            elif Action(stage, ActionKind.B, i) not in done:
+                missing = f"{stage}B{i}"
+            if missing:
+                raise ScheduleError(f"rank {rank} never does {missing}")
+    check_memory_saving(program)
+    check_gathered(program)
+    check_versions(program)
+    check_pairs(program)
 
 
 def _placement_problem(program: Program, rank: int, action: Action) -> str | None:
@@ -102,23 +113,3 @@ _INSTEAD = {
     ActionKind.I: (ActionKind.B,),
     ActionKind.W: (ActionKind.B,),
 }
-
-
-def _check_complete(program: Program, done: set[Action]) -> None:
-    """Every stage does every microbatch of its copy."""
-    for stage, rank in enumerate(program.placement):
-        for i, copy in enumerate(program.copy_of):
-            # a microbatch that no copy starts is missed at the first
-            if max(copy, 0) != stage // program.depth:
-                continue
-            missing = None
-            if Action(stage, ActionKind.F, i) not in done:
-                missing = f"{stage}F{i}"
-            elif not program.trains:
-                continue
-            elif Action(stage, ActionKind.I, i) in done:
-                missing = None if Action(stage, ActionKind.W, i) in done else f"{stage}W{i}"
-            elif Action(stage, ActionKind.B, i) not in done:
-                missing = f"{stage}B{i}"
-            if missing:
-                raise ScheduleError(f"rank {rank} never does {missing}")

@@ -114,7 +114,28 @@ class Events:
         self.starts = [[0.0] * len(order) for order in program.orders]
         self.ends = [[0.0] * len(order) for order in program.orders]
         self.messages = Messages(program)
-        self._links = self._all_links()
+        # by direction and stage, as messages are numbered
+        routes = [*self.prices.forward, *self.prices.backward]
+        senders: dict[Hashable, set[int]] = {}
+        for route in filter(None, routes):
+            senders.setdefault(route.link, set()).add(route.source)
+        immediate = {route.link for route in routes if route and not route.delay}
+        numbers = {link: number for number, link in enumerate(senders)}
+        contention, lowered = self.costs.contention, self.program.lowered
+        self._links = [
+            route
+            and _Link(
+                number=numbers[route.link] if contention else _NONE,
+                source=route.source,
+                destination=route.destination,
+                occupied=route.occupied,
+                delay=route.delay,
+                # One rank's results come in its order, but of a send and a receive either is the later; what
+                # a message that takes no time leads to comes after all that ask when it does.
+                waits=contention and (lowered or len(senders[route.link]) > 1 or route.link in immediate),
+            )
+            for route in routes
+        ]
         self._rules = [self._rules_of(stage) for stage in range(program.stages)]
         self._arrival_times = [_UNKNOWN] * self.messages.count
         # of both sides of each message, if there are transfers: when it is ready, its place in the order
@@ -169,30 +190,6 @@ class Events:
                 sends = kind in (ActionKind.SEND_F, ActionKind.SEND_B)
                 rules[kind] = rule(0.0, None, receive_of(action) if sends else action, int(not sends))
         return rules
-
-    def _all_links(self) -> list[_Link | None]:
-        """By direction and stage, as messages are numbered."""
-        routes = [*self.prices.forward, *self.prices.backward]
-        senders: dict[Hashable, set[int]] = {}
-        for route in filter(None, routes):
-            senders.setdefault(route.link, set()).add(route.source)
-        immediate = {route.link for route in routes if route and not route.delay}
-        numbers = {link: number for number, link in enumerate(senders)}
-        contention, lowered = self.costs.contention, self.program.lowered
-        return [
-            route
-            and _Link(
-                number=numbers[route.link] if contention else _NONE,
-                source=route.source,
-                destination=route.destination,
-                occupied=route.occupied,
-                delay=route.delay,
-                # One rank's results come in its order, but of a send and a receive either is the later; what
-                # a message that takes no time leads to comes after all that ask when it does.
-                waits=contention and (lowered or len(senders[route.link]) > 1 or route.link in immediate),
-            )
-            for route in routes
-        ]
 
     @property
     def arrivals(self) -> Mapping[Action, float]:
@@ -275,7 +272,11 @@ class Events:
             if side < 0:
                 self._request(message, link, now, at)
             else:
-                self._meet(message, link, side, now, at)
+                # A send or a receive; the message leaves when both are there
+                index, other = 2 * message + side, 2 * message + 1 - side
+                self._ready[index], self._places[index] = now, at
+                if self._ready[other] >= 0.0:
+                    self._request(message, link, max(now, self._ready[other]), self._places[2 * message])
             if blocking and side <= 0:
                 if arrivals[message] < 0.0:
                     reached[rank], awaited[rank] = at, message
@@ -363,13 +364,6 @@ class Events:
         return max(now, end) if exposed else now
 
     # --- messages
-
-    def _meet(self, message: int, link: _Link, side: int, now: float, at: int) -> None:
-        """A send or a receive; the message leaves when both are there."""
-        index, other = 2 * message + side, 2 * message + 1 - side
-        self._ready[index], self._places[index] = now, at
-        if self._ready[other] >= 0.0:
-            self._request(message, link, max(now, self._ready[other]), self._places[2 * message])
 
     def _request(self, message: int, link: _Link, ready: float, at: int) -> None:
         """Both sides of the message are ready; its sender's is at place `at` in the order."""

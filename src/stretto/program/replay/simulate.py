@@ -27,7 +27,12 @@ def finish(timeline: Timeline, prices: Prices) -> Timeline:
     if any(prices.update):
         barrier = max(max((e.end for e in tail), default=0.0), timeline.makespan)
         for rank in range(program.ranks):
-            tail += _updates(prices, rank, barrier)
+            # the optimiser on the rank's stages, one after another
+            start = barrier
+            for stage in prices.program.stages_of(rank):
+                end = start + prices.update[stage]
+                tail.append(Event(rank, Action(stage, ActionKind.UPDATE), start, end))
+                start = end
     return replace(timeline, tail=tuple(tail))
 
 
@@ -65,16 +70,6 @@ def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
     return events
 
 
-def _updates(prices: Prices, rank: int, start: float) -> list[Event]:
-    """The optimiser on the rank's stages, one after another."""
-    events: list[Event] = []
-    for stage in prices.program.stages_of(rank):
-        end = start + prices.update[stage]
-        events.append(Event(rank, Action(stage, ActionKind.UPDATE), start, end))
-        start = end
-    return events
-
-
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     """When every action of `program` starts and ends, each rank starting its next action as soon as it can.
 
@@ -103,7 +98,16 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         replay_ = Events(program, prices, {kind for _, kind in code.counts})
         replay_.run()
         if replay_.stuck:
-            raise _deadlock(program, replay_)
+            # a program that completes, but not with the blocking sends or blocks of these costs
+            waits = "; ".join(
+                f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items())
+            )
+            raise ScheduleError(
+                f"program {program.name!r} deadlocks with these costs: {waits}",
+                hint="with blocking sends, post receives earlier (a larger lookahead)"
+                if replay_.costs.blocking
+                else "a pair that runs as one block needs both inputs at its start; leave out pair",
+            )
         timeline = Timeline(
             program=program,
             starts=tuple(replay_.starts),
@@ -155,15 +159,4 @@ def _by_events(code: Code, prices: Prices) -> bool:
         or (costs.pair is not None and bool(program.pairs))
         or any(kind in present and any(prices.overlapped[kind]) for kind in OVERLAPPED)
         or (ActionKind.UPDATE in present and any(prices.reduce))
-    )
-
-
-def _deadlock(program: Program, replay_: Events) -> ScheduleError:
-    """A program that completes, but not with the blocking sends or blocks of these costs."""
-    waits = "; ".join(f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items()))
-    return ScheduleError(
-        f"program {program.name!r} deadlocks with these costs: {waits}",
-        hint="with blocking sends, post receives earlier (a larger lookahead)"
-        if replay_.costs.blocking
-        else "a pair that runs as one block needs both inputs at its start; leave out pair",
     )

@@ -193,7 +193,23 @@ class _Path:
             action = self.program.orders[rank][member.at]
             if action.kind in COMPUTE:
                 yield from self._input(action)
-            yield from self._overlapped(rank, member.at, action)
+            # what runs beside the work and what it holds up
+            stage, kind, i = action
+            causes: list[tuple[Action, Reason]] = []
+            if kind in COMPUTE or kind is ActionKind.RECOMPUTE:
+                causes.append((Action(stage, ActionKind.UNSHARD), "beside"))
+            if kind in _BACKWARD:
+                causes.append((Action(stage, ActionKind.RELOAD, i), "beside"))
+            if kind is ActionKind.RELOAD:
+                causes.append((Action(stage, ActionKind.OFFLOAD, i), "beside"))
+            if kind is ActionKind.UPDATE:
+                causes.append((Action(stage, ActionKind.REDUCE_GRAD), "reduction"))
+            for need, reason in causes:
+                if need.kind in self.kinds:
+                    yield from self._latest(rank, member.at, lambda other, need=need: other == need, reason)
+            if kind in OVERLAPPED or kind is ActionKind.REDUCE_GRAD:
+                reason: Reason = "reduction" if kind is ActionKind.REDUCE_GRAD else "beside"
+                yield from self._latest(rank, member.at, lambda other, kind=kind: other.kind is kind, reason)
         first = self.blocks.get(place, (place,))[0]
         yield from self._order(rank, first.at, self.timeline.starts[rank][at])
         if self.program.orders[rank][at].kind is ActionKind.REDUCE_TIED:
@@ -281,25 +297,6 @@ class _Path:
         route = routes[name.stage]
         assert route is not None
         return self.event(self._maker(name)).end + route.delay
-
-    def _overlapped(self, rank: int, at: int, action: Action) -> Iterator[_Blocker]:
-        """What runs beside the work and what it holds up."""
-        stage, kind, i = action
-        causes: list[tuple[Action, Reason]] = []
-        if kind in COMPUTE or kind is ActionKind.RECOMPUTE:
-            causes.append((Action(stage, ActionKind.UNSHARD), "beside"))
-        if kind in _BACKWARD:
-            causes.append((Action(stage, ActionKind.RELOAD, i), "beside"))
-        if kind is ActionKind.RELOAD:
-            causes.append((Action(stage, ActionKind.OFFLOAD, i), "beside"))
-        if kind is ActionKind.UPDATE:
-            causes.append((Action(stage, ActionKind.REDUCE_GRAD), "reduction"))
-        for need, reason in causes:
-            if need.kind in self.kinds:
-                yield from self._latest(rank, at, lambda other, need=need: other == need, reason)
-        if kind in OVERLAPPED or kind is ActionKind.REDUCE_GRAD:
-            reason: Reason = "reduction" if kind is ActionKind.REDUCE_GRAD else "beside"
-            yield from self._latest(rank, at, lambda other: other.kind is kind, reason)
 
     def _latest(
         self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason

@@ -194,7 +194,8 @@ class _Simulation:
         self._running[rank] = None
         stage, kind, i = action
         if kind is ActionKind.F:
-            follows = self._backward(stage, i) if self._is_last(stage) else (stage + 1, ActionKind.F, i)
+            last = (stage + 1) % self.depth == 0
+            follows = self._backward(stage, i) if last else (stage + 1, ActionKind.F, i)
             return [rank, *self._enable(follows)]
         if kind is ActionKind.W:
             return [rank]
@@ -204,9 +205,6 @@ class _Simulation:
             self.inside[stage] -= 1
             return [rank]
         return [rank, *self._enable(self._backward(stage - 1, i))]
-
-    def _is_last(self, stage: int) -> bool:
-        return (stage + 1) % self.depth == 0
 
     def _backward(self, stage: int, microbatch: int | None) -> _Key:
         split = (stage, ActionKind.I, microbatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.layout.placement import zigzag
@@ -138,22 +137,17 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     # with more microbatches the block is the shorter one: checked for all 2 <= p <= 16, waves <= 4
     if not candidates or microbatches < 4 * waves * ranks:
         # with equal times of F and B waves interlock without gaps; with unequal ones they drift apart
-        even = greedy(placement, _preferences(placement, microbatches), ranks, backward=1).orders
+        # per rank, backwards before forwards, the oldest microbatch first, the end of the model first
+        preferences = [
+            [
+                Action(stage, kind, i)
+                for kind in (ActionKind.B, ActionKind.F)
+                for i in range(microbatches)
+                for stage in range(len(placement) - 1, -1, -1)
+                if placement[stage] == rank
+            ]
+            for rank in range(ranks)
+        ]
+        even = greedy(placement, preferences, ranks, backward=1).orders
         candidates += (replay(placement, even), tighten(placement, even, limits))
     return replace(program, orders=min(candidates, key=lambda scheduled: scheduled.makespan).orders)
-
-
-def _preferences(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """Per rank, backwards before forwards, the oldest microbatch first, the end of the model first."""
-    stages_of_ranks = [
-        [s for s, rank in enumerate(placement) if rank == r] for r in range(max(placement) + 1)
-    ]
-    return [
-        [
-            Action(stage, kind, i)
-            for kind in (ActionKind.B, ActionKind.F)
-            for i in range(microbatches)
-            for stage in reversed(stages)
-        ]
-        for stages in stages_of_ranks
-    ]

@@ -19,7 +19,7 @@ from stretto.program.replay import Costs, Timeline, simulate
 from stretto.program.schedules.registry import at_least_one, names, options, register, schedule
 from stretto.program.search.evaluate import Times, makespan, replay, span
 from stretto.program.search.improve import ScheduleCandidate, Value
-from stretto.program.search.problem import I, Orders, SchedulingProblem, W, lower_bound, problem_of
+from stretto.program.search.problem import I, SchedulingProblem, W, lower_bound, problem_of
 from stretto.program.search.solve import solve
 
 MOST_CHUNKS = 4  # tried where neither the costs nor the caller say how many
@@ -338,39 +338,32 @@ def _rated(candidate: ScheduleCandidate, costs: Costs, by_span: bool) -> tuple[f
     program = problem.program(candidate.orders)
     worth = _objective(simulate(program, costs), by_span)
     if problem.split:
-        joined = _joined(problem, candidate.orders, program)
+        # the program with I and the W right behind it as one B, where no rank waits for I's result
+        ends = replay(problem, candidate.orders)
+        assert ends is not None
+        rows: list[tuple[Action, ...]] = []
+        for order in program.orders:
+            row: list[Action] = []
+            at = 0
+            while at < len(order):
+                stage, kind, i = order[at]
+                assert i is not None
+                if kind is ActionKind.I and order[at + 1 : at + 2] == (Action(stage, ActionKind.W, i),):
+                    op = 3 * stage + I
+                    after = problem.follower[op]
+                    arrival = 0.0 if after < 0 else ends[op - I + W][i] + problem.delay[after]
+                    if after < 0 or ends[after][i] - problem.cost[after] >= arrival:
+                        row.append(Action(stage, ActionKind.B, i))
+                        at += 2
+                        continue
+                row.append(order[at])
+                at += 1
+            rows.append(tuple(row))
+        joined = replace(program, orders=tuple(rows))
         again = _objective(simulate(joined, costs), by_span)
         if again <= worth:
             return again, joined
     return worth, program
-
-
-def _joined(problem: SchedulingProblem, orders: Orders, program: Program) -> Program:
-    """The program with I and the W right behind it as one B, where no rank waits for I's result."""
-    ends = replay(problem, orders)
-    assert ends is not None
-    rows: list[tuple[Action, ...]] = []
-    for order in program.orders:
-        row: list[Action] = []
-        at = 0
-        while at < len(order):
-            stage, kind, i = order[at]
-            assert i is not None
-            if kind is ActionKind.I and order[at + 1 : at + 2] == (Action(stage, ActionKind.W, i),):
-                op = 3 * stage + I
-                after = problem.follower[op]
-                if after < 0 or _start(problem, ends, after, i) >= ends[op - I + W][i] + problem.delay[after]:
-                    row.append(Action(stage, ActionKind.B, i))
-                    at += 2
-                    continue
-            row.append(order[at])
-            at += 1
-        rows.append(tuple(row))
-    return replace(program, orders=tuple(rows))
-
-
-def _start(problem: SchedulingProblem, ends: Times, op: int, microbatch: int) -> float:
-    return ends[op][microbatch] - problem.cost[op]
 
 
 def _warmup(program: Program) -> int:

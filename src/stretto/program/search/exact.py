@@ -57,11 +57,10 @@ class _Search:
         total = problem.microbatches * problem.stages // problem.ranks
         self.free = [limit >= total for limit in problem.limits]
         # operations whose input may be under way
-        self.crossing = [op for op, d in enumerate(problem.source) if d >= 0 and self._crosses(op)]
+        self.crossing = [
+            op for op, d in enumerate(problem.source) if d >= 0 and problem.rank_of[op] != problem.rank_of[d]
+        ]
         self.visited: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
-
-    def _crosses(self, op: int) -> bool:
-        return self.problem.rank_of[op] != self.problem.rank_of[self.problem.source[op]]
 
     def extend(self, now: float) -> None:
         """Search all continuations of the present orders at `now` or later."""
@@ -76,7 +75,26 @@ class _Search:
         if self._lower_bound(now) >= self.value - self.tolerance or self._dominated(now):
             return
         for start, _, op in self._choices(now):
-            self._step(op, start)
+            # start the operation, search what follows, and undo it
+            problem, rank = self.problem, self.problem.rank_of[op]
+            before = self.clocks[rank]
+            end = start + problem.cost[op]
+            fed = [problem.follower[op]] if problem.follower[op] >= 0 else []
+            if op % 3 == I and problem.split:
+                fed.append(op + 1)
+            for after in fed:
+                self.arrivals[after].append(end + problem.delay[after])
+            self.counts[op] += 1
+            self.clocks[rank] = end
+            self.orders[rank].append(op)
+            self.left -= 1
+            self.extend(start)
+            self.left += 1
+            self.orders[rank].pop()
+            self.clocks[rank] = before
+            self.counts[op] -= 1
+            for after in fed:
+                self.arrivals[after].pop()
 
     def _choices(self, now: float) -> list[tuple[float, int, int]]:
         """(start, preference, operation) of what may come next, most promising first."""
@@ -97,28 +115,6 @@ class _Search:
                     soonest, soonest_op = end, op
                 choices.append((start, (1, 0, 2)[op % 3], op))
         return sorted(choice for choice in choices if choice[0] < soonest or choice[2] == soonest_op)
-
-    def _step(self, op: int, start: float) -> None:
-        """Start the operation, search what follows, and undo it."""
-        problem, rank = self.problem, self.problem.rank_of[op]
-        before = self.clocks[rank]
-        end = start + problem.cost[op]
-        fed = [problem.follower[op]] if problem.follower[op] >= 0 else []
-        if op % 3 == I and problem.split:
-            fed.append(op + 1)
-        for after in fed:
-            self.arrivals[after].append(end + problem.delay[after])
-        self.counts[op] += 1
-        self.clocks[rank] = end
-        self.orders[rank].append(op)
-        self.left -= 1
-        self.extend(start)
-        self.left += 1
-        self.orders[rank].pop()
-        self.clocks[rank] = before
-        self.counts[op] -= 1
-        for after in fed:
-            self.arrivals[after].pop()
 
     def _admits(self, rank: int, op: int) -> bool:
         """Whether a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""

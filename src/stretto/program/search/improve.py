@@ -94,7 +94,8 @@ def climb(
         if to < 0:
             continue
         order = orders[rank]
-        moved = _moved(order, at, to)
+        moved = list(order)
+        moved.insert(to, moved.pop(at))
         if not problem.rank_fits(rank, moved):
             continue
         budget.take(problem)
@@ -123,12 +124,6 @@ def _target(problem: SchedulingProblem, order: list[int], at: int, random: Rando
         by = random.choice((-1, -1, -1, 1)) * by
     to = min(max(at + by, 0), len(order) - 1)
     return to if to != at else -1
-
-
-def _moved(order: list[int], at: int, to: int) -> list[int]:
-    moved = list(order)
-    moved.insert(to, moved.pop(at))
-    return moved
 
 
 def critical(problem: SchedulingProblem, orders: Orders, ends: Times) -> list[tuple[int, int]]:

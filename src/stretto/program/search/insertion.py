@@ -94,7 +94,20 @@ class _Insertion:
     def _place(self, enter: float) -> float | None:
         """Place the next microbatch at or after `enter`; when it enters."""
         for _ in range(_TRIES):
-            starts = self._starts(enter)
+            # when each pass of the chain starts
+            cost = self.problem.cost
+            delay = self.problem.delay
+            rank_of = self.problem.rank_of
+            clock, starts = enter, list[float]()
+            for op in self.chain:
+                clock = self.timelines[rank_of[op]].first(clock + delay[op], cost[op])
+                starts.append(clock)
+                clock += cost[op]
+            if self.entry.late:
+                for at in range(self.problem.stages - 1, -1, -1):
+                    op = self.chain[at]
+                    due = starts[at + 1] - delay[self.chain[at + 1]]
+                    starts[at] = max(starts[at], self.timelines[rank_of[op]].last(due, cost[op]))
             added, wrong = self._add(starts)
             if wrong is None:
                 return enter
@@ -102,23 +115,6 @@ class _Insertion:
                 self.timelines[rank].busy.remove(item)
             enter += max(self.period / _FINE, wrong / 2)
         return None
-
-    def _starts(self, enter: float) -> list[float]:
-        """When each pass of the chain starts."""
-        cost = self.problem.cost
-        delay = self.problem.delay
-        rank_of = self.problem.rank_of
-        clock, starts = enter, list[float]()
-        for op in self.chain:
-            clock = self.timelines[rank_of[op]].first(clock + delay[op], cost[op])
-            starts.append(clock)
-            clock += cost[op]
-        if self.entry.late:
-            for at in range(self.problem.stages - 1, -1, -1):
-                op = self.chain[at]
-                due = starts[at + 1] - delay[self.chain[at + 1]]
-                starts[at] = max(starts[at], self.timelines[rank_of[op]].last(due, cost[op]))
-        return starts
 
     def _add(self, starts: list[float]) -> tuple[list[tuple[int, tuple[float, float, int]]], float | None]:
         """Put in the chain and its W; what was put in, and how far off the limits it is, if it is."""

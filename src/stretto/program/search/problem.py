@@ -203,25 +203,29 @@ def lower_bound(problem: SchedulingProblem) -> float:
     cost = problem.cost
     m = problem.microbatches
     bound = 0.0
-    start = _heads(problem)
-    lifetimes = _activation_lifetimes(problem)
+    # by stage, when the first input can be there
+    heads = [0.0]
+    for stage in range(1, problem.stages):
+        heads.append(heads[-1] + cost[3 * (stage - 1)] + problem.delay[3 * stage])
+    # by stage, the least time from the start of F to the release of its activation
+    lifetimes: list[float] = []
+    way = 0.0
+    for stage in range(problem.stages - 1, -1, -1):
+        way += cost[3 * stage] + cost[3 * stage + I]
+        lifetimes.append(way + cost[3 * stage + 2])
+        way += problem.delay[3 * stage]
+        if stage:
+            way += problem.delay[3 * (stage - 1) + I]
+    lifetimes.reverse()
     tails = tails_of(problem)
     for rank, ops in enumerate(problem.operations):
         stages = sorted({op // 3 for op in ops})
-        head = start[stages[0]]
+        head = heads[stages[0]]
         work = m * sum(cost[op] for op in ops)
         ahead = m * sum(cost[op] for op in ops if op % 3 in (F, I)) + tails[stages[0]]
         area = m * sum(lifetimes[stage] for stage in stages) / problem.limits[rank]
         bound = max(bound, head + work, head + ahead, head + area)
     return bound
-
-
-def _heads(problem: SchedulingProblem) -> list[float]:
-    """By stage, when the first input can be there."""
-    starts = [0.0]
-    for stage in range(1, problem.stages):
-        starts.append(starts[-1] + problem.cost[3 * (stage - 1)] + problem.delay[3 * stage])
-    return starts
 
 
 def tails_of(problem: SchedulingProblem) -> list[float]:
@@ -234,16 +238,3 @@ def tails_of(problem: SchedulingProblem) -> list[float]:
             longest = max(longest, onward + tails[-1])
         tails.append(longest)
     return tails
-
-
-def _activation_lifetimes(problem: SchedulingProblem) -> list[float]:
-    """By stage, the least time from the start of F to the release of its activation."""
-    times: list[float] = []
-    way = 0.0
-    for stage in range(problem.stages - 1, -1, -1):
-        way += problem.cost[3 * stage] + problem.cost[3 * stage + I]
-        times.append(way + problem.cost[3 * stage + 2])
-        way += problem.delay[3 * stage]
-        if stage:
-            way += problem.delay[3 * (stage - 1) + I]
-    return times[::-1]

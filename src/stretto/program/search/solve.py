@@ -52,11 +52,12 @@ def solve(
     # the time of a block grows with its stages; all problems share one budget
     everything = sum(problem.actions for problem in problems)
     tries = int(_TRIES * effort * min(1.0, _ALL / everything))
-    candidates = [
-        candidate
-        for problem in problems
-        for candidate in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], tries)]
-    ]
+    candidates: list[ScheduleCandidate] = []
+    for problem in problems:
+        for name, program in fixed:
+            if program.placement == problem.placement:
+                candidates += _candidates(problem, problem.orders_of(program), value, name)
+        candidates += _built(problem, value, bounds[problem], tries)
     _sort(candidates)
     size = max(problem.actions for problem in problems)
     budget = Budget(effort * min(_ACTIONS, 4.0 * size * size + 200 * size))
@@ -77,17 +78,6 @@ def _candidates(
         return []
     ends = replay(problem, orders)
     return [] if ends is None else [ScheduleCandidate(problem, orders, value(problem, ends), source)]
-
-
-def _named(
-    problem: SchedulingProblem, fixed: Sequence[tuple[str, Program]], value: Value
-) -> list[ScheduleCandidate]:
-    return [
-        candidate
-        for name, program in fixed
-        if program.placement == problem.placement
-        for candidate in _candidates(problem, problem.orders_of(program), value, name)
-    ]
 
 
 def _built(problem: SchedulingProblem, value: Value, bound: float, tries: int) -> list[ScheduleCandidate]:
@@ -117,7 +107,16 @@ def _improve(
 ) -> list[ScheduleCandidate]:
     """Improve the best of each problem, more and more of the effort on fewer and fewer."""
     random = Random(0)
-    pool = _diverse(candidates, 12)
+    # the best 12: at most a third from one problem and source, and no two of a problem with equal value
+    pool: list[ScheduleCandidate] = []
+    values: set[tuple[SchedulingProblem, float]] = set()
+    for candidate in candidates:
+        similar = sum(candidate.problem is t.problem and candidate.source == t.source for t in pool)
+        if (candidate.problem, candidate.value) not in values and similar < 4:
+            values.add((candidate.problem, candidate.value))
+            pool.append(candidate)
+        if len(pool) == 12:
+            break
     total = budget.actions
     for width, share in ((12, 0.2), (4, 0.3), (1, 0.5)):
         del pool[width:]
@@ -133,25 +132,7 @@ def _improve(
             better = redispatch(candidate, value, part, random, until, tries=6 if width > 1 else 12)
             pool[at] = climb(better, value, part, random, until)
         _sort(pool)
-    return _merged(pool, candidates)
-
-
-def _diverse(candidates: list[ScheduleCandidate], count: int) -> list[ScheduleCandidate]:
-    """The best: at most a third from one problem and source, and no two of a problem with equal value."""
-    chosen: list[ScheduleCandidate] = []
-    values: set[tuple[SchedulingProblem, float]] = set()
-    for candidate in candidates:
-        similar = sum(candidate.problem is t.problem and candidate.source == t.source for t in chosen)
-        if (candidate.problem, candidate.value) not in values and similar < max(1, count // 3):
-            values.add((candidate.problem, candidate.value))
-            chosen.append(candidate)
-        if len(chosen) == count:
-            break
-    return chosen
-
-
-def _merged(pool: list[ScheduleCandidate], candidates: list[ScheduleCandidate]) -> list[ScheduleCandidate]:
-    """A few of the best of both, the best first: exact costs decide between them."""
+    # a few of the best of both, the best first: exact costs decide between them
     both = [*pool, *candidates[:3]]
     _sort(both)
     return both[:6]

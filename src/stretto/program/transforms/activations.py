@@ -6,7 +6,7 @@ Both take a program that is not lowered and return one; lowering leaves what the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from stretto.errors import StrettoError
@@ -40,7 +40,9 @@ def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
         for at, (stage, kind, i) in enumerate(compute):
             forward = Action(stage, ActionKind.F, i)
             if stage in chosen and kind in _BACKWARD and (at == 0 or compute[at - 1] != forward):
-                before[compute[_block(program, compute, at)]].append(Action(stage, ActionKind.RECOMPUTE, i))
+                # before the whole pair if it is the second of one
+                paired = at > 0 and (compute[at - 1], compute[at]) in program.pairs
+                before[compute[at - paired]].append(Action(stage, ActionKind.RECOMPUTE, i))
         orders.append(tuple(new for action in order for new in (*before.get(action, ()), action)))
     return _done(program, orders)
 
@@ -65,7 +67,23 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
     chosen = _chosen(program, stages, {ActionKind.OFFLOAD, ActionKind.RELOAD})
     orders: list[tuple[Action, ...]] = []
     for order in program.orders:
-        blocks = _blocks(program, order)
+        # the order cut before each compute action, or pair, and what is done right before it for its sake
+        opening = dict(program.pairs)
+        blocks: list[list[Action]] = [[]]
+        waiting: list[Action] = []  # actions that belong to the compute action to come
+        inside: Action | None = None  # the second of the pair that is open
+        for action in order:
+            if action.kind is ActionKind.RECOMPUTE:
+                waiting.append(action)
+            elif not action.kind.is_compute:
+                (waiting if waiting else blocks[-1]).append(action)
+            elif action == inside:
+                blocks[-1] += [*waiting, action]
+                waiting, inside = [], None
+            else:
+                blocks.append([*waiting, action])
+                waiting, inside = [], opening.get(action)
+        blocks[-1] += waiting
         begun: dict[tuple[int, int | None], int] = {}  # block of each F
         reloads: dict[int, list[Action]] = defaultdict(list)  # by block
         for nth, block in enumerate(blocks):
@@ -84,32 +102,6 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
                     out.append(action._replace(kind=ActionKind.OFFLOAD))
         orders.append(tuple(out))
     return _done(program, orders)
-
-
-def _block(program: Program, compute: Sequence[Action], at: int) -> int:
-    """Where the pair begins that a compute action is the second of; `at` where it is in none."""
-    return at - 1 if at and (compute[at - 1], compute[at]) in program.pairs else at
-
-
-def _blocks(program: Program, order: Sequence[Action]) -> list[list[Action]]:
-    """The order cut before each compute action, or pair, and what is done right before it for its sake."""
-    opening = dict(program.pairs)
-    blocks: list[list[Action]] = [[]]
-    waiting: list[Action] = []  # actions that belong to the compute action to come
-    inside: Action | None = None  # the second of the pair that is open
-    for action in order:
-        if action.kind is ActionKind.RECOMPUTE:
-            waiting.append(action)
-        elif not action.kind.is_compute:
-            (waiting if waiting else blocks[-1]).append(action)
-        elif action == inside:
-            blocks[-1] += [*waiting, action]
-            waiting, inside = [], None
-        else:
-            blocks.append([*waiting, action])
-            waiting, inside = [], opening.get(action)
-    blocks[-1] += waiting
-    return blocks
 
 
 def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[ActionKind]) -> set[int]:

@@ -71,16 +71,30 @@ def shorten(program: Program) -> Program:
     spare = min(rank.spare for rank in steady)
     if spare < 1:
         return program
-    short = _without(program, steady, spare, shift)
-    # false where microbatches do not pass the ranks in the order of their numbers
-    return short if all(_complete(order, short.microbatches) for order in short.orders) else program
-
-
-def _complete(order: Sequence[Action], microbatches: int) -> bool:
-    """Whether numbers that were shifted are still one for each microbatch."""
-    return len(set(order)) == len(order) and all(
-        action.microbatch is not None and 0 <= action.microbatch < microbatches for action in order
+    # the program without so many periods; later microbatches are renumbered
+    gone = spare * shift
+    orders = list[tuple[Action, ...]]()
+    pairs = set[tuple[Action, Action]]()
+    for order, part in zip(program.orders, steady, strict=True):
+        out = spare * part.length
+        at = part.start + part.length  # within the steady part, so that neighbours stay neighbours
+        orders.append((*order[:at], *(_later(action, -gone) for action in order[at + out :])))
+        if program.pairs:
+            stood = chain(pairwise(order[:at]), pairwise(order[at + out - 1 :]))
+            now = zip(pairwise(orders[-1]), stood, strict=True)
+            pairs.update(pair for pair, before in now if before in program.pairs)
+    short = replace(
+        program,
+        microbatches=program.microbatches - gone,
+        orders=tuple(orders),
+        pairs=frozenset(pairs),
     )
+    # false where microbatches do not pass the ranks in the order of their numbers
+    for order in short.orders:
+        numbers = [action.microbatch for action in order]
+        if len(set(order)) < len(order) or any(i is None or not 0 <= i < short.microbatches for i in numbers):
+            return program
+    return short
 
 
 def _period(order: Sequence[Action]) -> tuple[int, int] | None:
@@ -103,7 +117,7 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
 
 
 def _balanced(counts: Counter[tuple[int, ActionKind]], stages: Iterable[int]) -> bool:
-    """Whether of every stage as many microbatches begin as end."""
+    """True if of every stage as many microbatches begin as end."""
     return all(
         counts[stage, ActionKind.F] == counts[stage, ActionKind.B] + counts[stage, ActionKind.I] > 0
         and counts[stage, ActionKind.I] == counts[stage, ActionKind.W]
@@ -132,24 +146,3 @@ def _later(action: Action, shift: int) -> Action:
     stage, kind, microbatch = action
     assert microbatch is not None
     return Action(stage, kind, microbatch + shift)
-
-
-def _without(program: Program, steady: Sequence[_Steady], spare: int, shift: int) -> Program:
-    """The program without so many periods; later microbatches are renumbered."""
-    gone = spare * shift
-    orders = list[tuple[Action, ...]]()
-    pairs = set[tuple[Action, Action]]()
-    for order, part in zip(program.orders, steady, strict=True):
-        out = spare * part.length
-        at = part.start + part.length  # within the steady part, so that neighbours stay neighbours
-        orders.append((*order[:at], *(_later(action, -gone) for action in order[at + out :])))
-        if program.pairs:
-            stood = chain(pairwise(order[:at]), pairwise(order[at + out - 1 :]))
-            now = zip(pairwise(orders[-1]), stood, strict=True)
-            pairs.update(pair for pair, before in now if before in program.pairs)
-    return replace(
-        program,
-        microbatches=program.microbatches - gone,
-        orders=tuple(orders),
-        pairs=frozenset(pairs),
-    )
