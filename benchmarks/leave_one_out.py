@@ -42,8 +42,7 @@ from fitting import TABLES
 from planning import HEAD, line, percent
 from published import ADAPTERS
 
-from stretto.planner.estimate import Estimate, estimate
-from stretto.planner.interval import interval
+from stretto.planner.estimate import Estimate, estimate, interval
 from stretto.planner.run_scores import PredictedRow, summary
 
 INSIDE = 0.9  # share of measured runs that intervals promise

@@ -249,7 +249,7 @@ def _model_layers(options: PartitionOptions, program: Program) -> LayersToCut:
     from stretto.job.presets import find_shape
     from stretto.layout.layout import Layout
     from stretto.planner.assumptions import Assumptions
-    from stretto.planner.cutting.layer_times import predicted_profile
+    from stretto.planner.cutting.profile import predicted_profile
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.memory.fits import tensor_bytes
     from stretto.planner.time.step import hop_link

@@ -64,7 +64,7 @@ def channel_of(program: Program, transfer: Action) -> Channel:
     return placement[stage + 1], placement[stage], ActionKind.B
 
 
-class RankWait(NamedTuple):
+class RankDependency(NamedTuple):
     """`rank` must have completed its first `completed` actions; `action` is what messages of errors name."""
 
     rank: int
@@ -72,7 +72,7 @@ class RankWait(NamedTuple):
     action: Action
 
 
-def tied_waits(program: Program) -> dict[tuple[int, int], list[RankWait]]:
+def tied_waits(program: Program) -> dict[tuple[int, int], list[RankDependency]]:
     """For each (rank, index in its order) that joins a reduction of tied parameters, the ranks to wait for.
 
     A rank with several stages of one set joins with the last of them.
@@ -87,7 +87,9 @@ def tied_waits(program: Program) -> dict[tuple[int, int], list[RankWait]]:
                 nth[action.stage] += 1
     return {
         (rank, at): [
-            RankWait(other, to, program.orders[other][to]) for other, to in join.items() if other != rank
+            RankDependency(other, to, program.orders[other][to])
+            for other, to in join.items()
+            if other != rank
         ]
         for join in joins
         for rank, at in join.items()

@@ -123,7 +123,20 @@ def exchanges(
         names += ["expert_tp", "ep", "expert_dp"]
     shown = [_exchange(layout, axes, ranks_per_node) for axes in names if layout.size(axes) > 1]
     if encoder_pp:
-        sends = _between_stacks(encoder_pp, layout.pp)
+        # the messages along a pipeline whose first ranks hold an encoder. Each rank of the decoder but
+        # the last passes on the memory, the encoder's output, and receives its gradient
+        forward, backward = (f"{way} of each microbatch, point to point" for way in ("forward", "backward"))
+        sends = (
+            Send("activations of the encoder", forward, "next", (0, encoder_pp)),
+            Send("activations of the decoder, and the memory", forward, "next", (encoder_pp, layout.pp)),
+            Send("gradients of the encoder's activations", backward, "previous", (0, encoder_pp + 1)),
+            Send(
+                "gradients of the decoder's activations and of the memory",
+                backward,
+                "previous",
+                (encoder_pp + 1, layout.pp),
+            ),
+        )
         brief = "activations, in the decoder the memory too, to the next stage; their gradients back"
         shown = [replace(group, sends=sends, brief=brief) if group.axes == "pp" else group for group in shown]
     others = [axes for axes in dict.fromkeys(more) if axes not in {group.axes for group in shown}]
@@ -140,24 +153,6 @@ def _exchange(layout: Layout, axes: str, ranks_per_node: int) -> Exchange:
     if axes == "dp" and layout.cp > 1:
         sends, note = (), "replicas: other samples; gradients are summed over cp-dp"
     return Exchange(axes=axes, size=len(groups[0]), count=len(groups), inside=inside, sends=sends, note=note)
-
-
-def _between_stacks(encoder_pp: int, pp: int) -> tuple[Send, ...]:
-    """Return the messages along a pipeline whose first ranks hold an encoder. Each rank of the decoder but
-    the last passes on the memory, the encoder's output, and receives its gradient.
-    """
-    forward, backward = (f"{way} of each microbatch, point to point" for way in ("forward", "backward"))
-    return (
-        Send("activations of the encoder", forward, "next", (0, encoder_pp)),
-        Send("activations of the decoder, and the memory", forward, "next", (encoder_pp, pp)),
-        Send("gradients of the encoder's activations", backward, "previous", (0, encoder_pp + 1)),
-        Send(
-            "gradients of the decoder's activations and of the memory",
-            backward,
-            "previous",
-            (encoder_pp + 1, pp),
-        ),
-    )
 
 
 def link_text(link: NetworkLink) -> str:

@@ -54,7 +54,13 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
         table: rows of text below the panels; the first is the header.
     """
     end = max(panel.end for panel in panels)
-    scale = _scale([block for panel in panels for block in panel.blocks], end)
+    drawn = [block for panel in panels for block in panel.blocks]
+    lengths = [block.end - block.start for block in drawn if not block.is_mark]
+    # pixels per unit of time: wider than usual if numbers would not fit into blocks
+    if not lengths or end <= 0:
+        scale = 1.0
+    else:
+        scale = min(max(_WIDTH / end, _NARROWEST_BLOCK / min(lengths)), max(_WIDEST, _WIDTH) / end)
     peak_held, left = highest_peak(panels), left_of(panels)
     parts: list[str] = []
     y = 0.0
@@ -93,14 +99,6 @@ def left_of(panels: Sequence[Panel]) -> int:
 def _pitch(panel: Panel) -> int:
     """Return the distance between rows."""
     return ROW + _GAP + (_CURVE + 4 if any(row.curve for row in panel.rows) else 0)
-
-
-def _scale(drawn: Sequence[TimelineBlock], end: float) -> float:
-    """Return pixels per unit of time: the usual width, or more if numbers would not fit into blocks."""
-    lengths = [block.end - block.start for block in drawn if not block.is_mark]
-    if not lengths or end <= 0:
-        return 1.0
-    return min(max(_WIDTH / end, _NARROWEST_BLOCK / min(lengths)), max(_WIDEST, _WIDTH) / end)
 
 
 def _panel(panel: Panel, left: int, y: float, scale: float, peak_held: float) -> list[str]:

@@ -144,7 +144,24 @@ def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
 
 def write_trace(trace: Trace) -> str:
     """Return the trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
-    threads, shown = _threads(trace.events)
+    # threads on which no two events overlap: the number of each (rank, name), and of each event.
+    # Viewers show overlapping events of one thread as nested calls
+    ends: dict[tuple[int, str], list[float]] = {}
+    placed: list[tuple[TraceEvent, str]] = []
+    for event in sorted(trace.events, key=lambda event: (event.start, event.end)):
+        lanes = ends.setdefault((event.rank, event.thread), [])
+        slack = 1e-12 + 1e-13 * abs(event.start)  # rounding
+        lane = next((lane for lane, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
+        lanes[lane : lane + 1] = [event.end]
+        placed.append((event, event.thread if lane == 0 else f"{event.thread} {lane + 1}"))
+    threads: dict[tuple[int, str], int] = {}
+    count: dict[int, int] = {}
+    for rank, name in sorted(
+        {(event.rank, name) for event, name in placed}, key=lambda key: (key[0], key[1] != COMPUTE, key[1])
+    ):
+        threads[rank, name] = count.get(rank, 0)
+        count[rank] = threads[rank, name] + 1
+    shown = [(event, threads[event.rank, name]) for event, name in placed]
     events: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in trace.events} | set(trace.activations)):
         events.append(_named("process_name", rank, 0, name=f"rank {rank}"))
@@ -219,29 +236,6 @@ def read_trace(text: str) -> Trace:
             curves.setdefault(_rank(path, row), []).append((_time(path, row, "ts") / _US, value))
     activations = {rank: tuple(curve) for rank, curve in curves.items()}
     return Trace(tuple(events), str(about.get("name", "")), str(about["source"]), activations)
-
-
-def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], list[tuple[TraceEvent, int]]]:
-    """Return threads on which no two events overlap: the number of each (rank, name), and of each event.
-
-    Viewers show overlapping events of one thread as nested calls.
-    """
-    ends: dict[tuple[int, str], list[float]] = {}
-    placed: list[tuple[TraceEvent, str]] = []
-    for event in sorted(events, key=lambda event: (event.start, event.end)):
-        lanes = ends.setdefault((event.rank, event.thread), [])
-        slack = 1e-12 + 1e-13 * abs(event.start)  # rounding
-        lane = next((lane for lane, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
-        lanes[lane : lane + 1] = [event.end]
-        placed.append((event, event.thread if lane == 0 else f"{event.thread} {lane + 1}"))
-    numbers: dict[tuple[int, str], int] = {}
-    count: dict[int, int] = {}
-    for rank, name in sorted(
-        {(event.rank, name) for event, name in placed}, key=lambda key: (key[0], key[1] != COMPUTE, key[1])
-    ):
-        numbers[rank, name] = count.get(rank, 0)
-        count[rank] = numbers[rank, name] + 1
-    return numbers, [(event, numbers[event.rank, name]) for event, name in placed]
 
 
 def _named(kind: str, rank: int, thread: int, **arguments: str | int) -> dict[str, Any]:

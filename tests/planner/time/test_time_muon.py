@@ -18,7 +18,7 @@ from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import NodeGroup
 from stretto.planner.search.task import job_to_plan
-from stretto.planner.time.muon import muon_seconds, products
+from stretto.planner.time.data_parallel import muon_seconds, products
 
 CLUSTER = find_cluster("h100:8")
 

@@ -121,7 +121,15 @@ def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape,
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:
     elements, tp = prod(sizes), shares.tp
     if is_adapter(name):
-        return _factor(name, sizes, shape, tp)
+        # elements of a factor of an adapter: beside a linear split by output features B is split, beside one
+        # split by input features A
+        module, _, inside = name.partition(".lora.")
+        projection, factor, *_ = inside.split(".")
+        if module.endswith("_down") or (factor == "A") != (module in _INTO_RESIDUAL):
+            return prod(sizes)
+        if module == "attn.qkv" and projection != "q_proj":
+            return max(shape.kv_heads // tp, 1) * shape.head_dim * sizes[1]
+        return prod(sizes) // tp
     if name in ("tok.weight", "out.weight"):
         return vocabulary_rows(shape, tp, shares.vocab_multiple) * shape.hidden
     if name.startswith("attn.qkv"):
@@ -136,19 +144,6 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
     if name.startswith("mlp.") and "router" not in name and "shared_gate" not in name:
         return elements // tp
     return elements
-
-
-def _factor(name: str, sizes: tuple[int, ...], shape: ModelShape, tp: int) -> int:
-    """Elements of a factor of an adapter: beside a linear split by output features B is split, beside one
-    split by input features A.
-    """
-    module, _, inside = name.partition(".lora.")
-    projection, factor, *_ = inside.split(".")
-    if module.endswith("_down") or (factor == "A") != (module in _INTO_RESIDUAL):
-        return prod(sizes)
-    if module == "attn.qkv" and projection != "q_proj":
-        return max(shape.kv_heads // tp, 1) * shape.head_dim * sizes[1]
-    return prod(sizes) // tp
 
 
 def _expert(name: str, sizes: tuple[int, ...], shares: Shares) -> int:

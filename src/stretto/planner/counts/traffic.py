@@ -191,7 +191,22 @@ def _core(shape: ModelShape, compute: ComputeConfig, cp_index: int | None) -> It
     keys = compute.kv_heads(shape)
     both = shape.head_dim + shape.value_dim  # a head's key and value
     if compute.context == "ring":
-        yield from _ring(compute, keys * both, cp_index)
+        # keys and values travel round the ring in the forward, and again in the backward followed by their
+        # gradients. A rank behind the owner of a block attends to half of its positions only, so only that
+        # half is sent there
+        half = compute.tokens // 2 * (keys * both)  # elements of keys and values of half of the positions
+        c = compute.cp
+        if cp_index is None:
+            blocks, gradients = (c - 1, 0), (c - 1, 0)
+        else:
+            to = (cp_index - 1) % c
+            owners = [(cp_index + step) % c for step in range(c - 1)]
+            halves = sum(owner < to for owner in owners)
+            blocks = c - 1 - halves, halves
+            gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # only half of the first rank's block
+        for phase in ("F", "I"):
+            yield from _sends(blocks, compute.element * half, phase)
+        yield from _sends(gradients, compute.statistic * half, "I")
         return
     heads = shape.heads // compute.tp
     copied = lcm(keys, compute.cp)  # heads are repeated until every rank gets whole ones
@@ -200,26 +215,6 @@ def _core(shape: ModelShape, compute: ComputeConfig, cp_index: int | None) -> It
     for phase in ("F", "I"):
         yield Message(axis="cp", kind="all-to-all", size=sent, phase=phase)
         yield Message(axis="cp", kind="all-to-all", size=returned, phase=phase)
-
-
-def _ring(compute: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
-    """Keys and values travel round the ring in the forward, and again in the backward followed by their
-    gradients. A rank behind the owner of a block attends to half of its positions only, so only that half is
-    sent there.
-    """
-    half = compute.tokens // 2 * width  # elements of keys and values of half of the positions
-    c = compute.cp
-    if cp_index is None:
-        blocks, gradients = (c - 1, 0), (c - 1, 0)
-    else:
-        to = (cp_index - 1) % c
-        owners = [(cp_index + step) % c for step in range(c - 1)]
-        halves = sum(owner < to for owner in owners)
-        blocks = c - 1 - halves, halves
-        gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # only half of the first rank's block
-    for phase in ("F", "I"):
-        yield from _sends(blocks, compute.element * half, phase)
-    yield from _sends(gradients, compute.statistic * half, "I")
 
 
 def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:

@@ -85,6 +85,10 @@ def stage_memory(
         ends -= input_bytes
     else:
         saved -= input_bytes
+    # peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
+    # is gathered
+    parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
+    following = [*parts[1:], None]
     return StageMemory(
         saved=saved,
         ends=ends,
@@ -96,7 +100,13 @@ def stage_memory(
         forward=_forward_peak(layers, [layer_resident.forward for layer_resident in resident]) - input_bytes,
         backward=_backward_peak(layers, boundary, False, resident),
         split=_backward_peak(layers, boundary, True, resident),
-        products=_products_peak(layers),
+        products=max(
+            (
+                part.regathered + part.product + (next_part.regathered if next_part else 0)
+                for part, next_part in zip(parts, following, strict=True)
+            ),
+            default=0,
+        ),
         again=_forward_peak(layers, [layer_resident.again for layer_resident in resident]) - input_bytes,
     )
 
@@ -135,7 +145,15 @@ def _backward_peak(
         if not linears:
             gradients += formed
         incoming = boundary if at else 0  # the gradient from the following layer
-        for group in _groups(layer):
+        # the parts from the last to the first: kept ones one by one, neighbours that are recomputed together
+        # in one group
+        groups = list[list[LayerTensor]]()
+        for part in reversed(layer.parts):
+            if groups and not part.saved and not groups[-1][0].saved:
+                groups[-1].insert(0, part)
+            else:
+                groups.append([part])
+        for group in groups:
             again = 0 if group[0].saved else sum(part.bytes for part in group)
             if not group[0].saved:
                 again += boundary  # the output of the recomputed forward
@@ -161,31 +179,3 @@ def _backward_peak(
         if not split:
             peak = max(peak, moved + layer_resident.backward + layer_resident.after)
     return peak
-
-
-def _products_peak(layers: Sequence[LayerMemory]) -> int:
-    """Peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
-    is gathered.
-    """
-    parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
-    following = [*parts[1:], None]
-    return max(
-        (
-            part.regathered + part.product + (next_part.regathered if next_part else 0)
-            for part, next_part in zip(parts, following, strict=True)
-        ),
-        default=0,
-    )
-
-
-def _groups(layer: LayerMemory) -> list[list[LayerTensor]]:
-    """The parts from the last to the first: kept ones one by one, neighbours that are recomputed together in
-    one group.
-    """
-    groups = list[list[LayerTensor]]()
-    for part in reversed(layer.parts):
-        if groups and not part.saved and not groups[-1][0].saved:
-            groups[-1].insert(0, part)
-        else:
-            groups.append([part])
-    return groups

@@ -12,7 +12,7 @@ from stretto.program.action import Action, ActionKind
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
+class DigitCollective:
     """A collective over ranks that differ in one digit of their number among the copies.
 
     Attributes:
@@ -25,7 +25,7 @@ class CollectiveCall:
     size: int
 
 
-def reductions(unit: StateUnit, first: int, last: int) -> Iterator[CollectiveCall]:
+def reductions(unit: StateUnit, first: int, last: int) -> Iterator[DigitCollective]:
     """Of a gradient, from this rank's shard at level `first` to the one at level `last`."""
     counts = unit.sizes.levels(unit.copies)
     size = unit.full_gradient
@@ -33,20 +33,20 @@ def reductions(unit: StateUnit, first: int, last: int) -> Iterator[CollectiveCal
         size //= counts[level]
     for level in range(first, min(last, 3)):
         if counts[level] > 1:
-            yield CollectiveCall("reduce-scatter", level, size)
+            yield DigitCollective("reduce-scatter", level, size)
             size //= counts[level]
     if last == 4 and counts[3] > 1:
-        yield CollectiveCall("all-reduce", 3, size)
+        yield DigitCollective("all-reduce", 3, size)
 
 
-def once_a_step(unit: StateUnit) -> Iterator[CollectiveCall]:
+def once_a_step(unit: StateUnit) -> Iterator[DigitCollective]:
     """Reductions of a unit's gradient after all microbatches, or what is left of them at the end where each
     microbatch is reduced.
     """
     if unit.copies == 1 or unit.frozen:
         return
     if unit.state_config.mode == "server":
-        yield CollectiveCall("gather", 4, unit.full_gradient)
+        yield DigitCollective("gather", 4, unit.full_gradient)
     elif unit.each:
         yield from reductions(unit, 2, 4)
     elif unit.open:
@@ -56,22 +56,22 @@ def once_a_step(unit: StateUnit) -> Iterator[CollectiveCall]:
         yield from reductions(unit, 0, 4)
 
 
-def published(unit: StateUnit) -> Iterator[CollectiveCall]:
+def published(unit: StateUnit) -> Iterator[DigitCollective]:
     """Updated weights, to all ranks that hold them between steps."""
     if unit.frozen:
         return
     counts = unit.sizes.levels(unit.copies)
     shard = unit.element * unit.size // counts[0]
     if unit.state_config.mode == "server" and unit.copies > 1:
-        yield CollectiveCall("broadcast", 4, shard)
+        yield DigitCollective("broadcast", 4, shard)
     for level in (2, 1):
         if counts[level] > 1:
-            yield CollectiveCall("all-gather", level, shard // (counts[1] if level == 2 else 1))
+            yield DigitCollective("all-gather", level, shard // (counts[1] if level == 2 else 1))
 
 
-def gathered(unit: StateUnit) -> CollectiveCall:
+def gathered(unit: StateUnit) -> DigitCollective:
     """The whole weights, from the ranks' shards."""
-    return CollectiveCall("all-gather", 0, unit.gathered)
+    return DigitCollective("all-gather", 0, unit.gathered)
 
 
 # ------------------------------------------------------------------ gradients of microbatches

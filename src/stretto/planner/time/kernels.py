@@ -276,7 +276,10 @@ def _core(
     exact = unscaled(precision)
     heads = shape.heads // compute.tp
     keys = rows * compute.cp
-    fused = _fused_attention(shape, compute, device)
+    # true if one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
+    # where FlexAttention does not cap them
+    capped = shape.attention.softcap is not None and compute.framework == STRETTO
+    fused = compute.attention != "explicit" and (not capped or _by_flex(shape, compute, device))
 
     def attention(queries: int, keys: int, heads: int, causal: bool) -> float:
         return attention_seconds(
@@ -314,14 +317,6 @@ def _core(
         all_positions = AttentionShape().mean_context(keys, causal)
         seconds *= min(1.0, shape.attention.mean_context(keys, causal) / all_positions)
     return seconds
-
-
-def _fused_attention(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:
-    """True if one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles,
-    where FlexAttention does not cap them.
-    """
-    capped = shape.attention.softcap is not None and compute.framework == STRETTO
-    return compute.attention != "explicit" and (not capped or _by_flex(shape, compute, device))
 
 
 def _by_flex(shape: ModelShape, compute: ComputeConfig, device: Device) -> bool:

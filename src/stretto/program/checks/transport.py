@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError, nearest
 from stretto.program.action import Action, ActionKind
-from stretto.program.messages import RankWait, needed_by, receive_of, send_of, tied_waits
+from stretto.program.messages import RankDependency, needed_by, receive_of, send_of, tied_waits
 from stretto.program.pairing import as_blocks
 from stretto.program.program import Program, ScheduleError
 
@@ -35,7 +35,7 @@ class Agent:
     name: str
     verbs: tuple[str, str]  # "waits", "reaches"
     steps: list[Action] = field(default_factory=list[Action])
-    waits: dict[int, list[RankWait]] = field(default_factory=dict[int, list[RankWait]])
+    waits: dict[int, list[RankDependency]] = field(default_factory=dict[int, list[RankDependency]])
 
 
 def check_transport(program: Program, transport: str = "rendezvous", blocks: bool = False) -> None:
@@ -89,20 +89,20 @@ def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
         Agent(f"rank {rank}", ("waits", "reaches"), list(order)) for rank, order in enumerate(program.orders)
     ]
     position = {action: at for order in program.orders for at, action in enumerate(order)}
-    done: dict[Action, RankWait] = {}  # when the message of a receive is there
+    done: dict[Action, RankDependency] = {}  # when the message of a receive is there
     if transport in ("paired", "batched"):
         done = _add_queues(agents, program, position, transport == "batched")
     partner = dict(program.pairs) if blocks else {}
     for rank, order in enumerate(program.orders):
         waits = agents[rank].waits
         for at, action in enumerate(order):
-            conditions: list[RankWait] = []
+            conditions: list[RankDependency] = []
             for part in (action, partner.get(action)):
                 if part is not None and (receive := needed_by(program, part)):
                     conditions += _arrival(program, transport, position, done, receive)
             if transport == "blocking" and action.kind.is_transfer:
                 other = _counterpart(action)
-                conditions.append(RankWait(program.placement[other.stage], position[other], other))
+                conditions.append(RankDependency(program.placement[other.stage], position[other], other))
             if conditions:
                 waits[at] = conditions
     if program.lowered:
@@ -115,9 +115,9 @@ def _arrival(
     program: Program,
     transport: str,
     position: dict[Action, int],
-    done: dict[Action, RankWait],
+    done: dict[Action, RankDependency],
     receive: Action,
-) -> list[RankWait]:
+) -> list[RankDependency]:
     """What has to have happened for the message of `receive` to be there."""
     if transport == "blocking":
         return []  # the rank has not passed the receive without it
@@ -130,7 +130,7 @@ def _arrival(
         source = (
             Action(stage, ActionKind.F, i) if kind is ActionKind.SEND_F else backward_of(position, stage, i)
         )
-    return [RankWait(program.placement[source.stage], position[source] + 1, source)]
+    return [RankDependency(program.placement[source.stage], position[source] + 1, source)]
 
 
 def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
@@ -147,7 +147,7 @@ def _counterpart(transfer: Action) -> Action:
 
 def _add_queues(
     agents: list[Agent], program: Program, position: dict[Action, int], batched: bool
-) -> dict[Action, RankWait]:
+) -> dict[Action, RankDependency]:
     """Add the agents that carry transfers; when each receive's message is there.
 
     A queue has two steps a group: its start and its end.
@@ -177,14 +177,14 @@ def _add_queues(
         for group in queue_groups:
             last = group[-1]
             rank = program.placement[last.stage]
-            agent.waits[len(agent.steps)] = [RankWait(rank, position[last] + 1, last)]
+            agent.waits[len(agent.steps)] = [RankDependency(rank, position[last] + 1, last)]
             others = [(at[other], other) for other in map(_counterpart, group)]
             agent.waits[len(agent.steps) + 1] = [
-                RankWait(to, 2 * nth + 1, other) for (to, nth), other in others
+                RankDependency(to, 2 * nth + 1, other) for (to, nth), other in others
             ]
             agent.steps += [group[0], last]
     return {
-        transfer: RankWait(number, 2 * nth + 2, transfer)
+        transfer: RankDependency(number, 2 * nth + 2, transfer)
         for transfer, (number, nth) in at.items()
         if transfer.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
     }
@@ -217,7 +217,7 @@ class _Execution:
             if self.done[number] < len(agent.steps):
                 raise ScheduleError(self._circle(number), hint="do one of the awaited actions earlier")
 
-    def _advance(self, number: int) -> RankWait | None:
+    def _advance(self, number: int) -> RankDependency | None:
         """Move the agent on until it has to wait; what it waits for, None at its end."""
         agent, done = self.agents[number], self.done
         for at in range(done[number], len(agent.steps)):
