@@ -1,4 +1,4 @@
-"""What a user got wrong, said so that they can mend it."""
+"""Errors of users' input: what is wrong, and how to mend it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import ModuleType
 class StrettoError(ValueError):
     """Bad input: what is wrong in one line, and the nearest fix as a hint.
 
-    Commands print it as `error: ...` with the hint below and leave with exit code 2.
+    Commands print it as `error: ...` with the hint below and exit with code 2.
 
     Attributes:
-        others: further problems of the same input, which are printed after it.
+        others: further problems of the same input, printed after it.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, others: Sequence[StrettoError] = ()) -> None:
@@ -26,7 +26,7 @@ class StrettoError(ValueError):
         super().__init__(self.message)
 
     def within(self, section: str) -> Problem:
-        """The same as a problem of a section of the config."""
+        """Return this error as a problem of a section of the config."""
         return Problem(section, None, self.message, self.hint)
 
     def __str__(self) -> str:
@@ -44,10 +44,10 @@ MOST_OTHERS = 5  # problems of one input that are printed after the first
 
 
 def _short(text: str) -> str:
-    """The text with its middle left out where it is too long to be read, as with a value of megabytes."""
+    """Return the text without its middle if it is too long to read, such as a value of megabytes."""
     if len(text) <= LONGEST:
         return text
-    width = LONGEST // 2 - 25  # of each end, so that a message that is made anew is not cut again
+    width = LONGEST // 2 - 25  # of each end, so that a shortened message is not shortened again
     return f"{text[:width]} [... {len(text) - 2 * width} characters ...] {text[-width:]}"
 
 
@@ -55,8 +55,8 @@ class Problem(StrettoError):
     """A broken rule: the field, its value, what must hold, and the nearest fix.
 
     Attributes:
-        field: as the config names it, or as the part of a job that is being built does.
-        value: None where the rule tells it.
+        field: name in the config, or in the part of the job that is being built.
+        value: the value, or None if the rule states it.
     """
 
     def __init__(self, field: str, value: object, rule: str, fix: str | None = None) -> None:
@@ -65,7 +65,7 @@ class Problem(StrettoError):
         self.rule, self.fix = rule, fix
 
     def within(self, section: str) -> Problem:
-        """The same, of a field of a section of the config."""
+        """Return this problem with the field's name inside a section of the config."""
         return Problem(f"{section}.{self.field}", self.value, self.rule, self.fix)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -73,7 +73,7 @@ class Problem(StrettoError):
 
 
 class UnknownName(StrettoError):
-    """A name that stands in no table."""
+    """A name that no table has."""
 
 
 class TorchMissing(StrettoError, ImportError):
@@ -88,7 +88,7 @@ class TorchMissing(StrettoError, ImportError):
 
     @staticmethod
     def is_cause(error: ModuleNotFoundError) -> bool:
-        """Whether an import failed for want of PyTorch."""
+        """True if an import failed because PyTorch is missing."""
         return (error.name or "").partition(".")[0] == "torch"
 
 
@@ -101,22 +101,21 @@ def _rebuild(
 
 
 def joined(problems: Sequence[StrettoError]) -> StrettoError:
-    """The problems of one input as one error: the first, with the others after it, each of them once."""
+    """Return the problems of one input as one error: the first, followed by the others, each once."""
     first, *others = {problem.message: problem for problem in problems}.values()
     return StrettoError(first.message, hint=first.hint, others=others)
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The allowed name that looks most like `name`, if any comes as close as `cutoff`, which is 1 for the
-    same name.
-    """
+    """Return the allowed name most similar to `name`, or None if none reaches `cutoff` (1: equal)."""
     closest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return closest[0] if closest else None
 
 
 def nearest_file(name: str, files: Iterable[str]) -> str | None:
-    """As `nearest`, of files in a folder, some of which are always a little alike; else the one whose name
-    without its kind comes close.
+    """Return the most similar file name of a folder, compared without suffixes if no full name is close.
+
+    Stricter than `nearest`, since files of one folder are often a little alike.
     """
     names = sorted(files, reverse=True)
     stems = {Path(file).stem: file for file in names}
@@ -139,9 +138,7 @@ def read_text(path: Path) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Run the user's Python file as a module, with its folder in the path, as if Python ran it as a script;
-    a file that was loaded before is not run again.
-    """
+    """Import the user's Python file with its folder on the path, as for a script, once."""
     loaded = sys.modules.get(path.stem)
     if loaded is not None and loaded.__file__ == str(path):
         return loaded

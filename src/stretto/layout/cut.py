@@ -10,9 +10,9 @@ from stretto.errors import StrettoError
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:
-    """The layers of each stage, every stage with at least one, the largest stage cost as small as can be.
+    """Return the layers of each stage, at least one each, such that the largest stage cost is minimal.
 
-    Among cuts with that largest cost the most even one (least sum of squares) is taken; where still equal,
+    Among cuts with that largest cost the most even one (least sum of squares) is taken; if still tied,
     later stages get the extra layers, since earlier ones keep more microbatches alive under 1F1B.
 
     Raises:
@@ -79,7 +79,7 @@ def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[ra
 
 
 def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
-    """How far the largest stage is above the mean, then a line a stage: its layers and share of the cost."""
+    """Return the ratio of the largest stage to the mean, then per stage its layers and share of it."""
     totals = [sum(costs[layer] for layer in stage) for stage in stages]
     total_cost = sum(totals) or 1.0
     largest = max(totals) * len(stages) / total_cost

@@ -47,7 +47,7 @@ class RankGrid:
         return strides
 
     def _split(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(size, stride) of the named axes, and of all others; `axes` as in "tp-dp"."""
+        """Return (size, stride) of the named axes, and of all others; `axes` as in "tp-dp"."""
         names = axes.split("-")
         for name in names:
             if name not in self.sizes:
@@ -71,7 +71,7 @@ class RankGrid:
         return [self.offset + start + i for i in offsets(masked)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on every axis."""
+        """Return the position of `rank` on every axis."""
         index = rank - self.offset
         return {axis: index // self.strides[axis] % size for axis, size in self.sizes.items()}
 
@@ -185,10 +185,10 @@ class Layout:
         return grid
 
     def grid_of(self, axes: str) -> tuple[RankGrid, str]:
-        """The grid that `axes` means, and their names there; no names where each rank is alone.
+        """Return the grid that `axes` refers to, and their names in it; no names if each rank is alone.
 
         Raises:
-            StrettoError: a name that is no axis or that stands twice, or cp beside axes of experts.
+            StrettoError: a name that is no axis, a name given twice, or cp together with axes of experts.
         """
         names = axes.split("-")
         if len(names) != len(_GROUP_AXES & set(names)):
@@ -224,7 +224,7 @@ class Layout:
         return len(self.group(self.offset, axes))
 
     def index(self, rank: int, axes: str) -> int:
-        """The place of `rank` along `axes`, the first named varying fastest, whatever the order of ranks."""
+        """Return the index of `rank` along `axes`, the first named fastest, for any order of ranks."""
         at, stride = 0, 1
         for axis in axes.split("-"):
             group = self.group(rank, axis)
@@ -232,7 +232,7 @@ class Layout:
         return at
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits on tp, cp, dp and pp."""
+        """Return the position of `rank` on tp, cp, dp and pp."""
         return self.grid.coordinates(self._inside(rank))
 
     def rank(self, **coordinates: int) -> int:
@@ -305,7 +305,7 @@ class Layout:
         order: str = ORDER,
         expert_tp: int | None = None,
     ) -> Layout:
-        """The layout of `world` ranks with the given degrees; dp, where not given, takes what they leave.
+        """Return the layout of `world` ranks with the given degrees; dp defaults to what they leave.
 
         Raises:
             StrettoError: the degrees do not make up `world`.
@@ -367,7 +367,7 @@ def _wrong_group(axes: str, names: list[str]) -> StrettoError:
 
 
 def _starts(grid: RankGrid) -> tuple[int, int]:
-    """What fixes the pipeline groups: the stride of pp and the grid's first rank."""
+    """Return what determines the pipeline groups: the stride of pp and the grid's first rank."""
     return grid.strides["pp"], grid.offset
 
 

@@ -90,7 +90,7 @@ def shard_sizes(
 
 
 def padded(size: int, shards: int, unit: int = 1) -> int:
-    """The least size of at least `size` of which every rank of `shards` holds a whole number of units."""
+    """Return the smallest size >= `size` of which each of `shards` ranks holds a whole number of units."""
     step = shards * unit
     return -(-size // step) * step
 

@@ -44,7 +44,7 @@ class ActionKind(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether the action concerns one microbatch. `U` may name the last one whose gradient it applies."""
+        """True if the action concerns one microbatch. `U` may name the last one whose gradient it applies."""
         return self in COMPUTE or self in TRANSFER or self in MEMORY_SAVING
 
 
@@ -56,7 +56,7 @@ MEMORY_SAVING = frozenset(
 
 
 class Action(NamedTuple):
-    """One step of one rank; `microbatch` is None where the action concerns the whole stage."""
+    """One step of one rank; `microbatch` is None if the action concerns the whole stage."""
 
     stage: int
     kind: ActionKind

@@ -185,7 +185,7 @@ def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
 
     A send is complete once the receiver has consumed the message. This rank knows so when it has waited for
     any message that the receiver sent after that: the executor can then wait for the send at no cost and free
-    its buffer. None where no such message comes; the executor waits for such a send at the end of the step.
+    its buffer. None if no such message comes; the executor waits for such a send at the end of the step.
 
     Args:
         program: a lowered program.

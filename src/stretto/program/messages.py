@@ -12,7 +12,7 @@ Channel = tuple[int, int, ActionKind]
 
 
 def sent_by(program: Program, action: Action) -> Action | None:
-    """The send that follows a compute action, None where its result stays on the rank or is not passed on."""
+    """The send that follows a compute action, or None if its result stays on the rank or is not passed on."""
     stage, kind, microbatch = action
     placement = program.placement
     if kind is ActionKind.F:
@@ -25,7 +25,7 @@ def sent_by(program: Program, action: Action) -> Action | None:
 
 
 def needed_by(program: Program, action: Action) -> Action | None:
-    """The receive that a compute action waits for, None where its input is on the rank already."""
+    """The receive that a compute action waits for, or None if its input is on the rank already."""
     stage, kind, microbatch = action
     placement = program.placement
     if kind is ActionKind.F:

@@ -124,6 +124,6 @@ def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
 
 
 def _follows(first: Action, between: Action) -> bool:
-    """Whether an action between the two of a pair needs the first to be over."""
+    """True if an action between the two of a pair needs the first to be over."""
     same_input = (between.stage, between.microbatch) == (first.stage, first.microbatch)
     return same_input or between.kind is ActionKind.RESHARD

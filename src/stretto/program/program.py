@@ -69,11 +69,11 @@ class Program:
         return self.microbatches // self.steps
 
     def is_first(self, stage: int) -> bool:
-        """Whether the stage takes the model's input."""
+        """True if the stage takes the model's input."""
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether the stage has the loss."""
+        """True if the stage has the loss."""
         return (stage + 1) % self.depth == 0
 
     def updates(self, stage: int) -> int:

@@ -640,7 +640,7 @@ def frozen_traffic(
 def reached_parts(
     shape: ModelShape, layer: int, trained: TrainedParameters, upstream: bool
 ) -> tuple[bool, bool]:
-    """Whether the backward reaches a block's attention, and whether it reaches the block at all."""
+    """Return whether the backward reaches a block's attention, and whether it reaches the block at all."""
     names = [p.name for p in layer_parameters(shape, layer, Shares())]
     below = [n for n in names if ".norm1." in n or (".attn." in n and ".attn.proj." not in n)]
     return upstream or any(map(trained, below)), upstream or any(map(trained, names))

@@ -1,4 +1,4 @@
-"""Whether one microbatch is in flight at a time."""
+"""Check that one microbatch is in flight at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stretto.program.program import Program
 
 
 def in_turn(program: Program) -> bool:
-    """Whether a single rank does each microbatch whole, forward and backward of one stage, before it begins
+    """True if a single rank does each microbatch whole, forward and backward of one stage, before it begins
     the next, and does nothing else between them.
     """
     if program.ranks != 1 or program.versions:

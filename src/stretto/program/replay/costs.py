@@ -34,29 +34,28 @@ class Costs:
         F, I, W: forward, input gradient, weight gradient.
         hop: latency of a message between two ranks.
         per_stage: (F, I, W) of each stage.
-        recompute: of RECOMPUTE; None: as long as the stage's F.
-        message_bytes: what crosses from a stage to the next, and as gradient back: a number for all, or one
-            each for the `depth - 1` boundaries of a copy.
-        bandwidth: bytes a unit of time; a mapping is by (source rank, destination rank).
-        links: the name of the link that a (source rank, destination rank) uses, where it is a shared one.
+        recompute: time of RECOMPUTE; by default that of the stage's F.
+        message_bytes: bytes sent from a stage to the next, and as gradient back: a number for all, or one for
+            each of the `depth - 1` boundaries of a copy.
+        bandwidth: bytes per unit of time; a mapping is by (source rank, destination rank).
+        links: names of shared links, by (source rank, destination rank).
         contention: whether messages on one link queue.
-        blocking: whether a rank does nothing else while a message that it sends is under way.
-        reduce: of the reduction of a stage's gradients (REDUCE_GRAD; in a program that is not lowered it
+        blocking: whether a rank does nothing else while a message that it sends is in flight.
+        reduce: time of the reduction of a stage's gradients (REDUCE_GRAD; in a program that is not lowered it
             starts at the stage's last backward).
-        reduce_overlaps: reductions run beside the work, those of one rank one after another. If not, they
-            come one after another once the rank has done all else (before each U in asynchronous programs).
-        unshard, offload, reload: of UNSHARD, OFFLOAD and RELOAD. Each runs beside the work, those of one kind
-            one after another, and what needs it waits.
-        update: of the optimiser on a stage: once all ranks are done, or at `U` where weights change within
-            the step.
-        pair: None: overlapped pairs run one after the other and F's result leaves before B begins. A factor:
-            a pair is one block of `pair` times its F and B; it needs both inputs at its start and has both
-            results at its end.
-        activations: bytes that a stage holds of one microbatch from its F to its B or W: a number is of every
-            stage.
+        reduce_overlaps: reductions overlap with compute, those of one rank one after another. If not, they
+            follow one after another once the rank has done all else (before each U in asynchronous programs).
+        unshard, offload, reload: times of UNSHARD, OFFLOAD and RELOAD. Each overlaps with compute, those of
+            one kind one after another, and what needs it waits.
+        update: time of the optimiser on a stage, which runs once all ranks are done, or at `U` if weights
+            change within the step.
+        pair: None runs overlapped pairs one after the other, and F's result leaves before B begins. With a
+            factor, a pair is one block of `pair` times its F and B, which needs both inputs at its start and
+            has both results at its end.
+        activations: bytes that a stage holds of one microbatch from its F to its B or W; a number applies to
+            every stage.
         kept_for_w: the part of `activations` that is held after I until W.
-        inputs: bytes that a stage holds of a microbatch whose forward is to be repeated (RECOMPUTE): its
-            input.
+        inputs: bytes of the input that a stage holds of a microbatch whose forward is repeated (RECOMPUTE).
 
     Raises:
         StrettoError: a value is negative, not finite or of the wrong shape.
@@ -194,12 +193,12 @@ class Prices:
 
     @cached_property
     def forward(self) -> list[Route | None]:
-        """For each stage, how its input comes; None where it is on the rank already."""
+        """For each stage, the route of its input, or None if it is on the rank already."""
         return [self._route(s - 1, s) if not self.program.is_first(s) else None for s in self._stages]
 
     @cached_property
     def backward(self) -> list[Route | None]:
-        """For each stage, how the gradient of its output comes."""
+        """For each stage, the route of the gradient of its output."""
         return [self._route(s + 1, s) if not self.program.is_last(s) else None for s in self._stages]
 
     def times(self, stage: int) -> dict[ActionKind, float]:

@@ -342,7 +342,7 @@ class Events:
         return now
 
     def _start_beside(self, rank: int, at: int | None, action: Action, now: float) -> float:
-        """Start work on a separate stream; `at` is its place in the order, None where it is not in one.
+        """Start work on a separate stream; `at` is its position in the order, or None if it is not in one.
 
         Returns:
             when the rank goes on.

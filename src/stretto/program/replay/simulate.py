@@ -150,7 +150,7 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
 
 
 def _by_events(code: Code, prices: Prices) -> bool:
-    """Whether the costs need the replay event by event."""
+    """True if the costs need the replay event by event."""
     program, costs = prices.program, prices.costs
     present = {kind for _, kind in code.counts}
     return (

@@ -246,7 +246,7 @@ class _Path:
                 return
 
     def _exposed(self, action: Action) -> bool:
-        """Whether the action is a reduction inside the step that its rank waits for."""
+        """True if the action is a reduction inside the step that its rank waits for."""
         inside = action.kind is ActionKind.REDUCE_GRAD and bool(self.program.versions)
         return inside and not self.timeline.costs.reduce_overlaps
 

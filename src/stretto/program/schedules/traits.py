@@ -14,24 +14,24 @@ _MOST_RANKS = 8  # of a sample
 
 
 def is_searched(name: str) -> bool:
-    """Whether its programs are searched for, for given costs of stages, and none is made without them."""
+    """True if its programs are searched for, for given costs of stages, and none is made without them."""
     return "costs" in entry(name).options
 
 
 def trains(name: str) -> bool:
-    """Whether it has backwards."""
+    """True if it has backwards."""
     program = _sample_of(name)
     return program is None or program.trains
 
 
 def updates_within(name: str) -> bool:
-    """Whether it updates weights in the middle of the step, as asynchronous schedules do."""
+    """True if it updates weights in the middle of the step, as asynchronous schedules do."""
     program = _sample_of(name)
     return program is not None and bool(program.versions)
 
 
 def sweeps(name: str) -> bool:
-    """Whether a rank alone has several stages, and does all of one before it turns to the next: parameters
+    """True if a rank alone has several stages, and does all of one before it turns to the next: parameters
     that are gathered stage by stage are gathered once for all microbatches.
     """
     if is_searched(name):
@@ -45,7 +45,7 @@ def sweeps(name: str) -> bool:
 
 
 def _sample_of(name: str) -> Program | None:
-    """A small program; None: it is searched, or not made for so few ranks."""
+    """A small program, or None if it is searched or not defined for so few ranks."""
     return None if is_searched(name) else _sample(entry(name).build)
 
 

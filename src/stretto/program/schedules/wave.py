@@ -48,7 +48,7 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def _fits(free: list[bool], slot: int, kind: ActionKind) -> bool:
-    """Whether an action may start in that slot of its rank's block."""
+    """True if an action may start in that slot of its rank's block."""
     if kind is ActionKind.B:
         return slot % 2 == 0 and free[slot] and free[slot + 1]
     half_full = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]

@@ -163,7 +163,7 @@ def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) ->
 
 
 def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None], split: bool) -> bool:
-    """Whether the program trains synchronously within the limits."""
+    """True if the program trains synchronously within the limits."""
     if not program.trains or program.versions or program.copies > 1:
         return False
     if any(program.placement.count(rank) not in chunks for rank in range(program.ranks)):
@@ -241,8 +241,8 @@ def search(
         costs: `per_stage` says how many stages there are; without it, `chunks` does.
         memory: the most activations that a rank may hold, in rank units (one microbatch through the rank's
             whole share is 1); one number, or one for each rank with None for no limit.
-        chunks: stages per rank; None: as `per_stage` says, else 1, 2 and 4 are tried.
-        placement: one of `layout.placement.PLACEMENTS`; None: all that have so many chunks.
+        chunks: stages per rank; by default as many as `per_stage` has, else 1, 2 and 4 are tried.
+        placement: one of `layout.placement.PLACEMENTS`; by default all that have that number of chunks.
         split: whether backwards may be split into I and W.
         objective: "barrier", the makespan; "span", the longest time of a rank from its first start to its
             last end, for optimisers that do not wait for all ranks.

@@ -120,7 +120,7 @@ class _Dispatch:
         return best
 
     def _admits(self, rank: int, op: int) -> bool:
-        """Whether the limit allows this forward: whether all microbatches before it can still be finished."""
+        """True if the limit allows this forward: whether all microbatches before it can still be finished."""
         counts = self.counts
         finish = self.problem.release
         limit = self.problem.limits[rank]

@@ -11,7 +11,7 @@ Times = list[list[float]]  # by operation, then by microbatch
 
 
 def replay(problem: SchedulingProblem, orders: Orders) -> Times | None:
-    """When every operation ends for every microbatch; None where the orders deadlock."""
+    """The time at which every operation ends for every microbatch, or None if the orders deadlock."""
     source = problem.source
     delay = problem.delay
     cost = problem.cost

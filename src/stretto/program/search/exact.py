@@ -19,7 +19,7 @@ _NEVER = float("inf")
 class ExactSolution:
     """What came of a search."""
 
-    orders: Orders | None  # better than the given value; None: there are none, or none were found
+    orders: Orders | None  # better than the given value, or None if none were found
     complete: bool  # nothing was left out
 
 
@@ -117,7 +117,7 @@ class _Search:
         return sorted(choice for choice in choices if choice[0] < soonest or choice[2] == soonest_op)
 
     def _admits(self, rank: int, op: int) -> bool:
-        """Whether a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""
+        """True if a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""
         counts, release = self.counts, self.problem.release
         forwards = self.forwards[rank]
         live = sum(counts[forward] - counts[forward + release] for forward in forwards)
@@ -126,7 +126,7 @@ class _Search:
         return self.problem.limits[rank] - live - 1 >= due - (counts[op] == oldest)
 
     def _dominated(self, now: float) -> bool:
-        """Whether a state seen before is as far and later in nothing; if not, note this one."""
+        """True if an earlier state is as far and no later in anything; otherwise record this one."""
         counts = self.counts
         times = [max(clock, now) for clock in self.clocks]
         for op in self.crossing:

@@ -48,7 +48,7 @@ class SchedulingProblem:
 
     @property
     def tight(self) -> bool:
-        """Whether the limits rule anything out."""
+        """True if the limits rule anything out."""
         return min(self.limits) < self.microbatches * self.stages // self.ranks
 
     @cached_property
@@ -107,7 +107,7 @@ class SchedulingProblem:
         return W if self.split else I
 
     def fits(self, orders: Orders) -> bool:
-        """Whether no rank holds more than its limit."""
+        """True if no rank holds more than its limit."""
         return all(self.rank_fits(rank, order) for rank, order in enumerate(orders))
 
     def rank_fits(self, rank: int, order: Sequence[int]) -> bool:

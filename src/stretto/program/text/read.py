@@ -15,7 +15,7 @@ def read_program(path: Path, name: str | None = None) -> Program:
     """The checked program in a file: JSON if it begins with a brace, otherwise CSV.
 
     Args:
-        name: of the program; None: that in the JSON, or the file's.
+        name: the program's name; by default the one in the JSON, or the file's.
 
     Raises:
         StrettoError: the file cannot be read, or holds no program.

@@ -98,8 +98,8 @@ def shorten(program: Program) -> Program:
 
 
 def _period(order: Sequence[Action]) -> tuple[int, int] | None:
-    """Actions of the shortest period in the middle of an order, and microbatches; None: there is none in
-    which of every stage as many microbatches begin as end.
+    """Return the number of actions and of microbatches of the shortest period in the middle of an order, or
+    None if no period begins as many microbatches of each stage as it ends.
     """
     middle = len(order) // 2
     stage, kind, first = order[middle]
