@@ -243,4 +243,4 @@ def test_the_interaction_needs_no_numba(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fresh, "LARGE", 0)
     x, pooled = torch.randn(4, DIM), torch.randn(4, 3, DIM)
     torch.testing.assert_close(fresh.dot_interaction(x, pooled), fresh.pair_products(x, pooled))
-    assert fresh._kernels() is None
+    assert fresh._compile_loops() is None

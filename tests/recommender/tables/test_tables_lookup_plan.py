@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
+from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, split_features
 from stretto.recommender.tables.kernels.cpu import CompiledKernels
 from stretto.recommender.tables.kernels.plain import Kernels
 from stretto.recommender.tables.lookup_plan import LookupPlan, LookupPlanner, plan_pooled, plan_rows
@@ -134,7 +134,7 @@ def test_what_is_smaller_is_asked_for() -> None:
 
 def test_a_batch_by_features() -> None:
     ids = Jagged(torch.arange(7), torch.tensor([[1, 2], [0, 4]]), torch.arange(7.0))
-    first, second = features_of(ids, torch.float64)
+    first, second = split_features(ids, torch.float64)
     assert first.ids.tolist() == [0, 1, 2]
     assert first.offsets.tolist() == [0, 1, 3]
     assert second.offsets.tolist() == [0, 0, 4]

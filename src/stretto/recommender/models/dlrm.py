@@ -36,34 +36,29 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         dy: Tensor = grads[0]
-        x, weight, *rest = ctx.saved_tensors
+        x, weight, *outputs = ctx.saved_tensors
         if ctx.rectified:
-            dy = torch.ops.aten.threshold_backward(dy, rest[0], 0)
+            dy = torch.ops.aten.threshold_backward(dy, outputs[0], 0)
         needs = ctx.needs_input_grad
         dx = input_gradient(dy, weight) if needs[0] else None
-        dw = _weight_gradient(dy, x) if needs[1] else None
+        dw = None
+        if needs[1]:  # dy^T x; for few inputs its transpose is three times as fast in BLAS libraries
+            if x.shape[1] <= _NARROW < dy.shape[1]:
+                dw = product(x.t(), dy.t(), None).t().contiguous()
+            else:
+                dw = add_weight_gradient(None, dy, x, dy.dtype)
         return dx, dw, dy.sum(0) if ctx.biased and needs[2] else None, None
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x; for few inputs computed as its transpose, which is three times as fast in BLAS libraries."""
-    if x.shape[1] <= _NARROW < dy.shape[1]:
-        return product(x.t(), dy.t(), None).t().contiguous()
-    return add_weight_gradient(None, dy, x, dy.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias; x [b, in], weight [out, in]."""
-    return _call(x, weight, bias, False)
+    output: Any = _Linear.apply(x, weight, bias, False)
+    return output
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """max(0, x weight^T + bias); for the backward it saves its output, not the values before the ReLU."""
-    return _call(x, weight, bias, True)
-
-
-def _call(x: Tensor, weight: Tensor, bias: Tensor | None, rectified: bool) -> Tensor:
-    output: Any = _Linear.apply(x, weight, bias, rectified)
+    output: Any = _Linear.apply(x, weight, bias, True)
     return output
 
 
@@ -79,9 +74,9 @@ class Mlp(nn.ModuleList):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, first size] to [b, last size]."""
-        for at, layer in enumerate(self):
+        for index, layer in enumerate(self):
             assert isinstance(layer, nn.Linear)
-            rectified = self.relu_last or at < len(self) - 1
+            rectified = self.relu_last or index < len(self) - 1
             if self.fast:
                 x = (linear_relu if rectified else linear)(x, layer.weight, layer.bias)
             else:
@@ -148,7 +143,7 @@ class DenseNet(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """The whole model, with unsharded tables.
+    """The model with unsharded tables, in plain PyTorch.
 
     Attributes:
         net: the dense layers.
@@ -160,7 +155,22 @@ class Dlrm(nn.Module):
         StrettoError: the tables do not match the shape, or one of them has hash ids.
         """
         super().__init__()
-        _check(shape, tables)
+        if len(tables) != len(shape.tables):
+            raise StrettoError(
+                f"{len(tables)} tables for a recommender with {len(shape.tables)}",
+                hint="one for each feature",
+            )
+        for table in tables:
+            if table.dim != shape.dim:
+                raise StrettoError(
+                    f"table {table.name} is {table.dim} wide, the interaction {shape.dim}",
+                    hint=f"dim {shape.dim}, or a bottom MLP that ends with {table.dim}",
+                )
+            if table.ids == "hash":
+                raise StrettoError(
+                    f"table {table.name} has ids: hash, whose rows come and go while it trains",
+                    hint="ids: modulo or quotient-remainder for the plain model",
+                )
         self.specs, self.stored = tuple(tables), tuple(physical_tables(tables))
         self.net = DenseNet(shape, fast=False)
         self.tables = nn.ParameterList(nn.Parameter(torch.zeros(t.rows, t.dim)) for t in self.stored)
@@ -190,13 +200,13 @@ class Dlrm(nn.Module):
 
 
 def pool(rows: Tensor, lengths: Tensor, weights: Tensor | None, spec: TableSpec) -> Tensor:
-    """The sum of each sample's rows [b, dim], or with `mean` the sum divided by the number of rows. Samples
+    """Pool each sample's rows to [b, dim]: their sum, or with `mean` the sum divided by their number. Samples
     without rows get zeros.
 
     Args:
         rows: [n, dim], sample by sample.
         lengths: [b], number of rows of each sample.
-        weights: [n], per-sample weights, one for each row; None: all 1.
+        weights: [n], per-sample weight of each row; None if all are 1.
     """
     if weights is not None:
         rows = rows * weights.to(rows.dtype).unsqueeze(1)
@@ -205,29 +215,11 @@ def pool(rows: Tensor, lengths: Tensor, weights: Tensor | None, spec: TableSpec)
     return total / lengths.clamp(min=1).unsqueeze(1) if spec.pooling == "mean" else total
 
 
-def _check(shape: DlrmShape, tables: Sequence[TableSpec]) -> None:
-    if len(tables) != len(shape.tables):
-        raise StrettoError(
-            f"{len(tables)} tables for a recommender with {len(shape.tables)}", hint="one for each feature"
-        )
-    for table in tables:
-        if table.dim != shape.dim:
-            raise StrettoError(
-                f"table {table.name} is {table.dim} wide, the interaction {shape.dim}",
-                hint=f"dim {shape.dim}, or a bottom MLP that ends with {table.dim}",
-            )
-        if table.ids == "hash":
-            raise StrettoError(
-                f"table {table.name} has ids: hash, whose rows come and go while it trains",
-                hint="ids: modulo or quotient-remainder for the plain model",
-            )
-
-
 def initial_dense(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of one dense parameter, float32, on the CPU.
+    """Return the initial values of a dense parameter, float32, on the CPU.
 
-    Weights are normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, eq. 12), as in the code
-    of the DLRM paper. That code draws biases too; here they are 0, so that logits begin near 0 for any seed.
+    Weights are normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, eq. 12), as in the DLRM
+    paper's code. Biases are 0 (drawn in that code), so that initial logits are near 0 for any seed.
     """
     if len(shape) == 1:
         return torch.zeros(shape, device="cpu")

@@ -107,7 +107,9 @@ def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
 
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
     """As `pair_products`, with a hand-written backward, and compiled loops if they are faster."""
-    kernels = _kernels() if _large(x, pooled) else None
+    floats = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    large = floats and pooled.numel() * pooled.shape[1] >= LARGE
+    kernels = _compile_loops() if large and torch.get_num_threads() <= THREADS else None
     products: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
     return products
 
@@ -116,14 +118,9 @@ def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
 LARGE, THREADS = 2**22, 4
 
 
-def _large(x: Tensor, pooled: Tensor) -> bool:
-    plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    return plain and pooled.numel() * pooled.shape[1] >= LARGE and torch.get_num_threads() <= THREADS
-
-
 @cache
-def _kernels() -> tuple[Any, Any] | None:
-    """The compiled forward and backward loops; None without numba."""
+def _compile_loops() -> tuple[Any, Any] | None:
+    """Return the compiled forward and backward loops; None without numba."""
     try:
         return jit(_forward_loop), jit(_backward_loop)
     except ImportError:
@@ -157,7 +154,7 @@ class _Dot(torch.autograd.Function):
         vectors = torch.cat([x.unsqueeze(1), pooled], 1)
         ctx.save_for_backward(vectors)
         n, dim = vectors.shape[1:]
-        below, _ = _places(n, x.device)
+        below, _ = _pair_indices(n, x.device)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         out = x.new_empty(len(x), dim + len(below))
         out[:, :dim] = x
@@ -169,7 +166,7 @@ class _Dot(torch.autograd.Function):
         gradient: Tensor = grads[0]
         (vectors,) = ctx.saved_tensors
         n, dim = vectors.shape[1:]
-        _, mirrored = _places(n, gradient.device)
+        _, mirrored = _pair_indices(n, gradient.device)
         # d(u.v)/du = v: a symmetric matrix of pair gradients, zero on the diagonal, times the vectors
         padded = functional.pad(gradient[:, dim:], (0, 1))
         square = padded.index_select(1, mirrored).view(-1, n, n)
@@ -178,11 +175,10 @@ class _Dot(torch.autograd.Function):
 
 
 @cache
-def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Flat indices of the pairs in an n x n matrix; and the index of the pair at each entry of the matrix,
-    with the number of pairs on the diagonal.
-    """
+def _pair_indices(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of the pairs in an n x n matrix, and the index of the pair at each entry of the
+    matrix; the diagonal has the number of pairs."""
     row, column = torch.tril_indices(n, n, -1, device=device)
-    number = torch.full((n, n), len(row), device=device)
-    number[row, column] = number[column, row] = torch.arange(len(row), device=device)
-    return row * n + column, number.flatten()
+    pairs = torch.full((n, n), len(row), device=device)
+    pairs[row, column] = pairs[column, row] = torch.arange(len(row), device=device)
+    return row * n + column, pairs.flatten()

@@ -13,7 +13,7 @@ from stretto.recommender.optim.rules import Adagrad, LazyAdam, RowwiseAdagrad, S
 from stretto.recommender.tables.exchange import exchange
 from stretto.recommender.tables.kernels.cpu import CompiledKernels
 from stretto.recommender.tables.kernels.plain import Grouped, Kernels, bags_of, sum_by_row
-from stretto.recommender.tables.pools import LocalPool, LocalShard, Lookups
+from stretto.recommender.tables.pools import LocalPool, LocalShard, PoolLookups
 from stretto.recommender.tables.shard_map import Pool, ShardMap
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 
@@ -240,10 +240,10 @@ class TableUpdater:
             for lookups, means in zip(columns, self._statistic.means(pools), strict=True):
                 self._update_pool(lookups, lr, means)
 
-    def _needs_row_statistic(self, lookups: Lookups) -> bool:
+    def _needs_row_statistic(self, lookups: PoolLookups) -> bool:
         return lookups.local.pool.column_split and self._statistic is not None
 
-    def _update_pool(self, lookups: Lookups, lr: float, mean_square: Tensor | None = None) -> None:
+    def _update_pool(self, lookups: PoolLookups, lr: float, mean_square: Tensor | None = None) -> None:
         """Update one pool; `mean_square` is over all columns, in the order of rows."""
         slots = lookups.slots
         gradient = lookups.gradient

@@ -1,4 +1,4 @@
-"""The backing store behind a cache: all rows with optimiser states, in host memory or in a mapped file."""
+"""The backing store of a cache: all rows with optimiser states, in host memory or in a mapped file."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ duplicates. May run in several threads at once.
 
 
 def integer_view(tensor: Tensor, integer: type[np.signedinteger[Any]]) -> Array:
-    """Rows of a contiguous tensor on the CPU as integers: [rows, integers], the same memory."""
+    """View rows of a contiguous tensor on the CPU as integers: [rows, integers]."""
     rows = tensor.detach().view(-1).view(torch.uint8)
     return rows.numpy().view(integer).reshape(len(tensor), -1)
 
 
 @cache
 def copy_rows() -> CopyRows:
-    """Compiled by numba if it is installed, otherwise numpy's."""
+    """Return the copy loop compiled by numba if it is installed, otherwise numpy's."""
     return jit(_copy_loop) if has_numba() else copy_in_numpy
 
 
@@ -93,26 +93,26 @@ class HostRows:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
 
     def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
-        """Copies unique rows [n] int64 to rows `to` [n] of tensors on the CPU."""
+        """Copy unique rows [n] int64 to rows `to` [n] of tensors on the CPU."""
         for records, tensor in self._integer_views(into):
             self._copy(tensor, to.numpy(), records, rows.numpy())
 
     def put(self, rows: Tensor, source: Mapping[str, Tensor], source_rows: Tensor) -> None:
-        """Sets unique rows [n] int64 from rows `source_rows` [n] of tensors on the CPU."""
+        """Set unique rows [n] int64 from rows `source_rows` [n] of tensors on the CPU."""
         for records, tensor in self._integer_views(source):
             self._copy(records, rows.numpy(), tensor, source_rows.numpy())
 
     def read(self, start: int, stop: int, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of rows [start, stop)."""
+        """Return copies of rows [start, stop)."""
         return {name: self._view(name, start, stop).clone() for name in names}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        """Sets rows from `start` on."""
+        """Set rows from `start` on."""
         for name, value in values.items():
             self._view(name, start, start + len(value)).copy_(value)
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         self.memory = self.memory[:0]
 
     def _view(self, name: str, start: int, stop: int) -> Tensor:
@@ -122,13 +122,12 @@ class HostRows:
         return values if self.shapes[name] else values[:, 0]
 
     def _integer_views(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Array, Array]]:
-        """For each tensor: its part of the records and the tensor itself, as arrays of the widest integer
-        that divides both.
-        """
+        """Yield each tensor's part of the records and the tensor itself, as arrays of the widest integer that
+        divides both."""
         for name, tensor in tensors.items():
             first, end = self._spans[name]
             sizes = (first, end, self.record)
-            integer = next(each for each in _INTEGERS if not any(size % each().itemsize for size in sizes))
+            integer = next(type_ for type_ in _INTEGERS if not any(size % type_().itemsize for size in sizes))
             size = integer().itemsize
             records = integer_view(self.memory.view(self.rows, self.record), integer)
             yield records[:, first // size : end // size], integer_view(tensor, integer)
@@ -145,11 +144,11 @@ class FileRows(HostRows):
     """All rows of a store in a memory-mapped file of this process. Its disk space is reserved at once, and it
     is removed by `close` or when the process ends.
 
-    The kernel pages rows in on access and writes them back when it likes. Pages are dropped once 256 MiB are
-    resident, so that the file never takes much of the process's memory.
+    The kernel pages rows in on access and writes them back asynchronously. Pages are dropped once 256 MiB are
+    resident, which bounds the process's memory.
 
     Args:
-        folder: a folder on a local disk; this process makes its own folder in it.
+        folder: a folder on a local disk; this process creates its own folder in it.
         rank: rank of this process, for the folder's name.
 
     Raises:
@@ -232,11 +231,11 @@ class FileRows(HostRows):
             self._count_touched((last - first) * (_PAGE + self.record))
 
     def _count_touched(self, size: int, wait: bool = False) -> None:
-        """Counts `size` bytes of the file as touched and drops resident pages when there are too many; dirty
-        pages are kept by the kernel.
+        """Count `size` bytes of the file as touched and drop resident pages if there are too many; the kernel
+        does not drop dirty pages.
 
         Args:
-            wait: flush first, or else a long series of writes would pile up in the page cache.
+            wait: flush first; otherwise a long series of writes would pile up in the page cache.
         """
         now = _resident()
         self._touched += size
@@ -250,7 +249,7 @@ class FileRows(HostRows):
 
 
 def _resident() -> int:
-    """Bytes of files mapped and resident in this process; 0 where the system does not report it."""
+    """Bytes of mapped files resident in this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[2]) * _PAGE
     except OSError:
@@ -258,7 +257,7 @@ def _resident() -> int:
 
 
 def _reserve(file: int, size: int, path: Path) -> None:
-    """Reserves the space: writing to a mapping of a full disk would kill the process (SIGBUS)."""
+    """Reserve the space: writing to a mapping of a full disk would kill the process (SIGBUS)."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)

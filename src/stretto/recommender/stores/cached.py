@@ -1,5 +1,5 @@
-"""Embedding rows in host memory or in a file, with a cache of the popular ones on the device; and which store
-a pool of tables gets.
+"""Embedding caches: rows in host memory or in a file, with the popular ones on the device (as FBGEMM's UVM
+caching); and the choice of a store for a pool of tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stretto.recommender.stores.store import DeviceStore, FetchedRows, RowStore,
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _VICTIM_SHARE = 8  # 1 / 8 of the slots become victims at a time, since choosing them looks at every slot
-_AGING = 10  # counts are halved after so many requests per slot
+_AGING = 10  # requests per slot after which counts are halved
 
 
 class CacheMoves(NamedTuple):
@@ -69,11 +69,11 @@ class Slots:
         return len(self._row)
 
     def begin_batch(self, rows: Integers) -> tuple[Integers, Integers, int]:
-        """Begins a batch of rows [n].
+        """Begin a batch of rows [n].
 
         Returns:
-            slots [n], -1 for a miss; the missed rows, unique and ascending; number of slots that the cache
-            lacks for them.
+            slots [n], -1 for a miss; the missed rows, unique and ascending; the number of slots that the
+            cache lacks for them.
         """
         self.batch += 1
         self.requested += len(rows)
@@ -96,7 +96,7 @@ class Slots:
         return slots, new, len(new) - self._find_victims(len(new))
 
     def assign(self, rows: Integers, slots: Integers, new: Integers) -> CacheMoves:
-        """Assigns slots to the missed rows `new`, and sets those of `rows` in `slots`, in place."""
+        """Assign slots to the missed rows `new`, and set those of `rows` in `slots`, in place."""
         granted, self._victims = self._victims[: len(new)], self._victims[len(new) :]
         old = self._row[granted]
         filled = old >= 0
@@ -110,26 +110,24 @@ class Slots:
         return CacheMoves(old[filled], granted[filled], new, granted)
 
     def release(self, batch: int) -> None:
-        """Lets the rows of a batch be evicted."""
+        """Let the rows of a batch be evicted."""
         del self._in_use[batch]
 
-    def grow(self, more: int) -> None:
-        """Appends `more` slots."""
-        fresh = np.arange(self.slots, self.slots + more, dtype=np.int64)
-        self._row = np.concatenate([self._row, np.full(more, -1)])
-        self._last_batch = np.concatenate([self._last_batch, np.zeros(more, np.int64)])
+    def grow(self, count: int) -> None:
+        """Append `count` slots."""
+        fresh = np.arange(self.slots, self.slots + count, dtype=np.int64)
+        self._row = np.concatenate([self._row, np.full(count, -1)])
+        self._last_batch = np.concatenate([self._last_batch, np.zeros(count, np.int64)])
         self._victims = np.concatenate([self._victims, fresh])
 
     def within(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """The cached ones of rows [start, stop), relative to `start`, and their slots."""
+        """Return the cached rows among [start, stop), relative to `start`, and their slots."""
         slots = self._slot[start:stop]
         cached_rows = np.flatnonzero(slots)
         return cached_rows, slots[cached_rows].astype(np.int64) - 1
 
     def _find_victims(self, wanted: int) -> int:
-        """Chooses at least `wanted` slots to reuse, or all that are free; returns the number found, up to
-        `wanted`.
-        """
+        """Choose at least `wanted` slots to reuse, or all free ones; return their number, up to `wanted`."""
         if not wanted:
             return 0
         # drop those requested since they were chosen
@@ -140,12 +138,12 @@ class Slots:
         for slots in self._in_use.values():
             needed[slots] = True
         free = np.flatnonzero(~needed)
-        many = max(wanted, self.slots // _VICTIM_SHARE)
-        if many < len(free):
+        count = max(wanted, self.slots // _VICTIM_SHARE)
+        if count < len(free):
             rows = self._row[free]
             priority = self._count[rows].astype(np.int64) * (self.batch + 1) + self._last_batch[free]
             priority[rows < 0] = -1
-            free = free[np.argpartition(priority, many)[:many]]
+            free = free[np.argpartition(priority, count)[:count]]
         self._victims, self._victims_batch = free, self.batch
         if self.requested - self._aged_at > _AGING * self.slots:
             self._aged_at = self.requested
@@ -166,7 +164,7 @@ class CachedStore:
     Args:
         backing: all rows.
         device: device of the cache.
-        cache: share of the rows that the cache holds at first, above 0.
+        cache: initial share of the rows in the cache, above 0.
     """
 
     def __init__(self, backing: HostRows, device: torch.device | str, cache: float) -> None:
@@ -186,7 +184,7 @@ class CachedStore:
 
     @property
     def slots(self) -> int:
-        """Rows that the cache holds."""
+        """Capacity of the cache in rows."""
         return self._slots.slots
 
     @property
@@ -279,7 +277,7 @@ class CachedStore:
                 self._side.synchronize()
 
     def _wait(self) -> None:
-        """Waits for all moves, and raises their errors."""
+        """Wait for all moves, and raise their errors."""
         if self._last is not None:
             self._last.result()
 
@@ -316,7 +314,7 @@ def build_store(
     folder: str | Path | None = None,
     rank: int = 0,
 ) -> RowStore:
-    """A store of rows, all zeros.
+    """Create a store of rows, all zeros.
 
     Args:
         place: device memory, host memory, or a file.

@@ -28,9 +28,8 @@ class FetchedRows:
     _copies: Future[None] | None = None
 
     def slots(self) -> Tensor:
-        """[n] int64, the index of each requested row in the store's `weight` and `states`. Waits for the
-        copies and raises their errors.
-        """
+        """Wait for the copies, raise their errors, and return the slot of each requested row: [n] int64,
+        index into the store's `weight` and `states`."""
         if self._copies is not None:
             self._copies.result()
         return self._slots
@@ -54,25 +53,24 @@ class RowStore(Protocol):
         ...
 
     def fetch(self, rows: Tensor) -> FetchedRows:
-        """Starts moving rows [n] (int64, in any order, with duplicates) to slots."""
+        """Start moving rows [n] (int64, in any order, with duplicates) to slots."""
         ...
 
     def release(self, fetched: FetchedRows) -> None:
-        """Ends the use of these rows, which may then be evicted."""
+        """End the use of these rows, which may then be evicted."""
         ...
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Current values of rows [start, stop) on the CPU: all of `tensors`, or only `names`. Possibly views,
-        valid until the next batch. Call it between batches.
-        """
+        """Return current values of rows [start, stop) on the CPU: all of `tensors`, or only `names`. They may
+        be views, valid until the next batch. Call it between batches."""
         ...
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        """Sets rows from `start` on; states without a value are unchanged. Call it between batches."""
+        """Set rows from `start` on; states without a value are unchanged. Call it between batches."""
         ...
 
     def close(self) -> None:
-        """Frees memory, threads and files."""
+        """Free memory, threads and files."""
         ...
 
 
@@ -127,7 +125,7 @@ class GrowingStore(DeviceStore):
         return self.weight.shape[0]
 
     def grow(self, rows: int) -> None:
-        """Grows to at least `rows` rows, the new ones zeros; may replace `weight` and `states`."""
+        """Grow to at least `rows` rows, the new ones zeros; may replace `weight` and `states`."""
         if rows > self.capacity:
             capacity = max(rows, 2 * self.capacity, 1024)
             longer = dict[str, Tensor]()
@@ -139,7 +137,7 @@ class GrowingStore(DeviceStore):
         self.rows = max(self.rows, rows)
 
     def set(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Sets rows [n] to `weight` [n, width] and states by name; states without a value become zeros."""
+        """Set rows [n] to `weight` [n, width] and states by name; states without a value become zeros."""
         self.weight[rows] = values["weight"].to(self.weight)
         for name, state in self.states.items():
             state[rows] = values[name].to(state) if name in values else torch.zeros_like(state[:1])

@@ -1,9 +1,9 @@
 """Exchanges of a batch between the ranks: all-to-alls, and the lookup requests that they carry.
 
 All-to-alls are started and completed separately, so that computation can overlap them. A request has a header
-with the number of bags and rows for each shard, and the length of its bags where that is constant; and a body
-with the varying lengths, and the rows. Each rank sees only the requests addressed to it; nothing is padded.
-Both travel while the previous batch computes.
+with the number of bags and rows for each shard, and the length of its bags if it is constant; and a body with
+the varying lengths, and the rows. Each rank receives only the requests addressed to it; nothing is padded.
+Both are sent while the previous batch computes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stretto.recommender.tables.shard_map import Pool, ShardMap
 
 @dataclass
 class PendingReceive:
-    """An all-to-all that was started.
+    """An all-to-all in flight.
 
     Attributes:
         tensor: [sum of `sizes`], complete after `wait`.
-        sizes: elements from each rank.
+        sizes: number of elements from each rank.
         sent: the send buffer, kept alive until the exchange is complete.
     """
 
@@ -35,26 +35,26 @@ class PendingReceive:
     sent: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Everything that was received, in rank order."""
+        """Wait for and return the received elements of all ranks, in rank order."""
         if self.work is not None:
             self.work.wait()
             self.work = self.sent = None
         return self.tensor
 
     def split(self) -> list[Tensor]:
-        """What was received from each rank."""
+        """Wait for and return the received elements of each rank."""
         return list(self.wait().split(self.sizes))
 
 
 def exchange(
     group: ProcessGroup | None, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
 ) -> PendingReceive:
-    """Starts an all-to-all.
+    """Start an all-to-all.
 
     Args:
-        group: None where there is only this rank.
-        send: flat, what goes to each rank, in rank order.
-        send_sizes, receive_sizes: elements to and from each rank.
+        group: the ranks; None if this is the only one.
+        send: elements for each rank, flat and in rank order.
+        send_sizes, receive_sizes: number of elements to and from each rank.
     """
     if group is None:
         return PendingReceive(send, list(receive_sizes))
@@ -63,8 +63,8 @@ def exchange(
     return PendingReceive(receive, list(receive_sizes), work, send)
 
 
-def concatenated(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Flat tensors concatenated as `dtype`; without any, an empty tensor on `device`."""
+def concatenate(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Concatenate flat tensors as `dtype`; without any, return an empty tensor on `device`."""
     if not pieces:
         return torch.empty(0, dtype=dtype, device=device)
     return pieces[0].to(dtype) if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
@@ -75,12 +75,12 @@ _FIELDS = 3  # of a shard in a header: bags, rows, length of each bag
 
 @dataclass
 class PoolRequest:
-    """What all ranks request of one pool: their bags in rank order, of each rank shard by shard.
+    """The requests of all ranks to one pool: bags in rank order, and within a rank shard by shard.
 
     Attributes:
-        rows: [n] int64, of the pool's store; of a hash table ids.
-        offsets: [bags + 1] int64, where each bag begins.
-        scale: [n], the weight of each row in its sum; None: ones.
+        rows: [n] int64, rows of the pool's store; for a hash table ids.
+        offsets: [bags + 1] int64, start of each bag.
+        scale: [n], per-sample weight of each row in its sum; None if all are 1.
         bags: number of bags of each rank.
     """
 
@@ -94,9 +94,9 @@ class Requests:
     """The requests of one batch: those that this rank sends, and those that it receives.
 
     Args:
-        bags_to: for each rank, the bags requested of its shards, in the order of its route.
-        scaled: whether some bags have a scale; the same on all ranks.
-        layouts: of each pool of this rank, kept from batch to batch.
+        bags_to: for each rank, the bags requested from its shards, in the order of its route.
+        scaled: True if some bags have a scale; the same on all ranks.
+        layouts: layout of each pool of this rank, reused from batch to batch.
     """
 
     def __init__(
@@ -130,102 +130,92 @@ class Requests:
         self._scales: PendingReceive | None = None
 
     def send_rows(self) -> None:
-        """Waits for the headers and sends lengths and rows."""
+        """Wait for the headers and send lengths and rows."""
         if self._body is not None:
             return
         flat = self._header.wait().tolist()
         size = _FIELDS * self._shards
         self._headers = [flat[i * size : (i + 1) * size] for i in range(self._world)]
         pieces, send_sizes = list[Tensor](), list[int]()
-        for bags in self._bags_to:
-            lengths = [each.lengths for each in bags if each.hot == VARYING]
-            rows = [each.ids for each in bags]
+        for shards in self._bags_to:
+            lengths = [bags.lengths for bags in shards if bags.hot == VARYING]
+            rows = [bags.ids for bags in shards]
             pieces += [*lengths, *rows]
             send_sizes.append(sum(map(len, lengths)) + sum(map(len, rows)))
         receive_sizes = [sum(_body_sizes(header)) for header in self._headers]
-        body = concatenated(pieces, self._rows_type, self._device)
+        body = concatenate(pieces, self._rows_type, self._device)
         self._body = exchange(self._group, body, send_sizes, receive_sizes)
         if self._scaled:
-            scales = [_scale(each, self._dtype) for bags in self._bags_to for each in bags]
-            rows_to = [sum(len(each.ids) for each in bags) for bags in self._bags_to]
+            scales = [
+                torch.ones(len(bags.ids), dtype=self._dtype, device=bags.ids.device)
+                if bags.scale is None
+                else bags.scale
+                for shards in self._bags_to
+                for bags in shards
+            ]
+            rows_to = [sum(len(bags.ids) for bags in shards) for shards in self._bags_to]
             rows_from = [sum(header[1::_FIELDS]) for header in self._headers]
-            flat_scales = concatenated(scales, self._dtype, self._device)
+            flat_scales = concatenate(scales, self._dtype, self._device)
             self._scales = exchange(self._group, flat_scales, rows_to, rows_from)
 
     def receive(self) -> list[PoolRequest]:
-        """The requests of each of this rank's pools. Waits for them."""
+        """Wait for and return the requests to each of this rank's pools."""
         self.send_rows()
         assert self._body is not None
         bodies = self._body.split()
         scales = None if self._scales is None else self._scales.split()
         requests, first = list[PoolRequest](), 0
         for pool, layout in zip(self._pools, self._layouts, strict=True):
-            last = first + len(pool.shards)
-            requests.append(
-                self._request_of(
-                    pool=pool, layout=layout, first=first, last=last, bodies=bodies, scales=scales
-                )
-            )
+            last = first + len(pool.shards)  # the pool's shards are [first, last) of this rank's route
+            rows, scale = list[Tensor](), list[Tensor]()
+            for source, (header, body) in enumerate(zip(self._headers, bodies, strict=True)):
+                counts = header[1::_FIELDS]
+                start, size = sum(counts[:first]), sum(counts[first:last])
+                lengths, _ = _body_sizes(header)
+                rows.append(body[lengths + start : lengths + start + size])
+                if scales is not None:
+                    scale.append(scales[source][start : start + size])
+            headers = [header[_FIELDS * first : _FIELDS * last] for header in self._headers]
+            store_rows = concatenate(rows, torch.int64)
+            bases, offsets = layout.update(headers, pool, self._device)
+            if offsets is None:
+                offsets = self._varying_offsets(first, last, bodies)
+            if bases is not None:
+                store_rows = store_rows + bases
+            row_scale = concatenate(scale, self._dtype) if scales is not None else None
+            bags = [sum(header[0::_FIELDS]) for header in headers]
+            requests.append(PoolRequest(store_rows, offsets, row_scale, bags))
             first = last
         return requests
 
-    def _request_of(
-        self,
-        pool: Pool,
-        layout: _BatchLayout,
-        first: int,
-        last: int,
-        bodies: list[Tensor],
-        scales: list[Tensor] | None,
-    ) -> PoolRequest:
-        """The request of the pool whose shards are [first, last) of this rank's route."""
-        rows, scale = list[Tensor](), list[Tensor]()
-        for source, (header, body) in enumerate(zip(self._headers, bodies, strict=True)):
-            counts = header[1::_FIELDS]
-            before, here = sum(counts[:first]), sum(counts[first:last])
-            lengths, _ = _body_sizes(header)
-            rows.append(body[lengths + before : lengths + before + here])
-            if scales is not None:
-                scale.append(scales[source][before : before + here])
-        headers = [header[_FIELDS * first : _FIELDS * last] for header in self._headers]
-        store_rows, bases, offsets = concatenated(rows, torch.int64), *layout.of(headers, pool, self._device)
-        if offsets is None:
-            offsets = self._offsets(first, last, bodies)
-        if bases is not None:
-            store_rows = store_rows + bases
-        bags = [sum(header[0::_FIELDS]) for header in headers]
-        scale_of = concatenated(scale, self._dtype) if scales is not None else None
-        return PoolRequest(store_rows, offsets, scale_of, bags)
-
-    def _offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
-        """Where each bag begins, where some lengths vary."""
+    def _varying_offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
+        """Start of each bag of shards [first, last), if some lengths vary."""
         lengths = list[Tensor]()
         for header, body in zip(self._headers, bodies, strict=True):
-            at = 0
+            position = 0
             for shard in range(last):
                 bags, _, hot = header[_FIELDS * shard : _FIELDS * (shard + 1)]
                 if hot == VARYING:
                     if shard >= first:
-                        lengths.append(body[at : at + bags].long())
-                    at += bags
+                        lengths.append(body[position : position + bags].long())
+                    position += bags
                 elif shard >= first:
                     lengths.append(torch.full((bags,), hot, dtype=torch.int64, device=body.device))
         return torch.nn.functional.pad(torch.cumsum(torch.cat(lengths), 0), (1, 0))
 
 
 class _BatchLayout:
-    """Where the shards and bags of a pool begin in a batch; reused while headers stay the same, as they do
-    where every sample has the same number of ids.
-    """
+    """Positions of the shards and bags of a pool in a batch, reused while headers stay the same (if every
+    sample has the same number of ids)."""
 
     def __init__(self) -> None:
         self._headers: list[list[int]] | None = None
         self._layout: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    def of(
+    def update(
         self, headers: list[list[int]], pool: Pool, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What to add to each row, None for nothing; and the offsets of the bags, None where lengths vary."""
+        """Return the base to add to each row, or None; and the bags' offsets, or None if lengths vary."""
         if headers == self._headers:
             return self._layout
         counts = [n for header in headers for n in header[1::_FIELDS]]
@@ -244,19 +234,13 @@ class _BatchLayout:
 
 
 def batch_layouts(shard_map: ShardMap, rank: int) -> list[_BatchLayout]:
-    """One for each pool of this rank."""
+    """Return a layout for each pool of this rank."""
     return [_BatchLayout() for _ in shard_map.pools[rank]]
 
 
 def _body_sizes(header: list[int]) -> tuple[int, int]:
-    """Lengths and rows in the body that a header announces."""
+    """Return the number of lengths and of rows in the body of a header."""
     varying = sum(
         bags for bags, hot in zip(header[0::_FIELDS], header[2::_FIELDS], strict=True) if hot == VARYING
     )
     return varying, sum(header[1::_FIELDS])
-
-
-def _scale(bags: Bags, dtype: torch.dtype) -> Tensor:
-    if bags.scale is not None:
-        return bags.scale
-    return torch.ones(len(bags.ids), dtype=dtype, device=bags.ids.device)

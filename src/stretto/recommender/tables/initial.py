@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.recommender.tables.kernels.cpu import CompiledKernels, kernels_for
 from stretto.recommender.tables.splitmix import GOLDEN, finalise_, logical_shift, signed
 
-_AT_ONCE = 1 << 18  # elements at a time, to keep temporaries in cache
+_CHUNK = 1 << 18  # elements at a time, to keep temporaries in cache
 
 
 def initial_rows(
@@ -23,13 +23,13 @@ def initial_rows(
     dim: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Initial values of columns [start, stop) of rows: uniform in +-sqrt(1 / rows_of_table), as in DLRM.
+    """Return initial values of columns [start, stop): uniform in +-sqrt(1 / rows_of_table), as in DLRM.
 
     Each value is a hash of (seed, name, row, column) alone, computed in float64 and then cast.
 
     Args:
-        name: of the stored table.
-        rows: [n] int64, rows of the unsharded table; of a hash table ids.
+        name: name of the stored table.
+        rows: [n] int64, rows of the unsharded table; for a hash table ids.
         dim: columns of the unsharded table.
 
     Returns:
@@ -46,11 +46,11 @@ def initial_rows(
     if isinstance(kernels, CompiledKernels) and dtype in (torch.float32, torch.float64):
         kernels.initial(out, rows, columns, key, bound)
         return out
-    each = max(1, _AT_ONCE // max(1, stop - start))
-    for first in range(0, len(rows), each):
-        part = rows[first : first + each]
+    chunk = max(1, _CHUNK // max(1, stop - start))
+    for first in range(0, len(rows), chunk):
+        part = rows[first : first + chunk]
         seeds = finalise_((part + 1).mul_(signed(GOLDEN)).add_(signed(key)))
         bits = finalise_(seeds.unsqueeze(1) ^ columns)
         uniform = logical_shift(bits, 11).to(torch.float64).mul_(2.0**-52).sub_(1.0)
-        out[first : first + each] = uniform.mul_(bound)
+        out[first : first + chunk] = uniform.mul_(bound)
     return out

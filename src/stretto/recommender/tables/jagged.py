@@ -1,4 +1,4 @@
-"""Jagged ids: of a batch by feature, and of one feature as a bag for each sample."""
+"""Jagged ids: of a batch by feature (like TorchRec's KeyedJaggedTensor), of a feature as a bag per sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor
 
 @dataclass
 class Jagged:
-    """The ids of a batch, feature by feature, within a feature sample by sample.
+    """The ids of a batch, feature by feature, and within a feature sample by sample.
 
     Attributes:
         ids: [n] int64, non-negative, all ids of feature 0, then of feature 1, ...
-        lengths: [features, samples] int64, ids of each.
-        weights: [n] the weight of each id in its sum; None: ones.
-        hot: the number of ids per sample of each feature, where it is constant; None where it varies. With
-            it, `lengths` need not be read.
+        lengths: [features, samples] int64, number of ids of each.
+        weights: [n], per-sample weight of each id in its sum; None if all are 1.
+        hot: number of ids per sample of each feature; None if it varies. With it, `lengths` need not be read.
     """
 
     ids: Tensor
@@ -29,11 +28,11 @@ class Jagged:
 
     @classmethod
     def fixed(cls, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Jagged:
-        """From ids [samples, hot] of each feature."""
-        hot = tuple(each.shape[1] for each in ids)
+        """Build from the ids [samples, hot] of each feature."""
+        hot = tuple(feature.shape[1] for feature in ids)
         lengths = torch.tensor(hot).unsqueeze(1).expand(len(hot), ids[0].shape[0])
-        flat = None if weights is None else torch.cat([each.reshape(-1) for each in weights])
-        return cls(torch.cat([each.reshape(-1) for each in ids]), lengths, flat, hot)
+        flat = None if weights is None else torch.cat([feature.reshape(-1) for feature in weights])
+        return cls(torch.cat([feature.reshape(-1) for feature in ids]), lengths, flat, hot)
 
     @property
     def features(self) -> int:
@@ -56,8 +55,8 @@ class Jagged:
         first = 0
         for feature, count in enumerate(self.counts()):
             before = int(self.lengths[feature, :start].sum())
-            here = int(self.lengths[feature, start:stop].sum())
-            span = slice(first + before, first + before + here)
+            size = int(self.lengths[feature, start:stop].sum())
+            span = slice(first + before, first + before + size)
             ids.append(self.ids[span])
             if self.weights is not None:
                 weights.append(self.weights[span])
@@ -79,7 +78,7 @@ class Bags:
         samples: number of bags.
         hot: ids per bag, or VARYING.
         lengths: [samples] int64.
-        scale: [n] the weight of each id in its sum; None: ones.
+        scale: [n], per-sample weight of each id in its sum; None if all are 1.
     """
 
     ids: Tensor
@@ -90,29 +89,29 @@ class Bags:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[samples + 1]: where each bag begins."""
+        """[samples + 1], start of each bag."""
         if self.hot != VARYING:
             return torch.arange(self.samples + 1, device=self.ids.device) * self.hot
         return torch.nn.functional.pad(torch.cumsum(self.lengths, 0), (1, 0))
 
     @property
     def single(self) -> bool:
-        """Whether each bag is a single unscaled row."""
+        """True if each bag is a single unscaled row."""
         return self.hot == 1 and self.scale is None
 
-    def of(self, ids: Tensor) -> Bags:
-        """The same bags with other ids."""
+    def with_ids(self, ids: Tensor) -> Bags:
+        """Return the same bags with other ids."""
         return replace(self, ids=ids)
 
 
-def features_of(ids: Jagged, dtype: torch.dtype) -> list[Bags]:
-    """The bags of each feature; weights in `dtype`."""
+def split_features(ids: Jagged, dtype: torch.dtype) -> list[Bags]:
+    """Return the bags of each feature, with weights in `dtype`."""
     counts = ids.counts()
     weights = [None] * len(counts) if ids.weights is None else ids.weights.to(dtype).split(counts)
     hot = [VARYING] * len(counts) if ids.hot is None else ids.hot
     return [
-        Bags(ids=values, samples=ids.samples, hot=each, lengths=ids.lengths[feature], scale=weight)
-        for feature, (values, each, weight) in enumerate(
+        Bags(ids=values, samples=ids.samples, hot=ids_each, lengths=ids.lengths[feature], scale=weight)
+        for feature, (values, ids_each, weight) in enumerate(
             zip(ids.ids.split(counts), hot, weights, strict=True)
         )
     ]

@@ -1,8 +1,8 @@
 """How the lookups of one table are sent to its shards, and how the replies are combined.
 
-A shard replies to bags of its rows with their sums. A rank requests one of two things: pooled vectors, one
-per sample, of which each row shard returns a partial sum that the requester adds up; or single rows, which
-the requester pools. Single rows are the smaller reply where a sample has few ids, or ids repeat in the batch.
+A shard replies to bags of its rows with their sums. A rank requests either pooled vectors, one per sample, of
+which each row-wise shard returns a partial sum that the requester adds up; or single rows, which it pools
+itself. Single rows are the smaller reply if a sample has few ids, or ids repeat in the batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from stretto.recommender.tables.splitmix import owner
 
 @dataclass(kw_only=True)
 class LookupPlan:
-    """What is requested from the shards of one table for a batch.
+    """The requests to the shards of one table for a batch.
 
     Attributes:
         bags: the table's rows of each sample.
         parts: the bags requested from each shard.
-        by_rows: whether the shards hold different rows; otherwise each is sent the same request (column
-            shards).
-        inverse: with single rows, [n] the position of each id's row in the concatenated replies; None: the
+        by_rows: True if the shards have different rows; otherwise all get the same request (column-wise).
+        inverse: with single rows, [n], the position of each id's row in the concatenated replies; None if the
             replies are pooled vectors.
         unique_rows: with single rows, their number over all shards.
     """
@@ -39,7 +38,7 @@ class LookupPlan:
     unique_rows: int = 0
 
     def gather(self, replies: Sequence[Tensor]) -> Tensor:
-        """Combines the shards' replies: [samples, dim], or [unique_rows, dim] of single rows."""
+        """Combine the shards' replies to [samples, dim], or to single rows [unique_rows, dim]."""
         if len(replies) == 1:
             return replies[0]
         if not self.by_rows:
@@ -52,7 +51,7 @@ class LookupPlan:
         return total
 
     def scatter(self, gradient: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        """The gradient of each shard's reply from that of `gather`'s result."""
+        """Return the gradient of each shard's reply from that of `gather`'s result."""
         if len(self.parts) == 1:
             return [gradient]
         if not self.by_rows:
@@ -62,7 +61,7 @@ class LookupPlan:
         return [gradient] * len(self.parts)
 
     def pool(self, vectors: Tensor, kernels: Kernels) -> Tensor:
-        """Pooled vectors of the samples [samples, dim] from `gather`'s result."""
+        """Return the pooled vectors of the samples [samples, dim] from `gather`'s result."""
         if self.inverse is None:
             return vectors
         if self.bags.single:
@@ -70,7 +69,7 @@ class LookupPlan:
         return kernels.lookup(vectors, self.inverse, self.bags.offsets, self.bags.scale)
 
     def unpool(self, gradient: Tensor, kernels: Kernels) -> Tensor:
-        """The gradient of `gather`'s result from that of the pooled vectors."""
+        """Return the gradient of `gather`'s result from that of the pooled vectors."""
         if self.inverse is None:
             return gradient
         grouped = kernels.group(self.inverse)
@@ -78,7 +77,7 @@ class LookupPlan:
 
 
 def plan_pooled(bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Kernels) -> LookupPlan:
-    """Requests pooled vectors from every shard."""
+    """Request pooled vectors from every shard."""
     if not by_rows:
         return LookupPlan(bags=bags, parts=[bags] * parts, by_rows=False)
     divided = _divide(bags.ids, bags.offsets, parts, hashed, kernels)
@@ -94,7 +93,7 @@ def plan_pooled(bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Ke
 def plan_rows(
     bags: Bags, parts: int, by_rows: bool, deduplicate: bool, kernels: Kernels, hashed: bool = False
 ) -> LookupPlan:
-    """Requests single rows: with `deduplicate` each row once, otherwise one for every id."""
+    """Request single rows: with `deduplicate` each row once, otherwise one for every id."""
     rows, inverse = bags.ids, None
     if deduplicate:
         grouped = kernels.group(rows)
@@ -117,7 +116,7 @@ def plan_rows(
 
 
 def _divide(rows: Tensor, offsets: Tensor, parts: int, hashed: bool, kernels: Kernels) -> Divided:
-    """Lookups by the shard that stores their row, or that owns their id."""
+    """Divide lookups by the shard that stores their row, or that owns their id."""
     if hashed:
         return divide_by(owner(rows, parts), rows, offsets, parts)
     return kernels.divide(rows, offsets, parts)
@@ -128,7 +127,7 @@ def _singles(rows: Tensor) -> Bags:
 
 
 class LookupPlanner:
-    """Chooses between pooled vectors and single rows for each table, whichever reply is smaller.
+    """Chooses the smaller reply for each table: pooled vectors or single rows.
 
     The choice needs the share of unique rows, which is measured on every `MEASURE_EVERY`th batch of a table.
     """
@@ -142,10 +141,10 @@ class LookupPlanner:
     def plan(
         self, table: int, bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Kernels
     ) -> LookupPlan:
-        """The plan for a batch of one table in `parts` shards.
+        """Plan a batch of one table in `parts` shards.
 
-        Counted in whole rows, pooled vectors are one per sample and row shard, single rows one per unique
-        row. Ids of a hash table are never deduplicated, because their owner counts every occurrence.
+        Counted in rows, pooled vectors are one per sample and row-wise shard, single rows one per unique row.
+        Ids of a hash table are never deduplicated, because their owner counts every occurrence.
         """
         lookups = len(bags.ids)
         pooled = bags.samples * (parts if by_rows else 1)

@@ -46,7 +46,7 @@ def _gather(group: ProcessGroup, local: Tensor, counts: list[int]) -> _Gathered:
 
 
 class _SentRows:
-    """All ranks' unique rows, and the summed gradient of each: less to send where lookups share rows."""
+    """All ranks' unique rows, and the summed gradient of each: less to send if lookups share rows."""
 
     def __init__(self, group: ProcessGroup, grouped: Grouped, rows: _Gathered) -> None:
         self.grouped, self.rows = grouped, rows
@@ -54,11 +54,11 @@ class _SentRows:
         self._gradient: _Gathered | None = None
 
     def send(self, gradient: Tensor) -> None:
-        """Sends the gradient [u, dim] of this rank's unique rows."""
+        """Send the gradient [u, dim] of this rank's unique rows."""
         self._gradient = _gather(self._group, gradient, self.rows.counts)
 
     def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Offsets, gradient and scale of bags of one row each."""
+        """Return offsets, gradient and scale of bags of one row each."""
         assert self._gradient is not None
         gradient = self._gradient.wait()
         return torch.arange(len(gradient) + 1, device=gradient.device), gradient, None
@@ -66,7 +66,7 @@ class _SentRows:
 
 @dataclass(kw_only=True)
 class _SentBags:
-    """All ranks' lookups, and the gradient of each bag's sum: less to send where bags have many rows."""
+    """All ranks' lookups, and the gradient of each bag's sum: less to send if bags have many rows."""
 
     group: ProcessGroup
     rows: _Gathered
@@ -75,11 +75,11 @@ class _SentBags:
     gradient: _Gathered | None = None
 
     def send(self, gradient: Tensor) -> None:
-        """Sends the gradient [bags, dim] of this rank's sums."""
+        """Send the gradient [bags, dim] of this rank's sums."""
         self.gradient = _gather(self.group, gradient, self.lengths.counts)
 
     def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Offsets, gradient and scale of all ranks' bags."""
+        """Return offsets, gradient and scale of all ranks' bags."""
         assert self.gradient is not None
         scale = None if self.scale is None else self.scale.wait()
         return _offsets_of(self.lengths.wait()), self.gradient.wait(), scale
@@ -93,9 +93,9 @@ class ReplicatedLookups:
     """The lookups of a batch in one replicated pool, and the update that all ranks apply to it.
 
     Args:
-        bags: of each of the pool's shards, rows of its table.
-        group: of all ranks; None: there is only this one.
-        train: whether an update will follow.
+        bags: bags of rows for each of the pool's shards.
+        group: all ranks; None if this is the only one.
+        train: True if an update will follow.
         wire: dtype in which gradients are sent, and applied on this rank too.
     """
 
@@ -112,10 +112,20 @@ class ReplicatedLookups:
         self._group = group
         self._wire = wire
         bases = local.pool.bases
-        self._rows = torch.cat([each.ids + base for each, base in zip(bags, bases, strict=True)])
-        self._lengths = torch.cat([torch.diff(each.offsets) for each in bags])
+        self._rows = torch.cat([shard.ids + base for shard, base in zip(bags, bases, strict=True)])
+        self._lengths = torch.cat([torch.diff(shard.offsets) for shard in bags])
         self._offsets = _offsets_of(self._lengths)
-        self._scale = _scales(bags)
+        self._scale: Tensor | None = None
+        if scales := [shard.scale for shard in bags if shard.scale is not None]:
+            dtype = scales[0].dtype
+            self._scale = torch.cat(
+                [
+                    torch.ones(len(shard.ids), dtype=dtype, device=shard.ids.device)
+                    if shard.scale is None
+                    else shard.scale
+                    for shard in bags
+                ]
+            )
         self._grouped: Grouped | None = None
         self._counts: Tensor | None = None
         self._counting: Work | None = None
@@ -126,13 +136,13 @@ class ReplicatedLookups:
         if train:
             self._grouped = local.kernels.group(self._rows)
             if group is not None:
-                mine = [len(self._grouped.rows), len(self._rows), len(self._lengths), self._scale is not None]
-                counts = torch.tensor(mine, device=self._rows.device)
+                sizes = [len(self._grouped.rows), len(self._rows), len(self._lengths)]
+                counts = torch.tensor([*sizes, self._scale is not None], device=self._rows.device)
                 self._counts = counts.new_empty(group.size() * len(counts))
                 self._counting = start_gather_into(self._counts, counts, group)
 
     def send_rows(self) -> None:
-        """Sends the rows of this rank, once all ranks know how many each has."""
+        """Send the rows of this rank, once all ranks know the number of each other's rows."""
         if self._counting is None or self._sent is not None:
             return
         assert self._group is not None
@@ -157,36 +167,35 @@ class ReplicatedLookups:
             self._sent = _SentRows(self._group, self._grouped, rows)
 
     def fetch(self) -> None:
-        """Starts fetching all rows that are looked up here, or updated for another rank."""
+        """Start fetching all rows that this rank looks up, or updates for another rank."""
         self.send_rows()
         rows = self._rows if self._sent is None else torch.cat([self._rows, self._sent.rows.wait()])
         self._fetched = self.local.store.fetch(rows)
 
     def sums(self) -> list[Tensor]:
-        """The pooled vectors [samples, dim] of each shard. Waits for the rows."""
+        """Wait for the rows and return the pooled vectors [samples, dim] of each shard."""
         assert self._fetched is not None
         self._slots = self._fetched.slots()
         slots = self._slots[: len(self._rows)]
         sums = self.local.kernels.lookup(
             self.local.store.weight, slots, self._offsets, self._scale, self.local.dtype
         )
-        return list(sums.split([each.samples for each in self.bags]))
+        return list(sums.split([shard.samples for shard in self.bags]))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
-        """Takes the gradient [samples, dim] of each shard's sums and sends what other ranks need of it."""
+        """Send the gradient [samples, dim] of each shard's sums, as far as other ranks need it."""
         pooled = torch.cat(list(gradients))
         if isinstance(self._sent, _SentRows):
-            of_rows = self.local.kernels.segment_sum(pooled, self._offsets, self._sent.grouped, self._scale)
-            self._sent.send(of_rows.to(self._wire))
+            by_row = self.local.kernels.segment_sum(pooled, self._offsets, self._sent.grouped, self._scale)
+            self._sent.send(by_row.to(self._wire))
         elif self._sent is not None:
             self._sent.send(pooled.to(self._wire))
         else:
             self._gradient = pooled
 
     def receive_update(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The update of all ranks, as `optim.updater.update_rows` takes it: slots [n], offsets [bags + 1],
-        gradient [bags, dim] and scale [n]. Waits for the gradients.
-        """
+        """Wait for the gradients and return the update of all ranks, as arguments of
+        `optim.updater.update_rows`: slots [n], offsets [bags + 1], gradient [bags, dim] and scale [n]."""
         assert self._slots is not None
         if self._sent is None:
             assert self._gradient is not None
@@ -195,25 +204,15 @@ class ReplicatedLookups:
         return self._slots[len(self._rows) :], offsets, gradient.to(self.local.dtype), scale
 
     def rows_of(self, grouped: Grouped) -> Tensor:
-        """The store's row of each group of `receive_update`'s slots."""
+        """Return the store's row of each group of `receive_update`'s slots."""
         rows = self._rows if self._sent is None else self._sent.rows.wait()
         return rows[grouped.first()]
 
     def release(self) -> None:
-        """Lets the store evict the rows."""
+        """Let the store evict the rows."""
         if self._fetched is not None:
             self._fetched.slots()
             self.local.store.release(self._fetched)
 
 
 _NUMBER = 8  # bytes of a row, of a length, and at most of a scale
-
-
-def _scales(bags: Sequence[Bags]) -> Tensor | None:
-    scales = [each.scale for each in bags if each.scale is not None]
-    if not scales:
-        return None
-    ones = [torch.ones(len(each.ids), dtype=scales[0].dtype, device=each.ids.device) for each in bags]
-    return torch.cat(
-        [one if each.scale is None else each.scale for each, one in zip(bags, ones, strict=True)]
-    )

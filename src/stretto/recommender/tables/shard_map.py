@@ -1,4 +1,4 @@
-"""Which shards each rank stores, and the order of shards in every exchange; the same on all ranks."""
+"""The shards that each rank stores, and the order of shards in every exchange; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stretto.recommender.placement import Placements, TableShard, TableSpec, sha
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Shards of one width that a rank keeps in one store, one range of rows after another.
+    """Shards of one width that a rank stores together, one range of rows after another.
 
-    column_split: they are column shards, whose per-row statistics involve several ranks.
-    replicated: they are copies, which every rank has.
-    hashed: the shard of one hash table, whose store grows.
+    column_split: True for column-wise shards, whose per-row statistics involve several ranks.
+    replicated: True for copies, which every rank has.
+    hashed: True for the shard of a hash table, whose store grows.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Pool:
 
     @property
     def bases(self) -> list[int]:
-        """The row of the store at which each shard begins."""
+        """First row of each shard in the store."""
         return [0, *accumulate(shard.rows for shard in self.shards)][:-1]
 
 
@@ -43,11 +43,11 @@ class Pool:
 class ShardMap:
     """The shards of all tables of a job.
 
-    pools: of each rank, the pools that all ranks send requests to.
-    replicated: of each rank, its copies of tables.
-    routes: of each rank, its shards in the order in which requests and replies list them: pool by pool.
-    parts: of each table, its shards; of a replicated table none.
-    by_rows: of each table, whether its rows are split over several shards.
+    pools: for each rank, the pools to which all ranks send requests.
+    replicated: for each rank, its pools of replicated tables.
+    routes: for each rank, its shards in the order of requests and replies: pool by pool.
+    parts: for each table, its shards; none if it is replicated.
+    by_rows: for each table, True if its rows are split over several shards.
     """
 
     tables: tuple[TableSpec, ...]
@@ -60,51 +60,52 @@ class ShardMap:
 
     @property
     def needs_int64(self) -> bool:
-        """Whether the row numbers of requests exceed 32 bits."""
+        """True if the row numbers of requests exceed 32 bits."""
         largest = max((shard.rows for route in self.routes for shard in route), default=0)
         return largest >= 2**31 or any(table.ids == "hash" for table in self.tables)
 
 
 def map_shards(tables: Sequence[TableSpec], placements: Placements, world: int) -> ShardMap:
-    """The shards of stored tables (`physical_tables`) on `world` ranks.
+    """Map stored tables (`physical_tables`) to shards on `world` ranks.
 
     Raises:
         StrettoError: a placement does not fit its table or the ranks.
     """
     shards = shards_of(tables, placements, world)
     splits = [placements[table.name].split for table in tables]
-    grouped: list[dict[object, list[TableShard]]] = [{} for _ in range(world)]
+    grouped: list[dict[tuple[object, ...], list[TableShard]]] = [{} for _ in range(world)]
     for shard in shards:
         split, table = splits[shard.table], tables[shard.table]
         hashed = table.name if table.ids == "hash" else ""
         column_split = split == "column" and shard.width < table.dim
-        key = (split == "data", shard.width, shard.place, shard.cache, column_split, hashed)
+        key = (split == "data", column_split, hashed, shard.width, shard.place, shard.cache)
         grouped[shard.rank].setdefault(key, []).append(shard)
-    pools = [[_pool(key, of_key) for key, of_key in of_rank.items()] for of_rank in grouped]
-    sharded = tuple(tuple(pool for pool in of_rank if not pool.replicated) for of_rank in pools)
+    pools = [
+        [
+            Pool(
+                rank=rank,
+                shards=tuple(pool_shards),
+                replicated=bool(key[0]),
+                column_split=bool(key[1]),
+                hashed=bool(key[2]),
+            )
+            for key, pool_shards in groups.items()
+        ]
+        for rank, groups in enumerate(grouped)
+    ]
+    sharded = tuple(tuple(pool for pool in rank_pools if not pool.replicated) for rank_pools in pools)
     parts = tuple(
-        () if split == "data" else tuple(shard for shard in shards if shard.table == number)
-        for number, split in enumerate(splits)
+        () if split == "data" else tuple(shard for shard in shards if shard.table == table)
+        for table, split in enumerate(splits)
     )
     return ShardMap(
         tables=tuple(tables),
         world=world,
         pools=sharded,
-        replicated=tuple(tuple(pool for pool in of_rank if pool.replicated) for of_rank in pools),
-        routes=tuple(tuple(shard for pool in of_rank for shard in pool.shards) for of_rank in sharded),
+        replicated=tuple(tuple(pool for pool in rank_pools if pool.replicated) for rank_pools in pools),
+        routes=tuple(tuple(shard for pool in rank_pools for shard in pool.shards) for rank_pools in sharded),
         parts=parts,
         by_rows=tuple(
-            split == "row" and len(of_table) > 1 for split, of_table in zip(splits, parts, strict=True)
+            split == "row" and len(shards) > 1 for split, shards in zip(splits, parts, strict=True)
         ),
-    )
-
-
-def _pool(key: object, shards: Sequence[TableShard]) -> Pool:
-    assert isinstance(key, tuple)
-    return Pool(
-        rank=shards[0].rank,
-        shards=tuple(shards),
-        column_split=bool(key[4]),
-        replicated=bool(key[0]),
-        hashed=bool(key[5]),
     )

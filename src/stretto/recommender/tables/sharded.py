@@ -13,31 +13,31 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Placements, TableSpec, divisor_of, physical_tables
 from stretto.recommender.stores.cached import build_store
-from stretto.recommender.stores.store import GrowingStore, RowStore, StateSpec
+from stretto.recommender.stores.store import GrowingStore, StateSpec
 from stretto.recommender.tables.exchange import (
     PendingReceive,
     Requests,
     batch_layouts,
-    concatenated,
+    concatenate,
     exchange,
 )
 from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.initial import initial_rows
-from stretto.recommender.tables.jagged import Bags, Jagged, features_of
+from stretto.recommender.tables.jagged import Bags, Jagged, split_features
 from stretto.recommender.tables.kernels.plain import Kernels
 from stretto.recommender.tables.lookup_plan import LookupPlan, LookupPlanner, plan_pooled, plan_rows
-from stretto.recommender.tables.pools import LocalPool, LocalShard, Lookups
+from stretto.recommender.tables.pools import LocalPool, LocalShard, PoolLookups
 from stretto.recommender.tables.replicated import ReplicatedLookups
 from stretto.recommender.tables.shard_map import Pool, map_shards
 
 
 @dataclass
 class _Feature:
-    """A feature's bags of ids, and the stored tables that they are looked up in: one, or the quotient's and
-    the remainder's.
+    """A feature's bags of ids, and the stored tables of its lookups: one, or the quotient and the remainder
+    table.
 
-    `vectors`: of quotient and remainder, the row of each id [n, dim] in both tables.
+    `vectors`: for quotient and remainder, the row of each id [n, dim] in both tables.
     """
 
     bags: Bags
@@ -52,9 +52,9 @@ class TableBatch:
     update by `lookups` and `replicated`, and `release`.
 
     Args:
-        ids: of this rank's samples.
-        train: whether an update will follow; otherwise hash tables count no ids.
-        step: updates before this batch, by which hash tables tell the age of ids.
+        ids: ids of this rank's samples.
+        train: True if an update will follow; otherwise hash tables count no ids.
+        step: number of updates before this batch, the clock by which hash tables age ids.
     """
 
     def __init__(self, tables: ShardedTables, ids: Jagged, train: bool, step: int) -> None:
@@ -62,10 +62,24 @@ class TableBatch:
         self.train = train
         self.step = step
         self.samples = ids.samples
-        self.lookups = list[Lookups]()
+        self.lookups = list[PoolLookups]()
         self._features = list[_Feature]()
         self._plans: list[LookupPlan | None] = [None] * len(tables.shard_map.tables)
-        self._plan_all(ids)
+        stored = 0
+        for spec, bags in zip(tables.features, split_features(ids, tables.dtype), strict=True):
+            mean = None
+            if spec.pooling == "mean" and bags.hot != 1:
+                mean = (1.0 / bags.lengths.clamp(min=1).to(tables.dtype)).unsqueeze(1)
+            if spec.ids == "quotient-remainder":
+                self._features.append(_Feature(bags, (stored, stored + 1), mean))
+                for rows in quotient.rows_of(bags.ids, spec.rows, divisor_of(spec)):
+                    self._plan(stored, bags.with_ids(rows), single=True)
+                    stored += 1
+            else:
+                self._features.append(_Feature(bags, (stored,), mean))
+                rows = bags if spec.ids == "hash" else bags.with_ids(bags.ids % spec.rows)
+                self._plan(stored, rows, single=False)
+                stored += 1
         shard_map = tables.shard_map
         bags_to = [
             [self._plan_of(shard.table).parts[shard.part] for shard in route] for route in shard_map.routes
@@ -95,28 +109,9 @@ class TableBatch:
         self._gradients: PendingReceive | None = None
         self._fetched = False
 
-    def _plan_all(self, ids: Jagged) -> None:
-        """Maps ids to rows and plans the lookups of every table."""
-        stored = 0
-        for spec, bags in zip(self.tables.features, features_of(ids, self.tables.dtype), strict=True):
-            mean = None
-            if spec.pooling == "mean" and bags.hot != 1:
-                mean = (1.0 / bags.lengths.clamp(min=1).to(self.tables.dtype)).unsqueeze(1)
-            if spec.ids == "quotient-remainder":
-                self._features.append(_Feature(bags, (stored, stored + 1), mean))
-                parts = quotient.rows_of(bags.ids, spec.rows, divisor_of(spec))
-                for number, rows in enumerate(parts):
-                    self._plan(stored + number, bags.of(rows), single=True)
-            else:
-                self._features.append(_Feature(bags, (stored,), mean))
-                rows = bags if spec.ids == "hash" else bags.of(bags.ids % spec.rows)
-                self._plan(stored, rows, single=False)
-            stored += len(self._features[-1].tables)
-
     def _plan(self, table: int, bags: Bags, single: bool) -> None:
-        """Plans the lookups of one table; of a replicated one, those on this rank's copy. With `single`, rows
-        are needed one by one, because they are multiplied before they are summed.
-        """
+        """Plan the lookups of one table; for a replicated table, those on this rank's copy. With `single`,
+        rows are needed one by one, because they are multiplied before they are summed."""
         tables = self.tables
         parts, by_rows = len(tables.shard_map.parts[table]), tables.shard_map.by_rows[table]
         hashed = tables.shard_map.tables[table].ids == "hash"
@@ -136,49 +131,48 @@ class TableBatch:
         return plan
 
     def send_rows(self) -> None:
-        """Sends the requested rows, once their numbers are known."""
+        """Send the requested rows, once the sizes of all requests are known."""
         self._requests.send_rows()
         for lookups in self.replicated:
             lookups.send_rows()
 
     def fetch(self) -> None:
-        """Receives the requests of this rank's shards and starts fetching their rows. Hash tables assign rows
-        to new ids here, so it must come after the update of the previous batch.
-        """
+        """Receive the requests to this rank's shards and start fetching their rows. Hash tables assign rows
+        to new ids in this call, so it must come after the update of the previous batch."""
         if self._fetched:
             return
         self._fetched = True
         for local, request in zip(self.tables.pools, self._requests.receive(), strict=True):
             by_rows = request if local.ids is None else local.admit(request, self.step, self.train)
-            self.lookups.append(Lookups.start(local, by_rows))
+            self.lookups.append(PoolLookups.start(local, by_rows))
         for lookups in self.replicated:
             lookups.fetch()
 
     def answer(self) -> None:
-        """Pools the rows requested of this rank and sends the sums."""
+        """Pool the rows requested from this rank and send the sums."""
         sums = [lookups.sums() for lookups in self.lookups]
-        bags_of = [lookups.request.bags for lookups in self.lookups]
+        bags_by_pool = [lookups.request.bags for lookups in self.lookups]
         widths = [lookups.local.pool.width for lookups in self.lookups]
         world, wire = self.tables.shard_map.world, self.tables.wire
         pieces = list[Tensor]()
         if len(sums) == 1:
             pieces = [sums[0].flatten()]
         else:
-            split = [sum_.split(bags) for sum_, bags in zip(sums, bags_of, strict=True)]
-            pieces = [sum_[source].flatten() for source in range(world) for sum_ in split]
+            split = [pool_sums.split(bags) for pool_sums, bags in zip(sums, bags_by_pool, strict=True)]
+            pieces = [pool_sums[source].flatten() for source in range(world) for pool_sums in split]
         self._reply_sizes = [
-            sum(bags[source] * width for bags, width in zip(bags_of, widths, strict=True))
+            sum(bags[source] * width for bags, width in zip(bags_by_pool, widths, strict=True))
             for source in range(world)
         ]
         self._vector_sizes = [
             sum(bags * shard.width for bags, shard in zip(bags_to, route, strict=True))
             for bags_to, route in zip(self._bags_to, self.tables.shard_map.routes, strict=True)
         ]
-        send = concatenated(pieces, wire, self.tables.device)
+        send = concatenate(pieces, wire, self.tables.device)
         self._replies = exchange(self.tables.vectors, send, self._reply_sizes, self._vector_sizes)
 
     def vectors(self) -> Tensor:
-        """The pooled vectors [samples, features, dim]. Waits for the replies."""
+        """Wait for the replies and return the pooled vectors [samples, features, dim]."""
         tables = self.tables
         replicated = {
             shard.table: sums
@@ -186,76 +180,79 @@ class TableBatch:
             for shard, sums in zip(lookups.local.pool.shards, lookups.sums(), strict=True)
         }
         assert self._replies is not None
-        blocks = self._blocks(self._replies.wait().to(tables.dtype))
+        flat = self._replies.wait().to(tables.dtype)
         self._replies = None
-        view = self._as_view(blocks)
-        if view is not None:
-            return view
+        # the reply of each shard of each table, from the concatenated replies of all ranks
+        replies: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in tables.shard_map.parts]
+        position = 0
+        for bags_to, route in zip(self._bags_to, tables.shard_map.routes, strict=True):
+            for bags, shard in zip(bags_to, route, strict=True):
+                size = bags * shard.width
+                block = flat[position : position + size].view(bags, shard.width)
+                replies[shard.table][shard.part] = block
+                position += size
+        if self._is_one_block(replies):
+            first = replies[0][0]
+            strides = (first.numel(), tables.dim, 1)
+            return first.as_strided((len(replies), self.samples, tables.dim), strides).transpose(0, 1)
         pooled = torch.empty(
             self.samples, len(self._features), tables.dim, dtype=tables.dtype, device=tables.device
         )
-        for number, feature in enumerate(self._features):
-            parts = [
+        for index, feature in enumerate(self._features):
+            gathered = [
                 replicated[table].to(tables.dtype)
                 if table in replicated
-                else self._plan_of(table).gather(blocks[table])
+                else self._plan_of(table).gather(replies[table])
                 for table in feature.tables
             ]
-            sums = self._sums(feature, parts)
-            pooled[:, number] = sums if feature.mean is None else sums * feature.mean
+            if len(gathered) == 1:
+                sums = self._plan_of(feature.tables[0]).pool(gathered[0], tables.kernels)
+            else:
+                rows_by_id = list[Tensor]()
+                for table, rows in zip(feature.tables, gathered, strict=True):
+                    inverse = self._plan_of(table).inverse
+                    assert inverse is not None
+                    rows_by_id.append(rows.index_select(0, inverse))
+                feature.vectors = (rows_by_id[0], rows_by_id[1])
+                product = quotient.combine(*feature.vectors)
+                all_rows = torch.arange(len(product), device=product.device)
+                sums = tables.kernels.lookup(product, all_rows, feature.bags.offsets, feature.bags.scale)
+            pooled[:, index] = sums if feature.mean is None else sums * feature.mean
         return pooled
 
-    def _blocks(self, flat: Tensor) -> list[list[Tensor]]:
-        """The reply of each shard of each table, from the concatenated replies of all ranks."""
-        blocks: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in self.tables.shard_map.parts]
-        at = 0
-        for bags_to, route in zip(self._bags_to, self.tables.shard_map.routes, strict=True):
-            for bags, shard in zip(bags_to, route, strict=True):
-                size = bags * shard.width
-                blocks[shard.table][shard.part] = flat[at : at + size].view(bags, shard.width)
-                at += size
-        return blocks
-
-    def _as_view(self, blocks: list[list[Tensor]]) -> Tensor | None:
-        """The replies without a copy, where one process has every table whole in one store."""
-        tables = self.tables
-        if (
-            tables.shard_map.world > 1
-            or len(tables.pools) != 1
-            or self.replicated
-            or any(len(block) != 1 for block in blocks)
-        ):
-            return None
-        if any(len(feature.tables) > 1 or feature.mean is not None for feature in self._features):
-            return None
-        first = blocks[0][0]
-        whole = first.as_strided((len(blocks), self.samples, tables.dim), (first.numel(), tables.dim, 1))
-        return whole.transpose(0, 1)
-
-    def _sums(self, feature: _Feature, parts: list[Tensor]) -> Tensor:
-        """The feature's sums [samples, dim] from what was gathered of its tables."""
-        kernels = self.tables.kernels
-        if len(parts) == 1:
-            return self._plan_of(feature.tables[0]).pool(parts[0], kernels)
-        pair = tuple(
-            _row_of_each_id(self._plan_of(table), part)
-            for table, part in zip(feature.tables, parts, strict=True)
+    def _is_one_block(self, replies: list[list[Tensor]]) -> bool:
+        """True if one process has every table unsplit in one store: the replies are the result, uncopied."""
+        return (
+            self.tables.shard_map.world == 1
+            and len(self.tables.pools) == 1
+            and not self.replicated
+            and all(len(parts) == 1 for parts in replies)
+            and all(len(feature.tables) == 1 and feature.mean is None for feature in self._features)
         )
-        feature.vectors = (pair[0], pair[1])
-        product = quotient.combine(*feature.vectors)
-        every_row = torch.arange(len(product), device=product.device)
-        return kernels.lookup(product, every_row, feature.bags.offsets, feature.bags.scale)
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """Sends the gradient of `vectors` to the owners of the rows."""
+        """Send the gradient of `vectors` to the owners of the rows."""
         tables = self.tables
         outgoing: list[list[Tensor]] = [[] for _ in tables.shard_map.tables]
-        whole = dict[int, Tensor]()
-        for number, feature in enumerate(self._features):
-            of_sums = gradient[:, number]
+        table_gradients = dict[int, Tensor]()  # gradients of the results of `gather`
+        for index, feature in enumerate(self._features):
+            of_sums = gradient[:, index]
             of_sums = of_sums if feature.mean is None else of_sums * feature.mean
-            for table, part in zip(feature.tables, self._gathered_gradients(feature, of_sums), strict=True):
-                whole[table] = part
+            gathered = list[Tensor]()
+            if feature.vectors is None:
+                gathered.append(self._plan_of(feature.tables[0]).unpool(of_sums, tables.kernels))
+            else:
+                bags = torch.repeat_interleave(torch.diff(feature.bags.offsets))
+                of_products = of_sums.index_select(0, bags)
+                if feature.bags.scale is not None:
+                    of_products = of_products * feature.bags.scale.unsqueeze(1)
+                pair = quotient.combine_backward(of_products, *feature.vectors)
+                for table, part in zip(feature.tables, pair, strict=True):
+                    inverse = self._plan_of(table).inverse
+                    assert inverse is not None
+                    gathered.append(torch.empty_like(part).index_copy_(0, inverse, part))
+            for table, part in zip(feature.tables, gathered, strict=True):
+                table_gradients[table] = part
                 if parts := tables.shard_map.parts[table]:
                     outgoing[table] = self._plan_of(table).scatter(part, [shard.width for shard in parts])
         pieces = [
@@ -263,45 +260,28 @@ class TableBatch:
             for route in tables.shard_map.routes
             for shard in route
         ]
-        send = concatenated(pieces, tables.wire, tables.device)
+        send = concatenate(pieces, tables.wire, tables.device)
         self._gradients = exchange(tables.vectors, send, self._vector_sizes, self._reply_sizes)
         for lookups in self.replicated:
-            lookups.send_gradient([whole[shard.table] for shard in lookups.local.pool.shards])
-
-    def _gathered_gradients(self, feature: _Feature, gradient: Tensor) -> list[Tensor]:
-        """The gradient of what was gathered of each of the feature's tables, from that of its sums."""
-        kernels = self.tables.kernels
-        if feature.vectors is None:
-            return [self._plan_of(feature.tables[0]).unpool(gradient, kernels)]
-        bags = torch.repeat_interleave(torch.diff(feature.bags.offsets))
-        of_products = gradient.index_select(0, bags)
-        if feature.bags.scale is not None:
-            of_products = of_products * feature.bags.scale.unsqueeze(1)
-        parts = list[Tensor]()
-        pair = quotient.combine_backward(of_products, *feature.vectors)
-        for table, part in zip(feature.tables, pair, strict=True):
-            inverse = self._plan_of(table).inverse
-            assert inverse is not None
-            parts.append(torch.empty_like(part).index_copy_(0, inverse, part))
-        return parts
+            lookups.send_gradient([table_gradients[shard.table] for shard in lookups.local.pool.shards])
 
     def receive_gradient(self) -> None:
-        """Waits for the gradients of what this rank answered, and sets them in `lookups`."""
+        """Wait for the gradients of this rank's answers, and set them in `lookups`."""
         assert self._gradients is not None
         flat, world = self._gradients.wait(), self.tables.shard_map.world
         self._gradients = None
         pieces: list[list[Tensor]] = [[] for _ in self.lookups]
-        at = 0
+        start = 0
         for source in range(world):
-            for number, lookups in enumerate(self.lookups):
+            for pool, lookups in enumerate(self.lookups):
                 bags, width = lookups.request.bags[source], lookups.local.pool.width
-                pieces[number].append(flat[at : at + bags * width].view(bags, width))
-                at += bags * width
+                pieces[pool].append(flat[start : start + bags * width].view(bags, width))
+                start += bags * width
         for lookups, piece in zip(self.lookups, pieces, strict=True):
             lookups.gradient = (piece[0] if len(piece) == 1 else torch.cat(piece)).to(self.tables.dtype)
 
     def drop(self) -> None:
-        """Abandons a batch that was begun; completes its exchanges, since the other ranks wait for them."""
+        """Abandon a batch; completes its exchanges, since the other ranks wait for them."""
         self.send_rows()
         if self._fetched or not self.tables.hashed:
             self.fetch()
@@ -310,20 +290,14 @@ class TableBatch:
             self._requests.receive()
 
     def refuse(self) -> None:
-        """Completes, without an update, what replicated tables have sent of their gradients."""
+        """Complete the gradient exchanges of replicated tables without an update."""
         for lookups in self.replicated:
             lookups.receive_update()
 
     def release(self) -> None:
-        """Lets the stores evict the rows."""
+        """Let the stores evict the rows."""
         for lookups in (*self.lookups, *self.replicated):
             lookups.release()
-
-
-def _row_of_each_id(plan: LookupPlan, gathered: Tensor) -> Tensor:
-    """[n, dim]."""
-    assert plan.inverse is not None
-    return gathered.index_select(0, plan.inverse)
 
 
 Encode = Callable[[Tensor], dict[str, Tensor]]
@@ -335,16 +309,16 @@ class ShardedTables:
 
     Args:
         features: one table for each categorical feature, all of one dim.
-        placements: of each stored table (`physical_tables`).
-        requests, vectors: process groups of all ranks, for ids and for vectors; None where there is one rank.
-        dtype: of the sums and of the job.
-        weights: dtype in which rows are stored and looked up; None: `dtype`.
-        wire_dtype: of sums and gradients between ranks; None: `dtype`.
-        states: of the update rule, by name.
-        encode: values of rows to what a store keeps of them; None: `weight` alone.
-        seed: of the initial values.
+        placements: placement of each stored table (`physical_tables`).
+        requests, vectors: process groups of all ranks, for ids and for vectors; None with one rank.
+        dtype: dtype of the sums and of the job.
+        weights: dtype in which rows are stored and looked up; by default `dtype`.
+        wire_dtype: dtype of sums and gradients between ranks; by default `dtype`.
+        states: states of the update rule, by name.
+        encode: converts values of rows to the stored tensors; by default `weight` alone.
+        seed: seed of the initial values.
         fresh: set initial values; otherwise a checkpoint is loaded afterwards.
-        folder: for tables on disk.
+        folder: folder for tables on disk.
 
     Raises:
         StrettoError: a placement that does not fit, or too little memory or disk space.
@@ -378,7 +352,14 @@ class ShardedTables:
         self.wire = dtype if world == 1 or wire_dtype is None else wire_dtype
         self.dim = features[0].dim
         self._stored = physical_tables(features)
-        self._initial_rows = _initial_rows_of(features)
+        # for each stored table, the number of rows that sets the range of its initial values
+        self._initial_rows = {
+            table.name: quotient.initial_rows_of_table(feature.rows)
+            if feature.ids == "quotient-remainder"
+            else feature.rows
+            for feature in features
+            for table in physical_tables([feature])
+        }
         self.shard_map = map_shards(self._stored, placements, world)
         self.layouts = batch_layouts(self.shard_map, rank)
         self.planner = LookupPlanner(len(self._stored))
@@ -393,8 +374,8 @@ class ShardedTables:
         # empty maps of the hash tables that other ranks store: eviction is decided by all ranks together
         self._remote_ids = {
             table.name: HashIds(table, self.device)
-            for number, table in enumerate(self._stored)
-            if table.ids == "hash" and all(part.rank != rank for part in self.shard_map.parts[number])
+            for table, parts in zip(self._stored, self.shard_map.parts, strict=True)
+            if table.ids == "hash" and all(part.rank != rank for part in parts)
         }
 
     @property
@@ -403,16 +384,16 @@ class ShardedTables:
         return [shard for pool in (*self.pools, *self.replicated_pools) for shard in pool.shards]
 
     def begin(self, ids: Jagged, train: bool = True, step: int = 0) -> TableBatch:
-        """Sends the headers of a batch. All ranks begin the same batches in the same order."""
+        """Send the headers of a batch. All ranks begin the same batches in the same order."""
         return TableBatch(self, ids, train, step)
 
     @property
     def hashed(self) -> bool:
-        """Whether there are hash tables, which assign rows batch after batch."""
+        """True if there are hash tables, which assign rows batch after batch."""
         return any(table.ids == "hash" for table in self._stored)
 
     def evict(self, step: int) -> None:
-        """Lets hash tables evict rows before the ids of `step` arrive. Collective over all ranks."""
+        """Evict rows of hash tables before the ids of `step` arrive. Collective over all ranks."""
         hashed = {local.table.name: local.ids for local in self.pools if local.ids is not None}
         for table, by_rows in zip(self._stored, self.shard_map.by_rows, strict=True):
             if table.ids != "hash":
@@ -422,15 +403,36 @@ class ShardedTables:
                 ids.evict(step, self.requests if by_rows else None)
 
     def close(self) -> None:
-        """Frees memory and removes files."""
+        """Free memory and remove files."""
         for local in (*self.pools, *self.replicated_pools):
             local.store.close()
 
     def _open(self, pool: Pool) -> LocalPool:
-        table = self._stored[pool.shards[0].table]
+        """Create the store of a pool, with initial values if they are wanted."""
+        first = pool.shards[0]
+        table = self._stored[first.table]
+        if not pool.hashed:
+            store = build_store(
+                place=first.place,
+                rows=pool.rows,
+                width=pool.width,
+                dtype=self._weights,
+                states=self._states,
+                device=self.device,
+                cache=first.cache,
+                folder=self._folder,
+                rank=self.rank,
+            )
+        elif first.place == "device":
+            store = GrowingStore(0, pool.width, self._weights, self._states, self.device)
+        else:
+            raise StrettoError(
+                f"table {first.name}: place {first.place} with ids: hash, whose tables grow",
+                hint="place: device, or ids: modulo",
+            )
         local = LocalPool(
             pool=pool,
-            store=self._store(pool),
+            store=store,
             kernels=self.kernels,
             table=table,
             dtype=self.dtype,
@@ -438,43 +440,17 @@ class ShardedTables:
             initial_values=self._initial_values,
         )
         if self._fresh and not pool.hashed:
-            for shard in local.shards:
-                self._initialise(shard)
+            for stored in local.shards:
+                shard = stored.shard
+                for start in range(0, shard.rows, _INITIAL_ROWS):
+                    rows = torch.arange(start, min(start + _INITIAL_ROWS, shard.rows))
+                    rows = rows * shard.modulus + shard.residue
+                    values = self._initial_values(self._stored[shard.table], rows, shard.start, shard.stop)
+                    stored.write(start, values)
         return local
 
-    def _store(self, pool: Pool) -> RowStore:
-        first = pool.shards[0]
-        if pool.hashed:
-            if first.place != "device":
-                raise StrettoError(
-                    f"table {first.name}: place {first.place} with ids: hash, whose tables grow",
-                    hint="place: device, or ids: modulo",
-                )
-            return GrowingStore(0, pool.width, self._weights, self._states, self.device)
-        return build_store(
-            place=first.place,
-            rows=pool.rows,
-            width=pool.width,
-            dtype=self._weights,
-            states=self._states,
-            device=self.device,
-            cache=first.cache,
-            folder=self._folder,
-            rank=self.rank,
-        )
-
-    def _initialise(self, local: LocalShard) -> None:
-        shard = local.shard
-        table = self._stored[shard.table]
-        for first in range(0, shard.rows, _INITIAL_ROWS):
-            rows = torch.arange(first, min(first + _INITIAL_ROWS, shard.rows))
-            values = self._initial_values(
-                table, rows * shard.modulus + shard.residue, shard.start, shard.stop
-            )
-            local.write(first, values)
-
     def _initial_values(self, table: TableSpec, rows: Tensor, start: int, stop: int) -> dict[str, Tensor]:
-        """What a store keeps of new rows (of a hash table: of ids), columns [start, stop)."""
+        """Stored tensors of new rows (for a hash table: of ids), columns [start, stop)."""
         values = initial_rows(
             seed=self._seed,
             name=table.name,
@@ -490,13 +466,3 @@ class ShardedTables:
 
 def _identity(values: Tensor) -> dict[str, Tensor]:
     return {"weight": values}
-
-
-def _initial_rows_of(features: Sequence[TableSpec]) -> dict[str, float]:
-    """For each stored table, the number of rows that sets the range of its initial values."""
-    rows = dict[str, float]()
-    for feature in features:
-        product = feature.ids == "quotient-remainder"
-        for table in physical_tables([feature]):
-            rows[table.name] = quotient.initial_rows_of_table(feature.rows) if product else feature.rows
-    return rows

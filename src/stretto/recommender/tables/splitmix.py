@@ -1,4 +1,4 @@
-"""SplitMix64's mixing function on int64 tensors, and which shard of a hash table owns an id.
+"""SplitMix64's mixing function on int64 tensors, and the shard of a hash table that owns an id.
 
 Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", with Stafford's variant 13 of
 the finaliser. PyTorch multiplies int64 in two's complement, so products wrap as unsigned ones do.
@@ -24,14 +24,14 @@ def finalise_(x: Tensor) -> Tensor:
 
 
 def mix(ids: Tensor) -> Tensor:
-    """The first output of SplitMix64 seeded with each id: int64 [n] to int64 [n]."""
+    """Return the first output of SplitMix64 seeded with each id: int64 [n] to int64 [n]."""
     return finalise_(ids + signed(GOLDEN))
 
 
 def owner(ids: Tensor, parts: int) -> Tensor:
-    """The shard, of `parts` of a hash table, that owns each id: int64 [n] in [0, parts).
+    """Return the shard, of `parts` of a hash table, that owns each id: int64 [n] in [0, parts).
 
-    Taken from the upper half of the mixed bits: a shard's own hash map uses the lower ones, which would
+    Computed from the upper half of the mixed bits: a shard's own hash map uses the lower half, which would
     otherwise be alike for all ids of the shard.
     """
     return logical_shift(mix(ids), 33) % parts
@@ -43,5 +43,5 @@ def signed(value: int) -> int:
 
 
 def logical_shift(value: Tensor, bits: int) -> Tensor:
-    """Shifted right by `bits`, filled with zeros; PyTorch's own shift of int64 keeps the sign."""
+    """Shift right by `bits`, filling with zeros; PyTorch's own shift of int64 copies the sign."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)

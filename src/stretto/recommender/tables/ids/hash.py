@@ -1,16 +1,16 @@
 """Rows for an unbounded set of ids: admission, eviction and reuse of rows.
 
-All rules depend on an id's history and on the table as a whole, so that they decide alike under every
-placement:
+All rules depend only on an id's history and on the unsharded table, so that decisions are the same under
+every placement:
 
 * every occurrence of an id in a batch is counted; an id that reaches `admit` occurrences, this batch
-  included, gets a row, which is used for the whole batch;
-* eviction runs before every `evict_every`-th step. First by age (with `age`): ids not seen in the last
-  `max_age` steps are evicted. Then by capacity: of the ids with rows, of all shards together, the lowest are
-  evicted until `rows` remain: by (occurrences, last step seen, id) with `least-frequent`, by (last step seen,
+  included, gets a row, which is used for all of the batch;
+* eviction runs before every `evict_every`-th step. First by age (with `age`): ids that did not occur in the
+  last `max_age` steps are evicted. Then by capacity: of the ids with rows, of all shards together, the lowest
+  are evicted until `rows` remain: by (occurrences, last step, id) with `least-frequent`, by (last step,
   occurrences, id) with `age`;
-* ids that wait for a row are dropped at the same time until `rows` of them remain, least recently seen first,
-  by (last step seen, occurrences, id). So a map never has more than 2 `rows` ids plus those of `evict_every`
+* ids that wait for a row are dropped at the same time until `rows` of them remain, least recent first, by
+  (last step, occurrences, id). A map therefore never has more than 2 `rows` ids plus those of `evict_every`
   steps;
 * an evicted id that returns is treated as a new one: no count, no states, and initial values.
 """
@@ -34,7 +34,7 @@ _BITS = 12  # resolved in each round, which sums 4096 counts
 
 
 class OrderStatistic(NamedTuple):
-    """The k-th smallest value, and the numbers of values of all ranks below it and equal to it."""
+    """The k-th smallest value, and the number of values of all ranks below it and equal to it."""
 
     value: int
     below: int
@@ -42,7 +42,7 @@ class OrderStatistic(NamedTuple):
 
 
 def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> OrderStatistic:
-    """The k-th smallest, counted from 1, of all values of a group's ranks.
+    """Return the k-th smallest, counted from 1, of all values of a group's ranks.
 
     A radix select from the upper bits down: each round counts values by their next 12 bits and sums the
     counts over the ranks, at most six rounds. All ranks get the same result.
@@ -71,15 +71,14 @@ def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> OrderSta
 
 
 def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor:
-    """The k lowest of all ranks' entries, compared by their first key, ties by the second, and so on; no two
-    have the same last key.
+    """Select the k lowest of all ranks' entries, compared by their first key, ties by the second, and so on.
 
     Args:
-        keys: [n] int64 each, non-negative.
+        keys: [n] int64 each, non-negative; the last key of every entry is different.
         k: from 0 to the number of entries.
 
     Returns:
-        [n] bool: this rank's entries among them.
+        [n] bool: True for this rank's selected entries.
     """
     chosen = torch.zeros(len(keys[0]), dtype=torch.bool, device=keys[0].device)
     tied = torch.arange(len(chosen), device=chosen.device)
@@ -104,7 +103,7 @@ class BatchRows(NamedTuple):
     """The rows of a batch's ids.
 
     Attributes:
-        rows: [n] int64 local rows; -1: not admitted, the vector is zeros and has no gradient.
+        rows: [n] int64, local rows; -1 if the id is not admitted: its vector is zeros and has no gradient.
         fresh_ids, fresh_rows: [k] int64, the ids that got a row with this batch, ascending. The row may be
             reused, so it needs initial values and states.
     """
@@ -124,13 +123,13 @@ class RowMapping(NamedTuple):
 class HashIds:
     """Maps the ids of one shard of a hash table to local rows; a new id gets the smallest free row.
 
-    Deterministic, so that the column shards of a table can each keep a copy. It changes with each batch: call
+    Deterministic, so that each column-wise shard of a table can have a copy. It changes with each batch: call
     `evict` and `rows` at the beginning of their step, so that a checkpoint between two steps does not contain
     ids of the next one.
 
     Attributes:
-        used: ids with a row.
-        waiting: ids that are counted and have no row.
+        used: number of ids with a row.
+        waiting: number of ids that are counted and have no row.
         extent: rows that the store needs: one more than the highest row ever used.
     """
 
@@ -143,7 +142,7 @@ class HashIds:
         compiled: as for `open_map`.
         """
         if spec.ids != "hash":
-            raise StrettoError(f"table {spec.name} has ids {spec.ids}, no map of them", hint="ids: hash")
+            raise StrettoError(f"table {spec.name} has ids {spec.ids}, and no id map", hint="ids: hash")
         self._spec = spec
         self._device = torch.device(device)
         self._map = open_map(device, compiled)
@@ -156,11 +155,11 @@ class HashIds:
         return len(self._map) - self.used
 
     def rows(self, ids: Tensor, step: int) -> BatchRows:
-        """Counts a batch and assigns rows to ids that reach the admission threshold.
+        """Count a batch and assign rows to ids that reach the admission threshold.
 
         Args:
-            ids: [n] int64, non-negative: those of all ranks' samples, in any order.
-            step: number of the batch, from 0, never decreasing.
+            ids: [n] int64, non-negative, ids of all ranks' samples in any order.
+            step: index of the batch, from 0, never decreasing.
         """
         self._check(ids)
         rows, due = self._map.count(ids.contiguous(), step, self._spec.admit)
@@ -172,12 +171,12 @@ class HashIds:
         return BatchRows(rows, due, granted)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Rows [n] of ids [n], -1 if they have none. Counts and admits nothing: for evaluation."""
+        """Return rows [n] of ids [n], -1 without a row. Counts and admits nothing: for evaluation."""
         self._check(ids)
         return self._map.find(ids.contiguous())
 
     def evict(self, step: int, group: ProcessGroup | None = None) -> int:
-        """Evicts ids before those of `step` are counted.
+        """Evict ids before those of `step` are counted.
 
         Args:
             group: a group that contains the ranks of all shards of a row-split table (ranks without a shard
@@ -196,9 +195,9 @@ class HashIds:
         gone = torch.zeros_like(admitted)
         if by_age and self._spec.max_age is not None:
             gone = step - entries[LAST] > self._spec.max_age
-        candidates = [torch.nonzero(each & ~gone).flatten() for each in (admitted, ~admitted)]
+        candidates = [torch.nonzero(mask & ~gone).flatten() for mask in (admitted, ~admitted)]
         by_count = (self._spec.evict == "least-frequent", False)
-        excess = self._excess([len(each) for each in candidates], group)
+        excess = self._excess([len(indices) for indices in candidates], group)
         for indices, counted, k in zip(candidates, by_count, excess, strict=True):
             if k:
                 ids, counts, last, _ = entries[:, indices]
@@ -208,25 +207,25 @@ class HashIds:
         return used_before - self.used
 
     def state(self) -> dict[str, Tensor]:
-        """All entries, on the CPU, by id: `ids`, `counts`, `last_seen`, `rows` (-1: waiting), [m] int64."""
+        """Return all entries on the CPU by id, [m] int64 each; `rows` of waiting ids are -1."""
         return dict(zip(STATE, sorted_entries(self._map.entries()).cpu(), strict=True))
 
     def load_state(self, state: Mapping[str, Tensor], part: int = 0, parts: int = 1) -> RowMapping:
-        """Adds the entries of one saved shard that belong to shard `part` of `parts`.
+        """Add the entries of one saved shard that belong to shard `part` of `parts`.
 
-        Call it for each saved shard (for one of several column shards). An empty map that takes all of a
-        state keeps its row numbers.
+        Call it for each saved shard (for one of several column-wise shards). An empty map that loads all of a
+        state has the same row numbers.
 
         Raises:
             StrettoError: an invalid state, or an id that was loaded before.
         """
-        saved = self._entries_of(state)
+        saved = self._check_state(state)
         entries = sorted_entries(saved[:, owner(saved[ID], parts) == part])
         same_rows = not len(self._map) and entries.shape == saved.shape
         existing = self._map.entries()
         if bool(torch.isin(entries[ID], existing[ID]).any()):
             raise StrettoError(
-                f"table {self._spec.name}: ids that were loaded already", hint="each saved shard once"
+                f"table {self._spec.name}: ids were loaded already", hint="load each saved shard once"
             )
         admitted = entries[ROW] != NONE
         old = entries[ROW, admitted]
@@ -235,9 +234,9 @@ class HashIds:
         self._replace(torch.cat((existing, entries), 1))
         return RowMapping(old, new)
 
-    def _excess(self, numbers: Sequence[int], group: ProcessGroup | None) -> list[int]:
-        """Numbers of ids of all ranks, above the table's rows, from those of this rank."""
-        total = all_sum(torch.tensor(numbers, device=self._device), group)
+    def _excess(self, counts: Sequence[int], group: ProcessGroup | None) -> list[int]:
+        """By how much the ids of all ranks exceed the table's rows, for each of this rank's counts."""
+        total = all_sum(torch.tensor(counts, device=self._device), group)
         return (total - self._spec.rows).clamp(min=0).tolist()
 
     def _replace(self, entries: Tensor) -> None:
@@ -250,7 +249,7 @@ class HashIds:
         self._free = torch.nonzero(free).flatten()
 
     def _allocate(self, count: int) -> Tensor:
-        """Takes the smallest free row numbers."""
+        """Allocate the smallest free row numbers."""
         reused = self._free[:count]
         self._free = self._free[count:]
         new = self.extent + torch.arange(count - len(reused), device=self._device)
@@ -262,8 +261,8 @@ class HashIds:
         if len(ids) and int(ids.min()) < 0:
             raise StrettoError(f"table {self._spec.name}: id {int(ids.min())}", hint="ids are 0 or more")
 
-    def _entries_of(self, state: Mapping[str, Tensor]) -> Tensor:
-        """The entries of a saved state, checked."""
+    def _check_state(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the entries of a saved state if they are valid."""
 
         def error(problem: str) -> StrettoError:
             return StrettoError(
@@ -274,27 +273,27 @@ class HashIds:
             if name not in state:
                 raise error(f"without {name}")
             if state[name].dtype != torch.int64 or state[name].shape != state["ids"].shape:
-                raise error(f"with {name} of another type or number")
+                raise error(f"with {name} of a wrong type or length")
         entries = torch.stack([state[name].to(self._device) for name in STATE])
         rows = entries[ROW, entries[ROW] != NONE]
         if any(len(torch.unique(values)) < len(values) for values in (entries[ID], rows)):
-            raise error("that are not each once")
+            raise error("or rows that occur twice")
         if bool((entries[:ROW] < 0).any()) or bool((rows < 0).any()):
             raise error("with negative numbers")
         return entries
 
 
 def due(spec: TableSpec, step: int) -> bool:
-    """Whether ids are evicted before this step."""
+    """True if ids are evicted before this step."""
     return step > 0 and step % spec.evict_every == 0
 
 
 def open_map(device: torch.device | str = "cpu", compiled: bool | None = None) -> IdMap:
-    """An id map for `device`: compiled open addressing on a CPU if numba is installed, otherwise sorted
-    tensors.
+    """Return an id map for `device`.
 
     Args:
-        compiled: True or False to choose; None: the faster one that works.
+        compiled: True for open addressing compiled by numba, False for sorted tensors; by default compiled on
+            a CPU if numba is installed.
     """
     if compiled or (compiled is None and torch.device(device).type == "cpu"):
         try:

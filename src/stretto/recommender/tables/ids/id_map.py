@@ -1,7 +1,7 @@
-"""A map of ids as sorted tensors, in torch operations alone; and the interface of all such maps.
+"""The interface of id maps, and one as sorted tensors in PyTorch operations.
 
-Entries of a map are one int64 tensor [4, m], in any order: the ids, each once; how often each occurred; the
-last step in which it occurred; and its local row, `NONE` until it is admitted.
+Entries of a map are an int64 tensor [4, m], in any order: the ids, each once; the number of occurrences of
+each; the last step in which it occurred; and its local row, `NONE` until it is admitted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 NONE = -1  # the row of ids without one
-ID, COUNT, LAST, ROW = range(4)  # of entries
+ID, COUNT, LAST, ROW = range(4)  # indices of the fields of entries
 
 
 def sorted_entries(entries: Tensor) -> Tensor:
-    """The same entries by id."""
+    """Return the entries sorted by id."""
     return entries[:, torch.argsort(entries[ID])]
 
 
@@ -24,26 +24,26 @@ class IdMap(Protocol):
     """A map of ids to entries. All implementations return the same results."""
 
     def count(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
-        """Counts the occurrences of ids [n].
+        """Count the occurrences of ids [n].
 
         Returns:
-            Their rows [n], -1 for ids without one; and the unique ids without a row, ascending, that have
-            occurred at least `admit` times by now.
+            Their rows [n], -1 for ids without a row; and the unique ids without a row, ascending, that have
+            occurred at least `admit` times.
         """
         ...
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Assigns rows to ids of the map."""
+        """Assign rows to ids of the map."""
         ...
 
     def find(self, ids: Tensor) -> Tensor:
-        """Rows [n] of ids [n]; -1: none."""
+        """Return rows [n] of ids [n]; -1 without a row."""
         ...
 
     def entries(self) -> Tensor: ...
 
     def replace(self, entries: Tensor) -> None:
-        """Replaces all entries."""
+        """Replace all entries."""
         ...
 
     def __len__(self) -> int: ...
@@ -87,7 +87,7 @@ class SortedMap:
         self._entries = sorted_entries(entries)
 
     def _search(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The position of each id, or where it would be inserted; and whether it exists."""
+        """Return the position of each id, or where it would be inserted; and True for each id that exists."""
         index = torch.searchsorted(self._entries[ID].contiguous(), ids)
         if not len(self):
             return index, torch.zeros_like(ids, dtype=torch.bool)

@@ -16,8 +16,8 @@ from stretto.recommender.tables.splitmix import FIRST, GOLDEN, SECOND
 _A = Any  # an array or a number, typed by numba
 _intrinsic: Any = intrinsic
 _U = np.uint64
-_ZERO = _U(0)
-_ONE = _U(1)
+_U0 = _U(0)
+_U1 = _U(1)
 _LINE = _U(64)
 _AHEAD = _U(8)  # prefetch distance in lookups or rows
 _DIGIT = 11  # bits per radix sort pass, whose counters must fit in L1
@@ -28,14 +28,14 @@ class Lookups(NamedTuple):
 
     Attributes:
         gradient: flat, of the bags.
-        where: [n], the offset in `gradient` of each lookup's bag.
+        bag_offsets: [n], the offset in `gradient` of each lookup's bag.
         order, starts: as in `plain.Grouped`.
-        scale: [n], or empty for ones.
-        mean_square: [u] of whole rows; empty where `gradient` is of whole rows.
+        scale: [n], or empty if all are 1.
+        mean_square: [u], mean squares over all columns of the table; empty if `gradient` has all columns.
     """
 
     gradient: Any
-    where: Any
+    bag_offsets: Any
     order: Any
     starts: Any
     scale: Any
@@ -44,16 +44,16 @@ class Lookups(NamedTuple):
 
 @_intrinsic
 def _touch(typing: Any, array: Any, index: Any) -> Any:
-    """Prefetches the cache line of array[index]."""
+    """Prefetch the cache line of array[index]."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         word = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), word, word, word])
         name = "llvm.prefetch.p0"
-        known = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        read, keep, of_data = (ir.Constant(word, value) for value in (0, 3, 1))
-        builder.call(known, [builder.gep(data, [arguments[1]]), read, keep, of_data])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        read, locality, is_data = (ir.Constant(word, value) for value in (0, 3, 1))
+        builder.call(function, [builder.gep(data, [arguments[1]]), read, locality, is_data])
         return context.get_dummy_value()
 
     return types.void(array, types.uintp), generate
@@ -73,8 +73,8 @@ def _value(typing: Any, x: Any) -> Any:
 
 
 @_intrinsic
-def _glued(typing: Any, upper: Any, lower: Any) -> Any:
-    """The float32 of two uint16. (numba's local_rows shift would widen them to 64 bits.)"""
+def _join(typing: Any, upper: Any, lower: Any) -> Any:
+    """The float32 of two uint16. (numba's own shift would widen them to 64 bits.)"""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         high, low = (builder.zext(half, ir.IntType(32)) for half in arguments)
@@ -103,7 +103,7 @@ _upper, _lower = _half(16), _half(0)
 
 @jit(inline=True)
 def _prefetch(array: _A, at: _A, width: _A) -> None:
-    for j in range(_ZERO, width * _U(array.itemsize), _LINE):
+    for j in range(_U0, width * _U(array.itemsize), _LINE):
         _touch(array, at + j // _U(array.itemsize))
 
 
@@ -111,7 +111,7 @@ def _prefetch(array: _A, at: _A, width: _A) -> None:
 def lookup(
     weight: _A, width: _A, slots: _A, rows: _A, offsets: _A, scale: _A, out: _A, first: _A, last: _A
 ) -> Any:
-    """Fills bags [first, last) of `out` with the sum of their rows, times `scale` unless that is empty.
+    """Fill bags [first, last) of `out` with the sum of their rows, times `scale` unless that is empty.
 
     Returns:
         The first lookup whose row is out of range (`slots` or more); -1 if there is none.
@@ -119,7 +119,7 @@ def lookup(
     count, scaled = _U(len(rows)), len(scale) > 0
     for bag in range(_U(first), _U(last)):
         begin = _U(offsets[bag])
-        end = _U(offsets[bag + _ONE])
+        end = _U(offsets[bag + _U1])
         to = bag * width
         if begin == end:
             for j in range(width):
@@ -131,49 +131,49 @@ def lookup(
             if row >= slots:
                 return np.int64(k)
             at = row * width
-            one = out.dtype.type(1)
+            factor = out.dtype.type(1)
             if scaled:
-                one = out.dtype.type(scale[k])
+                factor = out.dtype.type(scale[k])
             if k == begin:
                 for j in range(width):
-                    out[to + j] = one * out.dtype.type(_value(weight[at + j]))
+                    out[to + j] = factor * out.dtype.type(_value(weight[at + j]))
             else:
                 for j in range(width):
-                    out[to + j] += one * out.dtype.type(_value(weight[at + j]))
+                    out[to + j] += factor * out.dtype.type(_value(weight[at + j]))
     return np.int64(-1)
 
 
 @jit
-def spread(offsets: _A, width: _A, rows: _A) -> None:
-    """Fills `rows` [n] with the offset of each lookup's bag in the flat sums."""
-    for bag in range(_U(len(offsets)) - _ONE):
+def fill_bag_offsets(offsets: _A, width: _A, bag_offsets: _A) -> None:
+    """Fill `bag_offsets` [n] with the offset of each lookup's bag in the flat sums."""
+    for bag in range(_U(len(offsets)) - _U1):
         at = np.int64(bag * width)
-        for k in range(_U(offsets[bag]), _U(offsets[bag + _ONE])):
-            rows[k] = at
+        for k in range(_U(offsets[bag]), _U(offsets[bag + _U1])):
+            bag_offsets[k] = at
 
 
 @jit
-def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
-    """Sorts lookups by row, stably: an LSD radix sort of (row, lookup) packed into one word.
+def group(rows: _A, lowest: _A, highest: _A, keys: _A, scratch: _A) -> Any:
+    """Sort lookups by row, stably: an LSD radix sort of (row, lookup) packed into one 64-bit key.
 
     Args:
-        rows: [n], fewer than 2^32, all in [least, most], less than 2^32 apart.
-        words, others: [n] or more uint64, scratch buffers.
+        rows: [n], fewer than 2^32, all in [lowest, highest], less than 2^32 apart.
+        keys, scratch: [n] or more uint64, scratch buffers.
 
     Returns:
         (rows [u], order [n], starts [u + 1]), as `plain.Grouped`.
     """
     count = _U(len(rows))
     bits = 1
-    while (most - least) >> bits:
+    while (highest - lowest) >> bits:
         bits += 1
     passes = (bits + _DIGIT - 1) // _DIGIT
     digit = (bits + passes - 1) // passes
     mask = _U((1 << digit) - 1)
     begins = np.zeros((passes, 1 << digit), np.int64)
     for i in range(count):
-        row = _U(rows[i] - least)
-        words[i] = (row << _U(32)) | i
+        row = _U(rows[i] - lowest)
+        keys[i] = (row << _U(32)) | i
         for p in range(passes):
             begins[p, (row >> _U(p * digit)) & mask] += 1
     for p in range(passes):
@@ -181,51 +181,51 @@ def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
         shift = _U(32 + p * digit)
         total = 0
         for d in range(len(begin)):
-            here = begin[d]
+            size = begin[d]
             begin[d] = total
-            total += here
+            total += size
         for i in range(count):
-            d = (words[i] >> shift) & mask
-            others[_U(begin[d])] = words[i]
+            d = (keys[i] >> shift) & mask
+            scratch[_U(begin[d])] = keys[i]
             begin[d] += 1
-        words, others = others, words
+        keys, scratch = scratch, keys
     order, unique = np.empty(count, np.int64), np.empty(count, np.int64)
-    starts = np.empty(count + _ONE, np.int64)
-    seen = _ZERO
+    starts = np.empty(count + _U1, np.int64)
+    groups = _U0
     for i in range(count):
-        row, k = words[i] >> _U(32), words[i] & _U(0xFFFFFFFF)
+        row, k = keys[i] >> _U(32), keys[i] & _U(0xFFFFFFFF)
         order[i] = k
-        if i == _ZERO or row != words[i - _ONE] >> _U(32):
-            unique[seen], starts[seen] = np.int64(row) + least, i
-            seen += _ONE
-    starts[seen] = count
-    return unique[:seen], order, starts[: seen + _ONE]
+        if i == _U0 or row != keys[i - _U1] >> _U(32):
+            unique[groups], starts[groups] = np.int64(row) + lowest, i
+            groups += _U1
+    starts[groups] = count
+    return unique[:groups], order, starts[: groups + _U1]
 
 
 @jit(inline=True)
 def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
-    """Fills `sums` with the gradient of the i-th row, over its lookups in order."""
+    """Fill `sums` with the gradient of the i-th row, over its lookups in order."""
     count, scaled = _U(len(of.order)), len(of.scale) > 0
     begin = _U(of.starts[i])
-    for k in range(begin, _U(of.starts[i + _ONE])):
+    for k in range(begin, _U(of.starts[i + _U1])):
         if k + _AHEAD < count:
-            _prefetch(of.gradient, _U(of.where[_U(of.order[k + _AHEAD])]), width)
+            _prefetch(of.gradient, _U(of.bag_offsets[_U(of.order[k + _AHEAD])]), width)
         bag = _U(of.order[k])
-        at = _U(of.where[bag])
-        one = sums.dtype.type(1)
+        at = _U(of.bag_offsets[bag])
+        factor = sums.dtype.type(1)
         if scaled:
-            one = sums.dtype.type(of.scale[bag])
+            factor = sums.dtype.type(of.scale[bag])
         if k == begin:
             for j in range(width):
-                sums[j] = one * of.gradient[at + j]
+                sums[j] = factor * of.gradient[at + j]
         else:
             for j in range(width):
-                sums[j] += one * of.gradient[at + j]
+                sums[j] += factor * of.gradient[at + j]
 
 
 @jit
 def segment_sum(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
-    """Fills out[i] with the gradients of rows [first, last)."""
+    """Fill out[i] with the gradient of row i, for rows [first, last)."""
     sums = np.empty(width, of.gradient.dtype)
     for i in range(_U(first), _U(last)):
         _sum_of(sums, width, of, i)
@@ -236,7 +236,7 @@ def segment_sum(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
 
 @jit
 def squares(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
-    """Fills out[i] with the sum of squares of the gradient of row i."""
+    """Fill out[i] with the sum of squares of the gradient of row i, for rows [first, last)."""
     sums = np.empty(width, of.gradient.dtype)
     for i in range(_U(first), _U(last)):
         _sum_of(sums, width, of, i)
@@ -278,9 +278,9 @@ def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, fi
         at = _U(rows[i]) * width
         for j in range(width):
             g = factor * sums[j]
-            seen = total[at + j] + g * g
-            total[at + j] = seen
-            weight[at + j] -= rate * g / (np.sqrt(seen) + eps)
+            square = total[at + j] + g * g
+            total[at + j] = square
+            weight[at + j] -= rate * g / (np.sqrt(square) + eps)
 
 
 @jit
@@ -293,7 +293,7 @@ def rowwise_adagrad(
     kind = weight.dtype.type
     rate, eps = kind(numbers[0] * numbers[1]), kind(numbers[2])
     mean = kind(numbers[1] * numbers[1] / width)
-    whole_rows = len(of.mean_square) > 0
+    has_means = len(of.mean_square) > 0
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])
@@ -301,7 +301,7 @@ def rowwise_adagrad(
             _touch(total, ahead)
         _sum_of(sums, width, of, i)
         square = kind(0)
-        if whole_rows:
+        if has_means:
             square = kind(of.mean_square[i])
         else:
             for j in range(width):
@@ -326,7 +326,7 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
     new_mean = kind(1 - beta1)
     old_square = kind(beta2)
     new_square = kind(1 - beta2)
-    least = kind(eps)
+    floor = kind(eps)
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])
@@ -347,7 +347,7 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
             v = old_square * square[at + j] + new_square * (g * g)
             mean[at + j] = m
             square[at + j] = v
-            weight[at + j] -= rate * m / (np.sqrt(v) * root + least)
+            weight[at + j] -= rate * m / (np.sqrt(v) * root + floor)
 
 
 @jit
@@ -366,18 +366,17 @@ def split_sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
         _sum_of(sums, width, of, i)
         at = _U(rows[i]) * width
         for j in range(width):
-            whole = np.float32(_glued(weight[at + j], low[at + j]) - rate * sums[j])
-            weight[at + j] = _upper(whole)
-            low[at + j] = _lower(whole)
+            value = np.float32(_join(weight[at + j], low[at + j]) - rate * sums[j])
+            weight[at + j] = _upper(value)
+            low[at + j] = _lower(value)
 
 
 @jit(exact=True)
 def divide(
     rows: Any, offsets: Any, parts: Any, order: Any, local_rows: Any, lengths: Any, starts: Any
 ) -> None:
-    """See `Kernels.divide`: fills `order` and `local_rows` [n], and the zeroed `lengths` [parts * bags] and
-    `starts` [parts]. All integers are uint64.
-    """
+    """See `Kernels.divide`: fill `order` and `local_rows` [n], and the zeroed `lengths` [parts * bags] and
+    `starts` [parts]. All integers are uint64."""
     bags = _U(len(offsets) - 1)
     for bag in range(bags):
         for i in range(offsets[bag], offsets[bag + _U(1)]):

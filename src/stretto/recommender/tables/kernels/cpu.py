@@ -1,4 +1,4 @@
-"""Compiled embedding kernels on the CPU, multithreaded, and which kernels a device gets."""
+"""Compiled, multithreaded embedding kernels on the CPU, and the choice of kernels for a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stretto.recommender.tables.kernels.plain import Divided, Grouped, Kernels, 
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_WORDS = {torch.bfloat16: torch.uint16, torch.int16: torch.uint16}
+_UINT16 = {torch.bfloat16: torch.uint16, torch.int16: torch.uint16}
 _PARALLEL = 4096  # rows or bags from which on threads save more than they cost
-_MOST = 1 << 32  # rows or lookups that one 64-bit word of the radix sort can distinguish
+_SORT_LIMIT = 1 << 32  # rows or lookups that a 64-bit key of the radix sort can distinguish
 
 
 class CompiledKernels(Kernels):
@@ -43,8 +43,10 @@ class CompiledKernels(Kernels):
             IndexError, or in float32 RuntimeError: a row is out of range of `weight`.
         """
         dtype = dtype or sum_dtype(weight)
-        if not weight.is_contiguous() or weight.dtype == dtype == torch.float32 or not _known(weight, dtype):
-            # in float32 PyTorch calls FBGEMM's loop, which is 10% faster than ours
+        floats = (torch.float32, torch.float64)
+        compiled = dtype in floats and weight.dtype in (torch.bfloat16, *floats) and weight.is_contiguous()
+        if not compiled or weight.dtype == dtype == torch.float32:
+            # in float32 PyTorch calls FBGEMM's loop, which is 10% faster
             return super().lookup(weight, rows, offsets, scale, dtype)
         bags, width = len(offsets) - 1, weight.shape[1]
         _check(offsets, len(rows))
@@ -63,13 +65,13 @@ class CompiledKernels(Kernels):
 
     def group(self, rows: Tensor) -> Grouped:
         """See `Kernels.group`; a radix sort."""
-        if not len(rows) or len(rows) >= _MOST:
+        if not len(rows) or len(rows) >= _SORT_LIMIT:
             return super().group(rows)
-        least, most = (int(x) for x in torch.aminmax(rows))
-        if most - least >= _MOST:
+        lowest, highest = (int(row) for row in torch.aminmax(rows))
+        if highest - lowest >= _SORT_LIMIT:
             return super().group(rows)
-        words, others = (self._buffer(name, len(rows), np.dtype(np.uint64)) for name in ("words", "others"))
-        grouped = self._compiled.group(_flat(rows.to(torch.int64)), least, most, words, others)
+        keys, scratch = (self._buffer(name, len(rows), np.dtype(np.uint64)) for name in ("keys", "scratch"))
+        grouped = self._compiled.group(_flat(rows.to(torch.int64)), lowest, highest, keys, scratch)
         return Grouped(*map(torch.from_numpy, grouped))
 
     def segment_sum(
@@ -102,8 +104,7 @@ class CompiledKernels(Kernels):
         scale: Tensor | None = None,
         mean_square: Tensor | None = None,
     ) -> None:
-        """Sums the gradient of each row and applies an optimiser to it, fused: no gradient of all rows is
-        materialised.
+        """Sum the gradient of each row and apply an optimiser, fused: row gradients are not materialised.
 
         Args:
             rule: name of a function in `compiled`, which takes `options` and `states`.
@@ -132,17 +133,17 @@ class CompiledKernels(Kernels):
         return Divided(order, local_rows, lengths)
 
     def initial(self, out: Tensor, rows: Tensor, columns: Tensor, key: int, bound: float) -> None:
-        """Fills `out` [n, width] with initial values; see `initial_rows`. columns: [width] int64 hashes."""
-        flat, numbers = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
+        """Fill `out` [n, width] with initial values; see `initial_rows`. columns: [width] int64 hashes."""
+        flat, row_ids = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
         arguments, width = (_flat(columns).view(np.uint64), np.uint64(key), bound), out.shape[1]
 
         def part(first: int, last: int) -> None:
-            self._compiled.initial(flat[first * width : last * width], numbers[first:last], *arguments)
+            self._compiled.initial(flat[first * width : last * width], row_ids[first:last], *arguments)
 
         loops.in_parts(part, len(rows), _PARALLEL)
 
     def _by_row(self, kernel: Any, out: Tensor, width: int, lookups: Any) -> Tensor:
-        """Fills `out` [u, ...] row by row."""
+        """Fill `out` [u, ...] row by row."""
         flat, columns = _flat(out), np.uint64(width)
         loops.in_parts(lambda first, last: kernel(flat, columns, lookups, first, last), len(out), _PARALLEL)
         return out
@@ -158,22 +159,21 @@ class CompiledKernels(Kernels):
         _check(offsets, len(grouped.order))
         if len(gradient) != len(offsets) - 1:
             raise IndexError(f"gradients of {len(gradient)} bags for {len(offsets) - 1} bags")
-        where = self._buffer("where", len(grouped.order), np.dtype(np.int64))
-        self._compiled.spread(_flat(offsets), np.uint64(gradient.shape[1]), where)
-        none = np.empty(0, np.float64 if gradient.dtype == torch.float64 else np.float32)
+        bag_offsets = self._buffer("bag_offsets", len(grouped.order), np.dtype(np.int64))
+        self._compiled.fill_bag_offsets(_flat(offsets), np.uint64(gradient.shape[1]), bag_offsets)
+        empty = np.empty(0, np.float64 if gradient.dtype == torch.float64 else np.float32)
         return self._compiled.Lookups(
             _flat(gradient.contiguous()),
-            where,
+            bag_offsets,
             _flat(grouped.order),
             _flat(grouped.starts),
-            none if scale is None else _flat(scale.to(gradient.dtype)),
-            none if mean_square is None else _flat(mean_square.to(gradient.dtype)),
+            empty if scale is None else _flat(scale.to(gradient.dtype)),
+            empty if mean_square is None else _flat(mean_square.to(gradient.dtype)),
         )
 
     def _buffer(self, name: str, count: int, kind: np.dtype[Any]) -> Array:
-        """A scratch buffer of this thread, kept between calls: faulting in new pages at every step costs more
-        than the work itself.
-        """
+        """Return a scratch buffer of this thread, reused between calls: page faults of a new buffer at every
+        step cost more than the loops."""
         buffer: Array | None = getattr(self._buffers, name, None)
         if buffer is None or len(buffer) < count:
             buffer = np.empty(count, kind)
@@ -182,28 +182,21 @@ class CompiledKernels(Kernels):
 
 
 def _check(offsets: Tensor, lookups: int) -> None:
-    """Compiled loops have no bounds checks."""
+    """Check that offsets match the lookups: compiled loops have no bounds checks."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != lookups:
         raise IndexError(f"the offsets of bags must go from 0 to {lookups}, the number of lookups")
 
 
-def _known(weight: Tensor, dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.float64) and (
-        weight.dtype == torch.bfloat16 or weight.dtype in (torch.float32, torch.float64)
-    )
-
-
 def _flat(tensor: Tensor) -> Array:
-    """The same memory as a flat array; 16-bit types as uint16."""
-    word = _WORDS.get(tensor.dtype)
+    """View a tensor's memory as a flat array; 16-bit types as uint16."""
+    view_dtype = _UINT16.get(tensor.dtype)
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().contiguous().view(-1)
-    return (flat if word is None else flat.view(word)).numpy()
+    return (flat if view_dtype is None else flat.view(view_dtype)).numpy()
 
 
 def kernels_for(device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:
-    """The fastest kernels for tables of `dtype` on `device`: compiled ones on the CPU in float32 and float64
-    where numba is installed, otherwise PyTorch's. Their results agree up to rounding.
-    """
+    """Return the fastest kernels for tables of `dtype` on `device`: compiled ones on the CPU in float32 and
+    float64 if numba is installed, otherwise PyTorch's. Their results agree up to rounding."""
     wide = dtype in (None, torch.float32, torch.float64)
     return (
         CompiledKernels() if torch.device(device).type == "cpu" and wide and loops.has_numba() else Kernels()

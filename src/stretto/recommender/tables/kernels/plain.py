@@ -16,7 +16,7 @@ class Grouped:
     Attributes:
         rows: [u] int64, the unique rows, ascending.
         order: [n] int64, the lookups sorted by row, stably.
-        starts: [u + 1] int64, where the lookups of each row begin in `order`.
+        starts: [u + 1] int64, start of each row's lookups in `order`.
     """
 
     rows: Tensor
@@ -24,7 +24,7 @@ class Grouped:
     starts: Tensor
 
     def first(self) -> Tensor:
-        """[u] the first lookup of each row."""
+        """[u], the first lookup of each row."""
         return self.order[self.starts[:-1]]
 
 
@@ -36,7 +36,7 @@ class Divided:
     Attributes:
         order: [n] int64, the lookups sorted by shard, stably.
         local_rows: [n] int64, the row within its shard of each lookup, in that order.
-        lengths: [parts, bags] int64, how many lookups of each bag go to each shard.
+        lengths: [parts, bags] int64, number of lookups of each bag in each shard.
     """
 
     order: Tensor
@@ -55,16 +55,16 @@ class Kernels:
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Pooled rows [bags, width]: bag i sums `rows[offsets[i]:offsets[i + 1]]`, each times its `scale`; an
-        empty bag is zeros.
+        """Return pooled rows [bags, width]: bag i sums `rows[offsets[i]:offsets[i + 1]]`, each times its
+        `scale`; an empty bag is zeros.
 
         Args:
             weight: [slots, width].
             rows: [n] int64.
             offsets: [bags + 1] int64.
-            scale: [n], in the type of the sums; None: ones.
-            dtype: of the sums; None: that of `weight`, but float32 for bfloat16, so that partial sums lose
-                nothing.
+            scale: [n], per-sample weights in the dtype of the sums; None if all are 1.
+            dtype: dtype of the sums; by default that of `weight`, but float32 for bfloat16, so that partial
+                sums are not rounded.
         """
         dtype = dtype or sum_dtype(weight)
         if weight.dtype != dtype:
@@ -74,7 +74,7 @@ class Kernels:
         )
 
     def group(self, rows: Tensor) -> Grouped:
-        """Groups the lookups of `rows` [n] by row."""
+        """Group the lookups of `rows` [n] by row."""
         ordered, order = torch.sort(rows, stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
         starts = torch.zeros(len(unique) + 1, dtype=torch.int64, device=rows.device)
@@ -84,10 +84,10 @@ class Kernels:
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
-        """The gradient of each unique row [u, width], in float32 at least.
+        """Return the gradient of each unique row [u, width], in float32 at least.
 
         Args:
-            gradient: [bags, width], of the sums that `lookup` returned.
+            gradient: [bags, width], gradient of the sums that `lookup` returned.
             offsets, scale: as passed to `lookup`.
         """
         return sum_by_row(gradient, bags_of(offsets), grouped, scale)
@@ -95,26 +95,26 @@ class Kernels:
     def squares(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
-        """The squared norm of each unique row's gradient [u]; arguments as of `segment_sum`."""
+        """Return the squared norm of each unique row's gradient [u]; arguments as for `segment_sum`."""
         return self.segment_sum(gradient, offsets, grouped, scale).square().sum(1)
 
     def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided:
-        """Divides the lookups of `rows` [n], in bags by `offsets` [bags + 1], among `parts` row shards."""
+        """Divide the lookups of `rows` [n], in bags by `offsets` [bags + 1], among row-wise shards."""
         return divide_by(rows % parts, rows // parts, offsets, parts)
 
 
 def sum_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which rows of `weight` are summed: 16 bits are too few for sums."""
+    """Return the dtype in which rows of `weight` are summed: 16 bits are too few for sums."""
     return torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
 
 
 def widened(gradient: Tensor) -> Tensor:
-    """A 16-bit gradient as float32, because sums over many samples need more than 16 bits."""
+    """Widen a 16-bit gradient to float32: sums over many samples need more than 16 bits."""
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
 def bags_of(offsets: Tensor) -> Tensor:
-    """[n] the bag of each lookup."""
+    """Return the bag of each lookup [n]."""
     return torch.repeat_interleave(torch.diff(offsets))
 
 
@@ -133,6 +133,6 @@ def sum_by_row(gradient: Tensor, bags: Tensor, grouped: Grouped, scale: Tensor |
 def divide_by(shard: Tensor, local_rows: Tensor, offsets: Tensor, parts: int) -> Divided:
     """As `Kernels.divide`, by the shard [n] of each lookup and its row [n] within that shard."""
     order, bags = torch.argsort(shard, stable=True), len(offsets) - 1
-    places = shard * bags + bags_of(offsets)
-    lengths = torch.bincount(places, minlength=parts * bags).view(parts, bags)
+    cells = shard * bags + bags_of(offsets)
+    lengths = torch.bincount(cells, minlength=parts * bags).view(parts, bags)
     return Divided(order, local_rows[order], lengths)
