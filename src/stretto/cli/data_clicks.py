@@ -17,7 +17,7 @@ from stretto.cli.report import CommandReport, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.recommender.clicks.build import BuildProgress, OnError, Settings, Split
+    from stretto.recommender.clicks.build import ClickBuildProgress, OnError, Settings, Split
     from stretto.recommender.clicks.folder import ClickFolder
     from stretto.recommender.clicks.synthetic.files import Report
 
@@ -99,7 +99,7 @@ def clicks(options: ClicksOptions) -> None:
     def names(text: str | None) -> tuple[str, ...] | None:
         return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
-    def described(at: BuildProgress) -> tuple[str, int]:
+    def described(at: ClickBuildProgress) -> tuple[str, int]:
         malformed = f", {at.malformed} malformed" if at.malformed else ""
         return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
 

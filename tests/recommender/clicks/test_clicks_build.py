@@ -18,7 +18,7 @@ from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import build as building
 from stretto.recommender.clicks import criteo, raw
-from stretto.recommender.clicks.build import BuildProgress, Settings, build
+from stretto.recommender.clicks.build import ClickBuildProgress, Settings, build
 from stretto.recommender.clicks.folder import ClickFolder, ClickSamples
 from stretto.recommender.clicks.index import _crc32
 from stretto.recommender.clicks.synthetic.files import write
@@ -123,14 +123,14 @@ def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
 
 @pytest.mark.parametrize("settings", [Settings(threshold=2), Settings(kind="hash", rows=40)])
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path, settings: Settings):
-    seen = list[BuildProgress]()
+    seen = list[ClickBuildProgress]()
     build(days, tmp_path / "whole", settings, progress=seen.append)
     whole, stops = content(tmp_path / "whole"), len(seen)
     assert len({at.stage for at in seen}) == (2 if settings.kind == "vocabulary" else 1)
     assert stops > 20
     polls, least = 0, 0
 
-    def stop(at: BuildProgress) -> None:
+    def stop(at: ClickBuildProgress) -> None:
         nonlocal polls
         polls += 1
         if polls == least:
@@ -157,7 +157,7 @@ def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
     while not (tmp_path / "out").exists():
         polls = 0
 
-        def stop(at: BuildProgress) -> None:
+        def stop(at: ClickBuildProgress) -> None:
             nonlocal polls
             polls += 1
             if polls == 5:
@@ -199,7 +199,7 @@ def test_killed_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path):
         assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.*.build")
     assert (left / "state.json").exists()
-    seen = list[BuildProgress]()
+    seen = list[ClickBuildProgress]()
     build(days, tmp_path / "out", Settings(threshold=2), progress=seen.append)
     assert {at.stage for at in seen} == {"write samples"}
     assert seen[0].lines > 400
@@ -207,7 +207,7 @@ def test_killed_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path):
 
 
 def test_it_is_kept_until_something_changes(days: list[Path], tmp_path: Path):
-    seen = list[BuildProgress]()
+    seen = list[ClickBuildProgress]()
     first = build(days, tmp_path / "out", progress=seen.append).index.key
     seen.clear()
     assert build(days, tmp_path / "out", progress=seen.append).index.key == first

@@ -37,7 +37,7 @@ _RECIPE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildProgress:
+class ClickBuildProgress:
     """The progress of a build: `bytes` of about `total`; `stage` is "count ids" or "write samples"."""
 
     stage: str
@@ -47,7 +47,7 @@ class BuildProgress:
     malformed: int
 
 
-Report = Callable[[BuildProgress], None]
+Report = Callable[[ClickBuildProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +310,7 @@ class _Build:
                 yield index, block
                 if self.progress:
                     self.progress(
-                        BuildProgress(
+                        ClickBuildProgress(
                             stage=stage,
                             bytes=before + min(file.size, bytes_read(file, block.start)),
                             total=total,

@@ -234,7 +234,7 @@ def _shared_row_notes(features: Sequence[CategoricalFeature], tables: Sequence[T
 
 def _prepare_folder(data: ClickDataConfig, stop: StopRequest | None, quiet: bool) -> Path:
     """Return the click folder that the config names, or the cached one, built from its files."""
-    from stretto.recommender.clicks.build import BuildProgress, Settings, build
+    from stretto.recommender.clicks.build import ClickBuildProgress, Settings, build
     from stretto.recommender.clicks.tabular import ColumnNames
     from stretto.run.config.sources import is_click_folder
     from stretto.run.data.build import cache_dir
@@ -261,7 +261,7 @@ def _prepare_folder(data: ClickDataConfig, stop: StopRequest | None, quiet: bool
     root = Path(data.cache).expanduser() if data.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
-        def show(state: BuildProgress) -> None:
+        def show(state: ClickBuildProgress) -> None:
             bar.show(state.stage, state.bytes, state.total, f"{state.total / 2**20:.1f} MiB")
 
         return build(
