@@ -231,7 +231,23 @@ class _Reader:
         results = list[Operator]()
         for node in self.graph.nodes:
             if node.op == "output":
-                results = self._outputs(node)
+                leaves = [leaf for leaf in pytree.tree_leaves(list(node.args)) if leaf in self.operators]
+                outputs = list[Operator]()
+                for number, leaf in enumerate(dict.fromkeys(leaves)):
+                    source = self.operators[leaf]
+                    split = self.outputs if self.outputs in source.splits else "whole"
+                    outputs.append(
+                        Operator(
+                            name=f"output {number}" if number else "output",
+                            kind=OUTPUT,
+                            inputs=(source.name,),
+                            shape=source.shape,
+                            element=source.element,
+                            splits=(split,),
+                            gradient=source.gradient,
+                        )
+                    )
+                results = outputs
                 continue
             tensors = _tensors(self.full.values[node])
             if node.op == "get_attr":
@@ -261,25 +277,6 @@ class _Reader:
         for source in node.all_input_nodes:
             sources |= {source} if source in self.operators else self.sources.get(source, set())
         return sources
-
-    def _outputs(self, node: fx.Node) -> list[Operator]:
-        leaves = [leaf for leaf in pytree.tree_leaves(list(node.args)) if leaf in self.operators]
-        outputs = list[Operator]()
-        for number, leaf in enumerate(dict.fromkeys(leaves)):
-            source = self.operators[leaf]
-            split = self.outputs if self.outputs in source.splits else "whole"
-            outputs.append(
-                Operator(
-                    name=f"output {number}" if number else "output",
-                    kind=OUTPUT,
-                    inputs=(source.name,),
-                    shape=source.shape,
-                    element=source.element,
-                    splits=(split,),
-                    gradient=source.gradient,
-                )
-            )
-        return outputs
 
     def _operator(self, node: fx.Node, tensors: Sequence[Tensor]) -> Operator:
         """Return the operator of a node whose result is these tensors."""
@@ -418,7 +415,27 @@ class _Reader:
         try:
             with torch.random.fork_rng([]), torch.no_grad():
                 torch.manual_seed(0)
-                alone = self._try_samples(node)
+                values, fewer = dict[fx.Node, Any](), dict[fx.Node, Any]()
+                for source in node.all_input_nodes:
+                    many = self.many.values[source]
+                    if sum(tensor.numel() for tensor in _tensors(many)) > _LARGEST:
+                        raise ValueError("its input is too large")
+                    values[source] = pytree.tree_map_only(Tensor, _random, many)
+                    fewer[source] = _first_samples(values[source], self.few.values[source])
+                if node.op == "call_module":
+                    function: Callable[..., Any] = _with_random_values(
+                        self.model.get_submodule(str(node.target))
+                    )
+                elif node.op == "call_method":
+                    name = str(node.target)
+                    function = lambda this, *args, **named: getattr(this, name)(*args, **named)  # noqa: E731
+                else:
+                    function = cast(Callable[..., Any], node.target)
+                results, first = (_tensors(_call(function, node, inputs)) for inputs in (values, fewer))
+                alone = all(
+                    torch.allclose(result[:_FEW], other, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
+                    for result, other in zip(results, first, strict=True)
+                )
         except Exception as error:  # whatever the user's module raises
             self.notes.append(f"{_described(node)} is replicated: it fails on random samples: {error}")
             return False
@@ -427,27 +444,6 @@ class _Reader:
         elif node.op == "call_module" and kind not in vars(nn):
             self.notes.append(f"{_described(node)} may be split by batch: it computes random samples alone")
         return alone
-
-    def _try_samples(self, node: fx.Node) -> bool:
-        values, fewer = dict[fx.Node, Any](), dict[fx.Node, Any]()
-        for source in node.all_input_nodes:
-            many = self.many.values[source]
-            if sum(tensor.numel() for tensor in _tensors(many)) > _LARGEST:
-                raise ValueError("its input is too large")
-            values[source] = pytree.tree_map_only(Tensor, _random, many)
-            fewer[source] = _first_samples(values[source], self.few.values[source])
-        if node.op == "call_module":
-            function: Callable[..., Any] = _with_random_values(self.model.get_submodule(str(node.target)))
-        elif node.op == "call_method":
-            name = str(node.target)
-            function = lambda this, *args, **named: getattr(this, name)(*args, **named)  # noqa: E731
-        else:
-            function = cast(Callable[..., Any], node.target)
-        results, first = (_tensors(_call(function, node, inputs)) for inputs in (values, fewer))
-        return all(
-            torch.allclose(result[:_FEW], other, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
-            for result, other in zip(results, first, strict=True)
-        )
 
 
 def _random(tensor: Tensor) -> Tensor:

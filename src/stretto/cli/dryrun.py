@@ -112,7 +112,7 @@ def _report(layout: Layout, ran: DryRun, predicted: Counts | None, predicted_pea
             "bytes": _nested(ran.bytes),
             "calls": _nested(ran.calls),
             "peak_memory_bytes": ran.peak,
-            "at": ran.at,
+            "at": ran.peak_action,
             "memory": ran.kinds,
             "operators": ran.operators,
             "seconds": ran.seconds,
@@ -153,7 +153,7 @@ def _report(layout: Layout, ran: DryRun, predicted: Counts | None, predicted_pea
             ],
         )
     kinds = sorted(ran.kinds.items(), key=lambda item: -item[1])
-    peak = (f"peak, during {ran.at}", ran.peak, predicted_peak, predicted_peak / ran.peak - 1)
+    peak = (f"peak, during {ran.peak_action}", ran.peak, predicted_peak, predicted_peak / ran.peak - 1)
     report.table(
         [text("memory"), size("dry run"), size("predicted"), number("difference", "+.2%")],
         [peak, *((f"  of it {kind}", bytes_, None, None) for kind, bytes_ in kinds)],

@@ -99,7 +99,20 @@ class Compiler:
             function.__closure__,
         )
         copied.__kwdefaults__ = function.__kwdefaults__
-        compiled = torch.compile(copied, backend=self._counting(name), fullgraph=True, dynamic=dynamic)
+        from torch._dynamo import config, lookup_backend
+
+        build = lookup_backend(self._backend)
+        config.recompile_limit = max(config.recompile_limit, self.limit + 1)  # ours comes first
+
+        def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
+            if self.graphs[name] == self.limit:
+                raise _TooMany
+            self.graphs[name] += 1
+            use = "" if torch.is_grad_enabled() else " without gradients"
+            self._fresh.append(f"{name} of {_described(inputs)}{use}")
+            return build(graph, inputs)
+
+        compiled = torch.compile(copied, backend=backend, fullgraph=True, dynamic=dynamic)
 
         def call(*arguments: Any) -> Any:
             nonlocal eager
@@ -118,23 +131,6 @@ class Compiler:
                 return function(*arguments)
 
         return call
-
-    def _counting(self, name: str) -> Callable[[Any, list[Tensor]], Callable[..., Any]]:
-        """The backend, which counts the graphs of one function."""
-        from torch._dynamo import config, lookup_backend
-
-        build = lookup_backend(self._backend)
-        config.recompile_limit = max(config.recompile_limit, self.limit + 1)  # ours comes first
-
-        def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
-            if self.graphs[name] == self.limit:
-                raise _TooMany
-            self.graphs[name] += 1
-            use = "" if torch.is_grad_enabled() else " without gradients"
-            self._fresh.append(f"{name} of {_described(inputs)}{use}")
-            return build(graph, inputs)
-
-        return backend
 
     def _start(self, _: Any) -> None:
         PROGRESS.begin_long()
@@ -161,7 +157,7 @@ class Compiler:
 
 def _described(arguments: Sequence[Any]) -> str:
     """Types and shapes of the tensors, as `float32 [2, 8, 64]`."""
-    flat = [part for one in arguments for part in (one if isinstance(one, tuple) else (one,))]
+    flat = [part for x in arguments for part in (x if isinstance(x, tuple) else (x,))]
     return ", ".join(
         f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat if isinstance(t, Tensor)
     )

@@ -40,7 +40,10 @@ def device_kind(name: str) -> str:
     """
     if name == AUTO:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return HOST if accelerator is None or not _carries_its(accelerator.type) else accelerator.type
+        if accelerator is None:
+            return HOST
+        backend = Backend.default_device_backend_map.get(accelerator.type, "")
+        return accelerator.type if accelerator.type in Backend.backend_capability.get(backend, ()) else HOST
     if name != HOST and not device_count(name):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         present = HOST if accelerator is None else f"{accelerator.type} and {HOST}"
@@ -91,11 +94,6 @@ def rank_device(name: str) -> torch.device:
 def on_accelerator(device: torch.device) -> bool:
     """Whether tensors there are apart from the host's memory, and calls only queue work."""
     return device.type not in (HOST, "meta")
-
-
-def _carries_its(kind: str) -> bool:
-    """Whether the kind's usual communication library takes its tensors."""
-    return kind in Backend.backend_capability.get(Backend.default_device_backend_map.get(kind, ""), ())
 
 
 def _remedy(kind: str) -> str:

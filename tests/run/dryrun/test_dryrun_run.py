@@ -375,7 +375,7 @@ def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
     job = described(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
     job = replace(job, shape=replace(job.shape, layers=6))
     ran, said = dry_run(job, 1), one_rank(memory_of(job), 0)
-    assert ran.at.startswith("0B")
+    assert ran.peak_action.startswith("0B")
     assert said.total == pytest.approx(ran.peak, rel=MEMORY)
 
 

@@ -59,10 +59,10 @@ class CheckedWriter:
             block = view[start : start + BLOCK]
             self._crc = zlib.crc32(block, self._crc)
             while block:
-                block = block[self._some(block) :]
+                block = block[self._write_once(block) :]
         self._size += len(view)
 
-    def _some(self, block: memoryview) -> int:
+    def _write_once(self, block: memoryview) -> int:
         """Write as much as one system call accepts."""
         try:
             return self._stream.write(block) or 0
@@ -93,19 +93,19 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
+def check_room(folder: Path, needed: int, contents: str) -> None:
     """Check that a folder, which need not exist yet, can be made and has room for `needed` bytes.
 
     Raises:
         StrettoError: its place is a file, or its disk has too little room for `what`.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise StrettoError(f"{there} is a file", hint="name another folder")
-    usage = shutil.disk_usage(there)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise StrettoError(f"{existing} is a file", hint="name another folder")
+    usage = shutil.disk_usage(existing)
     if usage.total and needed > usage.free:  # some file systems tell no sizes
         raise StrettoError(
-            f"{what} needs {size_text(needed)}, and {there} has {size_text(usage.free)} free",
+            f"{contents} needs {size_text(needed)}, and {existing} has {size_text(usage.free)} free",
             hint="make room, or name a folder on another disk",
         )
 

@@ -41,10 +41,10 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    complete = [p for p in folder.iterdir() if step_of(p) is not None and p.is_dir() and not p.is_symlink()]
-    names = {p.name for p in complete}
-    kept = [p for p in complete if p.suffix != REPLACED or p.name.removesuffix(REPLACED) not in names]
-    return sorted(kept, key=lambda p: step_of(p) or 0, reverse=True)
+    by_name = [p for p in folder.iterdir() if step_of(p) is not None and p.is_dir() and not p.is_symlink()]
+    names = {p.name for p in by_name}
+    remaining = [p for p in by_name if p.suffix != REPLACED or p.name.removesuffix(REPLACED) not in names]
+    return sorted(remaining, key=lambda p: step_of(p) or 0, reverse=True)
 
 
 def resolve(path: Path) -> Path:
@@ -81,8 +81,8 @@ def clean(folder: Path) -> None:
         if not STEP_FOLDER.fullmatch(path.stem):
             continue
         with contextlib.suppress(OSError):
-            whole = path.is_dir() and not path.is_symlink()
-            if path.suffix == REPLACED and whole and not path.with_suffix("").exists():
+            is_folder = path.is_dir() and not path.is_symlink()
+            if path.suffix == REPLACED and is_folder and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
             elif path.suffix in (PARTIAL, DELETING, REPLACED):
                 remove(path)
@@ -153,15 +153,15 @@ def _beyond(newest: Path, last: int, keep: Retention) -> list[Path]:
     """The older checkpoints that nothing keeps, whole or damaged."""
     step = step_of(newest) or 0
     older = [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= step]
-    whole = [path for path in older if path == newest or not quick_problems(path)]
-    if len(whole) < last:
+    undamaged = [path for path in older if path == newest or not quick_problems(path)]
+    if len(undamaged) < last:
         return []
-    kept = set[Path]()
+    retained = set[Path]()
     if keep.every is not None:
-        kept.update(path for path in whole if (step_of(path) or 0) % keep.every == 0)
+        retained.update(path for path in undamaged if (step_of(path) or 0) % keep.every == 0)
     if keep.best is not None:
-        kept.update(best(whole)[: keep.best])
-    return [path for path in older[older.index(whole[last - 1]) + 1 :] if path not in kept]
+        retained.update(best(undamaged)[: keep.best])
+    return [path for path in older[older.index(undamaged[last - 1]) + 1 :] if path not in retained]
 
 
 def best(paths: Iterable[Path]) -> list[Path]:

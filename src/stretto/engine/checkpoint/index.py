@@ -49,13 +49,13 @@ def _overlap(dimensions: int, boxes: Sequence[Box]) -> str | None:
     axis = max(range(dimensions), key=lambda d: len({offsets[d] for offsets, _ in filled}))
     active: list[tuple[int, int]] = []  # (end along axis, box)
     order = sorted(range(len(filled)), key=lambda i: filled[i][0][axis])
-    for here in order:
-        offsets, sizes = filled[here]
+    for current in order:
+        offsets, sizes = filled[current]
         del active[: bisect_right(active, (offsets[axis], len(filled)))]
         for _, other in active:
-            if _meet(filled[here], filled[other]):
+            if _meet(filled[current], filled[other]):
                 return f"pieces {_text(*filled[other])} and {_text(offsets, sizes)} overlap"
-        insort(active, (offsets[axis] + sizes[axis], here))
+        insort(active, (offsets[axis] + sizes[axis], current))
     return None
 
 
@@ -198,9 +198,9 @@ def _sizes(value: Any, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _fields(value: Any, names: set[str], what: str) -> dict[str, Any]:
+def _fields(value: Any, names: set[str], owner: str) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != names:
-        raise _bad(f"{what} does not have exactly the fields {', '.join(sorted(names))}")
+        raise _bad(f"{owner} does not have exactly the fields {', '.join(sorted(names))}")
     return value
 
 

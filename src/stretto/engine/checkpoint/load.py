@@ -132,31 +132,28 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
     index = read_tensors(folder, manifest)
     for name, (local, placed) in tensors.items():
         if name not in index:
-            known = [n for n in index if not n.startswith(f"{PER_RANK}.")]
-            near = nearest(name, known)
+            names = [n for n in index if not n.startswith(f"{PER_RANK}.")]
+            suggestion = nearest(name, names)
             raise StrettoError(
                 f"checkpoint of another model: it has no tensor {name} of shape {list(placed.shape)}",
-                hint=f"the nearest name in it is {near}, of shape {list(index[near].shape)}"
-                if near
-                else f"it has {len(known)} tensors: {', '.join(known[:3])}, ...",
+                hint=f"the nearest name in it is {suggestion}, of shape {list(index[suggestion].shape)}"
+                if suggestion
+                else f"it has {len(names)} tensors: {', '.join(names[:3])}, ...",
             )
-        _same(name, index[name], local, placed)
+        saved = index[name]
+        if saved.shape != tuple(placed.shape):
+            raise StrettoError(
+                f"checkpoint of another model: {name} has shape {list(saved.shape)}, in the model "
+                f"{list(placed.shape)}",
+                hint="give the model the sizes that the checkpoint was made with",
+            )
+        dtype: torch.dtype = getattr(torch, saved.dtype)
+        if dtype != local.dtype and not (dtype.is_floating_point and local.dtype.is_floating_point):
+            raise StrettoError(
+                f"checkpoint of another model: {name} has dtype {saved.dtype}, in the model {local.dtype}",
+                hint="only floating dtypes convert to each other",
+            )
     return index, shards(tensors)
-
-
-def _same(name: str, saved: SavedTensor, local: Tensor, placed: ShardPlacement) -> None:
-    if saved.shape != tuple(placed.shape):
-        raise StrettoError(
-            f"checkpoint of another model: {name} has shape {list(saved.shape)}, in the model "
-            f"{list(placed.shape)}",
-            hint="give the model the sizes that the checkpoint was made with",
-        )
-    dtype: torch.dtype = getattr(torch, saved.dtype)
-    if dtype != local.dtype and not (dtype.is_floating_point and local.dtype.is_floating_point):
-        raise StrettoError(
-            f"checkpoint of another model: {name} has dtype {saved.dtype}, in the model {local.dtype}",
-            hint="only floating dtypes convert to each other",
-        )
 
 
 def _no_extra(index: Index, requested: Collection[str], ignore: Sequence[str]) -> None:

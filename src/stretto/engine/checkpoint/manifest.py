@@ -109,7 +109,27 @@ def load_manifest(folder: Path) -> Manifest:
         raise _bad(f"it is not a {FORMAT}")
     if (version := body.pop("version", None)) != VERSION:
         raise _bad(f"format version is {version!r}, this program reads {VERSION}")
-    return _checked(body)
+    kinds: dict[str, type] = {"step": int, "world": int, "tensors": int, "dtypes": dict, "saved": str}
+    kinds |= {"stretto": str, "torch": str, "files": dict, "meta": dict}
+    if set(body) != set(kinds):
+        raise _bad(f"it does not have exactly the fields {', '.join(sorted(kinds))}")
+    for field, kind in kinds.items():
+        if type(body[field]) is not kind:
+            raise _bad(f"{field} is {body[field]!r}")
+        if kind is str and len(body[field]) > MAX_TEXT:
+            raise _bad(f"{field} has {len(body[field])} characters")
+    if any(name not in DTYPES or type(size) is not int for name, size in body["dtypes"].items()):
+        raise _bad("dtypes does not give bytes for types of tensors")
+    if not 0 <= body["step"] < 10**18:
+        raise _bad("step is out of range")
+    if not 1 <= body["world"] <= MAX_WORLD:
+        raise _bad(f"world is {body['world']}, at most {MAX_WORLD} ranks are possible")
+    files = {name: _entry(name, value) for name, value in body["files"].items()}
+    if INDEX not in files:
+        raise _bad(f"it does not list {INDEX}")
+    if problem := metadata_problem(body["meta"], body["step"], body["world"]):
+        raise _bad(problem)
+    return Manifest(**cast("dict[str, Any]", {**body, "files": files}))
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -179,30 +199,6 @@ def _of_its_name(folder: Path) -> Manifest:
     if named and int(named[1]) != manifest.step:
         raise DamageError(f"the folder is named {folder.name}, the manifest in it says step {manifest.step}")
     return manifest
-
-
-def _checked(body: dict[str, Any]) -> Manifest:
-    kinds: dict[str, type] = {"step": int, "world": int, "tensors": int, "dtypes": dict, "saved": str}
-    kinds |= {"stretto": str, "torch": str, "files": dict, "meta": dict}
-    if set(body) != set(kinds):
-        raise _bad(f"it does not have exactly the fields {', '.join(sorted(kinds))}")
-    for field, kind in kinds.items():
-        if type(body[field]) is not kind:
-            raise _bad(f"{field} is {body[field]!r}")
-        if kind is str and len(body[field]) > MAX_TEXT:
-            raise _bad(f"{field} has {len(body[field])} characters")
-    if any(name not in DTYPES or type(size) is not int for name, size in body["dtypes"].items()):
-        raise _bad("dtypes does not give bytes for types of tensors")
-    if not 0 <= body["step"] < 10**18:
-        raise _bad("step is out of range")
-    if not 1 <= body["world"] <= MAX_WORLD:
-        raise _bad(f"world is {body['world']}, at most {MAX_WORLD} ranks are possible")
-    files = {name: _entry(name, value) for name, value in body["files"].items()}
-    if INDEX not in files:
-        raise _bad(f"it does not list {INDEX}")
-    if problem := metadata_problem(body["meta"], body["step"], body["world"]):
-        raise _bad(problem)
-    return Manifest(**cast("dict[str, Any]", {**body, "files": files}))
 
 
 def _entry(name: str, value: Any) -> FileEntry:

@@ -94,7 +94,12 @@ def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | No
         )
         model_shape(meta)
     except ValidationError as error:
-        return _described(error)
+        first = error.errors(include_url=False, include_context=False)[0]
+        title = [error.title] if error.title == "model" else []
+        shown = repr(first["input"])
+        return (
+            f"{'.'.join(map(str, (*title, *first['loc'])))} is {shown[:80]}: {first['msg'].splitlines()[0]}"
+        )
     except (TypeError, StrettoError) as error:
         return f"model.{str(error).splitlines()[0]}"
     return _misfit(run, step, world)
@@ -137,13 +142,6 @@ def _check_bounds(value: object, name: str = "") -> None:
         raise StrettoError(f"{name} is {value}, and no tensor has such a size")
 
 
-def _described(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False)[0]
-    title = [error.title] if error.title == "model" else []
-    shown = repr(first["input"])
-    return f"{'.'.join(map(str, (*title, *first['loc'])))} is {shown[:80]}: {first['msg'].splitlines()[0]}"
-
-
 def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
     """Return the first contradiction between counts, if any."""
     present = run.model_fields_set
@@ -154,9 +152,9 @@ def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
         limits["updates"] = step * size  # at most one for each sample
     if "tokens" in present:
         limits["targets"] = run.tokens
-    for name, most in limits.items():
-        if name in present and (count := getattr(run, name)) > most:
-            return f"{name} is {count}, and at step {step} there are at most {most}"
+    for name, limit in limits.items():
+        if name in present and (count := getattr(run, name)) > limit:
+            return f"{name} is {count}, and at step {step} there are at most {limit}"
     ranks, seed = _ranks(run), _number(run, "train", "seed")
     if ranks is not None and ranks != world:
         return f"its layout has {ranks} ranks, and {world} have written it"
@@ -219,6 +217,6 @@ def index_problem(meta: Mapping[str, Any], world: int, index: Index) -> str | No
     for name, sizes in ({} if shape is None else parameter_shapes(shape)).items():
         saved = index.get(MODEL + name)
         if saved is None or saved.shape != tuple(sizes):
-            there = "is missing" if saved is None else f"has shape {list(saved.shape)}"
-            return f"{MODEL}{name} {there}, and the model has it in shape {list(sizes)}"
+            difference = "is missing" if saved is None else f"has shape {list(saved.shape)}"
+            return f"{MODEL}{name} {difference}, and the model has it in shape {list(sizes)}"
     return None

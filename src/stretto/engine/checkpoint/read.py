@@ -65,16 +65,19 @@ class StoredTensors:
         saved = self.saved[name]
         if len(saved.pieces) == 1:
             return self._piece(name, saved, saved.pieces[0])
-        whole = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        result = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
         for piece in saved.pieces:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
-            whole[box] = self._piece(name, saved, piece)
-        return whole
+            result[box] = self._piece(name, saved, piece)
+        return result
 
     def _piece(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
         key = piece_key(self._prefix + name, saved.shape, piece.offsets, piece.sizes)
         try:
-            tensor: Tensor = self._file(piece.file).get_tensor(key)
+            if piece.file not in self._files:
+                opened = safe_open(plain_file(self.path, piece.file), framework="pt")
+                self._files[piece.file] = self._open.enter_context(opened)
+            tensor: Tensor = self._files[piece.file].get_tensor(key)
             if tuple(tensor.shape) != piece.sizes or tensor.dtype != getattr(torch, saved.dtype):
                 wanted = f"{DTYPES[saved.dtype][0]} of shape {list(piece.sizes)}"
                 raise DamageError(f"{key} is not {wanted}, as in the index")
@@ -85,12 +88,6 @@ class StoredTensors:
             ) from None
         return tensor
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            opened = safe_open(plain_file(self.path, name), framework="pt")
-            self._files[name] = self._open.enter_context(opened)
-        return self._files[name]
-
 
 def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor], Loaded]:
     """All tensors whose names begin with `prefix` in memory, by their names without it, on the CPU in their
@@ -100,18 +97,18 @@ def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor]
         StrettoError: no checkpoint there, a damaged one, or one without such tensors.
     """
     index = tensor_index(path)
-    whole = {
+    result = {
         name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
         for name, saved in index.items()
         if name.startswith(prefix)
     }
-    if not whole:
+    if not result:
         raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
     places = {
-        name: (tensor, ShardPlacement.unsharded(name, tuple(tensor.shape))) for name, tensor in whole.items()
+        name: (tensor, ShardPlacement.unsharded(name, tuple(tensor.shape))) for name, tensor in result.items()
     }
-    loaded = load(path, places, ignore=[name for name in index if name not in whole])
-    return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}, loaded
+    loaded = load(path, places, ignore=[name for name in index if name not in result])
+    return {name.removeprefix(prefix): tensor for name, tensor in result.items()}, loaded
 
 
 def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:

@@ -222,10 +222,10 @@ def plan(
     state = run_on_all(lambda: _state(step, tensors, meta, per_rank))
     sizes = {name: each.sizes for name, each in state.items()}
     unchanged = before is not None and before.sizes == sizes
-    steps, same = zip(*gather_json([step, unchanged]), strict=True)
+    steps, unchanged_ranks = zip(*gather_json([step, unchanged]), strict=True)
     if len(set(steps)) > 1:
         raise StrettoError(f"ranks save different steps: {sorted(set(steps))}", hint="save at the same step")
-    division = before if before is not None and all(same) else _divided(state, sizes)
+    division = before if before is not None and all(unchanged_ranks) else _divided(state, sizes)
     return Planned(
         partial=Path(run_on_first(lambda: str(_begin(folder, step, division.bytes)))),
         step=step,
@@ -272,9 +272,10 @@ def _state(
     check_meta(meta)
     if problem := metadata_problem(meta, step, world_size()):  # no reader would take it
         raise StrettoError(f"metadata of the checkpoint: {problem}")
-    mine = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
+    per_rank_tensors = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
     state = {
-        name: (value, ShardPlacement.unsharded(name, tuple(value.shape))) for name, value in mine.items()
+        name: (value, ShardPlacement.unsharded(name, tuple(value.shape)))
+        for name, value in per_rank_tensors.items()
     }
     streamed = {name: each for name, each in tensors.items() if isinstance(each, Streamed)}
     placed = {name: each for name, each in tensors.items() if not isinstance(each, Streamed)}

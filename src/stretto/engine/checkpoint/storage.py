@@ -197,15 +197,15 @@ class Planner(StorageWriter):
 
     def _divide(self, name: str, items: list[WriteItem]) -> None:
         for away in (False, True):
-            rest = [item for item in items if self.state[item.index.fqn].away == away]
-            while rest:
+            left = [item for item in items if self.state[item.index.fqn].away == away]
+            while left:
                 size = count = 0
-                while count < len(rest) and (not count or size + _bytes(rest[count]) <= LARGEST_FILE):
-                    size, count = size + _bytes(rest[count]), count + 1
+                while count < len(left) and (not count or size + _bytes(left[count]) <= LARGEST_FILE):
+                    size, count = size + _bytes(left[count]), count + 1
                 number = f".{len(self.files)}" if self.files else ""
                 file = name.replace(".safetensors", f"{number}.safetensors")
-                self.files.append(FilePlan(file, tuple(rest[:count]), away))
-                rest = rest[count:]
+                self.files.append(FilePlan(file, tuple(left[:count]), away))
+                left = left[count:]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: make the index."""
@@ -319,24 +319,28 @@ class Reader(StorageReader):
             try:
                 with safe_open(plain_file(self.folder, name), framework="pt") as file:
                     for item in items:
-                        self._read(file, item, planner)
+                        piece, saved = self._file[item.storage_index]
+                        key = piece_key(item.storage_index.fqn, saved.shape, piece.offsets, piece.sizes)
+                        view = file.get_slice(key)
+                        if (
+                            tuple(view.get_shape()) != piece.sizes
+                            or view.get_dtype() != DTYPES[saved.dtype][0]
+                        ):
+                            raise DamageError(
+                                f"{key} is not {saved.dtype} of shape {list(piece.sizes)}, as in the index"
+                            )
+                        box = tuple(
+                            slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)
+                        )
+                        part = view[box] if box else file.get_tensor(key)
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(part)
+                        planner.commit_tensor(item, target)
             except Exception as error:  # as an exception that can be sent between ranks
                 raise CollectiveError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
-        piece, saved = self._file[item.storage_index]
-        key = piece_key(item.storage_index.fqn, saved.shape, piece.offsets, piece.sizes)
-        view = file.get_slice(key)
-        if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[saved.dtype][0]:
-            raise DamageError(f"{key} is not {saved.dtype} of shape {list(piece.sizes)}, as in the index")
-        box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-        part = view[box] if box else file.get_tensor(key)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(part)
-        planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -171,7 +171,18 @@ def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[WeightRu
         elif ".experts." in plain_name:
             yield _experts_rule(plain_name, sizes, kind=kind, present=present)
         else:
-            yield _rule(plain_name, sizes, kind=kind, shape=shape, present=present)
+            prefix, module, suffix = _parse(plain_name, "model.layers.")
+            names = _OF_KIND.get(kind, {}).get(module) or _NAMES[module]
+            if kind == "mixtral" and f"{prefix}mlp.gate.weight" in present and module == "mlp.router.gate":
+                names = _NAMES[module]
+            rows = (sizes[0] // len(names),) * len(names)
+            if module == "attn.qkv":
+                rows = (shape.attention_width, shape.kv_width, shape.kv_width)
+            ends = f".{suffix}" if suffix else ""
+            hf_name = {
+                f"{prefix}{name}{ends}": (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)
+            }
+            yield WeightRule(plain_name=plain_name, sizes=hf_name, form=StackedRows(rows))
 
 
 def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
@@ -390,21 +401,6 @@ def _stacks_rule(plain_name: str, sizes: Sizes, kind: str, shape: ModelShape) ->
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
     theirs_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
     return WeightRule(plain_name=plain_name, sizes=theirs_sizes, form=StackedRows(rows))
-
-
-def _rule(
-    plain_name: str, sizes: Sizes, *, kind: str, shape: ModelShape, present: Collection[str]
-) -> WeightRule:
-    prefix, module, suffix = _parse(plain_name, "model.layers.")
-    names = _OF_KIND.get(kind, {}).get(module) or _NAMES[module]
-    if kind == "mixtral" and f"{prefix}mlp.gate.weight" in present and module == "mlp.router.gate":
-        names = _NAMES[module]
-    rows = (sizes[0] // len(names),) * len(names)
-    if module == "attn.qkv":
-        rows = (shape.attention_width, shape.kv_width, shape.kv_width)
-    ends = f".{suffix}" if suffix else ""
-    hf_name = {f"{prefix}{name}{ends}": (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return WeightRule(plain_name=plain_name, sizes=hf_name, form=StackedRows(rows))
 
 
 def _experts_rule(plain_name: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> WeightRule:

@@ -125,16 +125,16 @@ class ScratchFile:
 
     Args:
         size: bytes, rounded up to a multiple of ALIGN.
-        what: description of the contents, for error messages.
+        contents: description of the contents, for error messages.
 
     Raises:
         StrettoError: not enough disk space, or the file cannot be created.
     """
 
-    def __init__(self, path: Path, size: int, what: str) -> None:
+    def __init__(self, path: Path, size: int, contents: str) -> None:
         self.path = path
         self.size = aligned(size)
-        self.what = what
+        self.contents = contents
         self._file = -1
         try:
             self._file = _open(path)
@@ -150,7 +150,7 @@ class ScratchFile:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         free = f", {shutil.disk_usage(self.path.parent).free / 2**20:.1f} MiB are free" if full else ""
         return StrettoError(
-            f"dp.path: no room for {self.what} in {self.path}: {error.strerror}; "
+            f"dp.path: no room for {self.contents} in {self.path}: {error.strerror}; "
             f"the file needs {self.size / 2**20:.1f} MiB{free}",
             hint="give dp.path a disk with more room, or share the states over more ranks",
         )
@@ -177,7 +177,7 @@ class ScratchFile:
                 done += moved
         except OSError as error:
             raise OffloadError(
-                f"{doing} {self.what} failed: {error.strerror} ({self.path}, byte {start + done}); "
+                f"{doing} {self.contents} failed: {error.strerror} ({self.path}, byte {start + done}); "
                 "the last checkpoint is whole"
             ) from None
 

@@ -266,7 +266,18 @@ class DataParallel(nn.Module):
             StrettoError: an unknown name or setting.
         """
         if isinstance(rule, str):
-            optimiser = _settings(rule, settings)
+            fields = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
+            for name in settings:
+                if name not in fields:
+                    suggestion = nearest(name, fields)
+                    raise StrettoError(
+                        f"optimizer {rule} has no setting {name!r}",
+                        hint=f"did you mean {suggestion!r}?"
+                        if suggestion
+                        else f"settings: {', '.join(fields)}",
+                    )
+            named: dict[str, Any] = {"name": rule, **settings}
+            optimiser = Optimiser(**named)
             return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, optimiser))
 
         def build(fragments: Sequence[ParameterFragment]) -> torch.optim.Optimizer:
@@ -333,19 +344,6 @@ class DataParallelOptimizer:
         """Stop threads and remove files."""
         self.sharded.close()
         self._model.states.close()
-
-
-def _settings(rule: str, settings: Mapping[str, Any]) -> Optimiser:
-    fields = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
-    for name in settings:
-        if name not in fields:
-            suggestion = nearest(name, fields)
-            raise StrettoError(
-                f"optimizer {rule} has no setting {name!r}",
-                hint=f"did you mean {suggestion!r}?" if suggestion else f"settings: {', '.join(fields)}",
-            )
-    named: dict[str, Any] = {"name": rule, **settings}
-    return Optimiser(**named)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

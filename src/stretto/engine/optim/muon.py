@@ -222,13 +222,13 @@ class Muon(FragmentOptimizer):
         fragments: Iterable[ParameterFragment],
         lr: float,
         momentum: float,
-        rest: torch.optim.Optimizer | None,
+        fallback: torch.optim.Optimizer | None,
     ) -> None:
         super().__init__(groups, fragments, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.rest = rest
-        if rest is not None:  # to callers this is one optimiser, with the groups and states of both
-            self.param_groups += rest.param_groups
-            rest.state = self.state
+        self.fallback = fallback
+        if fallback is not None:  # to callers this is one optimiser, with the groups and states of both
+            self.param_groups += fallback.param_groups
+            fallback.state = self.state
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
@@ -247,8 +247,8 @@ class Muon(FragmentOptimizer):
                 self._update([batch])
         for batches in shared.values():
             self._update(batches)
-        if self.rest is not None:
-            self.rest.step()
+        if self.fallback is not None:
+            self.fallback.step()
 
     def _update(self, batches: Sequence[TensorGroup]) -> None:
         """Update fragments of the same holders."""
@@ -290,12 +290,14 @@ def orthogonal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
     for at, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(at)
     for (shape, dtype, device), places in alike.items():
-        most = max(1, STACKED // shape.numel()) if on_accelerator(device) else 1
-        for first in range(0, len(places), most):
-            some = places[first : first + most]
-            stack = torch.stack([matrices[at] for at in some]) if len(some) > 1 else matrices[some[0]]
-            made = orthogonal(stack.to(products_in(device, dtype))).to(dtype)
-            for at, result in zip(some, made.unbind() if len(some) > 1 else [made], strict=True):
+        batch_size = max(1, STACKED // shape.numel()) if on_accelerator(device) else 1
+        for first in range(0, len(places), batch_size):
+            batch = places[first : first + batch_size]
+            stack = torch.stack([matrices[at] for at in batch]) if len(batch) > 1 else matrices[batch[0]]
+            orthogonalised = orthogonal(stack.to(products_in(device, dtype))).to(dtype)
+            for at, result in zip(
+                batch, orthogonalised.unbind() if len(batch) > 1 else [orthogonalised], strict=True
+            ):
                 results[at] = result
     return results
 

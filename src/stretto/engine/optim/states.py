@@ -49,8 +49,8 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: ParameterFragment) -> dic
     if isinstance(optimizer, FragmentOptimizer) and fragment.parameter in optimizer.fragments:
         return optimizer.new_state(fragment)
     if isinstance(optimizer, Muon):
-        assert optimizer.rest is not None, fragment.name
-        return _zeros(optimizer.rest, fragment)
+        assert optimizer.fallback is not None, fragment.name
+        return _zeros(optimizer.fallback, fragment)
     parameter = fragment.parameter
     if isinstance(optimizer, torch.optim.AdamW):
         first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)

@@ -141,9 +141,9 @@ def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending
     )  # gloo requires flat shapes
 
 
-def start_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
-    """Start gathering the flat parts of all ranks, by rank; `part` may be this rank's part of `whole`."""
-    return group._allgather_base(whole, part)
+def start_gather_into(full: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering the flat parts of all ranks, by rank; `part` may be this rank's part of `full`."""
+    return group._allgather_base(full, part)
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:

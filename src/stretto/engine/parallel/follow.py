@@ -59,20 +59,20 @@ ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
 )
 
 
-def _words(text: str) -> frozenset[str]:
+def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-ELEMENTWISE = _words(
+ELEMENTWISE = _names(
     """abs add celu clamp clone contiguous detach div double elu exp float gelu half hardsigmoid hardswish
     hardtanh iadd imul isub leaky_relu log log1p logsigmoid mish mul neg pow reciprocal relu relu6 rsqrt
     rsub selu sigmoid silu softplus softsign sqrt square sub tanh to truediv type type_as"""
 )
-_REDUCTIONS = _words(
+_REDUCTIONS = _names(
     """all amax amin any argmax argmin logsumexp max mean median min norm prod std std_mean sum var
     var_mean"""
 )
-_ALONG_FIRST = _words(
+_ALONG_FIRST = _names(
     """cat concat cumprod cumsum flip gather index_select log_softmax narrow select softmax softmin stack
     unbind unsqueeze"""
 )
@@ -84,14 +84,14 @@ _ALONG: dict[str, tuple[int, int | None]] = {
     "sort": (1, -1),
     "topk": (2, -1),
 }
-_OVER_BATCH = _words(
+_OVER_BATCH = _names(
     """batch_norm binary_cross_entropy binary_cross_entropy_with_logits cross_entropy huber_loss kl_div
     l1_loss mse_loss nll_loss smooth_l1_loss t"""
 )
-_SWAPPING = _words("transpose swapaxes swapdims")
-_NOT_TENSORS = _words("dim numel size len ndimension is_floating_point")
-_SIZES = _words("shape ndim dtype device")
-_SEVERAL = _words("chunk max median min sort split std_mean tensor_split topk unbind var_mean")
+_SWAPPING = _names("transpose swapaxes swapdims")
+_NOT_TENSORS = _names("dim numel size len ndimension is_floating_point")
+_SIZES = _names("shape ndim dtype device")
+_SEVERAL = _names("chunk max median min sort split std_mean tensor_split topk unbind var_mean")
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ class Flow:
 
     def only(self, split: Split) -> Flow:
         """What is known of the modules that compute on such a split."""
-        return Flow(splits={name: known for name, known in self.splits.items() if known[0] == split})
+        return Flow(splits={name: entry for name, entry in self.splits.items() if entry[0] == split})
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,11 @@ def declared(styles: Styles) -> Flow:
 def defaults(model: nn.Module) -> dict[str, Any] | None:
     """Arguments of a model's forward that are no tensors by default: it is traced with these values."""
     arguments = signature(model.forward).parameters.values()
-    plain = {one.name: one.default for one in arguments if isinstance(one.default, bool | int | float | None)}
+    plain = {
+        parameter.name: parameter.default
+        for parameter in arguments
+        if isinstance(parameter.default, bool | int | float | None)
+    }
     return plain or None
 
 
@@ -247,22 +251,29 @@ class _Walk:
         self.outputs: Split = outputs
         self.flow = flow
         self.values = dict[fx.Node, _Value]()
-        self.seen = dict[tuple[str, int | str], set[Change]]()
+        self.visits = dict[tuple[str, int | str], set[Change]]()
 
     def run(self) -> list[Change | None]:
         """The changes of the leaves of the output."""
-        where = f"{self.prefix.rstrip('.')!r}" if self.prefix else "the model"
+        location = f"{self.prefix.rstrip('.')!r}" if self.prefix else "the model"
         try:
             graph = _Tracer(self.prefix, self.styles).trace(self.root, concrete_args=defaults(self.root))
         except Exception as error:
             raise StrettoError(
-                f"sharding plan: {where} ({type(self.root).__name__}) cannot be traced to see how its "
+                f"sharding plan: {location} ({type(self.root).__name__}) cannot be traced to see how its "
                 f"activations are split: {error}",
                 hint="give convert=False, and styles their input and output: ColumnParallel(input='batch')",
             ) from error
         for node in graph.nodes:
             if node.op == "output":
-                return self._output(node)
+                changes = list[Change | None]()
+                for leaf in pytree.tree_leaves(node.args[0]):
+                    value = self._tensor(leaf)
+                    split = None if value is None else value.split
+                    changes.append(None if split is None or split == self.outputs else (split, self.outputs))
+                if not self.prefix:
+                    self.flow.output = changes
+                return changes
             self.values[node] = self._value(node)
         raise AssertionError("a graph has an output")
 
@@ -270,20 +281,17 @@ class _Walk:
         if node.op == "placeholder":
             return _Value(self.inputs)
         if node.op == "get_attr":
-            return self._attribute(self.prefix + str(node.target))
+            name = self.prefix + str(node.target)
+            tensor = self.root
+            for part in name.removeprefix(self.prefix).split("."):
+                tensor = getattr(tensor, part)
+            style = self._style_over(name.rpartition(".")[0])
+            return _Value(
+                partial=isinstance(style, BatchParallel) if getattr(tensor, "requires_grad", False) else None
+            )
         if node.op == "call_module":
             return self._module(node, self.prefix + str(node.target))
         return self._function(node)
-
-    def _attribute(self, name: str) -> _Value:
-        """A parameter that a function uses: its gradient must be what its style says."""
-        tensor = self.root
-        for part in name.removeprefix(self.prefix).split("."):
-            tensor = getattr(tensor, part)
-        style = self._style_over(name.rpartition(".")[0])
-        return _Value(
-            partial=isinstance(style, BatchParallel) if getattr(tensor, "requires_grad", False) else None
-        )
 
     def _style_over(self, name: str) -> ParallelStyle | None:
         """The style of the module, or of the nearest that contains it."""
@@ -301,8 +309,10 @@ class _Walk:
             style = Replicate() if isinstance(style, GatherBatch) else style
         arguments = [(at, self._tensor(arg)) for at, arg in (*enumerate(node.args), *node.kwargs.items())]
         tensors = {at: value for at, value in arguments if value is not None and value.split is not None}
-        inside = [one for arg in (*node.args, *node.kwargs.values()) for one in pytree.tree_leaves(arg)]
-        if sum(isinstance(one, fx.Node) for one in inside) > sum(value is not None for _, value in arguments):
+        inside = [leaf for arg in (*node.args, *node.kwargs.values()) for leaf in pytree.tree_leaves(arg)]
+        if sum(isinstance(leaf, fx.Node) for leaf in inside) > sum(
+            value is not None for _, value in arguments
+        ):
             raise StrettoError(
                 f"sharding plan: {name!r} is called with tensors in a list or mapping, which cannot be "
                 "converted",
@@ -320,7 +330,7 @@ class _Walk:
         if isinstance(style, GatherBatch):
             walk = _Walk(module, f"{name}.", self.styles, inputs="assembled", outputs="whole", flow=self.flow)
             self.flow.rounds[name] = walk.run()
-        size = _features(module)
+        size = getattr(module, "out_features", 0)
         self.flow.splits[name] = taken, 0
         if style.output is not None and style.output != left:
             self.flow.after[name] = left, style.output
@@ -346,10 +356,10 @@ class _Walk:
         """A module's argument is split as `before`, and is to be as `after`: the same each time that it is
         called, unless nothing is ever to be done.
         """
-        seen = self.seen.setdefault((name, at), set())
-        seen.add((before, after))
-        if len(seen) > 1 and any(one != other or other == "assembled" for one, other in seen):
-            listed = " and as ".join(sorted(one for one, _ in seen))
+        visited = self.visits.setdefault((name, at), set())
+        visited.add((before, after))
+        if len(visited) > 1 and any(before != after or after == "assembled" for before, after in visited):
+            listed = " and as ".join(sorted(before for before, _ in visited))
             raise StrettoError(
                 f"sharding plan: {name!r} is called several times, with tensors that are split as {listed}",
                 hint="let what is before it leave the same split each time: output='batch' or 'whole'",
@@ -376,8 +386,8 @@ class _Walk:
         for at, value in tensors.items():
             self._change(name, at, cast(Split, value.split), left)
         size = max(sizes) if left == "features" else 0
-        known = self.flow.splits.setdefault(name, (left, size))
-        if known != (left, size) and isinstance(module, KeyedDropout | _BatchNorm):
+        resolved = self.flow.splits.setdefault(name, (left, size))
+        if resolved != (left, size) and isinstance(module, KeyedDropout | _BatchNorm):
             raise StrettoError(
                 f"sharding plan: {name!r} is called several times, with tensors that are split differently",
                 hint="use a module of its own for each",
@@ -389,7 +399,7 @@ class _Walk:
     def _function(self, node: fx.Node) -> _Value:
         called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
         name = str(called).strip("_")
-        values = [self.values[one] for one in node.all_input_nodes]
+        values = [self.values[source] for source in node.all_input_nodes]
         if name in _NOT_TENSORS or (
             name == "getattr" and node.args[1] in ("shape", "ndim", "dtype", "device")
         ):
@@ -399,7 +409,7 @@ class _Walk:
         if not splits:
             return _Value(partial=partial.pop() if len(partial) == 1 else None)
         if len(splits) > 1:
-            listed = " and ".join(sorted(str(one) for one in splits))
+            listed = " and ".join(sorted(str(split) for split in splits))
             raise StrettoError(
                 f"sharding plan: {self._at(node, name)} is called with tensors that are split differently: "
                 f"{listed}",
@@ -414,7 +424,26 @@ class _Walk:
                 hint="BatchParallel() for the module that holds it" if split == "batch" else "Replicate()",
             )
         if split == "batch":
-            self._check_rows(node, name)
+            wrong = name in _OVER_BATCH or (name == "getattr" and node.args[1] in ("T", "mT", "H"))
+            if name in _ALONG:
+                at, default = _ALONG[name]
+                dims = node.kwargs.get("dim", node.args[at] if len(node.args) > at else default)
+                wrong = dims is None or 0 in (dims if isinstance(dims, list | tuple) else (dims,))
+            elif name in _SWAPPING:
+                wrong = 0 in node.args[1:3]
+            elif name == "permute":
+                order = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
+                wrong = cast("tuple[Any, ...]", order)[0] != 0
+            elif name == "getitem" and not self.values[cast(fx.Node, node.args[0])].several:
+                index = node.args[1]
+                first = cast("tuple[Any, ...]", index)[0] if isinstance(index, tuple) and index else index
+                wrong = first is not Ellipsis and first != slice(None)
+            if wrong:
+                raise StrettoError(
+                    f"sharding plan: {self._at(node, name)} is over the samples of the batch, of which "
+                    "each rank has its part",
+                    hint="give the module before it output='whole'",
+                )
         if split == "features" and name not in ELEMENTWISE:
             raise StrettoError(
                 f"sharding plan: {self._at(node, name)} is called with a part of the features",
@@ -422,29 +451,6 @@ class _Walk:
             )
         size = max(value.size for value in values)
         return _Value(split, size, several=name in _SEVERAL)
-
-    def _check_rows(self, node: fx.Node, name: str) -> None:
-        """Refuse functions that mix or move the samples of a batch, of which a rank has its part only."""
-        wrong = name in _OVER_BATCH or (name == "getattr" and node.args[1] in ("T", "mT", "H"))
-        if name in _ALONG:
-            at, default = _ALONG[name]
-            dims = node.kwargs.get("dim", node.args[at] if len(node.args) > at else default)
-            wrong = dims is None or 0 in (dims if isinstance(dims, list | tuple) else (dims,))
-        elif name in _SWAPPING:
-            wrong = 0 in node.args[1:3]
-        elif name == "permute":
-            order = node.args[1] if isinstance(node.args[1], list | tuple) else node.args[1:]
-            wrong = cast("tuple[Any, ...]", order)[0] != 0
-        elif name == "getitem" and not self.values[cast(fx.Node, node.args[0])].several:
-            index = node.args[1]
-            first = cast("tuple[Any, ...]", index)[0] if isinstance(index, tuple) and index else index
-            wrong = first is not Ellipsis and first != slice(None)
-        if wrong:
-            raise StrettoError(
-                f"sharding plan: {self._at(node, name)} is over the samples of the batch, of which each rank "
-                "has its part",
-                hint="give the module before it output='whole'",
-            )
 
     def _at(self, node: fx.Node, name: str) -> str:
         """The function, and the line of the model's code that calls it."""
@@ -458,18 +464,3 @@ class _Walk:
 
     def _tensor(self, argument: Any) -> _Value | None:
         return self.values[argument] if isinstance(argument, fx.Node) else None
-
-    def _output(self, node: fx.Node) -> list[Change | None]:
-        changes = list[Change | None]()
-        for leaf in pytree.tree_leaves(node.args[0]):
-            value = self._tensor(leaf)
-            split = None if value is None else value.split
-            changes.append(None if split is None or split == self.outputs else (split, self.outputs))
-        if not self.prefix:
-            self.flow.output = changes
-        return changes
-
-
-def _features(module: nn.Module) -> int:
-    """The full size of the last dimension of what a layer returns, where it is known."""
-    return getattr(module, "out_features", 0)

@@ -104,7 +104,12 @@ class DelayedMessages:
             pending = list(self._pending.values())
             self._pending[id(message)] = message
         for other in pending:
-            if _collide(message, other):
+            if any(
+                _overlap(written, used)
+                for writer, user in ((message, other), (other, message))
+                for written in writer.writes
+                for used in (*user.reads, *user.writes)
+            ):
                 self.report_violation(f"{message} uses memory of another one in flight: {other}")
 
     def end(self, message: _Message) -> None:
@@ -203,16 +208,6 @@ def _memory(tensor: Tensor) -> Memory:
 
 def _overlap(message: Memory, another: Memory) -> bool:
     return message[0] < another[1] and another[0] < message[1]
-
-
-def _collide(message: _Message, another: _Message) -> bool:
-    """True if one of the two writes memory that the other uses."""
-    return any(
-        _overlap(written, used)
-        for writer, user in ((message, another), (another, message))
-        for written in writer.writes
-        for used in (*user.reads, *user.writes)
-    )
 
 
 def _allocated(tensor: Tensor) -> bool:

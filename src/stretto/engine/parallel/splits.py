@@ -79,9 +79,9 @@ def convert(x: Tensor, before: Split, after: Split, group: ProcessGroup | None) 
     if group is None or before == after:
         return x
     if after in _ALONG and x.shape[_ALONG[after]] % group.size():
-        what = "the batch" if after == "batch" else "the last dimension"
+        owner = "the batch" if after == "batch" else "the last dimension"
         raise StrettoError(
-            f"{what} of a tensor {list(x.shape)} does not divide over {group.size()} ranks",
+            f"{owner} of a tensor {list(x.shape)} does not divide over {group.size()} ranks",
             hint="drop_last=True in the DataLoader, or a batch of another size"
             if after == "batch"
             else "Replicate() for the layer that takes it",

@@ -317,12 +317,13 @@ class RowParallel(ParallelStyle):
 class VocabParallel(ParallelStyle):
     """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
     `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
-    sequence. With `whole` the output layer, without a bias, gives every rank all logits, without gradients.
+    sequence. With `gather_logits` the output layer, without a bias, gives every rank all logits, without
+    gradients.
     """
 
     multiple: int = 1
     sequence: bool = False
-    whole: bool = False
+    gather_logits: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -343,7 +344,7 @@ class VocabParallel(ParallelStyle):
         return {n: part for n, _ in module.named_parameters()}
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        if isinstance(module, nn.Linear) and self.whole:
+        if isinstance(module, nn.Linear) and self.gather_logits:
             return GatheredLogits(cast(nn.Parameter, module.weight), module.out_features, mesh.group("tp"))
         if isinstance(module, nn.Linear):
             return _column(module, mesh, self.sequence, ordered=True)

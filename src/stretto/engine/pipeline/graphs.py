@@ -80,7 +80,22 @@ class MicrobatchGraph:
         Raises:
             StrettoError: its shapes are not those of the first one, or it cannot be captured.
         """
-        self._copy_in([live.inputs[at], live.targets[at], live.scales[at]])
+        batch: list[Any] = [live.inputs[at], live.targets[at], live.scales[at]]
+        if not all(isinstance(tensor, Tensor) for tensor in batch):
+            raise StrettoError(
+                "a graph reads one tensor of inputs, one of targets and the gradient of the loss",
+                hint="give the pipeline these, or use no graphs",
+            )
+        if not self._batch:
+            self._batch = [torch.empty_like(tensor) for tensor in batch]
+        for captured, new in zip(self._batch, batch, strict=True):
+            if (captured.shape, captured.dtype) != (new.shape, new.dtype):
+                raise StrettoError(
+                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {captured.dtype} "
+                    f"{list(captured.shape)}",
+                    hint="give all microbatches one shape, or use no graphs",
+                )
+            captured.copy_(new)
         if self._warmed < WARM_UP:
             self._graph.warm_up(self._compute)
             self._warmed += 1
@@ -100,21 +115,3 @@ class MicrobatchGraph:
         live.inputs[0], live.targets[0], live.scales[0] = self._batch
         self._forward()
         self._backward()
-
-    def _copy_in(self, batch: list[Any]) -> None:
-        """Copy a microbatch to the memory that the graph reads."""
-        if not all(isinstance(tensor, Tensor) for tensor in batch):
-            raise StrettoError(
-                "a graph reads one tensor of inputs, one of targets and the gradient of the loss",
-                hint="give the pipeline these, or use no graphs",
-            )
-        if not self._batch:
-            self._batch = [torch.empty_like(tensor) for tensor in batch]
-        for captured, new in zip(self._batch, batch, strict=True):
-            if (captured.shape, captured.dtype) != (new.shape, new.dtype):
-                raise StrettoError(
-                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {captured.dtype} "
-                    f"{list(captured.shape)}",
-                    hint="give all microbatches one shape, or use no graphs",
-                )
-            captured.copy_(new)

@@ -105,32 +105,28 @@ def measure_rank(kind: str, quick: bool, quiet: bool) -> Measured:
     dist.init_process_group(backend_for(kind))
     try:
         with ProgressLine(quiet or dist.get_rank() > 0) as bar:
-            return _measure(device, quick, bar)
+            measured = Measured(kind=device.type, backend=dist.get_backend())
+            watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            timer = CollectiveTimer(
+                device, cores if device.type == "cpu" else None, _COLLECTIVE_BUDGET / (4 if quick else 1)
+            )
+            _part("products", products(watch, device, quick), measured.matmul, device, bar)
+            _part("passes", passes(watch, device, quick), measured.passes, device, bar)
+            _part("attention", attention(watch, device, quick), measured.attention, device, bar)
+            x = torch.ones(1, device=device)
+            measured.launch = watch.seconds(lambda: x.add_(1.0))
+            if dist.get_world_size() > 1:
+                _part("collectives", collective_times(timer, quick), measured.collectives, device, bar)
+            if device.type == "cpu":
+                bar.show("layers", "small models")
+                measured.steps = small_steps(watch)
+                measured.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            else:
+                measured.memory, measured.driver = total_memory(device), model_name(device)
+            return measured
     finally:
         dist.destroy_process_group()
-
-
-def _measure(device: torch.device, quick: bool, bar: ProgressLine) -> Measured:
-    measured = Measured(kind=device.type, backend=dist.get_backend())
-    watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    timer = CollectiveTimer(
-        device, cores if device.type == "cpu" else None, _COLLECTIVE_BUDGET / (4 if quick else 1)
-    )
-    _part("products", products(watch, device, quick), measured.matmul, device, bar)
-    _part("passes", passes(watch, device, quick), measured.passes, device, bar)
-    _part("attention", attention(watch, device, quick), measured.attention, device, bar)
-    x = torch.ones(1, device=device)
-    measured.launch = watch.seconds(lambda: x.add_(1.0))
-    if dist.get_world_size() > 1:
-        _part("collectives", collective_times(timer, quick), measured.collectives, device, bar)
-    if device.type == "cpu":
-        bar.show("layers", "small models")
-        measured.steps = small_steps(watch)
-        measured.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    else:
-        measured.memory, measured.driver = total_memory(device), model_name(device)
-    return measured
 
 
 def _part(
@@ -231,7 +227,10 @@ def profile(measured: Measured, ranks: int) -> Cluster:
 def _device(measured: Measured, ranks: int) -> Device:
     """A device of this machine; figures that cannot be measured come from the catalogue."""
     catalogued = known_by_driver(measured.driver) if measured.driver else None
-    peaks: dict[Precision, float] = {p: _best(rows) for p, rows in measured.matmul.items()}
+    peaks: dict[Precision, float] = {
+        p: max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
+        for p, rows in measured.matmul.items()
+    }
     kernels: dict[str, Any] = {
         "launch": measured.launch,
         "matmul": measured.matmul,
@@ -252,11 +251,6 @@ def _device(measured: Measured, ranks: int) -> Device:
         host = host_of(measured.steps, device)
         kernels |= {"layer": max(host.layer, 1e-9), "action": max(host.action, 1e-9)}
     return device
-
-
-def _best(rows: list[list[float]]) -> float:
-    """TFLOP/s of the fastest product."""
-    return max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
 
 
 def _link(measured: Measured, reference: Cluster | None) -> NetworkLink:

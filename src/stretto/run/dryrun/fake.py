@@ -1,9 +1,9 @@
-"""Tensors without values that a rank's code can run on: follow storages, count FLOPs, fake values read."""
+"""Tensors without values that a rank's code can run on: follows storages, counts FLOPs, fakes values read."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import prod
@@ -29,14 +29,16 @@ from stretto.run.train.memory_measured import MemoryTracker
 
 @contextmanager
 def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]:
-    """This process as one rank of the layout, until the end of the `with`: its groups, and inside of
+    """Make this process one rank of the layout until the end of the `with`: its groups, and inside
     `without_values` its tensors.
 
     Args:
-        native: reduce-scatters are the backend's own, as on accelerators; else all-to-alls, as on CPUs.
+        layout: the job's layout.
+        rank: rank in the layout.
+        native: use the backend's own reduce-scatter, as on accelerators; otherwise all-to-alls, as on CPUs.
 
     Raises:
-        StrettoError: no such rank, or this process belongs to a job already.
+        StrettoError: no such rank, or this process already belongs to a job.
     """
     layout.coordinates(rank)  # raises for a rank outside the layout
     if dist.is_initialized():
@@ -58,28 +60,28 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
 
 
 def without_values() -> FakeTensorMode:
-    """Inside the `with`, all new tensors are without values."""
+    """Return a mode in which all new tensors are without values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def _plain_products() -> Generator[None]:
-    """Products by torch's own library, which adds weight gradients in place as accelerators do."""
-    was, matmul.ONEDNN = matmul.ONEDNN, False
+    """Use torch's own products, which add weight gradients in place as accelerators do."""
+    before, matmul.ONEDNN = matmul.ONEDNN, False
     try:
         yield
     finally:
-        matmul.ONEDNN = was
+        matmul.ONEDNN = before
 
 
 @contextmanager
 def _tables_once() -> Generator[None]:
-    """Tables of rotary positions without values are made once and shared by all layers, as those with values
-    are. None of either kind is left to the other.
+    """Create tables of rotary positions without values once for all layers, as those with values are, and
+    keep the two kinds apart.
     """
     tables, shared = rotary.rotary_tables, rotary._cached_tables
 
-    def of(self: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
+    def tables_of(self: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         length = x.shape[-2]
         rows = 1 << (length - 1).bit_length()
         cos, sin = rotary._cached_tables(
@@ -87,22 +89,22 @@ def _tables_once() -> Generator[None]:
         )
         return cos[:length], sin[:length]
 
-    was = Rotary._tables
-    rotary._cached_tables, Rotary._tables = lru_cache(maxsize=8)(tables), of
+    before = Rotary._tables
+    rotary._cached_tables, Rotary._tables = lru_cache(maxsize=8)(tables), tables_of
     try:
         yield
     finally:
-        rotary._cached_tables, Rotary._tables = shared, was
+        rotary._cached_tables, Rotary._tables = shared, before
 
 
 @contextmanager
 def _large_tiles() -> Generator[None]:
-    """Tiles of attention written out with as many scores as on accelerators: many heads in one call."""
-    was, kernels.SCORES = kernels.SCORES, 64 * kernels.SCORES
+    """Use as many scores in a tile of naive attention as on accelerators: many heads in one call."""
+    before, kernels.SCORES = kernels.SCORES, 64 * kernels.SCORES
     try:
         yield
     finally:
-        kernels.SCORES = was
+        kernels.SCORES = before
 
 
 Kind = Literal["products", "attention"]
@@ -152,9 +154,9 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 
 
 def operator_flops(func: Any, args: tuple[Any, ...]) -> tuple[Kind, int] | None:
-    """The kind and number of operations of one call; None of an operator that multiplies no matrices.
+    """Return the kind and FLOPs of one call, or None for an operator that multiplies no matrices.
 
-    Batched products are attention's, but for those with rows of one, which mix what experts give.
+    Batched products count as attention, except those with one row, which mix outputs of experts.
     """
     packet = func.overloadpacket
     if (count := _MATRICES.get(packet)) is not None:
@@ -174,14 +176,14 @@ AFTER = "update"
 
 
 class Following(MemoryTracker):
-    """Follows storages as `MemoryTracker` does, counts operations, and answers who reads a number.
+    """Follows storages as `MemoryTracker` does, counts operations, and fakes numbers that the host reads.
 
-    A number that is read is 1, and a question about values is answered with yes: the loss is finite, the
-    norm needs no clipping, the random streams are where they were.
+    Every number that is read is 1 and every comparison of values is true: the loss is finite, the norm needs
+    no clipping, the random streams have not moved.
 
     Attributes:
-        phase: of the step, set from outside.
-        flops: by phase and kind.
+        phase: current phase of the step, set from outside.
+        flops: FLOPs by phase and kind.
         operators: calls of torch's operators.
     """
 
@@ -199,7 +201,8 @@ class Following(MemoryTracker):
         self.operators += 1
         packet = func.overloadpacket
         if packet is _aten._local_scalar_dense:
-            return _one(args[0])
+            x = args[0]
+            return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
         if packet is _aten.equal:
             return True
         if (counted := operator_flops(func, args)) is not None:
@@ -207,40 +210,22 @@ class Following(MemoryTracker):
             self.flops[self.phase, kind] += count
             if packet is _aten._grouped_mm:
                 func = _grouped_mm
-        if freed := list(_freed(args)):
-            func = _without_room(func, freed)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        # of weights that are not gathered now: of a tensor without values even a view allocates all elements
+        tensors = [x for x in args if isinstance(x, Tensor) and x.layout is torch.strided and x.numel()]
+        freed = [storage for x in tensors if not (storage := x.untyped_storage()).nbytes()]
+        if not freed:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        operator = func
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out = operator(*args, **kwargs)
+            for storage in freed:
+                storage.resize_(0)
+            return out
 
-def _one(x: Tensor) -> bool | int | float:
-    if x.dtype == torch.bool:
-        return True
-    return 1.0 if x.is_floating_point() else 1
+        return super().__torch_dispatch__(call, types, args, kwargs)
 
 
 def _grouped_mm(x: Tensor, w: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The result's shape: torch's own rule knows 16 bits only, its kernel for CPUs more."""
+    """Return a tensor of the result's shape: torch's own rule accepts 16 bits only, its CPU kernel more."""
     return x.new_empty(x.shape[0], w.shape[2])
-
-
-def _freed(args: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Storages of tensors whose memory was given back, such as weights that are not gathered now."""
-    for x in args:
-        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
-            storage = x.untyped_storage()
-            if not storage.nbytes():
-                yield storage
-
-
-def _without_room(func: Callable[..., Any], freed: list[torch.UntypedStorage]) -> Callable[..., Any]:
-    """The operator, which leaves freed storages as they are. Of a tensor without values even a view makes
-    room for all of its elements; of a real one none does.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        for storage in freed:
-            storage.resize_(0)
-        return out
-
-    return call

@@ -1,4 +1,4 @@
-"""What does the same as before is counted instead of run: microbatches of a step, and tiles of attention."""
+"""Count repeated work instead of running it: microbatches of a step, and tiles of attention."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from stretto.run.dryrun.fake import AFTER, BACKWARD, FORWARD, Following
 
 T = TypeVar("T")
 
-# of what has a microbatch, such as 2F0, or the end of its message, such as "the wait for 2SEND_F0"
+# label of an action with a microbatch, such as 2F0, or of the end of its message, as "the wait for 2SEND_F0"
 _LABEL = re.compile(r"(?P<call>(?P<wait>the wait for )?\d+[A-Z_]+)(?P<microbatch>\d+)")
 
 
 def repeating(order: Iterable[Action]) -> frozenset[int]:
-    """The microbatches of a rank's program that need not be run.
+    """Return the microbatches of a rank's program that need not be run.
 
-    The first two and the last of each stage's forwards, backwards and messages are run: the first makes what
-    lasts, the second shows what all later ones do, and the last starts the reductions.
+    The first two and the last of each stage's forwards, backwards and messages are run: the first creates
+    what persists, the second shows what all later ones do, and the last starts the reductions.
     """
     of = defaultdict[tuple[object, ...], list[int]](list)
     for action in order:
@@ -41,28 +41,29 @@ def repeating(order: Iterable[Action]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _Effect:
-    """What one call did.
+    """The effect of one call.
 
     counted: what it added to each of the recorder's counters.
-    most, after: change of the bytes of each kind from before the call, when most were held, and after it.
+    at_peak, after: change of the bytes of each kind since before the call, at its peak and after it.
     """
 
     counted: tuple[Counter[Any], ...]
-    most: Counter[str]
+    at_peak: Counter[str]
     after: Counter[str]
 
 
 class PhaseRecorder(Recorder):
-    """Sets the phase of the step that an action belongs to, notes what each action holds, and repeats the
-    effect of an earlier call in place of the calls of `repeated` microbatches.
+    """Sets the phase of each action, records its memory, and repeats the effect of an earlier call instead of
+    running the calls of `repeated` microbatches.
 
     Args:
-        counters: to which repeated calls add what the earlier one has added.
-        repeated: microbatches that are not run, of `repeating`.
+        following: follows the tensors of the step.
+        counters: counters to which repeated calls add what the earlier call added.
+        repeated: microbatches that are not run, from `repeating`.
         progress: called with the number of actions of microbatches that are done.
 
     Attributes:
-        actions: of each call its label, the bytes held after it, and the most while it ran.
+        actions: label of each call, the bytes held after it, and the peak during it.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class PhaseRecorder(Recorder):
         self._repeated = repeated
         self._progress = progress
         self._done = 0
-        self._effects = dict[str, _Effect | None]()  # None: of the first call of its kind
+        self._effects = dict[str, _Effect | None]()  # None for the first call of its kind
 
     def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Run a call, after the wait that it would begin with, or repeat what such a call does."""
+        """Run a call, after the wait that it would begin with, or repeat the effect of such a call."""
         following = self.following
         parts = _LABEL.fullmatch(label)
         before, fullest = following.peak, following.peak_kinds
@@ -90,9 +91,14 @@ class PhaseRecorder(Recorder):
         if parts is None:
             self._run(label, call, wait)
         elif int(parts["microbatch"]) in self._repeated:
-            self._repeat(parts["call"])
+            effect = self._effects.get(parts["call"])
+            assert effect is not None, f"no earlier {parts['call']} was run"
+            for counter, added in zip(self._counters, effect.counted, strict=True):
+                counter.update(added)
+            following.change(effect.at_peak)
+            following.change(_since(effect.after, effect.at_peak))
         else:
-            self._note(parts["call"], label, call, wait)
+            self._run_and_record(parts["call"], label, call, wait)
         self.actions.append((label, following.allocated, following.peak))
         if following.peak <= before:
             following.peak, following.peak_kinds = before, fullest
@@ -104,55 +110,48 @@ class PhaseRecorder(Recorder):
         following = self.following
         if wait is not None:
             wait()
-        following.phase = _phase(label)
+        kind = label.lstrip("0123456789")  # of an action such as 2F0
+        following.phase = FORWARD if kind.startswith("F") and kind != label else BACKWARD
         call()
         following.phase = AFTER
         following.look()
 
-    def _note(self, what: str, label: str, call: Call, wait: Call | None) -> None:
-        """Run a call, and keep what it did unless it was the first of its kind."""
+    def _run_and_record(self, name: str, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, and store its effect unless it was the first of its kind."""
         following = self.following
         kinds, counted = following.kinds.copy(), [counter.copy() for counter in self._counters]
         self._run(label, call, wait)
-        if what not in self._effects:
-            self._effects[what] = None
+        if name not in self._effects:
+            self._effects[name] = None
             return
-        self._effects[what] = _Effect(
-            tuple(_since(one, was) for one, was in zip(self._counters, counted, strict=True)),
+        self._effects[name] = _Effect(
+            tuple(_since(now, was) for now, was in zip(self._counters, counted, strict=True)),
             _since(following.peak_kinds, kinds),
             _since(following.kinds, kinds),
         )
 
-    def _repeat(self, what: str) -> None:
-        effect = self._effects.get(what)
-        assert effect is not None, f"no earlier {what} was run"
-        for counter, added in zip(self._counters, effect.counted, strict=True):
-            counter.update(added)
-        self.following.change(effect.most)
-        self.following.change(_since(effect.after, effect.most))
-
 
 @contextmanager
 def tiles_once(following: Following) -> Generator[None]:
-    """Attention written out goes through hundreds of tiles in each layer: while inside, the first call with
-    tensors of some shapes is run, and later ones have its effect.
+    """Naive attention goes through hundreds of tiles in each layer: inside the `with`, only the first call
+    with tensors of the same shapes is run, and later ones repeat its effect.
     """
-    known = dict[Any, tuple[Counter[str], Counter[str], list[Any]]]()
+    results_of = dict[Any, tuple[Counter[str], Counter[str], list[Any]]]()
 
     def once(method: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         def call(kernel: NaiveAttention, *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
             if kernel.dropout is not None:
                 return method(kernel, *arguments, **named)
             key = method, kernel, *map(_described, (*arguments, *named.values()))
-            if key not in known:
-                results, most, flops = _measured(following, partial(method, kernel, *arguments, **named))
-                known[key] = most, flops, [_described(x) for x in results]
+            if key not in results_of:
+                results, at_peak, flops = _measured(following, partial(method, kernel, *arguments, **named))
+                results_of[key] = at_peak, flops, [_described(x) for x in results]
                 return results
-            most, flops, results = known[key]
+            at_peak, flops, results = results_of[key]
             for kind, count in flops.items():
                 following.flops[following.phase, kind] += count
-            following.change(most)
-            following.change({kind: -size for kind, size in most.items()})
+            following.change(at_peak)
+            following.change({kind: -size for kind, size in at_peak.items()})
             return tuple(torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in results)
 
         return call
@@ -168,18 +167,18 @@ def tiles_once(following: Following) -> Generator[None]:
 def _measured(
     following: Following, run: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[tuple[Tensor, ...], Counter[str], Counter[str]]:
-    """What a call returns, the bytes of each kind that it adds at most, and its operations by kind."""
+    """Return a call's results, the bytes of each kind that it adds at its peak, and its FLOPs by kind."""
     kinds, flops = following.kinds.copy(), following.flops.copy()
     before, fullest = following.peak, following.peak_kinds
     following.peak, following.peak_kinds = following.allocated, kinds
     results = run()
-    most = _since(following.peak_kinds, kinds)
+    at_peak = _since(following.peak_kinds, kinds)
     if following.peak <= before:
         following.peak, following.peak_kinds = before, fullest
     done = Counter[str]()
     for (_, kind), count in _since(following.flops, flops).items():
         done[kind] += count
-    return results, most, done
+    return results, at_peak, done
 
 
 def _described(x: Any) -> Any:
@@ -187,13 +186,7 @@ def _described(x: Any) -> Any:
 
 
 def _since(now: Counter[T], was: Counter[T]) -> Counter[T]:
-    """By how much each count has changed; `-` of counters would leave out what has become less."""
+    """Return by how much each count has changed; `-` of counters would drop decreases."""
     change = now.copy()
     change.subtract(was)
     return change
-
-
-def _phase(label: str) -> str:
-    """Of an action's text such as 2F0; whatever is no forward belongs to the backward."""
-    number = label.lstrip("0123456789")
-    return FORWARD if number.startswith("F") and number != label else BACKWARD

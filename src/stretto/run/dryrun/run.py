@@ -31,21 +31,21 @@ _KINDS = {"re-gather": "all-gather"}  # the cost model counts both as one kind
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What one rank does in a step after the first, and holds.
+    """Operations, traffic and memory of one rank in a step after the first.
 
     Attributes:
-        rank, coordinates: the rank, and where it sits.
-        flops: of matrix products, by phase ("forward", "recompute", "backward", "update") and kind
+        rank, coordinates: the rank and its index on each axis.
+        flops: FLOPs of matrix products, by phase ("forward", "recompute", "backward", "update") and kind
             ("products", "attention").
-        bytes: of the whole of every collective and of each message sent, by axes and kind.
-        calls: how many, by axes and kind.
+        bytes: full size of every collective and every message sent, by axes and kind.
+        calls: number of calls, by axes and kind.
         sent: bytes that leave the rank, as `engine.parallel.traffic` counts them.
         phases: bytes by phase, axes and kind.
-        peak: most bytes of tensors at once, temporaries included.
-        at: the action during which that was.
-        kinds: bytes at that moment, by kind.
+        peak: peak memory of tensors, temporaries included, bytes.
+        peak_action: the action during which the peak occurs.
+        kinds: bytes at the peak, by kind.
         operators: calls of torch's operators in the step.
-        seconds: that all of the dry run took.
+        seconds: duration of the dry run.
     """
 
     rank: int
@@ -56,15 +56,15 @@ class DryRun:
     sent: int
     phases: dict[tuple[str, str, str], int]
     peak: int
-    at: str
+    peak_action: str
     kinds: dict[str, int]
     operators: int
     seconds: float
 
 
 @dataclass(kw_only=True)
-class _Heard:
-    """Counts the calls of collectives."""
+class _CollectiveCounter:
+    """Counts collectives: bytes by phase, axes and kind, and calls by axes and kind."""
 
     layout: Layout
     following: Following
@@ -87,76 +87,68 @@ Progress = Callable[[str, int, int], None]
 def dry_run(job: Job, rank: int, *, quick: bool = False, progress: Progress | None = None) -> DryRun:
     """Run two steps of a rank's code, and count the second.
 
-    The first step makes what stays: buffers of messages, states of optimisers, the order of reductions. In
-    it, microbatches that do what others have done are not run.
+    The first step creates what persists: message buffers, optimiser states, the order of reductions. In it,
+    microbatches that repeat the work of others are not run.
 
     Args:
-        job: a legal one.
-        rank: of its layout, 0 to world - 1.
-        quick: nor are they in the second step, but counted as those that they repeat: the same counts in a
-            fraction of the time. Where what one does depends on those before it, all are run.
-        progress: called with what is done now, and how much of it: done, and all.
+        job: a legal job.
+        rank: rank in the job's layout, 0 to world - 1.
+        quick: do not run repeated microbatches in the second step either, but count them like those that they
+            repeat: the same counts in a fraction of the time. If a microbatch depends on earlier ones, all
+            are run.
+        progress: called with the current part, the units of it that are done, and their total.
 
     Raises:
         StrettoError: no such rank, or an optimiser whose messages cannot be followed.
-    """
-    _check_optimiser(job)
-    started = time.perf_counter()
-    with fake_rank(job.layout, rank, native=not job.unified_memory) as mesh, without_values():
-        return _run(job, mesh, quick, progress or _no_progress, started)
-
-
-def _check_optimiser(job: Job) -> None:
-    """Raise for matrices that Muon gathers from several ranks: what is sent depends on what the others hold,
-    which they tell one another in messages, and here messages have no content.
     """
     sharded = {
         "layout.tp": job.layout.tp > 1,
         "layout.ep": job.layout.ep > 1,
         "dp.mode": job.dp.mode.startswith("zero") and job.layout.dp * job.layout.cp > 1,
     }
+    # what Muon sends of sharded matrices depends on messages, which have no content in a dry run
     if job.optimiser.name == "muon" and any(sharded.values()):
-        field = next(name for name, here in sharded.items() if here)
+        field_name = next(name for name, is_sharded in sharded.items() if is_sharded)
         raise StrettoError(
-            f"optim.name is muon: a dry run does not follow how it gathers matrices that {field} shards",
+            f"optim.name is muon: a dry run does not follow how it gathers matrices that {field_name} shards",
             hint="optim.name=adamw: everything but the update is the same",
         )
+    started = time.perf_counter()
+    with fake_rank(job.layout, rank, native=not job.unified_memory) as mesh, without_values():
+        return _run(job, mesh, quick, progress or _no_progress, started)
 
 
-def _no_progress(_what: str, _done: int, _all: int) -> None:
+def _no_progress(_part: str, _done: int, _all: int) -> None:
     return
-
-
-def _uncompiled(job: Job) -> Job:
-    """The job without what compiles code for values, which there are none of."""
-    attention = "auto" if job.attention == "flex" else job.attention
-    return replace(job, compile="off", graphs="off", attention=attention)
 
 
 def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) -> DryRun:
     following = Following()
-    heard = _Heard(layout=mesh.layout, following=following)
+    counter = _CollectiveCounter(layout=mesh.layout, following=following)
     with following, tiles_once(following):
         progress("assembly of the stages", 0, 1)
-        replica = assemble(_uncompiled(job), mesh, seed=0, fresh=False)
+        # nothing that compiles code for values, as there are none
+        attention = "auto" if job.attention == "flex" else job.attention
+        uncompiled = replace(job, compile="off", graphs="off", attention=attention)
+        replica = assemble(uncompiled, mesh, seed=0, fresh=False)
         try:
             replica.pipeline.train()
             order = replica.pipeline.program.orders[replica.pipeline.rank]
             actions = sum(action.microbatch is not None for action in order)
-            repeated = _repeated(replica, order)
+            repeated = _skippable(replica, order)
             random_step(
                 replica, 1, PhaseRecorder(following, repeated=repeated, progress=_step(progress, 1, actions))
             )
             name_kinds(following, replica)
-            following.watch(_coming_and_going(replica))
+            following.watch(_transient_tensors(replica))
             following.look()  # for storages freed without an operator
             following.restart()
             following.flops.clear()
             before = following.operators
-            with traffic(heard) as sent, _again(replica, following):
+            with traffic(counter) as sent, _recomputed_phase(replica, following):
                 recorder = PhaseRecorder(
                     following,
-                    (following.flops, heard.bytes, heard.calls, sent.bytes),
+                    (following.flops, counter.bytes, counter.calls, sent.bytes),
                     repeated if quick else frozenset(),
                     _step(progress, 2, actions),
                 )
@@ -166,27 +158,27 @@ def _run(job: Job, mesh: Mesh, quick: bool, progress: Progress, started: float) 
             replica.close()
     fullest = max(recorder.actions, key=lambda action: action[2])
     by_group = Counter[tuple[str, str]]()
-    for (_, axes, kind), size in heard.bytes.items():
+    for (_, axes, kind), size in counter.bytes.items():
         by_group[axes, kind] += size
     return DryRun(
         rank=mesh.rank,
         coordinates=dict(mesh.coordinates),
         flops=dict(following.flops),
         bytes=dict(by_group),
-        calls=dict(heard.calls),
+        calls=dict(counter.calls),
         sent=sent.total,
-        phases=dict(heard.bytes),
+        phases=dict(counter.bytes),
         peak=following.peak,
-        at="the update" if following.peak > fullest[2] else fullest[0],
+        peak_action="the update" if following.peak > fullest[2] else fullest[0],
         kinds={kind: size for kind, size in following.peak_kinds.items() if size},
         operators=operators,
         seconds=time.perf_counter() - started,
     )
 
 
-def _repeated(replica: RankModel, order: Sequence[Action]) -> frozenset[int]:
-    """Microbatches that need not be run; none where what one does depends on those before it: weights that
-    change or are gathered, and gradients that every microbatch reduces, of which half a backward leaves some.
+def _skippable(replica: RankModel, order: Sequence[Action]) -> frozenset[int]:
+    """Return the microbatches that need not be run: none if one depends on earlier ones by weights that
+    change or are gathered, or by gradients that every microbatch reduces and half backwards leave incomplete.
     """
     job, buffers = replica.job, replica.pipeline.buffers.values()
     each = any(gradient.per_microbatch for buffer in buffers for gradient in buffer.gradients)
@@ -200,8 +192,8 @@ def _step(progress: Progress, number: int, actions: int) -> Callable[[int], None
     return lambda done: progress(f"step {number} of 2", done, actions)
 
 
-def _coming_and_going(replica: RankModel) -> list[Tensor]:
-    """Whole weights and gradients that exist only transiently."""
+def _transient_tensors(replica: RankModel) -> list[Tensor]:
+    """Return full weights and gradients that exist only transiently."""
     units = [unit for units in replica.states.units.values() for unit in units]
     if any(unit.split for unit in units) or any(
         b.frees_after_reduce for b in replica.pipeline.buffers.values()
@@ -211,25 +203,25 @@ def _coming_and_going(replica: RankModel) -> list[Tensor]:
 
 
 @contextmanager
-def _again(replica: RankModel, following: Following) -> Generator[None]:
-    """While inside, forwards that a backward runs again count as a phase of their own."""
+def _recomputed_phase(replica: RankModel, following: Following) -> Generator[None]:
+    """Inside the `with`, count forwards that a backward repeats as a separate phase."""
     checkpointed = [
         forward
         for stage in replica.pipeline.stages.values()
         for module in stage.modules()
         if isinstance(forward := module.__dict__.get("forward"), RecomputedForward)
     ]
-    plain = [one.run for one in checkpointed]
-    for one, run in zip(checkpointed, plain, strict=True):
-        one.run = _counted(run, following)
+    plain = [forward.run for forward in checkpointed]
+    for forward, run in zip(checkpointed, plain, strict=True):
+        forward.run = _in_recompute_phase(run, following)
     try:
         yield
     finally:
-        for one, run in zip(checkpointed, plain, strict=True):
-            one.run = run
+        for forward, run in zip(checkpointed, plain, strict=True):
+            forward.run = run
 
 
-def _counted(run: Callable[..., Any], following: Following) -> Callable[..., Any]:
+def _in_recompute_phase(run: Callable[..., Any], following: Following) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         before = following.phase
         following.phase = RECOMPUTE if before == BACKWARD else before

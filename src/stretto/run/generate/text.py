@@ -73,7 +73,7 @@ def load_model(
     plan: Plan = {name: Replicate() for name, _ in model.named_children()}
     if mesh.size("tp") > 1:
         job = Job(shape=shape, layout=mesh.layout)
-        plan = {**sharding_plan(job), "head.out": VocabParallel(whole=True)}
+        plan = {**sharding_plan(job), "head.out": VocabParallel(gather_logits=True)}
     table = parallelize(model, plan, mesh)
     weights = materialise(model.layers(), table, None, mesh.device, dtype)
     tensors = {MODEL + name: (weight.detach(), table[name].placed) for name, weight in weights.items()}

@@ -95,7 +95,20 @@ def lease(folder: Path | None) -> Generator[None]:
         raise _unusable(folder, error) from None
     descriptor = -1
     try:
-        this_job = _this_job()
+        machine = socket.gethostname()
+        with contextlib.suppress(OSError):
+            machine += "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = (_TORCHRUN, "SLURM_JOB_ID")
+        jobs = [f"{name} {os.environ[name]}" for name in names if os.environ.get(name, "none") != "none"]
+        now = datetime.now(UTC)
+        this_job = Holder(
+            machine=machine,
+            process=os.getpid(),
+            since=f"{now:%Y-%m-%d %H:%M:%S} UTC",
+            job=jobs[0] if jobs else None,
+            starts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+            token=uuid.uuid4().hex,
+        )
         descriptor = _acquire(folder, this_job)
         before = os.environ.get(_TOKEN)
         os.environ[_TOKEN] = f"{this_job.token} {identity(folder)}"
@@ -340,23 +353,6 @@ def _renew(folder: Path, this_job: Holder, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S) and _read(folder) in (this_job, None):
         with contextlib.suppress(OSError):
             os.utime(folder / LEASE)
-
-
-def _this_job() -> Holder:
-    machine = socket.gethostname()
-    with contextlib.suppress(OSError):
-        machine += "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    names = (_TORCHRUN, "SLURM_JOB_ID")
-    jobs = [f"{name} {os.environ[name]}" for name in names if os.environ.get(name, "none") != "none"]
-    now = datetime.now(UTC)
-    return Holder(
-        machine=machine,
-        process=os.getpid(),
-        since=f"{now:%Y-%m-%d %H:%M:%S} UTC",
-        job=jobs[0] if jobs else None,
-        starts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        token=uuid.uuid4().hex,
-    )
 
 
 def is_running(process: int) -> bool:

@@ -156,7 +156,14 @@ class _RankZero:
         self._pending = list[int]()  # entries that are not read yet
 
     def run(self) -> str:
-        self._claim_rank_0()
+        store, me = self._store, self._me
+        before = ""
+        while (now := store.compare_set(RANK_0, before, me.text)) != me.text.encode():
+            other = RankProcess.read(now)
+            gone = other.host == me.host and not is_running(other.process)
+            if not gone and _answers_within(store, other, _ANSWER_S):
+                raise started_twice(me, other)
+            before = now.decode()
         while len(self._present) < self._me.world:
             if not self._poll():
                 if self._timer.over(self._waiting_for):
@@ -172,17 +179,6 @@ class _RankZero:
                 time.sleep(_POLL_S)
         self._store.set(_start(self._me.nonce), _GO)
         return self._me.nonce
-
-    def _claim_rank_0(self) -> None:
-        """Become the rank 0 of the store, unless a living process already is."""
-        store, me = self._store, self._me
-        before = ""
-        while (now := store.compare_set(RANK_0, before, me.text)) != me.text.encode():
-            other = RankProcess.read(now)
-            gone = other.host == me.host and not is_running(other.process)
-            if not gone and _answers_within(store, other, _ANSWER_S):
-                raise started_twice(me, other)
-            before = now.decode()
 
     def _poll(self) -> bool:
         """Answer new pings; return True if another rank has registered."""

@@ -44,8 +44,10 @@ def export_adapters(path: str | Path, out: str | Path, dtype: torch.dtype | None
         weights = {name: stored.read(name) for name in stored.saved if is_adapter(name)}
         config, tensors = to_peft(shape, weights)
     out.mkdir(parents=True, exist_ok=True)
-    kept = {name: (t if dtype is None else t.to(dtype)).contiguous().clone() for name, t in tensors.items()}
-    save_file(kept, out / ADAPTER_WEIGHTS, {"format": "pt"})
+    tensors = {
+        name: (t if dtype is None else t.to(dtype)).contiguous().clone() for name, t in tensors.items()
+    }
+    save_file(tensors, out / ADAPTER_WEIGHTS, {"format": "pt"})
     write_json(out / ADAPTER_CONFIG, config)
     return [out / ADAPTER_WEIGHTS, out / ADAPTER_CONFIG]
 

@@ -105,8 +105,8 @@ def from_float8(weight: Tensor, scales: Tensor, block: tuple[int, int] = (BLOCK,
     plain = torch.empty(rows, columns, dtype=torch.bfloat16)
     wide = scales.float().repeat_interleave(block[1], 1)[:, :columns]
     for at, scale in enumerate(wide):  # a row of blocks at a time, in float32
-        here = slice(at * block[0], (at + 1) * block[0])
-        plain[here] = weight[here].float() * scale
+        rows_of_block = slice(at * block[0], (at + 1) * block[0])
+        plain[rows_of_block] = weight[rows_of_block].float() * scale
     return plain
 
 
@@ -129,8 +129,8 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _block_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    said = config.get("quantization_config")
-    sizes = said.get("weight_block_size") if isinstance(said, dict) else None
+    quantization = config.get("quantization_config")
+    sizes = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if sizes is None:
         return BLOCK, BLOCK
     if isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes):

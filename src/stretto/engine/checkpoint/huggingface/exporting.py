@@ -140,25 +140,25 @@ class _Source:
 
     def _merged(self, name: str) -> Tensor:
         """One of our weights, with what its adapters add."""
-        whole, lora = self._stored.read(name), self._shape.lora
+        weight, lora = self._stored.read(name), self._shape.lora
         linear = name.removesuffix(".weight")
-        first, _, rest = linear.partition(".")
-        number, _, module = rest.partition(".")
+        first, _, inner = linear.partition(".")
+        number, _, module = inner.partition(".")
         if lora is None or first != "blocks" or not (adapted := lora.adapted(module)) or linear == name:
-            return whole
+            return weight
         factors = {
             projection: tuple(self._stored.read(f"{linear}.lora.{projection}.{f}.weight") for f in "AB")
             for projection in adapted
         }
-        return merged(whole, module, factors, self._shape.block(int(number)))
+        return merged(weight, module, factors, self._shape.block(int(number)))
 
 
 def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) -> list[_Part]:
     """The tensors to write, in the order of ours, after a check that the checkpoint has all of them."""
     mapping = list(rules(shape))
-    saved = {name: one for name, one in stored.saved.items() if not is_adapter(name)}
+    saved = {name: entry for name, entry in stored.saved.items() if not is_adapter(name)}
     check_weights(
-        {name: torch.empty(one.shape, device="meta") for name, one in saved.items()},
+        {name: torch.empty(entry.shape, device="meta") for name, entry in saved.items()},
         parameter_shapes(shape),
     )
     return [

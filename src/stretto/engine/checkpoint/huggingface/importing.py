@@ -192,9 +192,9 @@ class Importing:
             done += part.bytes
             if progress is not None:
                 progress(done, self.bytes)
-            theirs = (self._weights.read(name).to(part.dtype) for name in part.names)
+            sources = (self._weights.read(name).to(part.dtype) for name in part.names)
             # parts that are consecutive rows are written as they are read, without a copy
-            return theirs if isinstance(part.rule.form, StackedRows) else part.rule.join(list(theirs))
+            return sources if isinstance(part.rule.form, StackedRows) else part.rule.join(list(sources))
 
         tensors = {
             MODEL + part.rule.plain_name: Streamed(
@@ -205,8 +205,8 @@ class Importing:
         for name, factor in self._adapters.items():
             shape = tuple(factor.shape)
             tensors[MODEL + name] = Streamed(shape, factor.dtype, {(0, 0): (shape, lambda t=factor: t)})
-        facts = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
-        return save(run / "checkpoints", 0, tensors, facts | (meta or {}))
+        metadata = {"model": shape_to_record(self.shape), "imported": self.source.resolve().name}
+        return save(run / "checkpoints", 0, tensors, metadata | (meta or {}))
 
 
 def import_huggingface(source: str | Path, run: str | Path) -> Path:

@@ -94,14 +94,14 @@ class RingMember:
         return documents.cached(("rounds", n, self.scores.window), make)
 
     def _round(self, owner: int, n: int) -> RingRound:
-        whole = slice(0, n)
+        full_keys = slice(0, n)
         lower, upper = slice(0, n // 2), slice(n // 2, n)
         window = self.scores.window
         if window is not None and window >= n * self.size:
             window = None
         if owner == self.index:
-            return RingRound(owner, whole, whole, tuple(self._pieces(owner, n, window)))
-        queries, keys = (whole, lower) if owner < self.index else (upper, whole)
+            return RingRound(owner, full_keys, full_keys, tuple(self._pieces(owner, n, window)))
+        queries, keys = (full_keys, lower) if owner < self.index else (upper, full_keys)
         if window is None:
             return RingRound(owner, queries, keys, (AttentionTile(queries, keys, Band(n * self.size)),))
         return RingRound(owner, queries, keys, tuple(self._pieces(owner, n, window)))

@@ -141,7 +141,12 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
         group = groups.levels[level]
         if group is not None:
             pieces = x.view(group.size(), -1)
-            target = out if out is not None and _is_last(groups, level, last) else None
+            target = (
+                out
+                if out is not None
+                and all(groups.levels[second] is None for second in range(level + 1, min(last, 3)))
+                else None
+            )
             x, work = start_scatter_sum(pieces, group, target)
             yield work
             del pieces, work
@@ -157,10 +162,6 @@ def same_place(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors start at the same element of the same storage, allocated or not."""
     first, second = a.untyped_storage(), b.untyped_storage()
     return first._cdata == second._cdata and a.storage_offset() == b.storage_offset()
-
-
-def _is_last(groups: ShardGroups, level: int, last: int) -> bool:
-    return all(groups.levels[second] is None for second in range(level + 1, min(last, 3)))
 
 
 def reduce_to_first(x: Tensor, group: ProcessGroup) -> Steps:

@@ -55,7 +55,12 @@ class FlatParameter:
         first = self.parameters[0]
         self.frozen = not first.requires_grad
         if self.frozen:
-            self.groups = _of_weights(self.groups)
+            split = self.groups.sizes.parameters
+            self.groups = replace(
+                self.groups,
+                sizes=ShardSizes(split, split, split),
+                levels=(self.groups.levels[0], None, None, None),
+            )
             master, host = None, False
         self.server = server and self.groups.copies > 1 and not self.frozen
         self.dtype, self.device = first.dtype, first.device
@@ -324,9 +329,3 @@ class FlatParameter:
                 )
             )
         return fragments
-
-
-def _of_weights(groups: ShardGroups) -> ShardGroups:
-    """The same groups where nothing but the weights is split."""
-    split = groups.sizes.parameters
-    return replace(groups, sizes=ShardSizes(split, split, split), levels=(groups.levels[0], None, None, None))

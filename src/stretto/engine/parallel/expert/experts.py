@@ -360,7 +360,14 @@ class ExpertWeights(ParallelStyle):
         ep_at = index // slices
         parts = dict[str, ParameterShard]()
         for leaf, parameter in module.named_parameters():
-            expert_range = _experts(name, parameter.shape[0], ep, ep_at)
+            experts = parameter.shape[0]
+            if experts % ep:
+                divisors = [n for n in range(1, experts + 1) if experts % n == 0]
+                raise StrettoError(
+                    f"{name}: {experts} experts do not divide over ep={ep} ranks",
+                    hint=f"the nearest ep is {min(divisors, key=lambda n: abs(n - ep))}",
+                )
+            expert_range = ShardRange(ep_at * (experts // ep), experts // ep)
             if leaf == "down_bias":
                 parts[leaf] = ParameterShard(
                     dim=0, runs=(ShardRange(expert_range.start, expert_range.size, owned=at == 0),)
@@ -378,17 +385,6 @@ class ExpertWeights(ParallelStyle):
         names = {name for name, _ in module.named_parameters(recurse=False)}
         into = "gate_up" if "gate_up" in names else "up"
         return GroupedExperts(module, into, biased=mesh.index("expert_tp") == 0)
-
-
-def _experts(name: str, experts: int, ep: int, index: int) -> ShardRange:
-    """The experts of one ep rank."""
-    if experts % ep:
-        divisors = [n for n in range(1, experts + 1) if experts % n == 0]
-        raise StrettoError(
-            f"{name}: {experts} experts do not divide over ep={ep} ranks",
-            hint=f"the nearest ep is {min(divisors, key=lambda n: abs(n - ep))}",
-        )
-    return ShardRange(index * (experts // ep), experts // ep)
 
 
 def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[ShardRange, ...]:

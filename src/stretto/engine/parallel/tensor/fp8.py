@@ -151,7 +151,9 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tenso
     Args:
         fast: let the hardware accumulate in its shorter type.
     """
-    if not _by_hardware(a, b, dtype):
+    sizes = (*b.values.shape, len(a.values))
+    fits = sizes[0] % MULTIPLE == 0 and sizes[1] % MULTIPLE == 0 and sizes[2] > 0
+    if not (fits and dtype != torch.float64 and _multiplies(a.values.device)):
         work = _work(dtype)
         return functional.linear(a.dequantised(work), b.dequantised(work)).to(dtype)
     rows = a.scale.numel() > 1 or b.scale.numel() > 1
@@ -164,12 +166,6 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tenso
         use_fast_accum=fast,
     )
     return y.to(dtype)
-
-
-def _by_hardware(a: Quantised, b: Quantised, dtype: torch.dtype) -> bool:
-    sizes = (*b.values.shape, len(a.values))
-    fits = sizes[0] % MULTIPLE == 0 and sizes[1] % MULTIPLE == 0 and sizes[2] > 0
-    return fits and dtype != torch.float64 and _multiplies(a.values.device)
 
 
 @cache

@@ -269,17 +269,17 @@ def convert_linears(module: nn.Module) -> bool:
     plain = [p for p in linears if type(p) is nn.Linear]
     if sum(w.numel() for w in weights.values()) <= sum(p.numel() for p in others):
         return False
-    if any(_hooked(p) for layer in plain for p in layer.parameters()):
+    if any(
+        bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+        for layer in plain
+        for p in layer.parameters()
+    ):
         return False
     if any(type(part).__name__ == "OptimizedModule" for part in parts):
         return False
     for layer in plain:
         layer.__class__ = AdoptedLinear
     return True
-
-
-def _hooked(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 class SequenceLinear(ParallelLinear):
