@@ -166,7 +166,27 @@ def split_svg(plan: SplitPlan) -> str:
             )
             y_text = tops[i] - 8 - _CONVERSION * above
             texts.append(text_line(f"{text}: {_kinds(change)}{price}", left + 34, y_text, 11))
-        texts += _block(line, tops[i], left, slowest)
+        top = tops[i]
+        operator = line.operator
+        colour = SPLITS[colour_name(line)]
+        shape = "\N{MULTIPLICATION SIGN}".join(map(str, operator.shape))
+        room = int((_WIDTH - 24) / _LETTER) - len(shape)
+        name = operator.name if operator.name == operator.kind else f"{operator.name}  {operator.kind}"
+        name = name if len(name) <= room else name[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        baseline, right = top + 17, left + _WIDTH
+        ink = {"style": f"fill: {text_on(colour)}"}
+        parts = [
+            element("rect", x=left, y=top, width=_WIDTH, height=_HEIGHT, rx=4, fill=hexed(colour)),
+            text_line(name, left + 10, baseline, 11, **ink),
+            text_line(shape, right - 8, baseline, 11, text_anchor="end", **ink),
+        ]
+        if line.seconds >= 5e-7:
+            long = max(1.0, _BAR * line.seconds / slowest)
+            parts.append(element("rect", x=right + 12, y=top + 8, width=long, height=10, fill=hexed(colour)))
+        notes = [_style(line), *[f"{1e3 * line.seconds:.3f} ms"] * (line.seconds >= 5e-7)]
+        notes += [f"sends {_mib(line.sent)} MiB"] * bool(line.sent)
+        notes += [f"holds {_mib(line.share.memory)} MiB"] * bool(line.share.memory)
+        texts += [*parts, text_line(", ".join(notes), right + 20 + _BAR, baseline, 11, class_="quiet")]
     about = f"{len(plan.styles)} layers over {plan.machine.ranks} ranks, coloured by how each is split"
     title = f"Splits over {plan.machine.ranks} x {plan.machine.cluster.device.name}"
     head, wide = _head(plan, title)
@@ -187,29 +207,6 @@ def _lanes(plan: SplitPlan, index: Mapping[str, int]) -> dict[int, int]:
         free[lane : lane + 1] = [end]
         lanes[source] = lane
     return lanes
-
-
-def _block(line: PlannedOperator, top: float, left: float, slowest: float) -> list[str]:
-    operator = line.operator
-    colour = SPLITS[colour_name(line)]
-    shape = "\N{MULTIPLICATION SIGN}".join(map(str, operator.shape))
-    room = int((_WIDTH - 24) / _LETTER) - len(shape)
-    name = operator.name if operator.name == operator.kind else f"{operator.name}  {operator.kind}"
-    name = name if len(name) <= room else name[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    baseline, right = top + 17, left + _WIDTH
-    ink = {"style": f"fill: {text_on(colour)}"}
-    parts = [
-        element("rect", x=left, y=top, width=_WIDTH, height=_HEIGHT, rx=4, fill=hexed(colour)),
-        text_line(name, left + 10, baseline, 11, **ink),
-        text_line(shape, right - 8, baseline, 11, text_anchor="end", **ink),
-    ]
-    if line.seconds >= 5e-7:
-        long = max(1.0, _BAR * line.seconds / slowest)
-        parts.append(element("rect", x=right + 12, y=top + 8, width=long, height=10, fill=hexed(colour)))
-    notes = [_style(line), *[f"{1e3 * line.seconds:.3f} ms"] * (line.seconds >= 5e-7)]
-    notes += [f"sends {_mib(line.sent)} MiB"] * bool(line.sent)
-    notes += [f"holds {_mib(line.share.memory)} MiB"] * bool(line.share.memory)
-    return [*parts, text_line(", ".join(notes), right + 20 + _BAR, baseline, 11, class_="quiet")]
 
 
 def _head(plan: SplitPlan, title: str) -> tuple[list[str], float]:

@@ -421,7 +421,16 @@ class _Reader:
                     if sum(tensor.numel() for tensor in _tensors(many)) > _LARGEST:
                         raise ValueError("its input is too large")
                     values[source] = pytree.tree_map_only(Tensor, _random, many)
-                    fewer[source] = _first_samples(values[source], self.few.values[source])
+                    value = values[source]
+                    few = self.few.values[source]
+                    leaves = list[Any]()
+                    for leaf, other in zip(pytree.tree_leaves(value), pytree.tree_leaves(few), strict=True):
+                        if not isinstance(other, Tensor):
+                            leaf = other
+                        elif other.dim():
+                            leaf = leaf[: other.shape[0]]
+                        leaves.append(leaf)
+                    fewer[source] = pytree.tree_unflatten(leaves, pytree.tree_structure(few))
                 if node.op == "call_module":
                     function: Callable[..., Any] = _with_random_values(
                         self.model.get_submodule(str(node.target))
@@ -451,18 +460,6 @@ def _random(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, dtype=torch.float64)
     return torch.randint(0, 2, tensor.shape).to(tensor.dtype)
-
-
-def _first_samples(value: Any, few: Any) -> Any:
-    """Return the first samples of a value, of the shapes that it has with few samples."""
-    leaves = list[Any]()
-    for leaf, other in zip(pytree.tree_leaves(value), pytree.tree_leaves(few), strict=True):
-        if not isinstance(other, Tensor):
-            leaf = other
-        elif other.dim():
-            leaf = leaf[: other.shape[0]]
-        leaves.append(leaf)
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(few))
 
 
 def _call(function: Callable[..., Any], node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -39,10 +39,7 @@ def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     volume = sum(prod(sizes) for _, sizes in boxes)
     if volume != prod(shape):
         return f"pieces hold {volume} elements of {prod(shape)}"
-    return _overlap(len(shape), boxes)
-
-
-def _overlap(dimensions: int, boxes: Sequence[Box]) -> str | None:
+    dimensions = len(shape)
     filled = [box for box in boxes if prod(box[1])]
     if len(filled) < 2 or not dimensions:
         return None if len(filled) < 2 else "there is more than one piece"

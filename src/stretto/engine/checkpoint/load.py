@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -99,7 +99,13 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
         )
     index, state = run_on_all(lambda: _matched(folder, manifest, tensors))
     requested = {name for names in gather_json(sorted(tensors)) for name in names}
-    _no_extra(index, requested, ignore)
+    ignored = (f"{PER_RANK}.", *ignore)
+    if extra := sorted(name for name in index if name not in requested and not name.startswith(ignored)):
+        more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
+        raise StrettoError(
+            f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
+            hint="load it into a model like the one that was saved",
+        )
     per_rank = _per_rank(index, manifest)
     with torch.no_grad():
         for part in state.values():
@@ -154,17 +160,6 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
                 hint="only floating dtypes convert to each other",
             )
     return index, shards(tensors)
-
-
-def _no_extra(index: Index, requested: Collection[str], ignore: Sequence[str]) -> None:
-    """Refuse stored names that no rank requests: another model, or state that would silently be lost."""
-    ignored = (f"{PER_RANK}.", *ignore)
-    if extra := sorted(name for name in index if name not in requested and not name.startswith(ignored)):
-        more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
-        raise StrettoError(
-            f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
-            hint="load it into a model like the one that was saved",
-        )
 
 
 def _per_rank(index: Mapping[str, SavedTensor], manifest: Manifest) -> dict[str, Tensor]:

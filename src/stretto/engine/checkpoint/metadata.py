@@ -102,7 +102,23 @@ def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | No
         )
     except (TypeError, StrettoError) as error:
         return f"model.{str(error).splitlines()[0]}"
-    return _misfit(run, step, world)
+    present = run.model_fields_set
+    if "step" in present and run.step != step:
+        return f"it is of two steps, {step} and {run.step}"
+    limits = {"passed_over": step}
+    if (size := _number(run, "batch", "global_size")) is not None:
+        limits["updates"] = step * size  # at most one for each sample
+    if "tokens" in present:
+        limits["targets"] = run.tokens
+    for name, limit in limits.items():
+        if name in present and (count := getattr(run, name)) > limit:
+            return f"{name} is {count}, and at step {step} there are at most {limit}"
+    ranks, seed = _ranks(run), _number(run, "train", "seed")
+    if ranks is not None and ranks != world:
+        return f"its layout has {ranks} ranks, and {world} have written it"
+    if "seed" in present and seed is not None and run.seed != seed:
+        return f"its seed is {run.seed}, and in its config {seed}"
+    return _miscounted(run, step) if "samples" in present else None
 
 
 def is_of_run(meta: Mapping[str, Any]) -> bool:
@@ -140,27 +156,6 @@ def _check_bounds(value: object, name: str = "") -> None:
             _check_bounds(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, int) and not 0 <= value <= MAX_SIZE:
         raise StrettoError(f"{name} is {value}, and no tensor has such a size")
-
-
-def _misfit(run: RunMetadata, step: int, world: int) -> str | None:
-    """Return the first contradiction between counts, if any."""
-    present = run.model_fields_set
-    if "step" in present and run.step != step:
-        return f"it is of two steps, {step} and {run.step}"
-    limits = {"passed_over": step}
-    if (size := _number(run, "batch", "global_size")) is not None:
-        limits["updates"] = step * size  # at most one for each sample
-    if "tokens" in present:
-        limits["targets"] = run.tokens
-    for name, limit in limits.items():
-        if name in present and (count := getattr(run, name)) > limit:
-            return f"{name} is {count}, and at step {step} there are at most {limit}"
-    ranks, seed = _ranks(run), _number(run, "train", "seed")
-    if ranks is not None and ranks != world:
-        return f"its layout has {ranks} ranks, and {world} have written it"
-    if "seed" in present and seed is not None and run.seed != seed:
-        return f"its seed is {run.seed}, and in its config {seed}"
-    return _miscounted(run, step) if "samples" in present else None
 
 
 def _miscounted(run: RunMetadata, step: int) -> str | None:

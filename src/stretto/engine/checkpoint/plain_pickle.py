@@ -119,7 +119,21 @@ class _Machine:
         elif name in _OBJECTS and self._names != ():
             self._note(name, argument)
         else:
-            self._fill(name)
+            stack = self._stack
+            if name in ("TUPLE", "LIST", "DICT"):
+                kinds: dict[str, Callable[[_Stack], Any]] = {"TUPLE": tuple, "LIST": list, "DICT": _pairs}
+                self._replace(len(stack) - self._marks.pop(), kinds[name])
+            elif name in ("APPEND", "APPENDS"):
+                items = [stack.pop()] if name == "APPEND" else self._since_mark()
+                _of(list, stack[-1]).extend(items)
+            elif name in ("SETITEM", "SETITEMS"):
+                items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._since_mark()
+                _of(dict, stack[-1]).update(_pairs(items))
+            else:
+                raise StrettoError(
+                    f"the pickle is more than plain data: it has {name}, which could run code",
+                    hint="no such file of torch has that; do not load it elsewhere either",
+                )
 
     def _note(self, opcode: str, argument: Any) -> None:
         """The opcodes that would look up, make or change an object: what they say is noted."""
@@ -152,24 +166,6 @@ class _Machine:
         if at < 0:
             raise IndexError("a container of values that are not there")
         self._stack[at:] = [make(self._stack[at:])]
-
-    def _fill(self, name: str) -> None:
-        """The opcodes that take values from the stack into a container."""
-        stack = self._stack
-        if name in ("TUPLE", "LIST", "DICT"):
-            kinds: dict[str, Callable[[_Stack], Any]] = {"TUPLE": tuple, "LIST": list, "DICT": _pairs}
-            self._replace(len(stack) - self._marks.pop(), kinds[name])
-        elif name in ("APPEND", "APPENDS"):
-            items = [stack.pop()] if name == "APPEND" else self._since_mark()
-            _of(list, stack[-1]).extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._since_mark()
-            _of(dict, stack[-1]).update(_pairs(items))
-        else:
-            raise StrettoError(
-                f"the pickle is more than plain data: it has {name}, which could run code",
-                hint="no such file of torch has that; do not load it elsewhere either",
-            )
 
     def _since_mark(self) -> _Stack:
         at = self._marks.pop()

@@ -188,24 +188,22 @@ class Planner(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Divide a rank's items into files, of which none is very large: ranks verify them side by side."""
         if plan.items:
-            self._divide(cast(str, plan.storage_data), plan.items)
+            name = cast(str, plan.storage_data)
+            for away in (False, True):
+                left = [item for item in plan.items if self.state[item.index.fqn].away == away]
+                while left:
+                    size = count = 0
+                    while count < len(left) and (not count or size + _bytes(left[count]) <= LARGEST_FILE):
+                        size, count = size + _bytes(left[count]), count + 1
+                    number = f".{len(self.files)}" if self.files else ""
+                    file = name.replace(".safetensors", f"{number}.safetensors")
+                    self.files.append(FilePlan(file, tuple(left[:count]), away))
+                    left = left[count:]
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [WriteResult(item.index, _bytes(item), file.name) for file in self.files for item in file.items]
         )
         return done
-
-    def _divide(self, name: str, items: list[WriteItem]) -> None:
-        for away in (False, True):
-            left = [item for item in items if self.state[item.index.fqn].away == away]
-            while left:
-                size = count = 0
-                while count < len(left) and (not count or size + _bytes(left[count]) <= LARGEST_FILE):
-                    size, count = size + _bytes(left[count]), count + 1
-                number = f".{len(self.files)}" if self.files else ""
-                file = name.replace(".safetensors", f"{number}.safetensors")
-                self.files.append(FilePlan(file, tuple(left[:count]), away))
-                left = left[count:]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: make the index."""

@@ -82,7 +82,23 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
         yield summed
         for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
             part.copy_(total.view_as(part))
-    _make_updates(batch, sums, updates)
+    new = [float(step) ** BETA2_DECAY for step in batch.state("step")]
+    vectors = [at for at, two in enumerate(sums) if not two]
+    if vectors:
+        gradients = [batch.gradients[at] for at in vectors]
+        variances = [batch.states[at]["variance"] for at in vectors]
+        squares = torch._foreach_mul(gradients, gradients)
+        torch._foreach_lerp_(variances, squares, [new[at] for at in vectors])
+        roots = torch._foreach_clamp_min(variances, SMALLEST**2)
+        torch._foreach_rsqrt_(roots)
+        torch._foreach_mul_(roots, gradients)
+        torch._foreach_copy_([updates[at] for at in vectors], roots)
+    for at, (two, (fragment, gradient, state)) in enumerate(zip(sums, batch, strict=True)):
+        if two:
+            rows, columns = member_shape(fragment)
+            state["row_var"].lerp_((two[0] / columns).to(gradient.dtype), new[at])
+            state["col_var"].lerp_((two[1] / rows).to(gradient.dtype), new[at])
+            _divide(fragment, gradient, state["row_var"], state["col_var"], updates[at])
     lengths = member_squares(batch, updates)
     yield lengths
     lr = batch.group["lr"]
@@ -130,31 +146,6 @@ def _part_sums(fragment: ParameterFragment, gradient: Tensor) -> tuple[Tensor, T
         rows[(*stack, row)] += squares.sum(-1)
         columns[(*stack, column)] += squares.sum(-2)
     return rows, columns
-
-
-def _make_updates(batch: TensorGroup, sums: Sequence[Sums], into: Sequence[Tensor]) -> None:
-    """Move the second moments, and divide the gradients by their roots.
-
-    Args:
-        sums: over all holders.
-    """
-    new = [float(step) ** BETA2_DECAY for step in batch.state("step")]
-    vectors = [at for at, two in enumerate(sums) if not two]
-    if vectors:
-        gradients = [batch.gradients[at] for at in vectors]
-        variances = [batch.states[at]["variance"] for at in vectors]
-        squares = torch._foreach_mul(gradients, gradients)
-        torch._foreach_lerp_(variances, squares, [new[at] for at in vectors])
-        roots = torch._foreach_clamp_min(variances, SMALLEST**2)
-        torch._foreach_rsqrt_(roots)
-        torch._foreach_mul_(roots, gradients)
-        torch._foreach_copy_([into[at] for at in vectors], roots)
-    for at, (two, (fragment, gradient, state)) in enumerate(zip(sums, batch, strict=True)):
-        if two:
-            rows, columns = member_shape(fragment)
-            state["row_var"].lerp_((two[0] / columns).to(gradient.dtype), new[at])
-            state["col_var"].lerp_((two[1] / rows).to(gradient.dtype), new[at])
-            _divide(fragment, gradient, state["row_var"], state["col_var"], into[at])
 
 
 def _divide(

@@ -61,18 +61,6 @@ class MatrixExchange:
         self._group: ProcessGroup | None = fragments[0].holders
         self._rank = 0 if self._group is None else self._group.rank()
         self._boxes = _boxes_of_all(fragments, self._group)
-        owners = self._assign()
-        n = range(len(self._boxes))
-        assigned = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
-        self._arriving = [[b for b in boxes if b.owned] for boxes in assigned]  # by sender
-        self._leaving_back = assigned  # by receiver: copies that are not owned get their part too
-        boxes_here = self._boxes[self._rank]
-        self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
-        self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
-        self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
-
-    def _assign(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        """Return the rank that each matrix is gathered on."""
         costs = dict[tuple[int, tuple[int, ...]], int]()
         present = {box.matrix for boxes in self._boxes for box in boxes}
         for i, fragment in enumerate(self._fragments):
@@ -84,7 +72,14 @@ class MatrixExchange:
         for matrix in sorted(costs, key=lambda m: -costs[m]):
             owners[matrix] = loads.index(min(loads))
             loads[owners[matrix]] += costs[matrix]
-        return owners
+        n = range(len(self._boxes))
+        assigned = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
+        self._arriving = [[b for b in boxes if b.owned] for boxes in assigned]  # by sender
+        self._leaving_back = assigned  # by receiver: copies that are not owned get their part too
+        boxes_here = self._boxes[self._rank]
+        self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
+        self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
+        self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
 
     def gather(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
         """Send this rank's part of every tensor, in its local shape; returns this rank's whole matrices."""

@@ -326,19 +326,6 @@ class _Walk:
                 hint="BatchParallel, Replicate, ColumnParallel or RowParallel, without sequence",
             )
         taken, left = style.natural
-        self._take(name, style, tensors)
-        if isinstance(style, GatherBatch):
-            walk = _Walk(module, f"{name}.", self.styles, inputs="assembled", outputs="whole", flow=self.flow)
-            self.flow.rounds[name] = walk.run()
-        size = getattr(module, "out_features", 0)
-        self.flow.splits[name] = taken, 0
-        if style.output is not None and style.output != left:
-            self.flow.after[name] = left, style.output
-            left = style.output
-        return _Value(left, size if left == "features" else 0)
-
-    def _take(self, name: str, style: ParallelStyle, tensors: Mapping[int | str, _Value]) -> None:
-        """Convert the arguments of a module."""
         for at, value in tensors.items():
             split = cast(Split, value.split)
             if style.input not in (None, split):
@@ -351,6 +338,15 @@ class _Walk:
             self._change(name, at, split, after)
             if after == "assembled":
                 self.flow.terms.add(name)
+        if isinstance(style, GatherBatch):
+            walk = _Walk(module, f"{name}.", self.styles, inputs="assembled", outputs="whole", flow=self.flow)
+            self.flow.rounds[name] = walk.run()
+        size = getattr(module, "out_features", 0)
+        self.flow.splits[name] = taken, 0
+        if style.output is not None and style.output != left:
+            self.flow.after[name] = left, style.output
+            left = style.output
+        return _Value(left, size if left == "features" else 0)
 
     def _change(self, name: str, at: int | str, before: Split, after: Split) -> None:
         """A module's argument is split as `before`, and is to be as `after`: the same each time that it is

@@ -208,24 +208,6 @@ def calibrate(
 
 def profile(measured: Measured, ranks: int) -> Cluster:
     """This machine as a cluster, with all measured rows."""
-    device = _device(measured, ranks)
-    cpu = measured.driver is None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Cluster(
-        name=machine_name(),
-        device=device,
-        node=max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
-        inner=_link(measured, find_cluster("cpu") if cpu else None),
-        outer=NetworkLink(1e9, 1e-4, "none"),
-        nodes=1,
-        computing=cores if cpu else None,
-        tables=measured.collectives,
-        notes=f"measured by `stretto calibrate` on {date.today()} with {ranks} ranks",
-    )
-
-
-def _device(measured: Measured, ranks: int) -> Device:
-    """A device of this machine; figures that cannot be measured come from the catalogue."""
     catalogued = known_by_driver(measured.driver) if measured.driver else None
     peaks: dict[Precision, float] = {
         p: max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
@@ -250,7 +232,19 @@ def _device(measured: Measured, ranks: int) -> Device:
     if measured.steps:
         host = host_of(measured.steps, device)
         kernels |= {"layer": max(host.layer, 1e-9), "action": max(host.action, 1e-9)}
-    return device
+    cpu = measured.driver is None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Cluster(
+        name=machine_name(),
+        device=device,
+        node=max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
+        inner=_link(measured, find_cluster("cpu") if cpu else None),
+        outer=NetworkLink(1e9, 1e-4, "none"),
+        nodes=1,
+        computing=cores if cpu else None,
+        tables=measured.collectives,
+        notes=f"measured by `stretto calibrate` on {date.today()} with {ranks} ranks",
+    )
 
 
 def _link(measured: Measured, reference: Cluster | None) -> NetworkLink:

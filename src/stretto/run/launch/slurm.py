@@ -74,6 +74,19 @@ class SlurmJob:
 
 def script(job: SlurmJob) -> str:
     """Return the text of the script for `sbatch`."""
+    launcher = [
+        "torchrun",
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.ranks_per_node}",
+        "--max-restarts=0",
+        '--rdzv-id="$SLURM_JOB_ID"',
+        "--rdzv-backend=c10d",
+        f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
+    ]
+    train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
+    # quoted once, for this shell: torchrun passes arguments on unchanged
+    command = " ".join(shlex.quote(word) for word in train)
+    srun = " ".join(["srun --kill-on-bad-exit=1", *map(shlex.quote, job.srun)])
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _options(job)),
@@ -90,7 +103,7 @@ def script(job: SlurmJob) -> str:
         "# signs the ranks' control messages; no command line has it, which everyone could read",
         f"export {KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "",
-        _run_command(job),
+        f"{srun} \\\n  {' '.join(launcher)} \\\n  {command} &",
         _WATCH.format(saved=SAVED, requeues=job.requeues),
     ]
     return "\n".join(lines)
@@ -117,26 +130,6 @@ def _options(job: SlurmJob) -> list[str]:
         "--requeue",
         *job.sbatch,
     ]
-
-
-def _run_command(job: SlurmJob) -> str:
-    """Return the command that runs one torchrun per node, in the background so that the shell gets
-    signals.
-    """
-    launcher = [
-        "torchrun",
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.ranks_per_node}",
-        "--max-restarts=0",
-        '--rdzv-id="$SLURM_JOB_ID"',
-        "--rdzv-backend=c10d",
-        f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
-    ]
-    train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
-    # quoted once, for this shell: torchrun passes arguments on unchanged
-    command = " ".join(shlex.quote(word) for word in train)
-    srun = " ".join(["srun --kill-on-bad-exit=1", *map(shlex.quote, job.srun)])
-    return f"{srun} \\\n  {' '.join(launcher)} \\\n  {command} &"
 
 
 _FORWARD = """\

@@ -227,24 +227,21 @@ class GradientBuffer:
         self._launched = 0
         self._finished = False
         if any(unit.groups.copies > 1 for unit in units):
-            self._listen(modules)
+            fused = set[int]()
+            for module in modules:
+                for layer in module.modules():
+                    if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
+                        fused_parameters = [p for p in layer.fused if id(p) in self._of]
+                        if fused_parameters:  # all of a layer's parameters are in one stage's buffer
+                            layer.on_gradient = self._ready
+                        fused.update(id(p) for p in fused_parameters)
+            for gradient in self.gradients:
+                for parameter in gradient.unit.parameters:
+                    if id(parameter) not in fused:
+                        parameter.register_post_accumulate_grad_hook(self._ready)
 
     def _all(self, at: int) -> set[int]:
         return {id(p) for p in self.gradients[at].unit.parameters}
-
-    def _listen(self, modules: Sequence[nn.Module]) -> None:
-        fused = set[int]()
-        for module in modules:
-            for layer in module.modules():
-                if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
-                    fused_parameters = [p for p in layer.fused if id(p) in self._of]
-                    if fused_parameters:  # all of a layer's parameters are in one stage's buffer
-                        layer.on_gradient = self._ready
-                    fused.update(id(p) for p in fused_parameters)
-        for gradient in self.gradients:
-            for parameter in gradient.unit.parameters:
-                if id(parameter) not in fused:
-                    parameter.register_post_accumulate_grad_hook(self._ready)
 
     # ------------------------------------------------------------------ while the backward runs
 
