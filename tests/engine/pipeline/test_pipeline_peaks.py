@@ -97,24 +97,19 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
     return [*results, recompute(base), recompute(base, [0, 2]), offload(base), offload(base, [1, 2])]
 
 
-def peaks(ranks: int, microbatches: int) -> list[tuple[str, bool, int]]:
-    return [(p.name, ours, peak(p, ours)) for p, ours in in_turn(ranks, microbatches)]
-
-
-def in_turn(ranks: int, microbatches: int) -> list[tuple[Program, bool]]:
-    """Every program, with layers of ours or with plain ones."""
-    return [(program, at % 2 == 0) for at, program in enumerate(programs(ranks, microbatches))]
+def peaks(cases: list[tuple[Program, bool]]) -> list[int]:
+    return [peak(program, ours) for program, ours in cases]
 
 
 def test_every_schedule_holds_the_predicted_peak():
-    microbatches = 2 * RANKS + 1
-    results = on_ranks(RANKS, peaks, RANKS, microbatches)
-    wanted = in_turn(RANKS, microbatches)
-    for rank, of_rank in enumerate(results):
-        for (program, ours), (name, _, count) in zip(wanted, of_rank, strict=True):
+    """With layers of ours and with plain ones in turn."""
+    cases = [(program, index % 2 == 0) for index, program in enumerate(programs(RANKS, 2 * RANKS + 1))]
+    for rank, counts in enumerate(on_ranks(RANKS, peaks, cases)):
+        for (program, ours), count in zip(cases, counts, strict=True):
             held = peak_held(program)[rank]
-            assert name == program.name
-            assert count == held, f"rank {rank}, {name}, ours={ours}: {count} alive, program says {held}"
+            assert count == held, (
+                f"rank {rank}, {program.name}, ours={ours}: {count} alive, program says {held}"
+            )
 
 
 def test_peak_activations_count_chunks():

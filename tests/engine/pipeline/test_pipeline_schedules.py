@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -46,8 +47,11 @@ def deep(layers: int, ours: bool) -> list[nn.Module]:
     return made[:layers]
 
 
+@cache
 def programs(ranks: int, microbatches: int) -> list[Program]:
-    """All that train and update at the end, with the values of their options that fit 16 stages."""
+    """Programs that train and update at the end, with values of their options that fit 16 stages. Some are
+    searched for, which takes longer than a test: ranks receive them.
+    """
     made = list[Program]()
     for name in names():
         inputs = options(name)
@@ -66,55 +70,55 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
     return made
 
 
-def every_schedule(
-    layout: Layout, microbatches: tuple[int, ...], both: bool = True, some: slice = slice(None)
-) -> list[str]:
-    """Schedules with layers of ours and with plain ones; not `both`: in turn."""
-    done = list[str]()
-    for m in microbatches:
-        for at, program in enumerate(programs(layout.pp, m)[some]):
-            for ours in (True, False) if both else (at % 2 == 0,):
-                what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
-                layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
-                check(
-                    lambda n=layers, o=ours: deep(n, o),
-                    program,
-                    layout,
-                    what,
-                    weights=ReplicatedWeights(bucket_bytes=64),
-                )
-            done.append(program.name)
-    return done
+def every_schedule(layout: Layout, chosen: list[Program], both: bool = False) -> None:
+    """Programs with layers of ours and with plain ones in turn, or with `both`."""
+    for index, program in enumerate(chosen):
+        for ours in (True, False) if both else (index % 2 == 0,):
+            m = program.microbatches
+            what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
+            layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
+            check(
+                lambda n=layers, o=ours: deep(n, o),
+                program,
+                layout,
+                what,
+                weights=ReplicatedWeights(bucket_bytes=64),
+            )
 
 
 def test_every_schedule_on_one_rank():
-    results = every_schedule(Layout(), (1, 4))
-    assert {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"} <= set(results)
+    chosen = [*programs(1, 1), *programs(1, 4)]
+    every_schedule(Layout(), chosen, True)
+    wanted = {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"}
+    assert wanted <= {program.name for program in chosen}
 
 
 @pytest.mark.slow
 def test_on_two_ranks():
-    (results, _) = on_ranks(2, every_schedule, Layout(pp=2), (1, 5))
-    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= set(results)
+    chosen = [*programs(2, 1), *programs(2, 5)]
+    on_ranks(2, every_schedule, Layout(pp=2), chosen, True)
+    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= {program.name for program in chosen}
 
 
 def test_every_second_schedule_on_four_ranks():
-    on_ranks(4, every_schedule, Layout(pp=4), (9,), False, slice(0, None, 2))
+    on_ranks(4, every_schedule, Layout(pp=4), programs(4, 9)[::2])
 
 
 @pytest.mark.slow
 def test_on_four_ranks():
-    results = on_ranks(4, every_schedule, Layout(pp=4), (9,), False)[0]
-    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe", "chimera"} <= set(results)
+    chosen = programs(4, 9)
+    on_ranks(4, every_schedule, Layout(pp=4), chosen)
+    wanted = {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe", "chimera"}
+    assert wanted <= {program.name for program in chosen}
 
 
 def test_every_other_schedule_with_replicas():
-    on_ranks(4, every_schedule, Layout(pp=2, dp=2), (4,), False, slice(1, None, 2))
+    on_ranks(4, every_schedule, Layout(pp=2, dp=2), programs(2, 4)[1::2])
 
 
 @pytest.mark.slow
 def test_every_schedule_with_replicas():
-    on_ranks(4, every_schedule, Layout(pp=2, dp=2), (4,), False)
+    on_ranks(4, every_schedule, Layout(pp=2, dp=2), programs(2, 4))
 
 
 # ------------------------------------------------------------------ ties, and what is kept between F and B
@@ -130,20 +134,20 @@ def tied(layers: int) -> list[nn.Module]:
     return [layer.double() for layer in made]
 
 
-def ties(ranks: int, chosen: tuple[str, ...]) -> None:
-    for program in programs(ranks, 2 * ranks):
-        if chosen and program.name not in chosen:
-            continue
+def ties(ranks: int, chosen: list[Program]) -> None:
+    for program in chosen:
         what = f"{program.name} with ties on {ranks} ranks"
         check(lambda p=program: tied(p.depth + 2), program, Layout(pp=ranks), what)
 
 
 def test_ties_with_every_schedule():
-    on_ranks(2, ties, 2, ())
+    on_ranks(2, ties, 2, programs(2, 4))
 
 
 def test_ties_on_four_ranks():
-    on_ranks(4, ties, 4, ("interleaved", "hanayo", "chimera"))
+    chosen = [program for program in programs(4, 8) if program.name in ("interleaved", "hanayo", "chimera")]
+    assert chosen
+    on_ranks(4, ties, 4, chosen)
 
 
 class Random(nn.Module):
