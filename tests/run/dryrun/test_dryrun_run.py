@@ -337,7 +337,7 @@ def test_attention_in_tiles_counts_as_if_every_call_were_run(
     monkeypatch.setattr("stretto.run.dryrun.run.tiles_once", nullcontext)
     each = dry_run(job, 0)
     assert once.operators < 0.8 * each.operators
-    for name in ("flops", "bytes", "calls", "peak", "at", "kinds"):
+    for name in ("flops", "bytes", "calls", "peak", "peak_action", "kinds"):
         assert getattr(once, name) == getattr(each, name)
 
 
