@@ -30,7 +30,7 @@ def die_at(count: int) -> None:
 
     for name in OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    write = CheckedWriter._some
+    write = CheckedWriter._write_once
 
     def torn(self: CheckedWriter, block: memoryview) -> int:
         left[0] -= 1
@@ -39,7 +39,7 @@ def die_at(count: int) -> None:
             os._exit(9)
         return write(self, block)
 
-    CheckedWriter._some = torn
+    CheckedWriter._write_once = torn
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -55,7 +55,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def failing(which: int, error: OSError) -> Callable[[CheckedWriter, memoryview], int]:
-    write, left = CheckedWriter._some, [which]
+    write, left = CheckedWriter._write_once, [which]
 
     def fail(self: CheckedWriter, block: memoryview) -> int:
         left[0] -= 1
@@ -79,7 +79,7 @@ def attempt(work: Callable[[], object]) -> str:
 @contextmanager
 def held(*, after: int = 0) -> Iterator[threading.Event]:
     """Threads other than this one write only once the event is set, but for so many blocks."""
-    go, write, main = threading.Event(), CheckedWriter._some, threading.current_thread()
+    go, write, main = threading.Event(), CheckedWriter._write_once, threading.current_thread()
     left = [after]
 
     def wait(self: CheckedWriter, block: memoryview) -> int:
@@ -89,9 +89,9 @@ def held(*, after: int = 0) -> Iterator[threading.Event]:
                 assert go.wait(60)
         return write(self, block)
 
-    CheckedWriter._some = wait
+    CheckedWriter._write_once = wait
     try:
         yield go
     finally:
         go.set()
-        CheckedWriter._some = write
+        CheckedWriter._write_once = write

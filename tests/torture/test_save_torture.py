@@ -253,7 +253,7 @@ def test_full_disks(tmp_path: Path) -> None:
 
 def short(which: int) -> Callable[[CheckedWriter, memoryview], int]:
     """From that write on, the system takes a part of each block."""
-    write, left = CheckedWriter._some, [which]
+    write, left = CheckedWriter._write_once, [which]
 
     def some(self: CheckedWriter, block: memoryview) -> int:
         left[0] -= 1
@@ -264,14 +264,14 @@ def short(which: int) -> Callable[[CheckedWriter, memoryview], int]:
 
 def break_writes(root: str, cases: Sequence[tuple[int, int, str, str]]) -> list[str]:
     """On each rank: what the saves came to."""
-    folder, said, write = Path(root), list[str](), CheckedWriter._some
+    folder, said, write = Path(root), list[str](), CheckedWriter._write_once
     put(folder, 1, 1)
     for rank, which, kind, way in cases:
         if dist.get_rank() == rank:
             error = OSError(errno.EIO, "Input/output error")
-            CheckedWriter._some = short(which) if kind == "short" else failing(which, error)
+            CheckedWriter._write_once = short(which) if kind == "short" else failing(which, error)
         said.append(attempt(lambda way=way: put(folder, 2, 2, way)))
-        CheckedWriter._some = write
+        CheckedWriter._write_once = write
         dist.barrier()
         assert newest(folder) == (2 if said[-1] == "done" else 1)
         if dist.get_rank() == 0:

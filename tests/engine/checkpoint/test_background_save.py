@@ -86,8 +86,8 @@ def test_it_writes_the_files_that_a_save_that_is_waited_for_writes(tmp_path: Pat
 def test_the_memory_and_the_division_serve_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stretto.engine.checkpoint import save as module
 
-    divided, inner = list[int](), module._divided
-    monkeypatch.setattr(module, "_divided", lambda *all_: divided.append(1) or inner(*all_))
+    divided, inner = list[int](), module.Planner
+    monkeypatch.setattr(module, "Planner", lambda *all_: divided.append(1) or inner(*all_))
     state, background = true_state(Hand(), 0), BackgroundSave(CPU)
     places = set[int]()
     for step in (1, 2, 3):
@@ -183,13 +183,13 @@ def fail_in_the_background(root: str) -> list[str]:
         act()
         settle(background)
 
-    original = CheckedWriter._some
+    original = CheckedWriter._write_once
     for broken in (1, 0):
         for error in (OSError(errno.EIO, "Input/output error"), OSError(errno.ENOSPC, "No space left")):
             if rank == broken:
-                CheckedWriter._some = failing(2, error)
+                CheckedWriter._write_once = failing(2, error)
             reported.append(attempt(write))
-            CheckedWriter._some = original
+            CheckedWriter._write_once = original
             dist.barrier()
             assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     if rank == 0:  # is still writing when the other fails, and is interrupted
@@ -197,9 +197,9 @@ def fail_in_the_background(root: str) -> list[str]:
             threading.Timer(0.2, go.set).start()
             reported.append(attempt(write))
     else:
-        CheckedWriter._some = failing(1, OSError(errno.EIO, "Input/output error"))
+        CheckedWriter._write_once = failing(1, OSError(errno.EIO, "Input/output error"))
         reported.append(attempt(write))
-        CheckedWriter._some = original
+        CheckedWriter._write_once = original
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     assert not background.busy

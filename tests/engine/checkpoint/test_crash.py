@@ -93,7 +93,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         writes += 1
         with monkeypatch.context() as patch:
             full = OSError(errno.ENOSPC, "No space left on device")
-            patch.setattr(CheckedWriter, "_some", failing(writes, full))
+            patch.setattr(CheckedWriter, "_write_once", failing(writes, full))
             reported = attempt(lambda: put(tmp_path, 2, 2.0, keep=1))
         if reported == "done":
             break
@@ -235,12 +235,12 @@ def fail_in_many_ways(root: str) -> list[str]:
     def write(step: int = 2, **changes: Any) -> Callable[[], object]:
         return lambda: save(**({"folder": folder, "step": step, "tensors": state, "meta": {}} | changes))
 
-    original = CheckedWriter._some
+    original = CheckedWriter._write_once
     for broken in (1, 0):
         if rank == broken:
-            CheckedWriter._some = failing(1, OSError(errno.EIO, "Input/output error"))
+            CheckedWriter._write_once = failing(1, OSError(errno.EIO, "Input/output error"))
         reported.append(attempt(write()))
-        CheckedWriter._some = original
+        CheckedWriter._write_once = original
     if rank == 0:  # at the commit
         files.os.rename, rename = failing_rename, os.rename
         reported.append(attempt(write()))

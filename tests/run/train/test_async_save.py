@@ -56,7 +56,7 @@ def break_writing(trainer: Any, rank: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(self._path))
 
     if this_rank() == rank:
-        CheckedWriter._some = full
+        CheckedWriter._write_once = full
 
 
 @pytest.mark.parametrize("layout", [("layout.dp=2", "dp.mode=zero2"), PIPEDREAM], ids=["zero2", "pipedream"])

@@ -96,22 +96,23 @@ class BackgroundSave:
             before=self._division,
         )
         self._stop = threading.Event()
+
+        def prepare() -> Callable[[], Written]:
+            """Copy what is in memory, and write the rest; return the work that remains."""
+            planned.check_visible()
+            files = planned.sources()
+            away = {file.name for file in planned.division.files if file.away}
+            written = planned.write({name: sources for name, sources in files.items() if name in away})
+            copies = self._memory.copy(
+                {name: sources for name, sources in files.items() if name not in away}, self._stop
+            )
+            return lambda: written | planned.write(copies)
+
         with planned.discarded_on_error():
-            work = run_on_all(lambda: self._prepare(planned))
+            work = run_on_all(prepare)
         self._planned, self._division = planned, planned.division
         self._writing, self._committing = _Task(work), False
         return planned.final
-
-    def _prepare(self, planned: Planned) -> Callable[[], Written]:
-        """Copy what is in memory, and write the rest; returns what is left to do."""
-        planned.check_visible()
-        files = planned.entries()
-        away = {file.name for file in planned.division.files if file.away}
-        written = planned.write({name: entries for name, entries in files.items() if name in away})
-        copies = self._memory.take(
-            {name: entries for name, entries in files.items() if name not in away}, self._stop
-        )
-        return lambda: written | planned.write(copies)
 
     def advance(self) -> Path | None:
         """What follows once all ranks know that all have `written`, or that one has `failed`. Collective.

@@ -78,7 +78,7 @@ class CheckedWriter:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """A new durable file with these bytes."""
+    """Write a new durable file with these bytes."""
     with CheckedWriter(path) as file:
         file.write(data)
         return file.close()
@@ -103,7 +103,7 @@ def check_room(folder: Path, needed: int, contents: str) -> None:
     if not existing.is_dir():
         raise StrettoError(f"{existing} is a file", hint="name another folder")
     usage = shutil.disk_usage(existing)
-    if usage.total and needed > usage.free:  # some file systems tell no sizes
+    if usage.total and needed > usage.free:  # some file systems report no sizes
         raise StrettoError(
             f"{contents} needs {size_text(needed)}, and {existing} has {size_text(usage.free)} free",
             hint="make room, or name a folder on another disk",
@@ -119,12 +119,12 @@ def remove(path: Path) -> None:
 
 
 def safe_name(name: str) -> bool:
-    """Whether a name read from a file may be joined to a folder: one path component, without leading dots."""
+    """True if a name read from a file may be joined to a folder: one path component, without leading dots."""
     return _NAME.fullmatch(name) is not None
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """The path of a file named in a checkpoint.
+    """Return the path of a file named in a checkpoint.
 
     Raises:
         DamageError: it is missing, a link, not a regular file, or its name leads out of the folder.
@@ -142,7 +142,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
-    """Open a file named in a checkpoint for reading, without waiting where a pipe has taken its place since.
+    """Open a file named in a checkpoint for reading, without waiting if a pipe has taken its place since.
 
     Raises:
         DamageError: as `plain_file`.
@@ -156,7 +156,7 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
 
 
 def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
-    """The file's path, if it has the size it was written with; raises DamageError."""
+    """Return the file's path if it has the size it was written with; otherwise raise DamageError."""
     path = plain_file(folder, name)
     size = path.stat().st_size
     if size != entry.size:
@@ -165,7 +165,7 @@ def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
 
 
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
-    """Read the whole file and compare size and checksum; raises DamageError."""
+    """Read the entire file and compare size and checksum; raise DamageError if they differ."""
     check_size(folder, name, entry)
     crc = 0
     with open_plain(folder, name) as file:
@@ -176,12 +176,12 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def dump_json(value: Any) -> bytes:
-    """The canonical JSON of a value: reading and writing it again gives the same bytes."""
+    """Return the canonical JSON of a value: reading and writing it again gives the same bytes."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """A JSON file of a checkpoint, within limits; raises DamageError.
+    """Read a JSON file of a checkpoint; raise DamageError for anything else.
 
     Infinities, repeated keys and files over MAX_JSON bytes are refused.
     """
@@ -214,7 +214,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def size_text(size: int) -> str:
-    """A readable size, such as "3.2 GiB"."""
+    """Return a readable size, such as "3.2 GiB"."""
     value = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:

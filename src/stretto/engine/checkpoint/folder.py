@@ -2,7 +2,7 @@
 
 step-00000100            a checkpoint
 step-00000200.partial    being written, or left by a crash
-step-00000200.replaced   an old checkpoint of step 200, until the new one is committed and tidied up
+step-00000200.replaced   an old checkpoint of step 200, until the new one is committed
 step-00000050.deleting   being removed
 """
 
@@ -21,23 +21,23 @@ from stretto.errors import StrettoError
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 DELETING = ".deleting"
-HELD_OUT_LOSS = "held_out_loss"  # of a checkpoint's metadata: of the evaluation after its step
+HELD_OUT_LOSS = "held_out_loss"  # metadata of a checkpoint: loss of the evaluation after its step
 
 
 def step_name(step: int) -> str:
-    """Folder name of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint, from its path's name; None for any other path."""
+    """Return the step of a checkpoint from its path's name; None for any other path."""
     match = STEP_FOLDER.fullmatch(path.name.removesuffix(REPLACED))
     return int(match[1]) if match else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Paths that are checkpoints by name, newest step first, whether whole or damaged. A `.replaced` one
-    counts if a crash left no other of that step.
+    """Return the checkpoints by name, complete or damaged, newest step first. A `.replaced` one counts if a
+    crash left no other of that step.
     """
     if not folder.is_dir():
         return []
@@ -48,18 +48,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """The folder of checkpoints in a run's folder; any other path as it is."""
+    """Return the folder of checkpoints in a run's folder; any other path as it is."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the path itself looks like a checkpoint: it has a manifest."""
+    """True if the path itself looks like a checkpoint: it has a manifest."""
     return (path / MANIFEST).is_file()
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Clean up after crashed saves, and make the empty folder that this save writes to."""
+    """Clean up after crashed saves, and create the empty folder that this save writes to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -89,8 +89,8 @@ def clean(folder: Path) -> None:
 
 
 def commit(partial: Path) -> Path:
-    """Give a completely written folder its final name, durably; a crash at any point leaves the old
-    checkpoint or the new one. An old one of the same step is renamed to `.replaced`, for `tidy` to remove.
+    """Durably give a completely written folder its final name; a crash at any point leaves the old checkpoint
+    or the new one. An old one of the same step is renamed to `.replaced`, for `tidy` to remove.
     """
     final, aside = partial.with_suffix(""), partial.with_suffix(REPLACED)
     sync_folder(partial)
@@ -108,12 +108,12 @@ def commit(partial: Path) -> Path:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay when a new one is committed: those that any of the fields keeps.
+    """The checkpoints to retain when a new one is committed: those that any of the fields selects.
 
     Attributes:
-        last: how many of the newest; None: all.
-        every: those of steps that are multiples of this.
-        best: how many of those with the least held-out loss at their step.
+        last: number of newest checkpoints, or None for all.
+        every: retain checkpoints of steps that are multiples of this.
+        best: number of checkpoints with the lowest held-out loss at their step.
     """
 
     last: int | None = None
@@ -127,17 +127,28 @@ class Retention:
 
 
 def tidy(newest: Path, keep: Retention) -> list[str]:
-    """After a commit, remove the checkpoint that `newest` replaced, and the older ones that `keep` lets go.
+    """After a commit, remove the checkpoint that `newest` replaced, and older ones that `keep` does not
+    retain.
 
-    Damaged ones do not count, and are removed only once `keep.last` newer whole ones exist. Checkpoints of
-    later steps, left by a run that was resumed from an earlier step, stay.
+    Damaged ones do not count, and are removed only once `keep.last` newer undamaged ones exist. Checkpoints
+    of later steps, left by a run that was resumed from an earlier step, stay.
 
     Returns:
         One line for each that could not be removed, which is not an error: the new one is safe on disk.
     """
     doomed = [aside] if (aside := newest.with_suffix(REPLACED)).exists() else []
     if keep.last is not None:
-        doomed += _beyond(newest, keep.last, keep)
+        step = step_of(newest) or 0
+        older = [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= step]
+        undamaged = [path for path in older if path == newest or not quick_problems(path)]
+        retained = set[Path]()
+        if keep.every is not None:
+            retained.update(path for path in undamaged if (step_of(path) or 0) % keep.every == 0)
+        if keep.best is not None:
+            retained.update(best(undamaged)[: keep.best])
+        if len(undamaged) >= keep.last:
+            oldest = older.index(undamaged[keep.last - 1])  # of the `last` ones
+            doomed += [path for path in older[oldest + 1 :] if path not in retained]
     failed: list[str] = []
     for path in doomed:
         try:
@@ -149,24 +160,9 @@ def tidy(newest: Path, keep: Retention) -> list[str]:
     return failed
 
 
-def _beyond(newest: Path, last: int, keep: Retention) -> list[Path]:
-    """The older checkpoints that nothing keeps, whole or damaged."""
-    step = step_of(newest) or 0
-    older = [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= step]
-    undamaged = [path for path in older if path == newest or not quick_problems(path)]
-    if len(undamaged) < last:
-        return []
-    retained = set[Path]()
-    if keep.every is not None:
-        retained.update(path for path in undamaged if (step_of(path) or 0) % keep.every == 0)
-    if keep.best is not None:
-        retained.update(best(undamaged)[: keep.best])
-    return [path for path in older[older.index(undamaged[last - 1]) + 1 :] if path not in retained]
-
-
 def best(paths: Iterable[Path]) -> list[Path]:
-    """The checkpoints among these at whose step the run was evaluated, the least held-out loss first; of
-    equal ones the earlier.
+    """Return those checkpoints at whose step the run was evaluated, by rising held-out loss; ties go to the
+    earlier step.
     """
     losses = dict[Path, float]()
     for path in paths:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from stretto.engine.checkpoint.folder import checkpoints, step_of
-from stretto.engine.checkpoint.index import Index, SavedTensor
+from stretto.engine.checkpoint.index import Index
 from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest, read_tensors
 from stretto.engine.checkpoint.metadata import PER_RANK
 from stretto.engine.checkpoint.save import rank_name
 from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
-from stretto.engine.checkpoint.storage import Reader, run_collective
+from stretto.engine.checkpoint.storage import CheckpointReader, run_collective
 from stretto.engine.parallel.control import (
     gather_json,
     has_group,
@@ -32,7 +32,7 @@ from stretto.errors import StrettoError, nearest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds besides the tensors. `per_rank` has this rank's small tensors; empty if another
+    """A checkpoint's step and metadata. `per_rank` has this rank's small tensors; it is empty if another
     number of ranks wrote the checkpoint.
     """
 
@@ -42,8 +42,8 @@ class Loaded:
 
 
 def verify(path: str | Path) -> list[str]:
-    """What is wrong with a checkpoint; empty if it is whole. The ranks share the reading, and all return the
-    same. Collective.
+    """Return the problems of a checkpoint, empty if it is intact. The ranks share the reading, and all return
+    the same. Collective.
     """
     lines = gather_json(problems(Path(path), this_rank(), world_size()))
     return list(dict.fromkeys(line for rank in lines for line in rank))
@@ -52,13 +52,15 @@ def verify(path: str | Path) -> list[str]:
 def latest(
     folder: str | Path, report: Callable[[str], object] = print, before: int | None = None
 ) -> Path | None:
-    """The newest whole checkpoint in a folder of checkpoints, every byte verified; None if there is none. The
+    """Return the newest undamaged checkpoint in a folder of checkpoints, every byte verified, or None. The
     same on all ranks. Collective.
 
     Damaged ones are skipped; rank 0 calls `report` with one line for each.
 
     Args:
-        before: only those of earlier steps.
+        folder: folder of checkpoints.
+        report: called with one line for each damaged checkpoint.
+        before: consider only checkpoints of earlier steps.
     """
     names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
     names = [path for path in names if before is None or (step_of(path) or 0) < before]
@@ -80,14 +82,14 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     Floating dtypes convert to the local tensor's; everything else must match.
 
     Args:
-        path: of one checkpoint.
+        path: path of one checkpoint.
         tensors: as for `save`; all pieces are read, owned or not.
         ignore: prefixes of names ("optim.") that the checkpoint may hold although no rank requests them.
         check: verify sizes and checksums of all files first; not needed after `latest`.
 
     Raises:
-        StrettoError: no checkpoint there, or a damaged one, or one of another model; on all ranks, with the
-            tensors unchanged.
+        StrettoError: the path is no checkpoint, a damaged one, or one of another model; on all ranks, with
+            the tensors unchanged.
         CollectiveError: reading failed half-way; the tensors' contents are then undefined.
     """
     folder = Path(path)
@@ -106,7 +108,12 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
             f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
             hint="load it into a model like the one that was saved",
         )
-    per_rank = _per_rank(index, manifest)
+    begin = rank_name(this_rank(), "")
+    per_rank = {
+        name: torch.zeros(saved.shape, dtype=getattr(torch, saved.dtype))
+        for name, saved in index.items()
+        if manifest.world == world_size() and name.startswith(begin)
+    }
     with torch.no_grad():
         for part in state.values():
             if part.padded:
@@ -118,17 +125,17 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     run_collective(
         lambda: dcp_load(
             cast(dict[str, Any], requested_state),
-            storage_reader=Reader(folder, index),
+            storage_reader=CheckpointReader(folder, index),
             planner=ShardsLoadPlanner(),
             no_dist=not has_group(),
         )
     )
-    start = len(rank_name(this_rank(), ""))
-    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in per_rank.items()})
+    own_names = {name.removeprefix(begin): tensor for name, tensor in per_rank.items()}
+    return Loaded(manifest.step, manifest.meta, own_names)
 
 
 def tensor_index(path: str | Path) -> Index:
-    """Names, dtypes and shapes of the tensors in a checkpoint, without those of single ranks."""
+    """Return names, dtypes and shapes of the tensors in a checkpoint, without those of single ranks."""
     folder = Path(path)
     index = read_tensors(folder, read_manifest(folder))
     return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
@@ -160,14 +167,3 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
                 hint="only floating dtypes convert to each other",
             )
     return index, shards(tensors)
-
-
-def _per_rank(index: Mapping[str, SavedTensor], manifest: Manifest) -> dict[str, Tensor]:
-    if manifest.world != world_size():
-        return {}
-    begin = rank_name(this_rank(), "")
-    return {
-        name: torch.zeros(saved.shape, dtype=getattr(torch, saved.dtype))
-        for name, saved in index.items()
-        if name.startswith(begin)
-    }

@@ -23,9 +23,9 @@ from stretto.engine.checkpoint.manifest import Manifest, tally, write_manifest
 from stretto.engine.checkpoint.metadata import PER_RANK, metadata_problem
 from stretto.engine.checkpoint.shards import Saved, ShardsSavePlanner, State, Streamed, shards
 from stretto.engine.checkpoint.storage import (
-    Entry,
     FilePlan,
     Planner,
+    TensorSource,
     check_disk,
     check_visible,
     dtype_name,
@@ -50,13 +50,13 @@ Written = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a checkpoint is divided into files; it serves for all later ones of tensors of the same `sizes`.
+    """The division of a checkpoint into files, reused for later ones whose tensors have the same `sizes`.
 
     Attributes:
-        sizes: what it was made from: types, shapes and places of this rank's tensors.
-        files: of this rank.
-        index: of all files; on rank 0.
-        bytes: of all tensors; on rank 0.
+        sizes: types, shapes and placements of this rank's tensors.
+        files: this rank's files.
+        index: the index of all files, on rank 0.
+        bytes: size of all tensors, on rank 0.
     """
 
     sizes: Mapping[str, tuple[object, ...]]
@@ -79,32 +79,32 @@ class Planned:
 
     @property
     def final(self) -> Path:
-        """Where it will be."""
+        """The path of the committed checkpoint."""
         return self.partial.with_suffix("")
 
     def check_visible(self) -> None:
-        """Check that the folder that rank 0 has made is here too."""
+        """Check that this rank sees the folder that rank 0 has created."""
         if not self.partial.is_dir():
             raise StrettoError(
                 f"checkpoint folder {self.partial.parent} is not the same place on all ranks",
                 hint="put the run on a file system that all nodes share",
             )
 
-    def entries(self) -> dict[str, Sequence[Entry]]:
-        """What this rank writes, by file."""
-        return {file.name: file.entries(self.state) for file in self.division.files}
+    def sources(self) -> dict[str, Sequence[TensorSource]]:
+        """Return the tensors that this rank writes, by file."""
+        return {file.name: file.sources(self.state) for file in self.division.files}
 
-    def write(self, files: Mapping[str, Sequence[Entry]]) -> Written:
+    def write(self, files: Mapping[str, Sequence[TensorSource]]) -> Written:
         """Write files of this rank, durably."""
         written = {name: write_shard(self.partial / name, entries) for name, entries in files.items()}
         return {name: (entry.size, entry.crc32) for name, entry in written.items()}
 
     def commit(self, written: Sequence[Mapping[str, Sequence[int]]]) -> tuple[str, list[str]]:
-        """On rank 0, when all ranks have written: write index and manifest, give the folder its name, and
-        remove old checkpoints.
+        """On rank 0, once all ranks have written: write index and manifest, give the folder its final name,
+        and remove old checkpoints.
 
         Returns:
-            The checkpoint's path, and a line for each old one that cannot be removed.
+            The checkpoint's path, and one line for each old checkpoint that cannot be removed.
         """
         files = {name: FileEntry(*entry) for rank in written for name, entry in rank.items()}
         check_visible(self.partial, files)
@@ -129,8 +129,8 @@ class Planned:
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Generator[None]:
-        """Remove the unfinished checkpoint where the block raises. If the error is one that all ranks raise,
-        they go on only when that is done, for the first rank that fails ends the whole job.
+        """Remove the unfinished checkpoint if the block raises. If all ranks raise the error, they continue
+        only once it is removed, since the first rank that fails ends the entire job.
         """
         try:
             yield
@@ -189,7 +189,7 @@ def save(
 
     def write() -> Written:
         planned.check_visible()
-        return planned.write(planned.entries())
+        return planned.write(planned.sources())
 
     with planned.discarded_on_error():
         written = gather_json(run_on_all(write))
@@ -210,10 +210,10 @@ def plan(
     permit: Callable[[], object] | None = None,
     before: Division | None = None,
 ) -> Planned:
-    """What `save` does before it writes: check, divide among the ranks, make the folder. Collective.
+    """Do what `save` does before it writes: check, divide among the ranks, create the folder. Collective.
 
     Args:
-        before: the division of an earlier checkpoint, which serves again if nothing has changed on any rank.
+        before: division of an earlier checkpoint, reused if nothing has changed on any rank.
 
     Raises:
         StrettoError, CollectiveError: as `save`.
@@ -225,9 +225,32 @@ def plan(
     steps, unchanged_ranks = zip(*gather_json([step, unchanged]), strict=True)
     if len(set(steps)) > 1:
         raise StrettoError(f"ranks save different steps: {sorted(set(steps))}", hint="save at the same step")
-    division = before if before is not None and all(unchanged_ranks) else _divided(state, sizes)
+    if before is not None and all(unchanged_ranks):
+        division = before
+    else:
+        planner = Planner(state)
+        run_collective(
+            lambda: dcp_save(
+                cast(dict[str, Any], state),
+                storage_writer=planner,
+                planner=ShardsSavePlanner(),
+                no_dist=not has_group(),
+            )
+        )
+        division = Division(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
+
+    def begin() -> str:
+        """On rank 0: create the folder that is written to, if the disk has room."""
+        partial = folders.begin(folder, step)
+        try:
+            check_disk(partial, division.bytes)
+        except CollectiveError:
+            remove(partial)
+            raise
+        return str(partial)
+
     return Planned(
-        partial=Path(run_on_first(lambda: str(_begin(folder, step, division.bytes)))),
+        partial=Path(run_on_first(begin)),
         step=step,
         state=state,
         meta=meta,
@@ -235,30 +258,6 @@ def plan(
         permit=permit,
         division=division,
     )
-
-
-def _divided(state: State, sizes: Mapping[str, tuple[object, ...]]) -> Division:
-    planner = Planner(state)
-    run_collective(
-        lambda: dcp_save(
-            cast(dict[str, Any], state),
-            storage_writer=planner,
-            planner=ShardsSavePlanner(),
-            no_dist=not has_group(),
-        )
-    )
-    return Division(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
-
-
-def _begin(folder: Path, step: int, needed: int) -> Path:
-    """On rank 0: make the folder that is written to, where the disk has room."""
-    partial = folders.begin(folder, step)
-    try:
-        check_disk(partial, needed)
-    except CollectiveError:
-        remove(partial)
-        raise
-    return partial
 
 
 def _state(

@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -64,9 +65,9 @@ from stretto.errors import StrettoError
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor to write. `get` is called when its turn comes, and returns it, on any device and with any
-    strides, or an iterable of consecutive rows of it.
+class TensorSource:
+    """One tensor to write. `get` is called when it is written and returns the tensor, on any device and with
+    any strides, or an iterable of its consecutive rows.
     """
 
     key: str
@@ -80,7 +81,7 @@ class Entry:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], notes: Mapping[str, str] | None = None, mode: int = PRIVATE
+    path: Path, entries: Sequence[TensorSource], notes: Mapping[str, str] | None = None, mode: int = PRIVATE
 ) -> FileEntry:
     """Write a new durable safetensors file, with `notes` in its header; keys must differ."""
     # widest dtype first, so that every tensor starts at a multiple of its element size
@@ -149,17 +150,30 @@ class FilePlan:
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
+        """Size of its tensors."""
         return sum(_bytes(item) for item in self.items)
 
-    def entries(self, state: State) -> list[Entry]:
-        """What to write, of these values."""
-        return [_entry(item, state) for item in self.items]
+    def sources(self, state: State) -> list[TensorSource]:
+        """Return the tensors to write, with the values of `state`."""
+        results = list[TensorSource]()
+        for item in self.items:
+            data, index = item.tensor_data, item.index
+            assert data is not None
+            chunk = data.chunk
+            results.append(
+                TensorSource(
+                    key=piece_key(index.fqn, data.size, chunk.offsets, chunk.sizes),
+                    dtype=dtype_name(data.properties.dtype),
+                    shape=tuple(chunk.sizes),
+                    get=partial(state[index.fqn].__get_tensor_shard__, index),
+                )
+            )
+        return results
 
 
 class Planner(StorageWriter):
-    """Divides a checkpoint into files, which are written afterwards: `files` of this rank, and `index` of all
-    on rank 0.
+    """Divides a checkpoint into files, which are written afterwards: `files` of this rank, and on rank 0 the
+    `index` of all files.
     """
 
     def __init__(self, state: State) -> None:
@@ -206,12 +220,15 @@ class Planner(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: make the index."""
-        place: dict[MetadataIndex, str] = {r.index: r.storage_data for rank in results for r in rank}
-        self.index = {
-            name: _saved(name, cast(TensorStorageMetadata, saved), place)
-            for name, saved in metadata.state_dict_metadata.items()
-        }
+        """On rank 0: build the index."""
+        files: dict[MetadataIndex, str] = {r.index: r.storage_data for rank in results for r in rank}
+        for name, stored in metadata.state_dict_metadata.items():
+            saved = cast(TensorStorageMetadata, stored)
+            pieces = tuple(
+                SavedPiece(files[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes))
+                for c in saved.chunks
+            )
+            self.index[name] = SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), pieces)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -231,8 +248,8 @@ def check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def write_shard(path: Path, entries: Sequence[Entry]) -> FileEntry:
-    """Write a rank's file; its errors can be sent between ranks."""
+def write_shard(path: Path, entries: Sequence[TensorSource]) -> FileEntry:
+    """Write a rank's file; raise only errors that can be sent between ranks."""
     try:
         return write_tensors(path, entries)
     except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
@@ -242,7 +259,7 @@ def write_shard(path: Path, entries: Sequence[Entry]) -> FileEntry:
 
 
 def check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Check that this rank sees what the others have written."""
+    """Check that this rank sees the files that the others have written."""
     for file, entry in files.items():
         if not (path := folder / file).is_file() or path.stat().st_size != entry.size:
             raise CollectiveError(
@@ -257,23 +274,7 @@ def _bytes(item: WriteItem) -> int:
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-def _entry(item: WriteItem, state: State) -> Entry:
-    data, index = item.tensor_data, item.index
-    assert data is not None
-    key = piece_key(index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
-    dtype = dtype_name(data.properties.dtype)
-    return Entry(key, dtype, tuple(data.chunk.sizes), lambda: state[index.fqn].__get_tensor_shard__(index))
-
-
-def _saved(name: str, saved: TensorStorageMetadata, place: dict[MetadataIndex, str]) -> SavedTensor:
-    pieces = tuple(
-        SavedPiece(place[MetadataIndex(name, c.offsets)], tuple(c.offsets), tuple(c.sizes))
-        for c in saved.chunks
-    )
-    return SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), pieces)
-
-
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     """Reads from a checkpoint whose index has been read and checked."""
 
     def __init__(self, folder: Path, index: Index) -> None:

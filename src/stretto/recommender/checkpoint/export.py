@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.files import CheckedWriter, DamageError
 from stretto.engine.checkpoint.index import DTYPES
-from stretto.engine.checkpoint.storage import Entry, as_bytes, write_tensors
+from stretto.engine.checkpoint.storage import TensorSource, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, read_weight
 from stretto.recommender.checkpoint.names import WEIGHT, SavedHash
@@ -76,12 +76,12 @@ def export_table(path: str | Path, table: str, out: str | Path, state: str | Non
                     hint="a .safetensors file",
                 )
             ids, rows = _read_hash(Path(path), saved, kind)
-            entry = Entry(key, dtype, (len(ids), *columns), rows)
-            entries = [Entry(IDS, "int64", tuple(ids.shape), lambda: ids), entry]
+            entry = TensorSource(key, dtype, (len(ids), *columns), rows)
+            entries = [TensorSource(IDS, "int64", tuple(ids.shape), lambda: ids), entry]
             write_tensors(out, entries, {"format": "pt"}, PUBLIC)
         else:
             reader = TableReader(Path(path), saved)
-            entry = Entry(key, dtype, (saved.rows, *columns), lambda: _read_rows(reader, kind))
+            entry = TensorSource(key, dtype, (saved.rows, *columns), lambda: _read_rows(reader, kind))
             if out.suffix == ".safetensors":
                 write_tensors(out, [entry], {"format": "pt"}, PUBLIC)
             else:

@@ -15,7 +15,7 @@ from stretto.engine.checkpoint.files import check_room
 from stretto.engine.checkpoint.huggingface.folder import CONFIG, MAP, WEIGHTS, write_json
 from stretto.engine.checkpoint.huggingface.importing import Progress
 from stretto.engine.checkpoint.read import StoredTensors, shape_of
-from stretto.engine.checkpoint.storage import Entry, dtype_name, write_tensors
+from stretto.engine.checkpoint.storage import TensorSource, dtype_name, write_tensors
 from stretto.engine.models.huggingface import WeightRule, rules
 from stretto.engine.models.peft import merged
 from stretto.engine.models.weights import check_weights
@@ -125,9 +125,9 @@ class _Source:
         self._split: tuple[str, list[Tensor]] = ("", [])
         self._done = 0
 
-    def entry(self, part: _Part) -> Entry:
+    def entry(self, part: _Part) -> TensorSource:
         """The tensor as `write_tensors` takes it."""
-        return Entry(part.name, dtype_name(part.dtype), part.shape, lambda: self._get(part))
+        return TensorSource(part.name, dtype_name(part.dtype), part.shape, lambda: self._get(part))
 
     def _get(self, part: _Part) -> Tensor:
         self._done += part.bytes
