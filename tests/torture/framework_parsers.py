@@ -64,7 +64,7 @@ def megatron_script(_: Path) -> Parser:
 
     def read(path: Path) -> object:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
-        return migrate(MEGATRON, text, "run.sh", Start(devices=8, words=["--tp", "2"]))
+        return migrate(MEGATRON, text, "run.sh", Start(devices=8, arguments=["--tp", "2"]))
 
     return Parser(make, read, "run.sh", SCRIPT.encode())
 

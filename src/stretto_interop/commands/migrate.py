@@ -85,7 +85,7 @@ def migrate(
         request.text = run_script(request.path, request.arguments, request.variables)
     target = framework("megatron")
     start = Start(
-        devices=devices, wins=True, words=request.arguments, variables=request.variables, program=program
+        devices=devices, wins=True, arguments=request.arguments, variables=request.variables, program=program
     )
     name = run_name(request.path if out is None else out)
     migration = migrated(target, request.text, request.source, start, request.overrides, name=name)

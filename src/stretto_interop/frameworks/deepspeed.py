@@ -33,8 +33,8 @@ from stretto_interop.frameworks.mapping import (
     Unset,
     Values,
     check_batch,
+    describe_model,
     ignored,
-    model_words,
     next_token,
     others,
     refused,
@@ -629,7 +629,7 @@ def _read_recompute(settings: Settings) -> Values:
 
 def _note_model(values: JobValues) -> Iterator[str]:
     kernel = {"flex": "flex_attention", "explicit": "eager"}.get(values[JOB.attention], "sdpa")
-    yield f'in the script: {model_words(values.job.shape)}, with attn_implementation="{kernel}"'
+    yield f'in the script: {describe_model(values.job.shape)}, with attn_implementation="{kernel}"'
     yield from (f"in the script: requires_grad is off for {item}" for item in values[JOB.trained.freeze])
     yield f"in the script: samples of {values['data.sequence']} tokens"
     initial = values.job.initial

@@ -112,14 +112,14 @@ class Start:
     Attributes:
         devices: number of processes if the text does not give it.
         wins: `devices` overrides the text.
-        words: arguments of the script.
+        arguments: command-line arguments of the script.
         variables: the environment.
         program: what the script trains ("gpt"), if the name of its program is unknown.
     """
 
     devices: int | None = None
     wins: bool = False
-    words: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     program: str | None = None
 
@@ -461,13 +461,13 @@ def check_batch(job: Job) -> None:
         raise Problem("batch.global_size", job.global_batch, rule, fix)
 
 
-def model_words(shape: ModelShape) -> str:
-    """A model in words: the preset with its sizes, or the sizes."""
+def describe_model(shape: ModelShape) -> str:
+    """Describe a model: the preset with its sizes, or the sizes."""
     name = next((name for name in PRESETS if preset(name) == shape), None)
     if name is not None:
         return name
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
-    words = [f"{size}={getattr(shape, size)}" for size in sizes]
+    features = [f"{size}={getattr(shape, size)}" for size in sizes]
     plain = ModelShape(family=shape.family, **{size: getattr(shape, size) for size in (*sizes, "sequence")})
 
     def differing(name: str, value: Any, default: Any) -> Iterator[str]:
@@ -482,8 +482,8 @@ def model_words(shape: ModelShape) -> str:
 
     for name in fields_of(shape):
         if name not in ("sequence", *sizes):
-            words += differing(name, getattr(shape, name), getattr(plain, name))
-    return f"{shape.family} with {', '.join(words)}"
+            features += differing(name, getattr(shape, name), getattr(plain, name))
+    return f"{shape.family} with {', '.join(features)}"
 
 
 # ------------------------------------------------------------------ both directions

@@ -14,7 +14,7 @@ NONE = "--hidden-dropout 0 --attention-dropout 0"
 
 
 def moved(text: str, *words: str, devices: int | None = None, overrides: tuple[str, ...] = ()) -> Migration:
-    start = Start(words=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
+    start = Start(arguments=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
     return migrate(MEGATRON, text, "run.sh", start, overrides, name="moved")
 
 

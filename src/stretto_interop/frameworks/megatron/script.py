@@ -87,7 +87,7 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
         StrettoError: no such script, or an argument that Megatron-LM does not have.
     """
     notes = list[str]()
-    variables = {**parameters(start.words), **start.variables}
+    variables = {**parameters(start.arguments), **start.variables}
     every = list(commands(text, source, variables, lambda command: _program(command) is not None, notes))
     launch = _launch(every)
     if launch is None:
