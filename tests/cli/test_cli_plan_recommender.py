@@ -72,25 +72,18 @@ def test_what_is_wrong_is_said(more: list[str], said: str, stretto: CommandLine)
 
 
 def test_what_fits_nowhere_is_refused_with_its_bytes(stretto: CommandLine) -> None:
-    short = [
-        "--model",
-        "dlrm-113b",
-        "--fix",
-        "device_gib=1",
-        "--fix",
-        "host_gib=1",
-        "--fix",
-        "place=device,cpu",
-    ]
-    facts = stretto.json(*DCN, *short, code=1)
+    fixes = ("--fix", "device_gib=1", "--fix", "host_gib=1", "--fix", "place=device,cpu")
+    facts = stretto.json(*DCN, "--model", "dlrm-113b", *fixes, code=1)
     assert facts["fits"] is False
     assert "1 GiB of device, 1 GiB of host memory" in facts["error"]
     assert "GiB with its states) does not fit" in facts["error"]
 
 
 def test_a_config_is_planned_for_its_ranks(stretto: CommandLine) -> None:
-    facts = stretto.json("plan", "configs/dlrm.yaml", "layout.ranks=3", "--cluster", "cpu")
+    words = ("plan", "configs/dlrm.yaml", "layout.ranks=3", "--cluster", "cpu")
+    facts = stretto.json(*words)
     assert (facts["model"], facts["ranks"], facts["cluster"]) == ("dlrm", 3, "cpu")
+    assert stretto.json(*words, "tables.overlap=false")["samples_per_s"] < facts["samples_per_s"]
     assert "--placement is for recommenders" in stretto.error(
         "plan", "--model", "llama3-8b", "--placement", "a.yaml"
     )

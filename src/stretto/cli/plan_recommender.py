@@ -236,7 +236,7 @@ def _table_job(
         "host_bytes": tables.host_gib and tables.host_gib * GIB,
     }
     if not tables.overlap:
-        configured["program"] = replace(program_of("stretto"), ahead=False, beside=False)
+        configured["program"] = replace(program_of("stretto"), prefetch=False, overlap=False)
     specs = config.table_specs()
     network = network_of(config.shape(specs))
     batch = options.batch or config.batch.global_size
