@@ -115,7 +115,7 @@ def test_a_rank_that_dies_again_is_done_without(
     said = [line for line in lines if line.startswith(("restart ", "elastic", "going on"))]
     assert said[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; going on from the")
     assert said[1].startswith("elastic: 2 ranks take ")
-    assert said[2] == "going on with 2 of 3 ranks, for one was lost twice in a row"
+    assert said[2] == "continuing with 2 of 3 ranks, for one was lost twice in a row"
     assert said[3].startswith("restart 2 of 5")
     assert equal_weights(config, undisturbed(folder)) < 1e-12
 
@@ -140,7 +140,7 @@ def test_a_recommender_goes_on_with_a_rank_less(
     monkeypatch.setattr(launch_module, "run_ranks", broken)
     result = run_job(RECOMMENDER, parts, quiet=True)
     assert result.restarts == 2
-    assert "going on with 2 of 3 ranks" in capfd.readouterr().err
+    assert "continuing with 2 of 3 ranks" in capfd.readouterr().err
     assert result.outcome is not None
     assert expected.outcome is not None
     assert result.outcome["step"] == 8

@@ -230,12 +230,12 @@ def test_a_job_goes_on_with_the_devices_that_are_left(
     config = job(tmp_path, "layout.dp=4", "train.restarts=3", elastic, model=LLAMA)
     assert run_job(LANGUAGE, config).restarts == 1
     assert machine.ranks == [4, then]
-    assert f"going on with {then} of 4 ranks, for this machine has 3 devices now" in capsys.readouterr().out
+    assert f"continuing with {then} of 4 ranks, for this machine has 3 devices now" in capsys.readouterr().out
 
 
 def test_too_few_devices_without_a_layout_end_the_job(tmp_path: Path, machine: Machine) -> None:
     with pytest.raises(
-        StrettoError, match="this machine has 3 devices now, and there is no layout of so few"
+        StrettoError, match="this machine has 3 devices now, and there is no layout for so few"
     ):
         run_job(LANGUAGE, job(tmp_path, "layout.dp=4", "train.restarts=3", model=LLAMA))
     assert machine.ranks == [4]

@@ -95,7 +95,7 @@ def test_a_lost_folder_ends_the_job_and_what_it_held_goes_on_elsewhere(
     says = {"lease": f"{LEASE}, by which"}.get(how, f"run folder {config.run.folder} was {how}")
     assert says in text
     assert f"its config and records are now in {again.run.folder}, with step-" in text
-    assert f"hint: go on with run.name={again.run.name} --resume auto" in text
+    assert f"hint: continue with run.name={again.run.name} --resume auto" in text
     assert config.run.folder.exists() == (how != "removed")
     assert f"name: {again.run.name}" in (again.run.folder / "config.yaml").read_text()
     assert (again.run.folder / "tokenizer.json").is_file()

@@ -39,7 +39,7 @@ class TableConfig(TableOptions):
     skew: Annotated[
         float | None,
         Field(
-            "Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is known.", ge=0
+            "Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is model.", ge=0
         ),
     ] = None
 
@@ -65,8 +65,8 @@ class Feature:
     """A categorical feature of the data.
 
     rows: size of its vocabulary; None: unbounded, or set by the model.
-    hot: average number of ids per sample; None: unknown.
-    skew: popularity of ids is proportional to 1 / rank^skew; None: unknown.
+    hot: average number of ids per sample; None: unmodel.
+    skew: popularity of ids is proportional to 1 / rank^skew; None: unmodel.
     """
 
     name: str
@@ -154,18 +154,18 @@ class RecommenderModel:
         self.shape([TableSpec(name="C1", rows=1, dim=self.dim)])
 
     @property
-    def _known(self) -> DlrmShape | None:
+    def _preset_shape(self) -> DlrmShape | None:
         return None if self.preset is None else dlrm_preset(self.preset)
 
     @property
     def _top(self) -> tuple[int, ...]:
-        known = self._known
-        return tuple(self.top or (known.top if known is not None else ()))
+        model = self._preset_shape
+        return tuple(self.top or (model.top if model is not None else ()))
 
     @property
     def _bottom(self) -> tuple[int, ...]:
-        known = self._known
-        return tuple(self.bottom or (known.bottom if known is not None else ()))
+        model = self._preset_shape
+        return tuple(self.bottom or (model.bottom if model is not None else ()))
 
     @property
     def dim(self) -> int:
@@ -175,15 +175,15 @@ class RecommenderModel:
     @property
     def numbers(self) -> int:
         """Number of dense features per sample."""
-        known = self._known
-        return self.dense or (13 if known is None else known.dense)
+        model = self._preset_shape
+        return self.dense or (13 if model is None else model.dense)
 
     def features(self) -> int | None:
         """Number of categorical features; None if only the data determines it."""
         if self.rows is not None or self.tables is not None:
             return len(self.rows or self.tables or ())
-        known = self._known
-        return None if known is None else len(known.tables)
+        model = self._preset_shape
+        return None if model is None else len(model.tables)
 
     def table_specs(self, data: Sequence[Feature] | None = None) -> list[TableSpec]:
         """The tables, in the order of the features.
@@ -210,8 +210,8 @@ class RecommenderModel:
         return [self._spec(i, None if data is None else data[i]) for i in range(number)]
 
     def _spec(self, number: int, data: Feature | None) -> TableSpec:
-        known = self._known
-        preset = known.tables[number] if known is not None and self.rows is None else None
+        model = self._preset_shape
+        preset = model.tables[number] if model is not None and self.rows is None else None
         if self.tables is not None:
             table, preset = self.tables[number], None
         else:
@@ -236,17 +236,17 @@ class RecommenderModel:
         Raises:
             StrettoError: the sizes do not fit together.
         """
-        known = self._known
-        interaction: Interaction = self.interaction or ("dot" if known is None else known.interaction)
+        model = self._preset_shape
+        interaction: Interaction = self.interaction or ("dot" if model is None else model.interaction)
         sizes: dict[str, Any] = {}
-        for name, usual in (("cross_layers", 3), ("cross_rank", 512)):
+        for name, default in (("cross_layers", 3), ("cross_rank", 512)):
             value: int | None = getattr(self, name)
             if interaction == "dot" and value is not None:
                 raise StrettoError(
                     f"has {name}: {value} and interaction: dot", hint=f"{name}: null, or interaction: dcn"
                 )
             if interaction == "dcn":
-                sizes[name] = value or (getattr(known, name) if known is not None else 0) or usual
+                sizes[name] = value or (getattr(model, name) if model is not None else 0) or default
         vectors = tuple(TableShape(table.rows, table.dim, table.hot) for table in tables)
         return DlrmShape(
             tables=vectors,

@@ -31,10 +31,10 @@ class LogPart:
 
     Attributes:
         batch: this rank's samples.
-        good: which samples of all ranks can be read, bool [samples]; the others have no probability. Where
-            none can be, `batch` is None.
-        unknown: ids of this rank's samples that have no row of their own: training saw them rarely, or never.
-        ids: of this rank's samples, without missing values.
+        good: which samples of all ranks can be read, bool [samples]; the others have no probability. If none
+            can be, `batch` is None.
+        unknown: number of this rank's ids without a row of their own: training saw them rarely, or never.
+        ids: number of this rank's ids, without missing values.
         done: bytes (or samples) of the log read so far.
     """
 
@@ -57,7 +57,7 @@ class ClickLog(Protocol):
     total: int
 
     def parts(self, size: int, rank: int, world: int) -> Iterator[LogPart]:
-        """The log in parts of up to `size` samples, of which each rank has its share."""
+        """Yield the log in parts of up to `size` samples, of which each rank has its share."""
         ...
 
 
@@ -65,7 +65,7 @@ class RawLog:
     """Files of a click log.
 
     Args:
-        on_error: what becomes of a malformed line: `fatal`, an error; `nan`, its probability is not a number.
+        on_error: `fatal`: a malformed line is an error; `nan`: its probability is not a number.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RawLog:
         return LogPart(batch=batch, good=good, unknown=unknown, ids=ids, done=done)
 
     def _good(self, path: Path, piece: ParsedBlock) -> NDArray[np.bool_]:
-        """Which samples of a piece can be read."""
+        """Return which samples of a piece can be read."""
         parsed = piece.parsed
         if not parsed.faults:
             return np.ones(parsed.chunk.samples, bool)
@@ -150,7 +150,7 @@ class FolderLog:
     """The samples of a click folder, in the order of the log.
 
     Args:
-        transform: of training; None for synthetic clicks.
+        transform: that of training, or None for synthetic clicks.
     """
 
     labelled = True
@@ -191,7 +191,7 @@ class FolderLog:
 def open_log(
     sources: Sequence[str], transform: ClickTransform | None, data: ClickDataConfig, on_error: OnError
 ) -> ClickLog:
-    """The log that a user names: files, or a click folder.
+    """Return the log that a user names: files, or a click folder.
 
     Raises:
         StrettoError: it cannot be read, or does not fit the model.

@@ -46,11 +46,11 @@ class Output(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """All are written."""
+        """Complete the file: all are written."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove what was written."""
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +155,7 @@ class Parquet(Output):
 
 
 class NullOutput(Output):
-    """Nowhere: only the summary is wanted."""
+    """Discards probabilities: only the summary is wanted."""
 
     def add(self, values: NDArray[np.floating]) -> None:
         pass
@@ -168,10 +168,10 @@ class NullOutput(Output):
 
 
 def open_output(name: str | None, dtype: str, job: int) -> Output:
-    """Where probabilities of a type, float32 or float64, go; None: nowhere.
+    """Return the output for probabilities of a type, float32 or float64; without a name they are discarded.
 
     Args:
-        job: a number of the job, for `discard_partial`.
+        job: a number that identifies the job, for `discard_partial`.
 
     Raises:
         StrettoError: the file cannot be written.
@@ -191,11 +191,11 @@ def open_output(name: str | None, dtype: str, job: int) -> Output:
 
 
 def discard_partial(name: str | None, job: int) -> None:
-    """Remove what a rank has written of a job that has failed: it may have been ended before it could."""
+    """Remove the file that a rank of a failed job was writing: it may have been killed before it could."""
     if name is not None:
         _partial(name, job).unlink(missing_ok=True)
 
 
 def _partial(name: str, job: int) -> Path:
-    """The file while it is written."""
+    """Return the name of the file while it is written."""
     return Path(f"{name}.{job}.partial")

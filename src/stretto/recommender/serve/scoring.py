@@ -30,8 +30,8 @@ def score(
     stop: StopRequest,
     bar: PassBar,
 ) -> dict[str, Any]:
-    """Predict a whole log. Collective. Memory does not grow with the log, but for the distinct logits that
-    AUC counts (see `Quality`).
+    """Predict a whole log. Collective. Memory does not grow with the log, except for the distinct logits
+    that AUC counts (see `Quality`).
 
     Args:
         out, job: as `open_output` takes them; only the first rank writes.
@@ -93,7 +93,7 @@ def check_stop(stop: StopRequest, recommender: Recommender) -> None:
 
 
 def _gathered(values: Tensor, rows: int) -> NDArray[np.float64]:
-    """The values [n] of all ranks, which are `rank_slice` of so many rows, on every rank: float64 [rows]."""
+    """Return the values [n] of all ranks, the `rank_slice`s of `rows` rows, on every rank: float64 [rows]."""
     world = dist.get_world_size()
     if world == 1:
         return values.double().cpu().numpy()

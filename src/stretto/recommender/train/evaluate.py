@@ -1,4 +1,4 @@
-"""Quality of a recommender on held-out samples, and the best possible quality where that is known."""
+"""Quality of a recommender on held-out samples, and the best possible quality if that is known."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class QualityResult:
     """The quality of predictions on a set of samples.
 
     Attributes:
-        auc: area under the ROC curve of the logits, equal ones counting half; 0.5 is chance. None where all
+        auc: area under the ROC curve of the logits, equal ones counting half; 0.5 is chance. None if all
             samples have one label, or a logit is NaN.
         auc_error: bound on the error of `auc`: 0 unless there are more distinct logits than can be counted.
         logloss: mean of -log(probability of what happened), in nats. NaN if a logit is.
         entropy: logloss over that of predicting the click rate for every sample (normalised entropy: He
             et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", section 2); 1 is what
-            one constant reaches, 0 perfect. None where all samples have one label.
+            one constant reaches, 0 perfect. None if all samples have one label.
         calibration: predicted clicks over clicks, 1 is right (same source). None without clicks.
         samples, positives: their number, and how many were clicked.
     """

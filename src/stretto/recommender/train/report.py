@@ -42,7 +42,7 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
 
 @dataclass(frozen=True, kw_only=True)
 class ClickStep:
-    """One training step of the whole job; None where a value is not known."""
+    """One training step of all ranks; None stands for an unknown value."""
 
     step: int  # updates made, this one included: the first step is 1
     loss: float  # mean over the samples of the global batch, nats
@@ -54,7 +54,7 @@ class ClickStep:
     samples_per_s: float  # of the whole job in this step
     step_time_s: float
     memory_gib: float | None = None  # peak of the fullest rank
-    bad: str | None = None  # why the update was not applied; None: it was
+    bad: str | None = None  # why the update was not applied, or None if it was
     slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
 
     @property
@@ -63,7 +63,7 @@ class ClickStep:
         return self.samples_per_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as written to the file."""
+        """Return the record as written to the file."""
         return asdict(self)
 
 
@@ -71,7 +71,9 @@ class ClickStep:
 class ClickEval:
     """One evaluation on held-out samples, after `step` updates; see `Quality` for what the numbers mean.
 
-    best_*: the quality of the true probabilities on the same samples, where the clicks are synthetic.
+    Attributes:
+        best_auc, best_logloss, best_entropy: quality of the true probabilities on the same samples, if the
+            clicks are synthetic.
     """
 
     step: int
@@ -96,7 +98,7 @@ class ClickEval:
         return self.entropy / self.best_entropy - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """The record with its gap, as written to the file."""
+        """Return the record with its gap, as written to the file."""
         return asdict(self) | {"gap": self.gap}
 
 
@@ -122,7 +124,7 @@ def eval_line(record: ClickEval, steps: int) -> str:
 
 
 def quality_text(record: ClickEval) -> str:
-    """The numbers of an evaluation, on a line."""
+    """Return the numbers of an evaluation in one line."""
     parts = [f"AUC {_or_none(record.auc)}", f"logloss {number(record.logloss, 4)}"]
     parts.append(f"entropy {_or_none(record.entropy)}")
     if record.gap is not None:

@@ -67,11 +67,11 @@ class AsyncTrainer(Trainer):
 
     @property
     def drained(self) -> bool:
-        """Whether all steps that have begun are reported, and nothing is under way."""
+        """True if all steps that have begun are reported, and nothing is in flight."""
         return self._in_flight is None
 
     def step(self, stop: StopRequest | None = None) -> list[StepResult]:
-        """Go on to this rank's last action of the step, with later steps in flight; see `Trainer.step`."""
+        """Run to this rank's last action of the step, with later steps in flight; see `Trainer.step`."""
         task, progress = self.task, self.progress
         model, step = task.model, progress.step
         pipeline = model.pipeline
@@ -170,6 +170,6 @@ class AsyncTrainer(Trainer):
         )
 
     def next_drain(self, step: int) -> int:
-        """As of any training; a traced step is drained before and after."""
+        """As `Trainer.next_drain`; a traced step is drained before and after."""
         traced = self.task.traced_step
         return min([super().next_drain(step), *(end for end in (traced - 1, traced) if end > step)])

@@ -61,7 +61,7 @@ class Checkpointer:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint of the present step has been saved, or is being saved."""
+        """True if a checkpoint of the present step has been saved, or is being saved."""
         return self._saved_step == self._progress.step
 
     @property
@@ -70,7 +70,7 @@ class Checkpointer:
         return self._config.checkpoint.every
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be saved after this step, which is not the last."""
+        """Return True if a checkpoint is to be saved after this step, which is not the last."""
         return self.every is not None and step % self.every == 0 and step < self._config.train.steps
 
     def save_if_due(self) -> None:
@@ -147,8 +147,8 @@ class Checkpointer:
         )
 
     def can_save(self, stop: StopRequest) -> bool:
-        """Whether the time since the signal leaves enough of `train.grace_s` for the longest save so far, on
-        all ranks; without a save so far one is tried.
+        """Return True if the time since the signal leaves enough of `train.grace_s` for the longest save so
+        far, on all ranks; without a save so far one is tried.
         """
         grace, longest = self._config.train.grace_s, self._longest_s
         if grace is None or longest is None:
@@ -193,7 +193,7 @@ class Checkpointer:
             self._rescue(lost)
 
     def _lost_folder(self) -> str | None:
-        """Why the run's folder is not its own any more, or None."""
+        """Return why the run's folder is not its own any more, or None."""
         metrics, folder = self._metrics, self._config.run.folder
         return run_on_first(lambda: lost_folder(folder) if metrics is None else metrics.check_folder())
 
@@ -212,11 +212,11 @@ class Checkpointer:
             raise
 
     def _rescue(self, lost: str, weights: bool = True) -> NoReturn:
-        """Write what this job holds to a new folder next to the run's, and end it.
+        """Save this job's state to a new folder next to the run's, and end it.
 
         Args:
-            lost: what has become of the run's folder.
-            weights: they are right; otherwise only config and records are written.
+            lost: what happened to the run's folder.
+            weights: True if they are right; otherwise only config and records are written.
 
         Raises:
             RunFolderLost: always; it names the new folder.
@@ -226,10 +226,10 @@ class Checkpointer:
 
         def write_records() -> tuple[str, list[str]]:
             """On rank 0: make a folder with config and records; return its name and what records are cut."""
-            number, renamed = 1, replace(run, name=f"{run.name}-rescued")
+            count, renamed = 1, replace(run, name=f"{run.name}-rescued")
             while renamed.folder.exists():
-                number += 1
-                renamed = replace(run, name=f"{run.name}-rescued-{number}")
+                count += 1
+                renamed = replace(run, name=f"{run.name}-rescued-{count}")
             renamed.folder.mkdir(parents=True, mode=0o700 if run.private else 0o777)
             config = replace(self._config, run=renamed)
             (renamed.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -248,7 +248,7 @@ class Checkpointer:
             path = self._write(save)
         except (StrettoError, CollectiveError, TrainingFailed) as error:
             raise RunFolderLost(f"{text}; its weights could not be saved: {error}") from None
-        raise RunFolderLost(f"{text}, with {path.name}", hint=f"go on with run.name={name} --resume auto")
+        raise RunFolderLost(f"{text}, with {path.name}", hint=f"continue with run.name={name} --resume auto")
 
 
 def find_checkpoint(resume: str, run: Path, log: Log) -> Path | None:
@@ -289,7 +289,7 @@ def find_checkpoint(resume: str, run: Path, log: Log) -> Path | None:
 
 
 def common_meta(progress: TrainProgress, seed: int) -> dict[str, Any]:
-    """The metadata of a checkpoint that all tasks have."""
+    """Return the metadata of a checkpoint that all tasks have."""
     return {
         "step": progress.step,
         "samples": progress.samples,
@@ -303,11 +303,11 @@ def common_meta(progress: TrainProgress, seed: int) -> dict[str, Any]:
 
 
 def restored_progress(meta: Mapping[str, Any], batch: int) -> dict[str, Any]:
-    """The fields of `TrainProgress` from a checkpoint's metadata.
+    """Return the fields of `TrainProgress` from a checkpoint's metadata.
 
     Args:
-        batch: samples of a step from now on; if it differs from the checkpoint's, or that is unknown, steps
-            and samples are counted from here.
+        batch: samples per step from now on; if it differs from the checkpoint's, or that is unknown, steps
+            and samples are counted from this step on.
     """
     before = meta.get("config", {}).get("batch", {}).get("global_size")
     continues = COUNTED_FROM in meta and before == batch
@@ -326,11 +326,11 @@ def log_resumed(path: Path, meta: Mapping[str, Any], seed: int, log: Log, change
     """Log from which checkpoint the run resumes, and warn of what changes its samples from there on.
 
     Args:
-        seed: of the run.
+        seed: the run's.
         changed: what of the data differs from the checkpoint's, or None.
     """
     log(f"resumed from {path} at step {meta['step']}")
     if changed is not None:
-        log(f"warning: {changed} differ from the checkpoint's; samples go on by number in the new data")
+        log(f"warning: {changed} differ from the checkpoint's; samples continue by index in the new data")
     if meta.get("seed", seed) != seed:
         log(f"warning: train.seed is {seed}, the run began with {meta['seed']}: another order")

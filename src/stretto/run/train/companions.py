@@ -1,4 +1,4 @@
-"""The small files that a published model has beside its weights: its tokenizer, chat template and generation
+"""The small files that accompany a published model's weights: its tokenizer, chat template and generation
 settings. They lie in the folder of a run, go along into a run that starts from it, and into an export.
 """
 
@@ -17,7 +17,7 @@ GENERATION = "generation_config.json"
 _FILES = (TOKENIZER_CONFIG, GENERATION, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json")
 _FOLDER = "additional_chat_templates"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_START = "decoder_start_token_id"  # beside an encoder
+_START = "decoder_start_token_id"  # of a model with an encoder
 
 
 def run_folder(checkpoint: Path) -> Path:

@@ -25,9 +25,9 @@ def export_model(
     generation settings of the run that the checkpoint is in.
 
     Args:
-        dtype: of the weights; None: as in the checkpoint.
+        dtype: type of the weights, or None for that of the checkpoint.
         progress: called with the bytes written so far, and with all that there are.
-        merge: add adapters to the weights that they are beside.
+        merge: add adapters to their base weights.
 
     Returns:
         The files written.

@@ -21,7 +21,7 @@ _TO_SIGMA = 1.4826  # a normal distribution's standard deviation over its median
 _LEAST_SPREAD = 1e-3  # of the logarithm: numbers that hardly change at all do not make a spike of a ripple
 
 Judged = tuple[float, float | None]
-"""Loss and gradient norm of a step; no norm where none is computed."""
+"""Loss and gradient norm of a step; the norm is None if none is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Guard:
 
     Args:
         history: loss and norm of the last good steps, oldest first; the run's position keeps them, so that a
-            run that goes on from a checkpoint judges as one that was not interrupted.
+            run that continues from a checkpoint judges as one that was not interrupted.
     """
 
     def __init__(self, config: GuardConfig, history: list[Judged]) -> None:
@@ -74,7 +74,7 @@ class Guard:
         self._bad, self._furthest = 0, 0
 
     def spike(self, loss: float, norm: float | None) -> str | None:
-        """What is wrong with a step whose loss or norm is far above the window's; None: nothing is."""
+        """Return what is wrong with a step whose loss or norm is far above the window's, or None."""
         window, sigma = self.config.spike_window, self.config.spike_sigma
         if self.config.on_spike == "off" or len(self.history) < window // 2:
             return None

@@ -1,4 +1,4 @@
-"""A published model as a run: its weights as a checkpoint, its tokenizer, and a config to go on with."""
+"""A published model as a run: its weights as a checkpoint, its tokenizer, and a config to train it with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stretto.run.train.companions import TOKENIZER, copy_tokenizer_files, write_
 from stretto.run.train.resume import differing
 
 CONFIG = "config.yaml"
-_SEQUENCE = 2048  # tokens of a sample, where the model takes more
+_SEQUENCE = 2048  # tokens of a sample, if the model takes more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ def config_text(
     tokenizer: Tokenizer | None,
     changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> str:
-    """The config of a run that goes on from the import: YAML with comments.
+    """Return the config of a run that continues from the import: YAML with comments.
 
     Args:
         changes: by section, what is not as for fine-tuning.

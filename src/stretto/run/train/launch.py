@@ -1,5 +1,5 @@
-"""Starts the ranks of a job, whatever they do: as one rank under torchrun, or on local ranks, which are
-started again after a failure if the config says so.
+"""Starts the ranks of any job: as one rank under torchrun, or on local ranks, which are restarted after a
+failure if the config asks for it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Elastic(Generic[C]):
     """How a job changes its number of ranks.
 
     Attributes:
-        choices: the numbers of ranks that a job can have, the largest first.
-        for_ranks: the job on another of these numbers; logs what was chosen for it. Raises StrettoError if
-            there is no layout of so many.
+        choices: returns the numbers of ranks that a job can have, the largest first.
+        for_ranks: returns the job on another of these numbers, and logs its layout. Raises StrettoError if
+            there is no layout for this number.
     """
 
     choices: Callable[[C], Sequence[int]]
@@ -78,10 +78,10 @@ class JobType(Generic[C, D]):
     Attributes:
         preload: modules that every rank imports.
         ranks: number of ranks.
-        check: raises StrettoError for a job that is known to fail, on `world` ranks of torchrun (else None)
-            and so many accelerators (None: not counted, or CPUs).
+        check: raises StrettoError for a job that is known to fail. It gets the number of torchrun's ranks, or
+            None, and of accelerators, or None if they are not counted or ranks are on CPUs.
         prepare: makes sure that the data exists, and raises StrettoError if it does not fit the job.
-        print_start: prints what will be done; with `quiet` to stderr.
+        print_start: prints what the job does; with `quiet` to stderr.
         run_rank: what a rank runs, a function that can be pickled. It gets the data, or None under torchrun.
         folder: the folder of the run that the job trains, to which no other job may write; None if it trains
             none.
@@ -102,14 +102,14 @@ class JobType(Generic[C, D]):
     orderly: bool = True
 
     def run_folder(self, config: C) -> Path | None:
-        """The folder of the run that the job trains, or None."""
+        """Return the folder of the run that the job trains, or None."""
         return None if self.folder is None else self.folder(config)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one; and how
-    often it was started again.
+    """How a job ended: `outcome` of its ranks, or None if it was stopped before they had one, and the number
+    of its restarts.
     """
 
     outcome: dict[str, Any] | None
@@ -118,12 +118,12 @@ class Result:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped before its last step."""
+        """True if it was stopped before its last step."""
         return self.outcome is None or bool(self.outcome["stopped"])
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank of torchrun's, or of another launcher that sets RANK and WORLD_SIZE."""
+    """Return True if torchrun, or another launcher that sets RANK and WORLD_SIZE, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -240,7 +240,7 @@ class _Attempts(Generic[C, D]):
     begun: bool = False
 
     def run(self, number: int) -> list[Any]:
-        """Return the results of all ranks of one attempt; `number` is how many came before.
+        """Return the results of all ranks of one attempt; `number` is the number of earlier ones.
 
         Raises:
             StrettoError: devices are gone, and there is no layout for those that are left.
@@ -251,7 +251,7 @@ class _Attempts(Generic[C, D]):
             reason = f"this machine has {devices} devices now"
             if not self._shrink_to(devices, reason):
                 raise StrettoError(
-                    f"{reason}, and there is no layout of so few ranks",
+                    f"{reason}, and there is no layout for so few ranks",
                     hint=f"repair it, or list layouts of at most {devices} ranks in the section elastic",
                 )
         config, ranks = self.config, job.ranks(self.config)
@@ -278,13 +278,11 @@ class _Attempts(Generic[C, D]):
                 self.begun = has_begun()
 
     def shrink(self) -> bool:
-        """Let further attempts have the next smaller number of ranks; returns whether there is one."""
+        """Give further attempts the next smaller number of ranks; return False if there is none."""
         return self._shrink_to(self.job.ranks(self.config) - 1, "one was lost twice in a row")
 
     def _shrink_to(self, limit: int, reason: str) -> bool:
-        """Take the largest number of ranks up to `limit` that the job can have; returns whether there is
-        one.
-        """
+        """Take the largest number of ranks up to `limit` that the job allows; return False if none is."""
         job, before = self.job, self.job.ranks(self.config)
         if job.elastic is None:
             return False
@@ -301,7 +299,7 @@ class _Attempts(Generic[C, D]):
             except StrettoError:  # there is no such layout
                 continue
             self.config, self.data = config, job.prepare(config, self.stop)
-            log(f"going on with {ranks} of {before} ranks, for {reason}")
+            log(f"continuing with {ranks} of {before} ranks, for {reason}")
             return True
         return False
 
@@ -322,7 +320,7 @@ def _print_network(folder: Path | None, train: LoopConfig, quiet: bool) -> None:
 
 
 def _device_count(config: RanksConfig, world: int | None) -> int | None:
-    """Accelerators of all machines, which bound the number of ranks; None on CPUs."""
+    """Return the number of accelerators of all machines, which bounds that of ranks, or None on CPUs."""
     train = config.train
     if train.device == HOST and train.backend == AUTO:
         return None
@@ -365,7 +363,7 @@ def unused_run(resume: str, run: RunConfig) -> RunConfig:
 
 
 def exit_code(result: Result) -> int:
-    """0 when done, 130 after Ctrl-C, 75 when stopped otherwise: saved, start it again to go on."""
+    """Return 0 when done, 130 after Ctrl-C, 75 when stopped otherwise: saved, to be continued."""
     if not result.stopped:
         return 0
     return 130 if result.signal == signal.SIGINT else SAVED

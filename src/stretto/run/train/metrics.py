@@ -82,7 +82,7 @@ class StepRecord:
 
     step: int  # updates made, this one included: the first step is 1
     loss: float  # mean over the tokens of the global batch that the loss counts, nats
-    grad_norm: float | None  # over all parameters, before clipping; None where a step has several updates
+    grad_norm: float | None  # over all parameters, before clipping; None if a step has several updates
     lr: float
     tokens: int  # processed since the first step of the run, over all ranks: cumulative
     tokens_per_s: float  # of the whole job in this step
@@ -97,9 +97,9 @@ class StepRecord:
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
-    bad: str | None = None  # why the update was not applied; None: it was
+    bad: str | None = None  # why the update was not applied, or None if it was
     slow: dict[str, float] | None = None  # ranks that are slow, and how many times longer they take
-    targets: int | None = None  # of `tokens`, those that the loss counted; None: all, nothing is masked
+    targets: int | None = None  # those of `tokens` that the loss counted; None if nothing is masked
 
     @property
     def speed(self) -> float:
@@ -222,7 +222,7 @@ class RecordFile:
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # `write` has flushed every line, or said that it could not
+            with contextlib.suppress(OSError):  # `write` has flushed every line, or returned False
                 self._file.close()
         self._file = None
 
@@ -345,7 +345,7 @@ class Display(Protocol):
 
 
 def display(steps: int, start: int, out: TextIO, log_format: LogFormat | None = None) -> Display:
-    """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
+    """Return a progress bar if `out` is a terminal, or plain lines if it is a file or a pipe."""
     log_format = log_format or TOKENS
     if not out.isatty():
         return PlainProgress(steps, out, log_format)

@@ -103,14 +103,14 @@ class Trainer:
 
     @property
     def drained(self) -> bool:
-        """Whether no later step has begun; always between the steps of a synchronous schedule."""
+        """True if no later step has begun; always between the steps of a synchronous schedule."""
         return True
 
     def step(self, stop: StopRequest | None = None) -> list[StepResult]:
         """Train on one global batch. Collective over all ranks.
 
         Args:
-            stop: whether this rank was asked to stop; `StepAgreement.stop` says whether any was.
+            stop: set if this rank was asked to stop; `StepAgreement.stop` is True if any was.
 
         Returns:
             The steps whose results are known now: this one. An asynchronous schedule returns those of earlier
@@ -160,8 +160,8 @@ class Trainer:
         return [result]
 
     def train(self, stop: StopRequest) -> TrainResult:
-        """Train to the last step, or to the step at which a rank was asked to stop; then save, unless what is
-        left of `train.grace_s` is too short for it. Collective over all ranks.
+        """Train to the last step, or to the step at which a rank was asked to stop; then save, unless too
+        little of `train.grace_s` is left for it. Collective over all ranks.
         """
         if self.metrics is not None:
             self.metrics.on_loss = stop.ask  # all ranks end, and save elsewhere
@@ -181,7 +181,7 @@ class Trainer:
         )
 
     def _train(self, stop: StopRequest) -> bool:
-        """Train and save; returns whether training was stopped before the last step."""
+        """Train and save; return True if training was stopped before the last step."""
         progress, checkpointer = self.progress, self.checkpointer
         steps = self.steps
         if progress.step < steps and any(gather_json(stop.signal is not None)):
@@ -242,7 +242,7 @@ class Trainer:
             self.metrics.evaluation(record)
 
     def report(self, losses: StepReport, stop: StopRequest | None) -> StepReport:
-        """Return what this rank reports of a step: its losses, and what else all ranks are to know."""
+        """Return what this rank reports of a step: its losses, and flags that all ranks have to know."""
         device = self.task.device
         saving = None if self.checkpointer is None else self.checkpointer.background
         return replace(
@@ -262,9 +262,9 @@ class Trainer:
         every rank.
 
         Args:
-            step: its number, from 0.
-            samples: of the step.
-            norm: of the gradients; if it is not finite, and there is no fault, they overflowed in float16.
+            step: index of the step, from 0.
+            samples: samples of the step.
+            norm: gradient norm; if it is not finite, and there is no fault, gradients overflowed in float16.
             partial: updates with finite gradients have been applied within the step.
 
         Raises:
@@ -380,8 +380,8 @@ class Trainer:
             self.metrics.rewind(progress.step)
 
     def next_drain(self, step: int) -> int:
-        """The first step after this one behind which nothing may be under way: it is followed by an
-        evaluation or a checkpoint, or is the last.
+        """Return the first later step after which nothing may be in flight: it is followed by an evaluation
+        or a checkpoint, or is the last.
         """
         periods = [self._eval_every, None if self.checkpointer is None else self.checkpointer.every]
         return min([self.steps, *(step + each - step % each for each in periods if each)])
@@ -408,7 +408,7 @@ def train_rank(
         open_data: opens the data, after the ranks have met.
         open_run: builds this rank's model and fills it from a checkpoint, if one is named. It gets the data,
             the device, what is to be closed at the end, and where to log.
-        stop: whether this rank was asked to stop.
+        stop: set if this rank was asked to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
 
     Raises:
