@@ -160,7 +160,7 @@ def test_a_job_without_fault_has_no_problem() -> None:
         (["tables.placement={C1: {split: row, ranks: [0, 5]}}"], "placement of table C1: ranks has 5"),
         (["tables.placement={C1: {split: row, ranks: all}}"], "table shop has no placement"),
         (["tables.placement=row", "tables.place=cpu"], "place of table shop is cpu"),
-        (["tables.placement={C9: {split: data}}"], "placement of C9, which is no table"),
+        (["tables.placement={C9: {split: data}}"], "placement of C9, which is not a table"),
         (["layout.ranks_per_node=3"], "it must divide layout.ranks=2"),
         (["batch.global_size=1"], "every one of layout.ranks=2 needs a sample"),
         (["optim.dense.momentum=0.9"], "optim.dense.momentum is 0.9: adamw has none"),
