@@ -39,7 +39,7 @@ class TableConfig(TableOptions):
     skew: Annotated[
         float | None,
         Field(
-            "Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is model.", ge=0
+            "Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is known.", ge=0
         ),
     ] = None
 
