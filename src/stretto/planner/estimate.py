@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import exp, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.job.data_parallel import Dtype
@@ -31,8 +31,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """Factors on a predicted time between which nine measurements out of ten lie.
 
     Attributes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from stretto.errors import Problem, StrettoError
 from stretto.job.shape import LARGEST_LAYERS
@@ -12,8 +11,7 @@ from stretto.job.shape import LARGEST_LAYERS
 LONGEST = 60  # characters of a value in a message
 
 
-@dataclass(frozen=True)
-class KeyType:
+class KeyType(NamedTuple):
     """The type of a key's value: in words, and as a test."""
 
     rule: str

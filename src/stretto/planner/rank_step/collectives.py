@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.memory.transient import SHARED, TIED, StageUnits
 from stretto.program.action import Action, ActionKind
 
 
-@dataclass(frozen=True)
-class DigitCollective:
+class DigitCollective(NamedTuple):
     """A collective over ranks that differ in one digit of their number among the copies.
 
     Attributes:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stretto.job.chain import layer_of
 from stretto.job.finetune import TrainedParameters
@@ -54,8 +54,7 @@ from stretto.program.action import Action, ActionKind
 _TILE = 64  # queries of one tile of attention with a window or written out, on the CPU where dry runs are
 
 
-@dataclass(frozen=True)
-class LayerFlops:
+class LayerFlops(NamedTuple):
     """Operations of linear layers, and of softmax(q k^T) v, as pairs (products, attention).
 
     Attributes:

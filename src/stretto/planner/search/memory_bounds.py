@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 from stretto.errors import StrettoError
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
@@ -43,8 +44,7 @@ _DEEP = 64  # ranks from which on programs are so expensive that a looser bound 
 _SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than usual schedules hold on them
 
 
-@dataclass(frozen=True)
-class PeakState:
+class PeakState(NamedTuple):
     """What a rank holds as it begins a backward.
 
     Attributes:
@@ -182,8 +182,7 @@ class _Rank:
     peaks: tuple[PeakState, ...]
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
     """Bytes of a layer for one microbatch: kept with its input, kept between I and W, and the peak of its
     backward beyond what it keeps.
     """

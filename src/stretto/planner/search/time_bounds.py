@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
@@ -35,8 +36,7 @@ from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
+class LayerSeconds(NamedTuple):
     """Seconds of a layer for one microbatch.
 
     Attributes:
@@ -128,8 +128,7 @@ def _backwards(choice: ScheduleChoice, pp: int) -> str:
 _SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than fill them
 
 
-@dataclass(frozen=True)
-class _RankStages:
+class _RankStages(NamedTuple):
     """Stages of a pipeline rank, with the data-parallel times of each."""
 
     rank: int

@@ -10,7 +10,7 @@ parallelism with controllable memory", write by hand for equal ones.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.program.search.problem import Orders, SchedulingProblem
 
@@ -18,8 +18,7 @@ _TRIES = 400  # entry times for one microbatch
 _FINE = 12  # of them in a period, at least
 
 
-@dataclass(frozen=True)
-class InsertionRule:
+class InsertionRule(NamedTuple):
     """How microbatches enter."""
 
     spacing: float  # least time between two entries, in periods
