@@ -144,14 +144,14 @@ def prove(
     verdicts = list[TableVerdict]()
     for case in cases:
         started = time.perf_counter()
-        verdict = Proof(references, case, folder).verdict()
+        verdict = PlacementComparison(references, case, folder).verdict()
         verdicts.append(replace(verdict, seconds=time.perf_counter() - started))
         if report is not None:
             report(verdicts[-1], len(cases))
     return verdicts
 
 
-class Proof:
+class PlacementComparison:
     """One case, trained twice by the steps of training. The first time all is compared after every step, and
     the tables' gradients are recorded, which makes the update two-phase. The second time nothing is looked at
     between steps, for reading a table waits for what updates it: losses and norms as they come, everything
