@@ -30,21 +30,27 @@ STATES = {
     "updates": StateSpec(True, torch.int64),
 }
 AWAY: tuple[Place, ...] = ("cpu", "disk")
+Stores = tuple[RowStore, RowStore]
+Fetched = tuple[FetchedRows, FetchedRows]
+
+
+def _build(place: Place, rows: int, width: int, folder: str | Path | None, cache: float = 0.1) -> RowStore:
+    return build_store(
+        place=place,
+        rows=rows,
+        width=width,
+        dtype=torch.float32,
+        states=STATES,
+        device="cpu",
+        cache=cache,
+        folder=folder,
+    )
 
 
 @contextmanager
 def _store(place: Place, rows: int, width: int = 3, cache: float = 0.1) -> Generator[CachedStore]:
     with TemporaryDirectory() as folder:
-        store = build_store(
-            place=place,
-            rows=rows,
-            width=width,
-            dtype=torch.float32,
-            states=STATES,
-            device="cpu",
-            cache=cache,
-            folder=folder,
-        )
+        store = _build(place, rows, width, folder, cache)
         assert isinstance(store, CachedStore)
         yield store
         store.close()
@@ -66,11 +72,23 @@ def _update(store: RowStore, fetched: FetchedRows, rows: Tensor, step: int) -> T
     return looked
 
 
-def _same(a: RowStore, b: RowStore) -> None:
-    one, other = a.read(0, a.rows), b.read(0, b.rows)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+def _update_both(stores: Stores, fetched: Fetched, rows: Tensor, step: int) -> None:
+    """Update rows of two stores and release them; both must look up the same values."""
+    values = [_update(store, batch, rows, step) for store, batch in zip(stores, fetched, strict=True)]
+    assert torch.equal(*values)
+    for store, batch in zip(stores, fetched, strict=True):
+        store.release(batch)
+
+
+def _fetch_both(stores: Stores, rows: Tensor) -> Fetched:
+    return stores[0].fetch(rows), stores[1].fetch(rows)
+
+
+def _same(stores: Stores) -> None:
+    device, cached = (store.read(0, store.rows) for store in stores)
+    assert device.keys() == cached.keys()
+    for name, value in device.items():
+        assert torch.equal(value, cached[name]), name
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,53 +99,48 @@ def test_any_sequence_is_as_in_memory(data: st.DataObject) -> None:
     batches = data.draw(st.lists(st.lists(st.integers(0, rows - 1), max_size=25), min_size=1, max_size=12))
     with _store(data.draw(st.sampled_from(AWAY)), rows, cache=cache) as away, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        here = DeviceStore(rows, 3, torch.float32, STATES)
-        begin = {"weight": torch.randn(rows, 3), "sum": torch.rand(rows)}
-        for store in (here, away):
-            store.write(0, begin)
-        ahead = None
+        stores = DeviceStore(rows, 3, torch.float32, STATES), away
+        initial = {"weight": torch.randn(rows, 3), "sum": torch.rand(rows)}
+        for store in stores:
+            store.write(0, initial)
+        prefetched = None
         for step, ids in enumerate(batches):
-            taken = torch.tensor(ids, dtype=torch.int64)
-            now = ahead or (here.fetch(taken), away.fetch(taken))
-            ahead = None
+            batch = torch.tensor(ids, dtype=torch.int64)
+            fetched = prefetched or _fetch_both(stores, batch)
+            prefetched = None
             if step + 1 < len(batches) and data.draw(st.booleans()):
-                following = torch.tensor(batches[step + 1], dtype=torch.int64)
-                ahead = here.fetch(following), away.fetch(following)
+                prefetched = _fetch_both(stores, torch.tensor(batches[step + 1], dtype=torch.int64))
                 if data.draw(st.booleans()):
-                    ahead[1].slots()
-            assert torch.equal(_update(here, now[0], taken, step), _update(away, now[1], taken, step))
-            here.release(now[0])
-            away.release(now[1])
-            if ahead is None and data.draw(st.booleans()):
+                    prefetched[1].slots()
+            _update_both(stores, fetched, batch, step)
+            if prefetched is None and data.draw(st.booleans()):
                 first = data.draw(st.integers(0, rows))
-                for store in (here, away):
+                for store in stores:
                     store.write(first, {"moment": torch.ones(rows - first, 3, dtype=torch.float64) * step})
-                _same(here, away)
-        _same(here, away)
+                _same(stores)
+        _same(stores)
 
 
 @pytest.mark.parametrize("place", AWAY)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_heavy_eviction_with_two_batches_in_flight(place: Place, compiled: bool) -> None:
     rows, generator = 2000, torch.Generator().manual_seed(1)
-    how = backing.copy_rows() if compiled else backing.copy_in_numpy
+    copy = backing.copy_rows() if compiled else backing.copy_in_numpy
     with (
-        mock.patch("stretto.recommender.stores.backing.copy_rows", return_value=how),
+        mock.patch("stretto.recommender.stores.backing.copy_rows", return_value=copy),
         _store(place, rows, 5) as away,
     ):
-        here = DeviceStore(rows, 5, torch.float32, STATES)
+        stores = DeviceStore(rows, 5, torch.float32, STATES), away
         batches = [torch.randint(0, rows, (90,), generator=generator) for _ in range(60)]
-        ahead = here.fetch(batches[0]), away.fetch(batches[0])
+        prefetched = _fetch_both(stores, batches[0])
         for step, batch in enumerate(batches):
-            now, following = ahead, batches[(step + 1) % len(batches)]
-            ahead = here.fetch(following), away.fetch(following)
-            assert torch.equal(_update(here, now[0], batch, step), _update(away, now[1], batch, step))
-            here.release(now[0])
-            away.release(now[1])
-        away.release(ahead[1])
+            fetched = prefetched
+            prefetched = _fetch_both(stores, batches[(step + 1) % len(batches)])
+            _update_both(stores, fetched, batch, step)
+        away.release(prefetched[1])
         assert away.slots == 200  # two batches fit: it did not grow
         assert away.hits < 0.3
-        _same(here, away)
+        _same(stores)
 
 
 def test_a_cache_too_small_grows_and_says_so_once() -> None:
@@ -227,13 +240,11 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     rows, generator = 300, torch.Generator().manual_seed(3)
     with _store("cpu", rows) as away:
         monkeypatch.setattr(away, "_on_host", False)
-        here = DeviceStore(rows, 3, torch.float32, STATES)
+        stores = DeviceStore(rows, 3, torch.float32, STATES), away
         for step in range(30):
             batch = torch.randint(0, rows, (25,), generator=generator)
-            now = here.fetch(batch), away.fetch(batch)
-            assert torch.equal(_update(here, now[0], batch, step), _update(away, now[1], batch, step))
-            away.release(now[1])
-        _same(here, away)
+            _update_both(stores, _fetch_both(stores, batch), batch, step)
+        _same(stores)
 
 
 def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,31 +280,13 @@ def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_room_and_no_folder_are_said(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"tables.folder: not enough space for table rows in .*MiB"):
-        build_store(
-            place="disk",
-            rows=1 << 46,
-            width=64,
-            dtype=torch.float32,
-            states={},
-            device="cpu",
-            cache=1e-12,
-            folder=tmp_path / "here",
-        )
+        _build("disk", 1 << 46, 64, tmp_path / "here", cache=1e-12)
     assert not list((tmp_path / "here").iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(StrettoError, match=r"tables.folder is .*file"):
-        build_store(
-            place="disk",
-            rows=10,
-            width=4,
-            dtype=torch.float32,
-            states={},
-            device="cpu",
-            cache=0.1,
-            folder=tmp_path / "file",
-        )
+        _build("disk", 10, 4, tmp_path / "file")
     with pytest.raises(StrettoError, match="need a folder"):
-        build_store(place="disk", rows=10, width=4, dtype=torch.float32, states={}, device="cpu")
+        _build("disk", 10, 4, None)
 
 
 def test_states_of_all_widths_lie_in_one_record() -> None:
