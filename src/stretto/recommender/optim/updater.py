@@ -132,7 +132,11 @@ def update_rows(
     if not len(slots):
         return
     grouped = kernels.group(slots) if grouped is None else grouped
-    gradient = gradient.to(_gradient_dtype(weight, gradient))
+    # gradients are summed in the dtype of the weight; for a split weight in float32, or float64 if they are
+    dtype = weight.dtype
+    if dtype == torch.bfloat16:
+        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    gradient = gradient.to(dtype)
     # fused updates exist for exactly these rules, since a subclass may override the update, and for
     # contiguous tensors on the CPU
     dtypes = (torch.bfloat16,) if type(rule) is SplitSgd else (torch.float32, torch.float64)
@@ -169,14 +173,6 @@ def update_rows(
         total = sum_by_row(gradient, bags, part, scale).mul_(factor)
         means = None if mean_square is None else mean_square[first : first + len(part.rows)]
         rule.apply(weight, states, part.rows, total, lr=lr, mean_square=means)
-
-
-def _gradient_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
-    """The dtype to sum gradients in: that of the weight; for a split weight float32, or float64 if the
-    gradients are."""
-    if weight.dtype != torch.bfloat16:
-        return weight.dtype
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
 
 
 class PoolGradient(NamedTuple):
