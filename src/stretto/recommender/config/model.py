@@ -65,8 +65,8 @@ class Feature:
     """A categorical feature of the data.
 
     rows: size of its vocabulary; None: unbounded, or set by the model.
-    hot: average number of ids per sample; None: unmodel.
-    skew: popularity of ids is proportional to 1 / rank^skew; None: unmodel.
+    hot: average number of ids per sample, or None if unknown.
+    skew: popularity of ids is proportional to 1 / rank^skew; None if unknown.
     """
 
     name: str
