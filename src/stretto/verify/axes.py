@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.engine.device import carrier
-from stretto.engine.parallel.control import gather_json, this_rank, world_size
+from stretto.engine.parallel.control import gather_json, world_size
 from stretto.errors import StrettoError
 
 Grid = DeviceMesh | Mapping[str, int] | None
@@ -45,11 +45,11 @@ class Axes:
         shaped = ranks.reshape(sizes) if names else ranks
         self.over = list[tuple[str, list[list[int]]]]()
         for count in range(1, len(names) + 1):
-            for some in combinations(range(len(names)), count):
-                moved = shaped.movedim(some, tuple(range(-count, 0)))
+            for dims in combinations(range(len(names)), count):
+                moved = shaped.movedim(dims, tuple(range(-count, 0)))
                 groups = moved.reshape(-1, moved.shape[-count:].numel()).tolist()
                 if len(groups[0]) > 1:
-                    label = " x ".join(names[dim] for dim in some)
+                    label = " x ".join(names[dim] for dim in dims)
                     self.over.append((f"the {len(groups[0])} ranks of {label}", groups))
         if not self.over and world_size() > 1:
             self.over.append((f"the {world_size()} ranks", [ranks.tolist()]))
@@ -60,16 +60,16 @@ class Axes:
         return " or ".join(labels) or None
 
 
-def gathered(mine: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
+def gathered(local: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
     """Every rank's float64 tensor of a shape, None where it has none. Collective."""
-    there = gather_json(mine is not None)
+    present = gather_json(local is not None)
     if world_size() == 1:
-        return [mine]
-    sent = torch.zeros(tuple(shape), dtype=torch.float64) if mine is None else mine
+        return [local]
+    sent = torch.zeros(tuple(shape), dtype=torch.float64) if local is None else local
     sent = sent.contiguous().to(carrier())
-    rows = [torch.empty_like(sent) for _ in there]
+    rows = [torch.empty_like(sent) for _ in present]
     dist.all_gather(rows, sent)
-    return [row.cpu() if has else None for row, has in zip(rows, there, strict=True)]
+    return [row.cpu() if has else None for row, has in zip(rows, present, strict=True)]
 
 
 def combined(
@@ -78,11 +78,11 @@ def combined(
     """The sum or the mean over each group of ranks, on each of its ranks that has a value."""
     result: list[Tensor | None] = [None] * len(values)
     for group in groups:
-        there = [value for rank in group if (value := values[rank]) is not None]
-        if there:
-            whole = torch.stack(there).sum(0) / (len(there) if mean else 1)
+        present = [value for rank in group if (value := values[rank]) is not None]
+        if present:
+            reduced = torch.stack(present).sum(0) / (len(present) if mean else 1)
             for rank in group:
-                result[rank] = None if values[rank] is None else whole
+                result[rank] = None if values[rank] is None else reduced
     return result
 
 
@@ -96,23 +96,18 @@ def missing_over(
     """
     size = float(reference.abs().max()) * close
 
-    def is_reference(some: Sequence[Tensor | None]) -> bool:
-        return all(bool((one - reference).abs().max() <= size) for one in some if one is not None)
+    def is_reference(candidates: Sequence[Tensor | None]) -> bool:
+        return all(bool((value - reference).abs().max() <= size) for value in candidates if value is not None)
 
     for label, groups in axes.over:
         if not any(_differ([values[rank] for rank in group], size) for group in groups):
             continue
-        for mean, what in ((False, "sum"), (True, "mean")):
+        for mean, operation in ((False, "sum"), (True, "mean")):
             if is_reference(combined(values, groups, mean)):
-                return label, what
+                return label, operation
     return None
 
 
 def _differ(values: Sequence[Tensor | None], size: float) -> bool:
-    there = [value for value in values if value is not None]
-    return any(bool((one - there[0]).abs().max() > size) for one in there[1:])
-
-
-def mine(values: Sequence[Tensor | None]) -> Tensor | None:
-    """This rank's of every rank's values."""
-    return values[this_rank()]
+    present = [value for value in values if value is not None]
+    return any(bool((value - present[0]).abs().max() > size) for value in present[1:])

@@ -52,18 +52,18 @@ class Split:
             )
         return torch.cat(shares).movedim(0, self.dim)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, full: Tensor) -> Tensor:
         """What this rank holds of a whole tensor."""
-        ranks, here = dist.get_world_size(self.group), dist.get_rank(self.group)
-        fused = whole.split(list(self.parts), self.dim) if self.parts else (whole,)
-        return torch.cat([one.tensor_split(ranks, self.dim)[here] for one in fused], self.dim)
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        fused = full.split(list(self.parts), self.dim) if self.parts else (full,)
+        return torch.cat([tensor.tensor_split(ranks, self.dim)[rank] for tensor in fused], self.dim)
 
 
 def _gathered(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """Every rank's tensor, which may differ in the first dimension."""
     rows = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, torch.tensor([len(local)], device=local.device), group)
-    sizes = [int(one) for one in rows]
+    sizes = [int(row) for row in rows]
     padded = local.new_zeros(max(sizes), *local.shape[1:])
     padded[: len(local)] = local
     shares = [torch.empty_like(padded) for _ in sizes]
@@ -75,15 +75,15 @@ def _gathered(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 class Pieces:
     """A parameter that `stretto.parallelize` has split by a sharding plan."""
 
-    held: SplitRecord
+    record: SplitRecord
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole tensor, of the pieces that each rank owns. Collective over the ranks of one copy."""
-        full = local.new_zeros(self.held.placed.shape)
-        for piece in self.held.placed.pieces:
+        full = local.new_zeros(self.record.placed.shape)
+        for piece in self.record.placed.pieces:
             if piece.owned:
                 piece.of_full(full).copy_(piece.of_local(local))
-        return all_sum(full, self.held.group)
+        return all_sum(full, self.record.group)
 
 
 Rule = Split | Pieces | Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ class Entry:
         """Whether it takes several ranks to make it whole."""
         return isinstance(self.tensor, DTensor) or self.rule is not None
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor that lies as this one does (itself, a gradient, a state), in float64 on the
         CPU. Collective over the ranks that share it.
         """
@@ -137,26 +137,26 @@ class Entry:
         return tensor.to("cpu", torch.float64)
 
     @torch.no_grad()
-    def load(self, whole: Tensor) -> None:
+    def load(self, full: Tensor) -> None:
         """Overwrite it with its part of a whole tensor.
 
         Raises:
             StrettoError: its rule gathers only.
         """
-        whole = whole.to(self.tensor.device, self.tensor.dtype)
+        full = full.to(self.tensor.device, self.tensor.dtype)
         if isinstance(self.tensor, DTensor):
-            self.tensor.copy_(distribute_tensor(whole, self.tensor.device_mesh, self.tensor.placements))
+            self.tensor.copy_(distribute_tensor(full, self.tensor.device_mesh, self.tensor.placements))
         elif isinstance(self.rule, Split):
-            self.tensor.copy_(self.rule.part(whole))
+            self.tensor.copy_(self.rule.part(full))
         elif isinstance(self.rule, Pieces):
-            self.rule.held.placed.fill(self.tensor, whole)
-        elif self.rule is not None or whole.shape != self.tensor.shape:
+            self.rule.record.placed.fill(self.tensor, full)
+        elif self.rule is not None or full.shape != self.tensor.shape:
             raise StrettoError(
                 f"{self.local} cannot be loaded with the plain model's {self.name}: its rule gathers only",
                 hint="give a Split, or load the weights in parallel()",
             )
         else:
-            self.tensor.copy_(whole)
+            self.tensor.copy_(full)
 
     def gradient(self) -> Tensor | None:
         """What the optimiser is to use: `grad`, or Megatron's `main_grad`."""
@@ -168,7 +168,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainNames:
     """The plain model's names.
 
     canonical: of parameters and buffers, by each name they go under.
@@ -184,7 +184,7 @@ class Plain:
     modules: Mapping[int, tuple[str, nn.Module]]
 
     @classmethod
-    def of(cls, model: nn.Module, handed: nn.Module) -> Plain:
+    def of(cls, model: nn.Module, handed: nn.Module) -> PlainNames:
         """Of the plain model and of the copy that was handed out, before it is changed."""
         first, canonical = dict[int, str](), dict[str, str]()
         shapes = dict[str, torch.Size]()
@@ -228,11 +228,11 @@ def _modules_in(built: Any) -> Iterator[nn.Module]:
     if isinstance(built, nn.Module):
         yield built
     elif isinstance(built, Mapping):
-        for one in cast(Mapping[Any, Any], built).values():
-            yield from _modules_in(one)
+        for item in cast(Mapping[Any, Any], built).values():
+            yield from _modules_in(item)
     elif isinstance(built, list | tuple):
-        for one in cast(Sequence[Any], built):
-            yield from _modules_in(one)
+        for item in cast(Sequence[Any], built):
+            yield from _modules_in(item)
     else:
         for attribute in ("submod", "_stage", "_stages"):
             if (inner := getattr(built, attribute, None)) is not None:
@@ -249,13 +249,13 @@ class Holdings:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], plain: Plain, gather: Mapping[str, Rule], names: Names | None
+        self, modules: Sequence[nn.Module], plain: PlainNames, gather: Mapping[str, Rule], names: Names | None
     ) -> None:
         self._plain, self._gather = plain, gather
         self._names = names
         self.parameters, self.buffers = list[Entry](), list[Entry]()
         self.paths = list[tuple[str, nn.Module]]()
-        seen = set[int]()
+        visited = set[int]()
         for root in modules:
             _refuse_flat(root)
             for local, module in root.named_modules():
@@ -263,9 +263,9 @@ class Holdings:
                 self.paths.append((path, module))
                 for kind, entries in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
                     for key, tensor in kind.items():
-                        if tensor is None or id(tensor) in seen:
+                        if tensor is None or id(tensor) in visited:
                             continue
-                        seen.add(id(tensor))
+                        visited.add(id(tensor))
                         if (entry := self._entry(f"{path}.{key}", f"{local}.{key}", tensor)) is not None:
                             entries.append(entry)
 
@@ -273,15 +273,16 @@ class Holdings:
         path, local = path.strip("."), local.strip(".")
         renamed = None if self._names is None else _renamed(self._names, local)
         stripped = ".".join(word for word in local.split(".") if word not in WRAPPERS)
-        known = self._plain.canonical
-        name = next((known[one] for one in (renamed or path, path, local, stripped) if one in known), None)
+        canonical = self._plain.canonical
+        candidates = (renamed or path, path, local, stripped)
+        name = next((canonical[candidate] for candidate in candidates if candidate in canonical), None)
         if name is None:
             if not isinstance(tensor, nn.Parameter):
                 return None  # a buffer of the parallel code's, such as a mask
-            near = nearest(stripped, known)
+            suggestion = nearest(stripped, canonical)
             raise StrettoError(
                 f"the parallel model's parameter {local} is not in the plain model",
-                hint=f"give names={{{local!r}: {near or 'NAME IN THE PLAIN MODEL'!r}}}",
+                hint=f"give names={{{local!r}: {suggestion or 'NAME IN THE PLAIN MODEL'!r}}}",
             )
         entry = Entry(name=name, local=local, tensor=tensor, rule=self._rule(name, local, tensor))
         self._check_shape(entry)
@@ -291,8 +292,8 @@ class Holdings:
         for pattern, rule in self._gather.items():
             if fnmatchcase(name, pattern) or fnmatchcase(local, pattern):
                 return rule
-        if isinstance(held := getattr(tensor, SPLIT_RECORD, None), SplitRecord):
-            return Pieces(held)
+        if isinstance(record := getattr(tensor, SPLIT_RECORD, None), SplitRecord):
+            return Pieces(record)
         parallel = sys.modules.get("megatron.core.parallel_state")
         if parallel is not None and getattr(tensor, "tensor_model_parallel", False):
             return Split(
@@ -301,13 +302,13 @@ class Holdings:
         return None
 
     def _check_shape(self, entry: Entry) -> None:
-        there, here = self._plain.shapes[entry.name], entry.tensor.shape
-        if here == there or entry.rule is not None or _deepspeed(entry.tensor):
+        expected, actual = self._plain.shapes[entry.name], entry.tensor.shape
+        if actual == expected or entry.rule is not None or _deepspeed(entry.tensor):
             return
-        unequal = [dim for dim, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
-        dim = unequal[0] if len(here) == len(there) and len(unequal) == 1 else "DIM"
+        unequal = [dim for dim, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b]
+        dim = unequal[0] if len(actual) == len(expected) and len(unequal) == 1 else "DIM"
         raise StrettoError(
-            f"{entry.local} is {list(here)} on a rank and {list(there)} in the plain model, "
+            f"{entry.local} is {list(actual)} on a rank and {list(expected)} in the plain model, "
             "and it is no DTensor, so nothing says how to make it whole",
             hint=f"give gather={{{entry.name!r}: Split({dim})}}, with the group of the ranks that share it",
         )
@@ -318,8 +319,8 @@ class Holdings:
         Raises:
             StrettoError: one is not.
         """
-        held: list[list[str]] = gather_json([entry.name for entry in self.parameters])
-        everywhere = {name for names in held for name in names}
+        holdings: list[list[str]] = gather_json([entry.name for entry in self.parameters])
+        everywhere = {name for names in holdings for name in names}
         missing = [name for name in self._plain.parameters if name not in everywhere]
         if missing:
             raise StrettoError(

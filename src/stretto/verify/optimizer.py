@@ -30,21 +30,21 @@ class ReferenceOptimizer:
         named: parameters of the plain model, which are updated in place.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], how: Optimiser) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], optimiser: Optimiser) -> None:
         self._parameters = [
-            (name, p, [nn.Parameter(one) for one in members(name, p.detach())]) for name, p in named
+            (name, p, [nn.Parameter(member) for member in members(name, p.detach())]) for name, p in named
         ]
-        formula, self._states = _formula(how), dict[nn.Parameter, State]()
+        formula, self._states = _formula(optimiser), dict[nn.Parameter, State]()
         self._by_formula = list[tuple[nn.Parameter, Rule, float]]()
         by_torch: dict[float, list[nn.Parameter]] = {}
         for name, p, parts in self._parameters:
-            decay = how.weight_decay if decays(name, p, how.no_decay) else 0.0
-            if formula is not None and (how.name != "muon" or is_orthogonalised(name, p)):
+            decay = optimiser.weight_decay if decays(name, p, optimiser.no_decay) else 0.0
+            if formula is not None and (optimiser.name != "muon" or is_orthogonalised(name, p)):
                 self._by_formula += [(part, formula, decay) for part in parts]
             else:
                 by_torch.setdefault(decay, []).extend(parts)
-        self._by_torch = [(_torch(parts, decay, how), decay) for decay, parts in by_torch.items()]
-        self._coupled = how.name == "sgd"  # torch's decay would go into the momentum
+        self._by_torch = [(_torch(parts, decay, optimiser), decay) for decay, parts in by_torch.items()]
+        self._coupled = optimiser.name == "sgd"  # torch's decay would go into the momentum
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -82,41 +82,41 @@ def decays(name: str, tensor: Tensor, exempt: Iterable[str]) -> bool:
 
 def is_orthogonalised(name: str, tensor: Tensor) -> bool:
     """Whether Muon updates a parameter: a matrix that a block multiplies activations with, no router."""
-    first, *rest = name.split(".")
-    in_block = first in ("blocks", "encoder") and "router" not in rest and "relative" not in rest
+    first, *path = name.split(".")
+    in_block = first in ("blocks", "encoder") and "router" not in path and "relative" not in path
     return in_block and tensor.dim() > 1 and not name.endswith("bias")
 
 
-def _torch(parts: list[nn.Parameter], decay: float, how: Optimiser) -> torch.optim.Optimizer:
-    if how.name == "sgd":
-        return torch.optim.SGD(parts, lr=how.lr, momentum=how.momentum, foreach=False)
-    if how.name == "adafactor":
-        return torch.optim.Adafactor(parts, lr=how.lr, weight_decay=decay, eps=_EPSILONS, foreach=False)
+def _torch(parts: list[nn.Parameter], decay: float, optimiser: Optimiser) -> torch.optim.Optimizer:
+    if optimiser.name == "sgd":
+        return torch.optim.SGD(parts, lr=optimiser.lr, momentum=optimiser.momentum, foreach=False)
+    if optimiser.name == "adafactor":
+        return torch.optim.Adafactor(parts, lr=optimiser.lr, weight_decay=decay, eps=_EPSILONS, foreach=False)
     return torch.optim.AdamW(
-        parts, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=decay, foreach=False
+        parts, lr=optimiser.lr, betas=optimiser.betas, eps=optimiser.eps, weight_decay=decay, foreach=False
     )
 
 
-def _formula(how: Optimiser) -> Rule | None:
+def _formula(optimiser: Optimiser) -> Rule | None:
     """The written-out update rule; None if torch.optim has it."""
-    if how.name == "lamb":
-        return partial(_lamb, how)
-    return partial(_muon, how) if how.name == "muon" else None
+    if optimiser.name == "lamb":
+        return partial(_lamb, optimiser)
+    return partial(_muon, optimiser) if optimiser.name == "muon" else None
 
 
-def _lamb(how: Optimiser, w: Tensor, g: Tensor, state: State, rate: float, decay: float) -> None:
+def _lamb(optimiser: Optimiser, w: Tensor, g: Tensor, state: State, rate: float, decay: float) -> None:
     """You et al. 2019, algorithm 2, with phi(z) = z and a ratio of 1 where either norm is 0."""
-    (b1, b2), number = how.betas, state["updates"]
+    (b1, b2), number = optimiser.betas, state["updates"]
     state["m"] = m = b1 * state.get("m", torch.zeros_like(g)) + (1 - b1) * g
     state["v"] = v = b2 * state.get("v", torch.zeros_like(g)) + (1 - b2) * g**2
-    update = m / (1 - b1**number) / ((v / (1 - b2**number)).sqrt() + how.eps) + decay * w
+    update = m / (1 - b1**number) / ((v / (1 - b2**number)).sqrt() + optimiser.eps) + decay * w
     above, below = float(w.norm()), float(update.norm())
     w -= rate * (above / below if above > 0 and below > 0 else 1.0) * update
 
 
-def _muon(how: Optimiser, w: Tensor, g: Tensor, state: State, rate: float, decay: float) -> None:
+def _muon(optimiser: Optimiser, w: Tensor, g: Tensor, state: State, rate: float, decay: float) -> None:
     """Jordan et al. 2024 with Nesterov's momentum, scaled as in Liu et al. 2025, equation 4."""
-    b = how.momentum or 0.95
+    b = optimiser.momentum or 0.95
     state["m"] = m = b * state.get("m", torch.zeros_like(g)) + (1 - b) * g
     x = (1 - b) * g + b * m
     x = x / x.norm().clamp(min=1e-7)

@@ -14,8 +14,8 @@ from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.verify.compare import largest, share
 
 Outputs = dict[str, Tensor]
-Beside = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
-_SAME = 1e-9
+Pairing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
+_TOLERANCE = 1e-9
 
 
 @contextmanager
@@ -45,37 +45,37 @@ def _first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         output = tuple(cast(Mapping[Any, Any], output).values())
     if isinstance(output, tuple | list):
-        output = next((one for one in cast(Sequence[Any], output) if isinstance(one, Tensor)), None)
+        output = next((item for item in cast(Sequence[Any], output) if isinstance(item, Tensor)), None)
     return output if isinstance(output, Tensor) else None
 
 
 def first_difference(
-    ours: Outputs, reference: Outputs | None, beside: Beside, tolerance: float = _SAME
+    actual: Outputs, reference: Outputs | None, pairing: Pairing, tolerance: float = _TOLERANCE
 ) -> str | None:
     """Name of the first module whose output differs; None when none does. Collective over the default group.
 
     Args:
-        ours: outputs of the first microbatch; none on ranks that compute other samples.
+        actual: outputs of the first microbatch; none on ranks that compute other samples.
         reference: the plain model's for the same samples; on rank 0.
-        beside: this rank's output and the same part of the plain model's whole one; None where they cannot
+        pairing: this rank's output and the same part of the plain model's whole one; None where they cannot
             be laid side by side. Those are passed over: the module that brings them together is looked at.
         tolerance: relative to the largest value of the output.
     """
-    return search(ours, reference, beside, tolerance)[0]
+    return search(actual, reference, pairing, tolerance)[0]
 
 
 def search(
-    ours: Outputs, reference: Outputs | None, beside: Beside, tolerance: float
+    actual: Outputs, reference: Outputs | None, pairing: Pairing, tolerance: float
 ) -> tuple[str | None, int]:
     """As `first_difference`, with the number of modules of which some rank's output was compared."""
     named = None if reference is None else [(name, list(t.shape)) for name, t in reference.items()]
     order: list[tuple[str, list[int]]] = gather_json(named)[0]
     compared, differs = torch.zeros(2, len(order), dtype=torch.int64)
     for at, (name, shape) in enumerate(order):
-        whole = share(None if reference is None else reference[name], tuple(shape))
-        pair = beside(ours[name], whole) if name in ours else None
+        expected = share(None if reference is None else reference[name], tuple(shape))
+        pair = pairing(actual[name], expected) if name in actual else None
         if pair is not None and pair[0].numel():
-            error = (pair[0] - pair[1]).abs().max() / whole.abs().max().clamp(min=_SAME)
+            error = (pair[0] - pair[1]).abs().max() / expected.abs().max().clamp(min=_TOLERANCE)
             compared[at], differs[at] = 1, int(not bool(error <= tolerance))
     for row in (compared, differs):
         largest(row)
@@ -84,64 +84,66 @@ def search(
 
 
 def row_factors(
-    ours: Outputs, reference: Outputs | None, beside: Beside, name: str
+    actual: Outputs, reference: Outputs | None, pairing: Pairing, name: str
 ) -> tuple[float, float] | None:
     """The smallest and the largest factor between rows of a module's output and the plain model's; None where
     some row differs by more than a factor. Collective.
     """
     shape = gather_json(None if reference is None else list(reference[name].shape))[0]
-    whole = share(None if reference is None else reference[name], tuple(shape))
-    pair = beside(ours[name], whole) if name in ours else None
-    here = [None, None]
+    expected = share(None if reference is None else reference[name], tuple(shape))
+    pair = pairing(actual[name], expected) if name in actual else None
+    extremes = [None, None]
     if pair is not None and pair[0].numel():
-        mine, there = (one.flatten(0, -2) for one in pair)
-        factors = (mine * there).sum(-1) / there.square().sum(-1)
-        if float((mine - factors[:, None] * there).abs().max()) <= _SAME * float(whole.abs().max()):
-            here = [float(factors.min()), float(factors.max())]
+        rows, expected_rows = (tensor.flatten(0, -2) for tensor in pair)
+        factors = (rows * expected_rows).sum(-1) / expected_rows.square().sum(-1)
+        error = float((rows - factors[:, None] * expected_rows).abs().max())
+        if error <= _TOLERANCE * float(expected.abs().max()):
+            extremes = [float(factors.min()), float(factors.max())]
         else:
-            here = [float("nan"), float("nan")]
-    spans: list[list[float]] = [span for span in gather_json(here) if span[0] is not None]
+            extremes = [float("nan"), float("nan")]
+    spans: list[list[float]] = [span for span in gather_json(extremes) if span[0] is not None]
     if not spans or any(low != low for low, _ in spans):
         return None
     return min(low for low, _ in spans), max(high for _, high in spans)
 
 
-def beside_positions(mine: Tensor, whole: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
+def beside_positions(output: Tensor, expected: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
     """This rank's output and the same part of the plain model's, without padding; None where it is split
     otherwise than along the sequence, or has no dimension of samples and positions.
     """
-    if mine.dim() != whole.dim() or mine.dim() < 3:
+    if output.dim() != expected.dim() or output.dim() < 3:
         return None
-    if mine.shape == whole.shape:
-        return mine, whole
-    unequal = [dim for dim, size in enumerate(whole.shape) if mine.shape[dim] != size]
-    if len(unequal) != 1 or whole.shape[dim := unequal[0]] != split.length:
+    if output.shape == expected.shape:
+        return output, expected
+    unequal = [dim for dim, size in enumerate(expected.shape) if output.shape[dim] != size]
+    if len(unequal) != 1 or expected.shape[dim := unequal[0]] != split.length:
         return None
     for positions in (split.shard, split.positions):
-        if len(positions) == mine.shape[dim]:
+        if len(positions) == output.shape[dim]:
             real = positions < split.length
-            return mine.index_select(dim, real.nonzero().flatten()), whole.index_select(dim, positions[real])
+            part = expected.index_select(dim, positions[real])
+            return output.index_select(dim, real.nonzero().flatten()), part
     return None
 
 
-def beside_rows(mine: Tensor, whole: Tensor) -> tuple[Tensor, Tensor] | None:
+def beside_rows(output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor] | None:
     """This rank's output and the rows of the plain model's that come closest to it, where it has some of its
     samples and positions, or some of its columns; None where both are split.
 
     Rows are looked for, not counted off, so any share of a batch is recognised: contiguous, strided, or two
     pieces from both ends of a sequence.
     """
-    if mine.shape == whole.shape:
-        return mine, whole
-    if mine.dim() != whole.dim() or mine.dim() < 2:
+    if output.shape == expected.shape:
+        return output, expected
+    if output.dim() != expected.dim() or output.dim() < 2:
         return None
-    unequal = [dim for dim, size in enumerate(whole.shape) if mine.shape[dim] != size]
-    last = mine.dim() - 1
+    unequal = [dim for dim, size in enumerate(expected.shape) if output.shape[dim] != size]
+    last = output.dim() - 1
     if unequal == [last]:
-        return _nearest(mine.movedim(-1, 0).flatten(1), whole.movedim(-1, 0).flatten(1))
+        return _nearest(output.movedim(-1, 0).flatten(1), expected.movedim(-1, 0).flatten(1))
     if last in unequal:
         return None
-    return _nearest(mine.flatten(0, -2), whole.flatten(0, -2))
+    return _nearest(output.flatten(0, -2), expected.flatten(0, -2))
 
 
 def _nearest(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -150,8 +152,8 @@ def _nearest(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     direction = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
     projected, order = (among @ direction).sort()
-    ours = rows @ direction
-    above = torch.searchsorted(projected, ours).clamp(max=len(among) - 1)
+    coordinates = rows @ direction
+    above = torch.searchsorted(projected, coordinates).clamp(max=len(among) - 1)
     below = (above - 1).clamp(min=0)
-    closer = (projected[below] - ours).abs() < (projected[above] - ours).abs()
+    closer = (projected[below] - coordinates).abs() < (projected[above] - coordinates).abs()
     return rows, among[order[torch.where(closer, below, above)]]

@@ -30,23 +30,24 @@ from stretto.verify.compare import (
 )
 from stretto.verify.compare import share as broadcast
 from stretto.verify.diagnose import SAME, TOLERANCE, above, listing
-from stretto.verify.holdings import Holdings, Names, Plain, Rule, modules_in
+from stretto.verify.holdings import Holdings, Names, PlainNames, Rule, modules_in
 from stretto.verify.outputs import Outputs, recorded
 from stretto.verify.user_model.plain import (
     Loss,
+    ModelSnapshot,
     PlainRun,
-    Snapshot,
     converted,
-    held,
-    tensors_beside,
+    float64_copy,
+    parameter_states,
     without_dropout,
 )
 from stretto.verify.user_model.report import Report
 from stretto.verify.user_model.waits import bounded_waits
-from stretto.verify.user_model.watch import Seen, Step, watch
+from stretto.verify.user_model.watch import Observation, Step, watch
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Whole = dict[str, list[Tensor]]  # by plain name; several where a rank holds a parameter in several places
+# by plain name; several where a rank holds a parameter in several places
+FullTensors = dict[str, list[Tensor]]
 
 
 def prove(
@@ -163,11 +164,11 @@ class _Proof:
         _set_timeout(timeout)
         self.axes = Axes(mesh)
         start = run_on_all(lambda: self._build(dtype, None))
-        self.weights = {name: held(tensor) for name, tensor in start.model.state_dict().items()}
+        self.weights = {name: float64_copy(tensor) for name, tensor in start.model.state_dict().items()}
         self.exact = start if dtype == torch.float64 else self._build(torch.float64, self.weights)
         self.rounded = None if dtype == torch.float64 else start
         handed = copy.deepcopy(start.model)
-        self.names = Plain.of(start.model, handed)
+        self.names = PlainNames.of(start.model, handed)
         self.built, optimizers = _pair(parallel(handed))
         _set_timeout(timeout)  # of the groups that `parallel` has made
         modules = run_on_all(lambda: modules_in(self.built))
@@ -177,7 +178,7 @@ class _Proof:
         if initial == "load":
             run_on_all(self._load)
         if optimizers is None and not type(self.built).__module__.startswith("deepspeed."):
-            optimizers = optimizer([one for module in modules for one in module.parameters()])
+            optimizers = optimizer([parameter for module in modules for parameter in module.parameters()])
         self.optimizers = _listed(optimizers)
         self.modules = dict(self.exact.model.named_modules())
 
@@ -195,8 +196,8 @@ class _Proof:
             self.notes[:] = [note]
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                whole = broadcast(tensor.detach(), tuple(tensor.shape)) if values is None else values[name]
-                tensor.copy_(whole.to(tensor.device))
+                value = broadcast(tensor.detach(), tuple(tensor.shape)) if values is None else values[name]
+                tensor.copy_(value.to(tensor.device))
         if optimizers is None:
             optimizers = self.make_optimizer(list(model.parameters()))
         return PlainRun(model, _listed(optimizers), self.loss, self.step)
@@ -233,9 +234,9 @@ class _Proof:
 
     def _begin(self) -> Cause | None:
         """Whether the parallel model begins with other values."""
-        whole = self._whole({entry.key: entry.tensor for entry in self.holdings.parameters})
+        weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
         expected = {name: self.weights[name] for name in self.names.parameters}
-        if wrong := above(_compared(whole, expected).errors):
+        if wrong := above(_compared(weights, expected).errors):
             return Cause(
                 f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
                 "build the parallel model of the one that parallel() is handed, or give initial='load'"
@@ -245,20 +246,20 @@ class _Proof:
     def _step(self, batch: Any, number: int) -> Case:
         """One step of both models."""
         first = number == 0
-        mine = batch if self.share is None else self.share(batch, this_rank())
+        local_batch = batch if self.share is None else self.share(batch, this_rank())
         shares = None
         if self.share is not None and self.loss is not None:
-            shares = partial(_gradients, copy.deepcopy(self.exact.model), self.loss, self._cast(mine))
+            shares = partial(_gradients, copy.deepcopy(self.exact.model), self.loss, self._cast(local_batch))
         with recorded(self._named(self.holdings.paths) if first else []) as outputs:
-            ours, optimizers = self._cast(mine, self.dtype), self.optimizers
-            seen = watch(self.step, self.built, optimizers, ours, self.holdings.parameters)
-        clip = self.clip if self.clip is not None else _first(gather_json(seen.clip))
+            inputs, optimizers = self._cast(local_batch, self.dtype), self.optimizers
+            observation = watch(self.step, self.built, optimizers, inputs, self.holdings.parameters)
+        clip = self.clip if self.clip is not None else _first(gather_json(observation.clip))
         with recorded(self._named(self.exact.model.named_modules()) if first else []) as expected_outputs:
             expected = self.exact.run(self._cast(batch), clip)
         rounded = None
         if self.rounded is not None:
             rounded = self.rounded.run(self._cast(batch, self.dtype), clip)
-        losses, norms = gather_json(seen.loss), gather_json(seen.norm)
+        losses, norms = gather_json(observation.loss), gather_json(observation.norm)
         if first and _first(losses) is None:
             self.notes.append(_NO_LOSS)
         if not any(bool(gradient.any()) for gradient in expected.gradients.values()):
@@ -268,11 +269,11 @@ class _Proof:
             )
         if first and self._is_repeated(outputs, expected_outputs):
             self.notes.append(_REPEATED)
-        gradients = self._gradients(seen, expected, clip)
-        whole = self._whole({entry.key: entry.tensor for entry in self.holdings.parameters})
-        buffers: Whole = {}
+        gradients = self._gradients(observation, expected, clip)
+        weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
+        buffers: FullTensors = {}
         for entry in self.holdings.buffers:
-            buffers.setdefault(entry.name, []).append(entry.whole(entry.tensor))
+            buffers.setdefault(entry.name, []).append(entry.full_tensor(entry.tensor))
         bounds = _bounds(expected, rounded, self.dtype)
         return Case(
             axes=self.axes,
@@ -283,10 +284,10 @@ class _Proof:
             norm=_farthest(norms, expected.norm),
             reference_norm=expected.norm,
             bounds=bounds,
-            updated=all(gather_json(seen.updated)),
+            updated=all(gather_json(observation.updated)),
             tied=self.names.tied,
             gradients=_compared(gradients, expected.gradients),
-            weights=_compared(whole, expected.weights),
+            weights=_compared(weights, expected.weights),
             states=self._compared_states(expected),
             buffers=_compared(buffers, expected.buffers) if expected.buffers else None,
             ours=gradients,
@@ -296,7 +297,7 @@ class _Proof:
             modules=self.modules,
             initial=self.weights,
             outputs=_on_cpu(outputs, list(expected_outputs)),
-            expected_outputs={name: held(output) for name, output in expected_outputs.items()},
+            expected_outputs={name: float64_copy(output) for name, output in expected_outputs.items()},
             close=SAME if self.dtype == torch.float64 else _close(bounds["gradients"]),
         )
 
@@ -305,7 +306,7 @@ class _Proof:
         alone = not any(entry.is_shared for entry in self.holdings.parameters)
         alone &= {entry.name for entry in self.holdings.parameters} >= set(self.names.parameters)
         alone &= bool(outputs) and all(
-            torch.equal(held(output), held(expected[name]))
+            torch.equal(float64_copy(output), float64_copy(expected[name]))
             for name, output in outputs.items()
             if name in expected
         )
@@ -316,62 +317,67 @@ class _Proof:
 
     def _named(self, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Modules to record: those of the plain model, and the whole of it under a name."""
-        known = {id(module) for _, module in self.names.modules.values()}
+        plain_modules = {id(module) for _, module in self.names.modules.values()}
         roots = {id(self.exact.model), *([id(self.built)] if isinstance(self.built, nn.Module) else [])}
-        return [(path or WHOLE, m) for path, m in modules if path or id(m) in known | roots]
+        return [(path or FULL_MODEL, m) for path, m in modules if path or id(m) in plain_modules | roots]
 
-    def _gradients(self, seen: Seen, expected: Snapshot, clip: float | None) -> Whole:
+    def _gradients(
+        self, observation: Observation, expected: ModelSnapshot, clip: float | None
+    ) -> FullTensors:
         """Whole gradients before clipping; zeros where there is none but should be. Collective."""
         has: list[dict[str, bool]] = gather_json(
-            {entry.name: seen.gradients[entry.key] is not None for entry in self.holdings.parameters}
+            {entry.name: observation.gradients[entry.key] is not None for entry in self.holdings.parameters}
         )
-        due = {name for rank in has for name, there in rank.items() if there} | expected.gradients.keys()
+        due = {name for rank in has for name, present in rank.items() if present} | expected.gradients.keys()
         factor = 1.0
-        if self.loss is not None and clip is not None and seen.clip is None:  # clipped by code of the user's
-            norm = expected.norm if seen.norm is None else seen.norm
+        # clipped by code of the user's
+        if self.loss is not None and clip is not None and observation.clip is None:
+            norm = expected.norm if observation.norm is None else observation.norm
             factor = max(1.0, (norm + _CLIP_EPS) / clip)
         local = dict[int, Tensor]()
         for entry in self.holdings.parameters:
             if entry.name in due:
-                gradient = seen.gradients[entry.key]
+                gradient = observation.gradients[entry.key]
                 local[entry.key] = torch.zeros_like(entry.tensor) if gradient is None else gradient * factor
-        return self._whole(local)
+        return self._full_tensors(local)
 
-    def _whole(self, values: Mapping[int, Tensor]) -> Whole:
+    def _full_tensors(self, values: Mapping[int, Tensor]) -> FullTensors:
         """Tensors that lie as the parameters do, made whole. Collective."""
-        whole: Whole = {}
+        tensors: FullTensors = {}
         for entry in self.holdings.parameters:
             if entry.key in values:
-                whole.setdefault(entry.name, []).append(entry.whole(values[entry.key]))
-        return whole
+                tensors.setdefault(entry.name, []).append(entry.full_tensor(values[entry.key]))
+        return tensors
 
-    def _compared_states(self, expected: Snapshot) -> Comparison | None:
+    def _compared_states(self, expected: ModelSnapshot) -> Comparison | None:
         """None where no rank's optimizers have states that can be compared. Collective."""
         states = self._states()
         if not any(gather_json(bool(states))) or not expected.states:
             return None
         return _compared(states, expected.states, by_kind=True)
 
-    def _states(self) -> Whole:
+    def _states(self) -> FullTensors:
         """The optimizers' states, made whole; of parameters that ranks share, where all of them have them.
         Collective.
         """
-        here = {entry.key: tensors_beside(entry, self.optimizers) for entry in self.holdings.parameters}
-        kept: list[dict[str, list[str]]] = gather_json(
-            {entry.name: sorted(here[entry.key]) for entry in self.holdings.parameters}
+        local_states = {
+            entry.key: parameter_states(entry, self.optimizers) for entry in self.holdings.parameters
+        }
+        kinds: list[dict[str, list[str]]] = gather_json(
+            {entry.name: sorted(local_states[entry.key]) for entry in self.holdings.parameters}
         )
-        states: Whole = {}
+        states: FullTensors = {}
         for entry in self.holdings.parameters:
-            keys = set(here[entry.key])
+            keys = set(local_states[entry.key])
             if entry.is_shared:
-                keys = keys.intersection(*(rank[entry.name] for rank in kept if entry.name in rank))
+                keys = keys.intersection(*(rank[entry.name] for rank in kinds if entry.name in rank))
             for key in sorted(keys):
-                whole = entry.whole(here[entry.key][key])
-                states.setdefault(f"{entry.name}.{key}", []).append(whole)
+                state = entry.full_tensor(local_states[entry.key][key])
+                states.setdefault(f"{entry.name}.{key}", []).append(state)
         return states
 
 
-WHOLE = "the whole model"
+FULL_MODEL = "the whole model"
 _NO_LOSS = "step() returned no loss, so it was not compared"
 _REPEATED = (
     "every rank computes the whole batch with the whole model, so a missing reduction would not show: "
@@ -384,10 +390,10 @@ def _gradients(model: nn.Module, loss: Loss, batch: Any) -> dict[str, Tensor]:
     """The gradients of a model's loss."""
     model.zero_grad()
     loss(model, batch).backward()
-    return {name: held(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: float64_copy(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _compared(whole: Whole, expected: Mapping[str, Tensor], by_kind: bool = False) -> Comparison:
+def _compared(tensors: FullTensors, expected: Mapping[str, Tensor], by_kind: bool = False) -> Comparison:
     """Relative errors of whole tensors over all ranks. Collective.
 
     Args:
@@ -395,18 +401,21 @@ def _compared(whole: Whole, expected: Mapping[str, Tensor], by_kind: bool = Fals
     """
 
     def pair() -> dict[str, Pairs]:
-        return {n: [_pair_up(n, ours, there) for ours in whole.get(n, [])] for n, there in expected.items()}
+        return {
+            n: [_pair_up(n, actual, reference) for actual in tensors.get(n, [])]
+            for n, reference in expected.items()
+        }
 
     return compare_pairs(run_on_all(pair), _scales(expected, by_kind))
 
 
-def _pair_up(name: str, ours: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    if ours.shape != reference.shape:
+def _pair_up(name: str, actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    if actual.shape != reference.shape:
         raise StrettoError(
-            f"{name} made whole is {list(ours.shape)}, and {list(reference.shape)} in the plain model",
+            f"{name} made whole is {list(actual.shape)}, and {list(reference.shape)} in the plain model",
             hint="see its rule in gather: dim, group and parts",
         )
-    return ours, reference
+    return actual, reference
 
 
 def _scales(expected: Mapping[str, Tensor], by_kind: bool = False) -> dict[str, float]:
@@ -414,23 +423,27 @@ def _scales(expected: Mapping[str, Tensor], by_kind: bool = False) -> dict[str, 
     kinds = dict[str, dict[str, Tensor]]()
     for name, tensor in expected.items():
         kinds.setdefault(name.rpartition(".")[2] if by_kind else "", {})[name] = tensor
-    return {name: size or 1.0 for some in kinds.values() for name, size in scales_of(some).items()}
+    return {name: size or 1.0 for group in kinds.values() for name, size in scales_of(group).items()}
 
 
-def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+def _bounds(
+    expected: ModelSnapshot, rounded: ModelSnapshot | None, dtype: torch.dtype
+) -> dict[str, dict[str, float]]:
     """What errors may be, by quantity and name: where nothing is said, TOLERANCE."""
     if rounded is None:
-        return {what: {} for what in ("loss", "gradients", "norm", "weights", "states", "buffers")}
+        return {quantity: {} for quantity in ("loss", "gradients", "norm", "weights", "states", "buffers")}
     bounds = dict[str, dict[str, float]]()
-    for what in ("gradients", "weights", "states", "buffers"):
-        exact: dict[str, Tensor] = getattr(expected, what)
-        other: dict[str, Tensor] = getattr(rounded, what)
-        scales = _scales(exact, by_kind=what == "states")
-        errors = {name: float((other[name] - one).abs().max()) / scales[name] for name, one in exact.items()}
-        bounds[what] = rounding_bounds(errors, torch.finfo(dtype).eps)
-    for what in ("loss", "norm"):
-        error = relative(getattr(rounded, what), getattr(expected, what))
-        bounds[what] = rounding_bounds({"": error}, torch.finfo(dtype).eps)
+    for quantity in ("gradients", "weights", "states", "buffers"):
+        exact: dict[str, Tensor] = getattr(expected, quantity)
+        other: dict[str, Tensor] = getattr(rounded, quantity)
+        scales = _scales(exact, by_kind=quantity == "states")
+        errors = {
+            name: float((other[name] - tensor).abs().max()) / scales[name] for name, tensor in exact.items()
+        }
+        bounds[quantity] = rounding_bounds(errors, torch.finfo(dtype).eps)
+    for quantity in ("loss", "norm"):
+        error = relative(getattr(rounded, quantity), getattr(expected, quantity))
+        bounds[quantity] = rounding_bounds({"": error}, torch.finfo(dtype).eps)
     return bounds
 
 
@@ -453,7 +466,7 @@ def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
             if any(name not in everywhere[rank] for rank in meshes[name]):
                 continue
             output = output.full_tensor()
-        brought[name] = held(output)
+        brought[name] = float64_copy(output)
     return brought
 
 
@@ -474,16 +487,16 @@ class _Tally:
         self._compare("states", case.states, case)
         self._compare("buffers", case.buffers, case)
 
-    def _compare(self, what: str, comparison: Comparison | None, case: Case) -> None:
+    def _compare(self, name: str, comparison: Comparison | None, case: Case) -> None:
         if comparison is None:
-            self._keep(Quantity(what, None, TOLERANCE))
+            self._keep(Quantity(name, None, TOLERANCE))
             return
-        self._keep(worst_quantity(what, comparison.errors, case.bounds[what], TOLERANCE))
+        self._keep(worst_quantity(name, comparison.errors, case.bounds[name], TOLERANCE))
 
-    def _keep(self, one: Quantity) -> None:
-        known = self._worst.get(one.name)
-        if known is None or one.error_in_bounds >= known.error_in_bounds:
-            self._worst[one.name] = one
+    def _keep(self, quantity: Quantity) -> None:
+        worst = self._worst.get(quantity.name)
+        if worst is None or quantity.error_in_bounds >= worst.error_in_bounds:
+            self._worst[quantity.name] = quantity
 
     def quantities(self) -> list[Quantity]:
         """In the order in which they are computed."""
@@ -494,14 +507,15 @@ class _Tally:
 
 
 def _check(dtype: torch.dtype, reduction: str, initial: str) -> None:
-    for what, value, allowed in (
+    for argument, value, allowed in (
         ("reduction", reduction, get_args(Reduction)),
         ("initial", initial, ("check", "load")),
     ):
         if value not in allowed:
-            near = nearest(str(value), allowed)
+            suggestion = nearest(str(value), allowed)
             raise StrettoError(
-                f"{what} is {value!r}", hint=f"did you mean {near!r}?" if near else " or ".join(allowed)
+                f"{argument} is {value!r}",
+                hint=f"did you mean {suggestion!r}?" if suggestion else " or ".join(allowed),
             )
     if not dtype.is_floating_point:
         raise StrettoError(f"dtype is {dtype}", hint="torch.float64, torch.float32 or torch.bfloat16")
@@ -516,8 +530,8 @@ def _pair(built: Any) -> tuple[Any, Any]:
     return built, None
 
 
-def _is_optimizer(one: Any) -> bool:
-    return isinstance(one, torch.optim.Optimizer)
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
 
 
 def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
@@ -543,19 +557,19 @@ def _set_timeout(seconds: float) -> None:
 
 
 def _first(values: Sequence[float | None]) -> float | None:
-    return next((one for one in values if one is not None), None)
+    return next((value for value in values if value is not None), None)
 
 
 def _reduced(losses: Sequence[float | None], reduction: Reduction, reference: float) -> float:
     """The loss of the batch by the losses of the ranks that have one; the reference where none has."""
-    there = [one for one in losses if one is not None]
-    if not there:
+    reported = [loss for loss in losses if loss is not None]
+    if not reported:
         return reference
     if reduction == "same":
-        return max(there, key=lambda one: relative(one, reference))
-    return sum(there) / (len(there) if reduction == "mean" else 1)
+        return max(reported, key=lambda loss: relative(loss, reference))
+    return sum(reported) / (len(reported) if reduction == "mean" else 1)
 
 
 def _farthest(norms: Sequence[float | None], reference: float) -> float | None:
-    there = [one for one in norms if one is not None]
-    return max(there, key=lambda one: relative(one, reference)) if there else None
+    reported = [norm for norm in norms if norm is not None]
+    return max(reported, key=lambda norm: relative(norm, reference)) if reported else None

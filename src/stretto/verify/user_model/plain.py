@@ -17,7 +17,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(kw_only=True)
-class Snapshot:
+class ModelSnapshot:
     """One step: by the plain model's names, in float64 on the CPU.
 
     gradients: before clipping; without parameters that get none.
@@ -49,25 +49,25 @@ class PlainRun:
             for name, tensor in model.named_parameters()
         ]
 
-    def run(self, batch: Any, clip: float | None) -> Snapshot:
+    def run(self, batch: Any, clip: float | None) -> ModelSnapshot:
         """One step on the global batch."""
         step: Step = self._step if self._loss is None else lambda m, o, b: self._plain_step(m, o, b, clip)
-        seen = watch(step, self.model, self.optimizers, batch, self.entries)
-        if seen.loss is None:
+        observation = watch(step, self.model, self.optimizers, batch, self.entries)
+        if observation.loss is None:
             raise StrettoError("the plain model has no loss", hint="return the loss from step() or loss()")
         gradients = {
-            entry.name: entry.whole(gradient).clone()
+            entry.name: entry.full_tensor(gradient).clone()
             for entry in self.entries
-            if (gradient := seen.gradients[entry.key]) is not None
+            if (gradient := observation.gradients[entry.key]) is not None
         }
-        norm = torch.stack([one.square().sum() for one in gradients.values()]).sum().sqrt()
-        return Snapshot(
-            loss=seen.loss,
+        norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+        return ModelSnapshot(
+            loss=observation.loss,
             norm=float(norm),
             gradients=gradients,
-            weights={entry.name: entry.whole(entry.tensor).clone() for entry in self.entries},
+            weights={entry.name: entry.full_tensor(entry.tensor).clone() for entry in self.entries},
             states=states_of(self.entries, self.optimizers),
-            buffers={name: held(buffer) for name, buffer in self.model.named_buffers()},
+            buffers={name: float64_copy(buffer) for name, buffer in self.model.named_buffers()},
         )
 
     def _plain_step(self, model: Any, optimizers: Any, batch: Any, clip: float | None) -> Tensor:
@@ -87,7 +87,7 @@ class PlainRun:
         return loss
 
 
-def held(tensor: Tensor) -> Tensor:
+def float64_copy(tensor: Tensor) -> Tensor:
     """A copy in float64 on the CPU."""
     return tensor.detach().to("cpu", torch.float64, copy=True)
 
@@ -96,20 +96,20 @@ def states_of(entries: Sequence[Entry], optimizers: Sequence[torch.optim.Optimiz
     """The optimisers' states that are as large as their parameter, as NAME.STATE; those of this rank."""
     states = dict[str, Tensor]()
     for entry in entries:
-        for key, state in tensors_beside(entry, optimizers).items():
-            states[f"{entry.name}.{key}"] = entry.whole(state).clone()
+        for key, state in parameter_states(entry, optimizers).items():
+            states[f"{entry.name}.{key}"] = entry.full_tensor(state).clone()
     return states
 
 
-def tensors_beside(entry: Entry, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def parameter_states(entry: Entry, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The states of a parameter that lie as it does, by key."""
     for optimizer in optimizers:
         # ZeroRedundancyOptimizer keeps those of its share in an optimizer of its own
-        held_by: Mapping[Any, Any] = getattr(optimizer, "optim", optimizer).state
-        if entry.tensor in held_by:
-            kept: Mapping[str, Any] = held_by[entry.tensor]
-            tensors = {key: value for key, value in sorted(kept.items()) if isinstance(value, Tensor)}
-            return {key: one for key, one in tensors.items() if one.shape == entry.tensor.shape}
+        state_by_parameter: Mapping[Any, Any] = getattr(optimizer, "optim", optimizer).state
+        if entry.tensor in state_by_parameter:
+            states: Mapping[str, Any] = state_by_parameter[entry.tensor]
+            tensors = {key: value for key, value in sorted(states.items()) if isinstance(value, Tensor)}
+            return {key: tensor for key, tensor in tensors.items() if tensor.shape == entry.tensor.shape}
     return {}
 
 
@@ -129,9 +129,9 @@ def converted(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
-        return {key: converted(one, device, dtype) for key, one in cast(Mapping[Any, Any], batch).items()}
+        return {key: converted(item, device, dtype) for key, item in cast(Mapping[Any, Any], batch).items()}
     if isinstance(batch, tuple) and hasattr(cast(Any, batch), "_fields"):
-        return type(batch)(*(converted(one, device, dtype) for one in cast(Sequence[Any], batch)))
+        return type(batch)(*(converted(item, device, dtype) for item in cast(Sequence[Any], batch)))
     if isinstance(batch, list | tuple):
-        return type(batch)(converted(one, device, dtype) for one in cast(Sequence[Any], batch))
+        return type(batch)(converted(item, device, dtype) for item in cast(Sequence[Any], batch))
     return batch

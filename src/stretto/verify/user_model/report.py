@@ -41,16 +41,16 @@ class Report:
     @property
     def equal(self) -> bool:
         """Whether the parallel model computes what the plain one does."""
-        return self.diagnosis is None and all(one.equal for one in self.quantities)
+        return self.diagnosis is None and all(quantity.equal for quantity in self.quantities)
 
     @property
     def worst(self) -> str | None:
         """The parameter that is farthest off, in the first quantity that differs."""
-        return next((one.worst for one in self.quantities if not one.equal), None)
+        return next((quantity.worst for quantity in self.quantities if not quantity.equal), None)
 
     def __getitem__(self, name: str) -> Quantity:
         """A quantity by its name."""
-        return next(one for one in self.quantities if one.name == name)
+        return next(quantity for quantity in self.quantities if quantity.name == name)
 
     def raise_for_difference(self) -> None:
         """Raise Differs, with this report as its text, unless all is equal."""
@@ -59,10 +59,10 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("", "error", "bound", "worst", "equal")]
-        for one in self.quantities:
-            error = "-" if one.error is None else f"{one.error:.1e}"
-            equal = "-" if one.error is None else "yes" if one.equal else "NO"
-            rows.append((one.name, error, f"{one.bound:.1e}", one.worst or "-", equal))
+        for quantity in self.quantities:
+            error = "-" if quantity.error is None else f"{quantity.error:.1e}"
+            equal = "-" if quantity.error is None else "yes" if quantity.equal else "NO"
+            rows.append((quantity.name, error, f"{quantity.bound:.1e}", quantity.worst or "-", equal))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
             f"largest relative difference from one process, {self.dtype}, {self.steps} "
@@ -74,9 +74,13 @@ class Report:
         lines += [f"note: {note}" for note in self.notes]
         verdict = "all equal to one process" if self.equal else "DIFFERS from one process"
         lines.append(f"{self.ranks} rank{'s' * (self.ranks > 1)} in {self.seconds:.1f} s, {verdict}")
-        compared = [one.name for one in self.quantities if one.error is not None]
+        compared = [quantity.name for quantity in self.quantities if quantity.error is not None]
         # a model without buffers lacks nothing
-        missing = [one.name for one in self.quantities if one.error is None and one.name != "buffers"]
+        missing = [
+            quantity.name
+            for quantity in self.quantities
+            if quantity.error is None and quantity.name != "buffers"
+        ]
         lines += [
             f"compared with the plain model in one process: {', '.join(compared)}",
             "shared with it: code of its layers, initial values, batches, and the optimizer's rule",

@@ -84,7 +84,7 @@ class _BoundedWork:
             _store().set(_key(this_rank()), self._call)
             # earlier: the other rank has failed, or has given up its own wait, which ends this one
             early = time.monotonic() - started < self._seconds
-            raise (_deadlock(self._seconds, least=2 if early else 1) or error) from error
+            raise (_deadlock(self._seconds, minimum=2 if early else 1) or error) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -94,14 +94,14 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _deadlock(seconds: float, least: int = 1) -> StrettoError | None:
-    """The calls that ranks are waiting in; None if fewer than `least` ranks wait for a message."""
+def _deadlock(seconds: float, minimum: int = 1) -> StrettoError | None:
+    """The calls that ranks are waiting in; None if fewer than `minimum` ranks wait for a message."""
     if not dist.is_initialized():
         return None
     time.sleep(_GRACE)
     store = _store()
     calls = {r: store.get(_key(r)).decode() for r in range(world_size()) if store.check([_key(r)])}
-    if len(calls) < least:
+    if len(calls) < minimum:
         return None
     waiting = [f"rank {waiter} waits for {its_call}" for waiter, its_call in calls.items()]
     if quiet := [str(r) for r in range(world_size()) if r not in calls]:

@@ -23,7 +23,7 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(kw_only=True)
-class Seen:
+class Observation:
     """What a step of this rank showed.
 
     loss, norm: as the step returned them, or for the norm as torch's clipping used it; None: neither.
@@ -41,7 +41,7 @@ class Seen:
 
 def watch(
     step: Step, built: Any, optimizers: Sequence[torch.optim.Optimizer], batch: Any, entries: Sequence[Entry]
-) -> Seen:
+) -> Observation:
     """Run one step, and see what it does.
 
     Args:
@@ -51,23 +51,23 @@ def watch(
     Raises:
         StrettoError: the step returned something other than a loss, or a loss and a norm.
     """
-    seen = Seen()
+    observation = Observation()
     norms = list[Tensor]()
 
     def capture() -> None:
-        if not seen.gradients:
+        if not observation.gradients:
             for entry in entries:
                 gradient = entry.gradient()
-                seen.gradients[entry.key] = None if gradient is None else gradient.detach().clone()
+                observation.gradients[entry.key] = None if gradient is None else gradient.detach().clone()
 
     def clipped(largest: float, norm: Tensor) -> None:
         capture()
-        seen.clip = float(largest)
+        observation.clip = float(largest)
         norms.append(norm.detach().clone())
 
     def before(*_: Any) -> None:
         capture()
-        seen.updated = True
+        observation.updated = True
 
     with ExitStack() as stack:
         stack.enter_context(_clipping(clipped))
@@ -77,11 +77,11 @@ def watch(
             stack.enter_context(_engine_step(built, before))
         result = step(built, optimizers[0] if len(optimizers) == 1 else optimizers, batch)
     capture()  # a step without an optimiser
-    seen.loss, seen.norm = _returned(result)
+    observation.loss, observation.norm = _returned(result)
     sizes = {_number(norm) for norm in norms}
-    if seen.norm is None and len(sizes) == 1:  # several calls clip groups, each by a norm of its own
-        (seen.norm,) = sizes
-    return seen
+    if observation.norm is None and len(sizes) == 1:  # several calls clip groups, each by a norm of its own
+        (observation.norm,) = sizes
+    return observation
 
 
 @contextmanager
@@ -124,10 +124,10 @@ def _engine_step(engine: Any, before: Callable[[], None]) -> Generator[None]:
 def _returned(result: Any) -> tuple[float | None, float | None]:
     """Loss and norm of what a step returned."""
     loss, norm = result if isinstance(result, tuple) and len(cast(Any, result)) == 2 else (result, None)
-    for what, value in (("loss", loss), ("norm", norm)):
+    for quantity, value in (("loss", loss), ("norm", norm)):
         if value is not None and not isinstance(value, int | float) and not _is_number(value):
             raise StrettoError(
-                f"step() returned {type(value).__name__} as the {what}",
+                f"step() returned {type(value).__name__} as the {quantity}",
                 hint="return the loss, (loss, gradient norm), or None on ranks that compute no loss",
             )
     return None if loss is None else _number(loss), None if norm is None else _number(norm)
