@@ -20,7 +20,7 @@ from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.ids import hash as hash_module
 from stretto.recommender.tables.ids.hash import HashIds, lowest
 from stretto.recommender.tables.splitmix import owner
-from stretto.verify.recommender.cases import Case, cases_from_file, configured_case
+from stretto.verify.recommender.cases import PlacementCase, cases_from_file, configured_case
 from stretto.verify.recommender.every import KINDS, AllCases, draw, small
 from stretto.verify.recommender.proof import recommender_proof
 from stretto.verify.run import run_proof
@@ -67,7 +67,7 @@ def test_all_of_them_are_placements_of_all_tables(ranks: int) -> None:
 
 def test_the_product_has_each_with_each() -> None:
     tables = small(job(), 2).table_specs()
-    assert len(AllCases(tables, 2, whole=True).cases) == 24 * len(AllCases(tables, 2).cases)
+    assert len(AllCases(tables, 2, full=True).cases) == 24 * len(AllCases(tables, 2).cases)
 
 
 def test_small_keeps_rates_and_makes_a_batch_that_ranks_do_not_divide() -> None:
@@ -86,13 +86,13 @@ def test_more_memory_than_there_is_is_refused() -> None:
         run_proof(recommender_proof(config, tables, [case]))
 
 
-def own_of(config: RecommenderConfig) -> tuple[Any, Case]:
+def own_of(config: RecommenderConfig) -> tuple[Any, PlacementCase]:
     tables = config.table_specs()
     placements: Placements = uniform(physical_tables(tables), "row", 2)
     return tables, configured_case(config, tables, placements)
 
 
-def read(tmp_path: Path, text: str) -> list[Case]:
+def read(tmp_path: Path, text: str) -> list[PlacementCase]:
     path = tmp_path / "cases.yaml"
     path.write_text(text)
     config = job()

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.recommender.placement import TableSpec
 from stretto.verify.compare import Comparison
-from stretto.verify.recommender.diagnose import Evidence, WrongShard, diagnose
+from stretto.verify.recommender.diagnose import TableEvidence, WrongShard, diagnose
 
 _TABLES = ("C1", "C2")
 _ALL = (*_TABLES, "top.0.weight", "top.0.bias")
@@ -30,9 +30,9 @@ def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> C
     return Comparison(errors, every, left)
 
 
-def seen(**changes: Any) -> Evidence:
+def seen(**changes: Any) -> TableEvidence:
     """Evidence of two ranks where all is equal, but for some of it."""
-    equal = Evidence(
+    equal = TableEvidence(
         ranks=2,
         tables=_TABLES,
         features=_FEATURES,

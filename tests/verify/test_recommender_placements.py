@@ -26,11 +26,11 @@ from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels import cpu
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.recommender.train.engine import DenseReplica, Recommender
-from stretto.verify.recommender.cases import Case
+from stretto.verify.recommender.cases import PlacementCase
 from stretto.verify.recommender.diagnose import TableVerdict
 from stretto.verify.recommender.every import AllCases, small
 from stretto.verify.recommender.proof import proof_of
-from stretto.verify.recommender.prove import References, prove
+from stretto.verify.recommender.prove import TableReferences, prove
 from stretto.verify.run import run_proof
 
 _JOB = """
@@ -47,11 +47,11 @@ def job() -> RecommenderConfig:
     return small(parsed, 2)
 
 
-def run_cases(cases: list[Case]) -> list[TableVerdict]:
+def run_cases(cases: list[PlacementCase]) -> list[TableVerdict]:
     """On every rank: the proof, whose verdicts are the same on all."""
     config = job()
     with tempfile.TemporaryDirectory() as folder:
-        return prove(References(config, config.table_specs(), 3), cases, Path(folder))
+        return prove(TableReferences(config, config.table_specs(), 3), cases, Path(folder))
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -67,7 +67,7 @@ def test_placements_equal_one_process(step: int) -> None:
         assert verdict.weight_error < 1e-10
 
 
-def without_numba(cases: list[Case]) -> list[TableVerdict]:
+def without_numba(cases: list[PlacementCase]) -> list[TableVerdict]:
     """As `run_cases`, with torch's operations for tables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "has_numba", lambda: False)
@@ -218,10 +218,10 @@ def run_faults() -> list[TableVerdict]:
     rank = torch.distributed.get_rank()
     every = AllCases(config.table_specs(), 2)
     placements = dict(every.placements())
-    references = References(config, config.table_specs(), 3)
+    references = TableReferences(config, config.table_specs(), 3)
     for plant, name, changes, _ in FAULTS:
         usual: dict[str, Any] = {"rule": "sgd", "dense": "sgd", "samples": "ragged"}
-        case = Case(name=name, placements=placements[name], ranks=2, **{**usual, **changes})
+        case = PlacementCase(name=name, placements=placements[name], ranks=2, **{**usual, **changes})
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             plant(patch, rank)
             verdicts += prove(references, [case], Path(folder))
@@ -244,7 +244,7 @@ def test_one_rank_holds_everything() -> None:
 def run_alone() -> list[TableVerdict]:
     config = replace(job(), layout=replace(job().layout, ranks=1))
     names = [table.name for table in physical_tables(job().table_specs())]
-    case = Case(
+    case = PlacementCase(
         name="table",
         placements={name: TablePlacement("table", (0,)) for name in names},
         ranks=1,
@@ -253,4 +253,4 @@ def run_alone() -> list[TableVerdict]:
         samples="ragged",
     )
     with tempfile.TemporaryDirectory() as folder:
-        return prove(References(config, config.table_specs(), 3), [case], Path(folder))
+        return prove(TableReferences(config, config.table_specs(), 3), [case], Path(folder))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto.engine.parallel.control import gather_json
 from stretto.verify.axes import Axes, combined, gathered, missing_over
 from stretto.verify.compare import Comparison, relative
-from stretto.verify.diagnose import SAME, TOLERANCE, above, listing, times
+from stretto.verify.diagnose import FACTOR_TOLERANCE, TOLERANCE, above, listing, times
 from stretto.verify.outputs import Outputs, beside_rows, search
 
 Reduction = Literal["mean", "sum", "same"]
@@ -29,10 +29,10 @@ class Case:
 
     losses, norms: of every rank, None where it has none.
     loss: that of the ranks together.
-    bounds: what errors may be, by quantity and name; where nothing is said, TOLERANCE.
+    bounds: what errors may be, by quantity and name; TOLERANCE for other names.
     updated: whether every rank's optimiser made a step.
     gradients, weights, states, buffers: relative errors by name.
-    ours, expected: whole gradients, this rank's and the plain model's.
+    actual, expected: full gradients, this rank's and the plain model's.
     share_gradients: computes the plain model's gradients of this rank's share of the batch.
     clip: largest gradient norm in the plain model's step; None: no clipping.
     modules: the plain model's, by path.
@@ -55,7 +55,7 @@ class Case:
     weights: Comparison
     states: Comparison | None
     buffers: Comparison | None
-    ours: Mapping[str, Sequence[Tensor]]
+    actual: Mapping[str, Sequence[Tensor]]
     expected: Mapping[str, Tensor]
     share_gradients: Callable[[], Mapping[str, Tensor]] | None
     clip: float | None
@@ -63,7 +63,7 @@ class Case:
     initial: Mapping[str, Tensor]
     outputs: Outputs
     expected_outputs: Outputs
-    close: float = SAME
+    close: float = FACTOR_TOLERANCE
 
     def bound(self, quantity: str, name: str = "") -> float:
         """What the error of a quantity may be."""
@@ -89,9 +89,9 @@ def explain(case: Case) -> Cause | None:
         return Cause(_norm(case, case.norm))
     if not case.updated:
         return Cause("losses and gradients are equal, but the optimizer made no step on some rank")
-    for what, comparison in (("states", case.states), ("weights", case.weights)):
-        if comparison is not None and (off := above(comparison.errors, case.bounds[what])):
-            return Cause(_update(case, what, off))
+    for quantity, comparison in (("states", case.states), ("weights", case.weights)):
+        if comparison is not None and (off := above(comparison.errors, case.bounds[quantity])):
+            return Cause(_update(case, quantity, off))
     if case.buffers is not None and (off := above(case.buffers.errors, case.bounds["buffers"])):
         return Cause(_buffers(case, off))
     return None
@@ -113,12 +113,12 @@ class _Forward:
         module, compared = self._search()
         if module is None:
             return Cause(self._combination(compared))
-        said = f"the loss is {times(self.ratio)} the reference"
-        return Cause(f"{said}; the first output that differs is {module}'s{self._module(module)}", module)
+        message = f"the loss is {times(self.ratio)} the reference"
+        return Cause(f"{message}; the first output that differs is {module}'s{self._module(module)}", module)
 
     def _search(self) -> tuple[str | None, int]:
         case = self.case
-        tolerance = TOLERANCE if case.close <= SAME else case.close
+        tolerance = TOLERANCE if case.close <= FACTOR_TOLERANCE else case.close
         return search(case.outputs, case.expected_outputs, beside_rows, tolerance)
 
     def _combination(self, compared: int) -> str:
@@ -128,10 +128,10 @@ class _Forward:
         losses = [None if loss is None else torch.tensor([loss]).double() for loss in case.losses]
         reference = torch.tensor([case.reference_loss]).double()
         if missing := missing_over(losses, reference, case.axes, case.close):
-            label, what = missing
+            label, operation = missing
             return (
-                f"{right}the losses of {label} differ, and their {what} is the reference: the loss that the "
-                "step returns is not reduced over them"
+                f"{right}the losses of {label} differ, and their {operation} is the reference: the loss that "
+                "the step returns is not reduced over them"
             )
         if label := case.axes.of_size(self.ratio, case.close):
             return f"{right}the loss is {times(self.ratio)} the reference, as if summed over {label}"
@@ -157,54 +157,62 @@ class _Forward:
                 ": it normalises by the samples of one rank; convert it with "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
             )
-        whole = case.expected_outputs[name]
-        here = case.outputs.get(name)
-        shapes = _shapes(here)
+        expected = case.expected_outputs[name]
+        actual = case.outputs.get(name)
+        shapes = _shapes(actual)
         if len({*filter(None, shapes)}) != 1:
             return ""
         shape = next(filter(None, shapes))
-        values = gathered(None if here is None else here.to("cpu", torch.float64), shape)
+        values = gathered(None if actual is None else actual.to("cpu", torch.float64), shape)
         aligned = [value for value in values if value is not None]
-        if case.axes.over and (label := _summed(case, values, whole)):
+        if case.axes.over and (label := _summed(case, values, expected)):
             return f": the outputs of {label} sum to the plain model's, so their all-reduce is missing"
         bias = case.initial.get(f"{name}.bias")
         if bias is not None and aligned and bias.shape == aligned[0].shape[-1:]:
-            more = next((n for n in range(2, len(values) + 1) if _has_bias(aligned[0], whole, bias, n)), None)
+            more = next(
+                (n for n in range(2, len(values) + 1) if _has_bias(aligned[0], expected, bias, n)), None
+            )
             if more:
                 return f": its bias is added {more} times, once on each rank that has a part of its input"
         if all(value is None or bool((value - aligned[0]).abs().max() <= case.close) for value in values):
-            ratio = _whole_ratio(aligned[0], whole)
+            ratio = _tensor_ratio(aligned[0], expected)
             if ratio is not None and (label := case.axes.of_size(ratio, case.close)):
                 return f": it is {times(ratio)} the plain model's, as if summed over copies on {label}"
         return ""
 
 
-def _summed(case: Case, values: Sequence[Tensor | None], whole: Tensor) -> str | None:
+def _summed(case: Case, values: Sequence[Tensor | None], expected: Tensor) -> str | None:
     """The ranks whose outputs sum to the plain model's."""
-    size = float(whole.abs().max()) * case.close
+    size = float(expected.abs().max()) * case.close
     for label, groups in case.axes.over:
         sums = combined(values, groups, mean=False)
-        pairs = [beside_rows(one, whole) for one in sums if one is not None]
+        pairs = [beside_rows(tensor, expected) for tensor in sums if tensor is not None]
         if all(pair is not None and bool((pair[0] - pair[1]).abs().max() <= size) for pair in pairs):
             return label
     return None
 
 
-def _has_bias(ours: Tensor, whole: Tensor, bias: Tensor, count: int) -> bool:
-    pair = beside_rows(ours - (count - 1) * bias, whole)
-    return pair is not None and bool((pair[0] - pair[1]).abs().max() <= SAME * float(whole.abs().max()))
+def _has_bias(actual: Tensor, expected: Tensor, bias: Tensor, count: int) -> bool:
+    pair = beside_rows(actual - (count - 1) * bias, expected)
+    return pair is not None and bool(
+        (pair[0] - pair[1]).abs().max() <= FACTOR_TOLERANCE * float(expected.abs().max())
+    )
 
 
-def _whole_ratio(ours: Tensor, whole: Tensor) -> float | None:
+def _tensor_ratio(actual: Tensor, expected: Tensor) -> float | None:
     """The factor between two tensors of one shape; None where there is none."""
-    if ours.shape != whole.shape:
+    if actual.shape != expected.shape:
         return None
-    ratio = float((ours * whole).sum() / whole.square().sum())
-    return ratio if bool((ours - ratio * whole).abs().max() <= SAME * float(whole.abs().max())) else None
+    ratio = float((actual * expected).sum() / expected.square().sum())
+    return (
+        ratio
+        if bool((actual - ratio * expected).abs().max() <= FACTOR_TOLERANCE * float(expected.abs().max()))
+        else None
+    )
 
 
-def _shapes(here: Tensor | None) -> list[tuple[int, ...] | None]:
-    shapes: list[list[int] | None] = gather_json(None if here is None else list(here.shape))
+def _shapes(output: Tensor | None) -> list[tuple[int, ...] | None]:
+    shapes: list[list[int] | None] = gather_json(None if output is None else list(output.shape))
     return [None if shape is None else tuple(shape) for shape in shapes]
 
 
@@ -215,7 +223,7 @@ def _gradients(case: Case, wrong: list[str]) -> str:
     if set(wrong) <= set(case.tied):
         return _tied(case, wrong)
     every = len(wrong) > 0.9 * len(case.gradients.errors)
-    where = "every gradient" if every else f"the gradient of {listing(wrong)}"
+    subject = "every gradient" if every else f"the gradient of {listing(wrong)}"
     ratio = case.gradients.factor(wrong, case.close)
     if ratio is not None:
         scale, norm = _scale(case, ratio), case.reference_norm
@@ -223,71 +231,71 @@ def _gradients(case: Case, wrong: list[str]) -> str:
             scale += f" (or clipping by code of the step's own: then give clip={ratio * norm:.4g})"
         elif every and case.clip is not None and abs(ratio * case.clip / norm - 1.0) < _CLIPPING:
             scale = f"as if the step did not clip to a norm of {case.clip:g}"
-        return f"{where} is {times(ratio)} the reference: {scale}"
-    name = max(wrong, key=lambda one: case.gradients.errors[one])
+        return f"{subject} is {times(ratio)} the reference: {scale}"
+    name = max(wrong, key=lambda parameter: case.gradients.errors[parameter])
     if missing := _missing(case, name):
-        label, what = missing
+        label, operation = missing
         return (
-            f"{where} differs between {label}, and their {what} is the reference: the reduction over them is "
-            "missing"
+            f"{subject} differs between {label}, and their {operation} is the reference: the reduction over "
+            "them is missing"
         )
-    if said := _unequal_counts(case, name):
-        return f"{where} differs in direction: {said}"
+    if reason := _unequal_counts(case, name):
+        return f"{subject} differs in direction: {reason}"
     if all(case.gradients.ratios[name] == 0.0 for name in wrong):
-        return f"{where} is zero or missing: nothing of the loss reaches it"
+        return f"{subject} is zero or missing: nothing of the loss reaches it"
     down_to = _right_down_to(case, wrong)
-    values = gathered(*_one(case, name))
+    values = gathered(*_gradient_of(case, name))
     if every and not _disagree(values):
         return (
-            f"{where} differs in direction, and is the same on every rank: it is averaged over ranks with "
+            f"{subject} differs in direction, and is the same on every rank: it is averaged over ranks with "
             "unequal numbers of tokens, or some rank's part is left out"
         )
     return (
-        f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+        f"{subject} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
         f"{down_to}"
     )
 
 
-def _one(case: Case, name: str) -> tuple[Tensor | None, tuple[int, ...]]:
-    ours = case.ours.get(name)
-    return (ours[0] if ours else None), tuple(case.expected[name].shape)
+def _gradient_of(case: Case, name: str) -> tuple[Tensor | None, tuple[int, ...]]:
+    gradients = case.actual.get(name)
+    return (gradients[0] if gradients else None), tuple(case.expected[name].shape)
 
 
 def _missing(case: Case, name: str) -> tuple[str, str] | None:
-    return missing_over(gathered(*_one(case, name)), case.expected[name], case.axes, case.close)
+    return missing_over(gathered(*_gradient_of(case, name)), case.expected[name], case.axes, case.close)
 
 
 def _disagree(values: Sequence[Tensor | None]) -> bool:
-    there = [value for value in values if value is not None]
-    return any(not torch.equal(one, there[0]) for one in there[1:])
+    present = [value for value in values if value is not None]
+    return any(not torch.equal(value, present[0]) for value in present[1:])
 
 
 def _tied(case: Case, wrong: list[str]) -> str:
-    said = f"only the gradient of the tied {listing(wrong)} is wrong: it is"
+    message = f"only the gradient of the tied {listing(wrong)} is wrong: it is"
     ratio = case.gradients.factor(wrong, case.close)
     holders = _holders(case, wrong[0])
     over = f"over the {holders} places that share it"
     if ratio is not None and holders > 1:
         if abs(ratio / holders - 1.0) < case.close:
-            return f"{said} {times(ratio)} the reference, summed twice {over}"
+            return f"{message} {times(ratio)} the reference, summed twice {over}"
         if abs(ratio * holders - 1.0) < case.close:
-            return f"{said} {times(ratio)} the reference, averaged {over}"
+            return f"{message} {times(ratio)} the reference, averaged {over}"
     if ratio is not None:
-        return f"{said} {times(ratio)} the reference: {_scale(case, ratio)}"
-    local = case.ours.get(wrong[0], ())
-    values = gathered(*_one(case, wrong[0]))
-    there = [value for value in values if value is not None]
-    parts = there if len(there) > 1 else list(local)
-    whole = case.expected[wrong[0]]
-    off = (torch.stack(parts).sum(0) - whole).abs().max() if parts else torch.tensor(torch.inf)
-    if len(parts) > 1 and bool(off <= case.close * float(whole.abs().max())):
-        return f"{said} not summed {over}"
-    return f"{said} not the sum over the places that share it"
+        return f"{message} {times(ratio)} the reference: {_scale(case, ratio)}"
+    local = case.actual.get(wrong[0], ())
+    values = gathered(*_gradient_of(case, wrong[0]))
+    copies = [value for value in values if value is not None]
+    parts = copies if len(copies) > 1 else list(local)
+    expected = case.expected[wrong[0]]
+    off = (torch.stack(parts).sum(0) - expected).abs().max() if parts else torch.tensor(torch.inf)
+    if len(parts) > 1 and bool(off <= case.close * float(expected.abs().max())):
+        return f"{message} not summed {over}"
+    return f"{message} not the sum over the places that share it"
 
 
 def _holders(case: Case, name: str) -> int:
-    there = [value for value in gathered(*_one(case, name)) if value is not None]
-    return max(len(there), len(case.ours.get(name, ())))
+    copies = [value for value in gathered(*_gradient_of(case, name)) if value is not None]
+    return max(len(copies), len(case.actual.get(name, ())))
 
 
 def _scale(case: Case, ratio: float) -> str:
@@ -310,7 +318,7 @@ _LEAST_SCALE = 2.0**6  # a smaller power of two may be a number of ranks
 
 def _loss_scale(ratio: float) -> float | None:
     """The loss scale that a ratio is: scaling is by powers of two."""
-    if not ratio >= _LEAST_SCALE * (1.0 - SAME):
+    if not ratio >= _LEAST_SCALE * (1.0 - FACTOR_TOLERANCE):
         return None
     scale = 2.0 ** round(log2(ratio))
     return scale if abs(ratio / scale - 1.0) < 1e-4 else None
@@ -320,14 +328,14 @@ def _unequal_counts(case: Case, name: str) -> str | None:
     """Whether the ranks' gradients are averaged though their shares differ in tokens."""
     if case.share_gradients is None:
         return None
-    ours, shape = _one(case, name)
-    shares = [one for one in gathered(case.share_gradients().get(name), shape) if one is not None]
-    values = [one for one in gathered(ours, shape) if one is not None]
+    gradient, shape = _gradient_of(case, name)
+    shares = [value for value in gathered(case.share_gradients().get(name), shape) if value is not None]
+    values = [value for value in gathered(gradient, shape) if value is not None]
     if not shares or not values:
         return None
     mean = torch.stack(shares).mean(0)
     size = case.close * float(mean.abs().max())
-    if all(bool((one - mean).abs().max() <= size) for one in values):
+    if all(bool((value - mean).abs().max() <= size) for value in values):
         return (
             "it is the mean of what each rank's share gives alone, and the shares have unequal numbers of "
             "tokens: sum the losses, and divide by the number of tokens of the global batch"
@@ -356,32 +364,36 @@ def _right_down_to(case: Case, wrong: Collection[str]) -> str:
 
 def _norm(case: Case, norm: float) -> str:
     ratio = norm / case.reference_norm if case.reference_norm else float("nan")
-    said = f"gradients are equal but their norm is {times(ratio)} the reference, so clipping is wrong"
-    squares = [None if one is None else torch.tensor([one**2]).double() for one in case.norms]
+    message = f"gradients are equal but their norm is {times(ratio)} the reference, so clipping is wrong"
+    squares = [
+        None if rank_norm is None else torch.tensor([rank_norm**2]).double() for rank_norm in case.norms
+    ]
     reference = torch.tensor([case.reference_norm**2]).double()
     if missing := missing_over(squares, reference, case.axes, case.close):
-        label, what = missing
-        if what == "sum":
-            return f"{said}: each rank's is over its own shards only, its square is not summed over {label}"
+        label, operation = missing
+        if operation == "sum":
+            return (
+                f"{message}: each rank's is over its own shards only, its square is not summed over {label}"
+            )
     if scale := _loss_scale(ratio):
-        return f"{said}: it is taken before the loss scale of {scale:g} is undone"
+        return f"{message}: it is taken before the loss scale of {scale:g} is undone"
     if label := case.axes.of_size(ratio**2, case.close):
-        return f"{said}: every element is counted once on each of {label}, as if copies were parts"
+        return f"{message}: every element is counted once on each of {label}, as if copies were parts"
     if label := case.axes.of_size(1.0 / ratio**2, case.close):
-        return f"{said}: its square is not summed over {label}"
-    return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"
+        return f"{message}: its square is not summed over {label}"
+    return f"{message}: a shard is left out, or a replicated or tied parameter counted more than once"
 
 
-def _update(case: Case, what: str, off: list[str]) -> str:
-    ranks = case.weights.ranks if what == "weights" else ()
-    where = f" (on ranks {', '.join(map(str, ranks[:4]))})" if 0 < len(ranks) < len(case.losses) else ""
-    if what == "states":
-        said = f"gradients and norm are equal but the optimizer's {listing(off)} are not"
+def _update(case: Case, quantity: str, off: list[str]) -> str:
+    ranks = case.weights.ranks if quantity == "weights" else ()
+    location = f" (on ranks {', '.join(map(str, ranks[:4]))})" if 0 < len(ranks) < len(case.losses) else ""
+    if quantity == "states":
+        message = f"gradients and norm are equal but the optimizer's {listing(off)} are not"
     else:
-        said = f"gradients and norm are equal but the updated {listing(off)} are not{where}"
-    if where:
-        return f"{said}: updated weights do not reach these ranks"
-    return f"{said}: the optimizer differs"
+        message = f"gradients and norm are equal but the updated {listing(off)} are not{location}"
+    if location:
+        return f"{message}: updated weights do not reach these ranks"
+    return f"{message}: the optimizer differs"
 
 
 def _buffers(case: Case, off: list[str]) -> str:

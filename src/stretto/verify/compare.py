@@ -36,7 +36,7 @@ ranks round a few times more, in what they exchange. TTrace (arXiv 2506.09280) t
 the rounding error that a trusted implementation has in this type, as the machine's epsilon alone says nothing
 about how errors grow through layers."""
 
-Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter: ours and the reference's
+Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter, and the reference's values of each
 Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
 
 
@@ -45,7 +45,7 @@ class Comparison:
     """Over all parameters and ranks.
 
     errors: relative error of each parameter, by name.
-    ratios: best factor c for which ours = c * reference, by name; where several ranks hold it, for their
+    ratios: best factor c for which actual = c * reference, by name; where several ranks hold it, for their
         mean.
     residuals: relative error that is left when the reference is multiplied by c.
     ranks: those that hold anything that differs.
@@ -72,8 +72,8 @@ class Comparison:
         if not isfinite(middle) or middle == 0:
             return None
         allowed = min(close, _NOISE * abs(middle - 1.0))
-        same = all(abs(self.ratios[name] / middle - 1.0) <= allowed for name in names)
-        return middle if same else None
+        uniform = all(abs(self.ratios[name] / middle - 1.0) <= allowed for name in names)
+        return middle if uniform else None
 
     def factor(self, names: Sequence[str], close: float) -> float | None:
         """The one factor by which all these parameters are off; None where it leaves more than noise of their
@@ -112,7 +112,7 @@ def worst_quantity(
     name: str, errors: Mapping[str, float], bounds: Mapping[str, float], default: float = 0.0
 ) -> Quantity:
     """The quantity where its error is largest in units of its bound; `default` if a name has none."""
-    worst = max(errors, key=lambda one: errors[one] / bounds.get(one, default))
+    worst = max(errors, key=lambda parameter: errors[parameter] / bounds.get(parameter, default))
     return Quantity(name, errors[worst], bounds.get(worst, default), worst or None)
 
 
@@ -120,8 +120,8 @@ def rounding_bounds(errors: Mapping[str, float], eps: float, multiple: float = M
     """What errors may be in a type of this epsilon: a multiple of those of one process in it, none of which
     counts as less than the median of its kind or the unit roundoff: it may have come out small by chance.
     """
-    least = max(eps / 2, median(errors.values()) if errors else 0.0)
-    return {name: multiple * max(error, least) for name, error in errors.items()}
+    floor = max(eps / 2, median(errors.values()) if errors else 0.0)
+    return {name: multiple * max(error, floor) for name, error in errors.items()}
 
 
 def _order(error: float) -> float:
@@ -129,17 +129,17 @@ def _order(error: float) -> float:
 
 
 def compare(
-    ours: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     places: Mapping[str, ShardPlacement],
     reference: Mapping[str, Tensor],
     scales: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Compare every copy of every tensor on this rank with the whole tensors of the reference. Collective.
+    """Compare every copy of every tensor on this rank with the full tensors of the reference. Collective.
 
     Args:
         scales: `scales_of(reference)`, where it is known already.
     """
-    pairs = {name: _pairs(ours, places, name, whole) for name, whole in reference.items()}
+    pairs = {name: _pairs(actual, places, name, full) for name, full in reference.items()}
     return compare_pairs(pairs, scales or scales_of(reference))
 
 
@@ -151,8 +151,8 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
         scales: of these names, what differences are measured against.
     """
     sizes, pairs = [scales[name] for name in of], list(of.values())
-    here = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
-    errors = _largest(here)
+    local_errors = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
+    errors = _largest(local_errors)
     ranks: tuple[int, ...] = ()
     if bool((errors <= NOTHING).all()):  # the same on every rank; there is nothing to explain
         ratios, residuals = torch.ones_like(errors), errors
@@ -160,7 +160,7 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
         ratios = _ratios(pairs)
         residuals = _largest(_errors(pairs, sizes, ratios))
         ranks = tuple(
-            rank for rank, equal in enumerate(gather_json(bool((here <= NOTHING).all()))) if not equal
+            rank for rank, equal in enumerate(gather_json(bool((local_errors <= NOTHING).all()))) if not equal
         )
     rows = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
     return Comparison(rows[0], rows[1], rows[2], ranks)
@@ -170,15 +170,15 @@ def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
     """What each parameter's differences are measured against."""
     sizes = {name: float(t.abs().max()) for name, t in reference.items()}
     floor = FLOOR * max(sizes.values())
-    return {name: max(one, floor) for name, one in sizes.items()}
+    return {name: max(size, floor) for name, size in sizes.items()}
 
 
 def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
-    """Largest |ours - factor * reference| here, over the scale of each parameter; infinite for NaN."""
+    """Largest |value - factor * expected| on this rank, over each parameter's scale; infinite for NaN."""
     errors = torch.zeros(len(pairs), dtype=torch.float64)
     for at, pieces in enumerate(pairs):
-        for here, there in pieces:
-            difference = torch.sub(here, there, alpha=float(factors[at]))
+        for value, expected in pieces:
+            difference = torch.sub(value, expected, alpha=float(factors[at]))
             error = torch.linalg.vector_norm(difference, torch.inf).double() / sizes[at]
             errors[at] = torch.maximum(errors[at], torch.nan_to_num(error, nan=torch.inf))
     return errors
@@ -197,16 +197,16 @@ def largest(tensor: Tensor) -> None:
 
 
 def mean_errors(
-    ours: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
+    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The root mean square of each parameter's differences over that of its values, on all ranks that hold
     it. Collective.
     """
     squares = torch.zeros(2, len(reference), dtype=torch.float64)
-    for at, (name, whole) in enumerate(reference.items()):
-        for here, there in _pairs(ours, places, name, whole):
-            squares[0, at] += (here.double() - there).square().sum()
-            squares[1, at] += there.square().sum()
+    for at, (name, full) in enumerate(reference.items()):
+        for value, expected in _pairs(actual, places, name, full):
+            squares[0, at] += (value.double() - expected).square().sum()
+            squares[1, at] += expected.square().sum()
     _reduce(squares, dist.ReduceOp.SUM)
     means = (squares[0] / torch.where(squares[1] > 0, squares[1], 1.0)).sqrt()
     return dict(zip(reference, means.tolist(), strict=True))
@@ -216,25 +216,25 @@ def _ratios(pairs: Sequence[Pairs]) -> Tensor:
     """The best factor of each parameter, over all ranks that hold it."""
     products = torch.zeros(2, len(pairs), dtype=torch.float64)
     for at, pieces in enumerate(pairs):
-        for here, there in pieces:
-            products[0, at] += (here * there).sum()
-            products[1, at] += (there * there).sum()
+        for value, expected in pieces:
+            products[0, at] += (value * expected).sum()
+            products[1, at] += (expected * expected).sum()
     _reduce(products, dist.ReduceOp.SUM)
     return torch.where(products[1] > 0, products[0] / products[1], 1.0)
 
 
 def _pairs(
-    ours: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], name: str, whole: Tensor
+    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], name: str, full: Tensor
 ) -> Pairs:
-    """The pieces held here: ours and the reference's."""
-    if name not in ours:
+    """The pieces on this rank, with the reference's values of each."""
+    if name not in actual:
         return []
-    pieces = [(p.of_local(ours[name]), p.of_full(whole)) for p in places[name].pieces]
+    pieces = [(p.of_local(actual[name]), p.of_full(full)) for p in places[name].pieces]
     return [pair for pair in pieces if pair[0].numel()]
 
 
 def misplaced(
-    ours: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     places: Mapping[str, ShardPlacement],
     reference: Mapping[str, Tensor],
     copies: Callable[[str], int],
@@ -249,17 +249,17 @@ def misplaced(
     """
     spread: list[dict[str, str]] = gather_json({name: placed.over for name, placed in places.items()})
     over = {name: axes for rank in spread for name, axes in rank.items()}
-    mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
-    everywhere: list[dict[str, list[Box]]] = gather_json(mine)
+    local = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in actual}
+    everywhere: list[dict[str, list[Box]]] = gather_json(local)
     wrong = dict[str, str]()
-    for name, whole in reference.items():
+    for name, full in reference.items():
         boxes = [box for rank in everywhere for box in rank.get(name, ())]
-        held, owned = _counts(boxes, tuple(whole.shape))
+        holders, owned = _counts(boxes, tuple(full.shape))
         replicas = copies(over.get(name, "tp"))
-        if int(held.min()) < replicas:
+        if int(holders.min()) < replicas:
             wrong[name] = "a part of it is on no rank"
-        elif (most := int(owned.max())) > replicas:
-            wrong[name] = f"a part of it is counted {most / replicas:g} times"
+        elif (maximum := int(owned.max())) > replicas:
+            wrong[name] = f"a part of it is counted {maximum / replicas:g} times"
         elif int(owned.min()) < replicas:
             wrong[name] = "a part of it is not counted"
     return wrong
@@ -277,22 +277,22 @@ def _counts(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Tensor, Tenso
         for dim, size in enumerate(shape)
     ]
     cells = [len(at) - 1 for at in edges]
-    held, owned = torch.zeros(cells, dtype=torch.int32), torch.zeros(cells, dtype=torch.int32)
+    holders, owned = torch.zeros(cells, dtype=torch.int32), torch.zeros(cells, dtype=torch.int32)
     for starts, ends, counted in boxes:
-        where = tuple(
+        region = tuple(
             slice(at.index(min(start, size)), at.index(min(end, size)))
             for at, start, end, size in zip(edges, starts, ends, shape, strict=True)
         )
-        held[where] += 1
-        owned[where] += int(counted)
-    return held, owned
+        holders[region] += 1
+        owned[region] += int(counted)
+    return holders, owned
 
 
-def relative(ours: float, reference: float) -> float:
-    """|ours - reference| / |reference|; infinite where ours is no number."""
-    if ours != ours:
+def relative(actual: float, reference: float) -> float:
+    """|actual - reference| / |reference|; infinite where actual is NaN."""
+    if actual != actual:
         return float("inf")
-    return abs(ours - reference) / abs(reference) if reference else abs(ours)
+    return abs(actual - reference) / abs(reference) if reference else abs(actual)
 
 
 def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:

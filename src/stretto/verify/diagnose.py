@@ -11,9 +11,9 @@ from statistics import median
 from stretto.verify.compare import Comparison, Quantity
 
 TOLERANCE = 1e-9
-SAME = 1e-6  # factors this close are one factor
+FACTOR_TOLERANCE = 1e-6  # factors this close are one factor
 _SHARING = 2  # stages that share a tied parameter: the embedding's and the head's
-_NEAR = 0.15  # what is left of a sum is about its part
+_PART_TOLERANCE = 0.15  # what is left of a sum is about its part
 _SHOWN = 4  # parameters that are named
 
 
@@ -23,7 +23,7 @@ class Sum:
 
     holders: int
     who: str
-    what: str
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,48 +65,52 @@ class Evidence:
     shards: Sequence[Sum] = ()
 
 
-def diagnose(seen: Evidence) -> str | None:
+def diagnose(evidence: Evidence) -> str | None:
     """One sentence on the likeliest cause of a difference; None where all is equal."""
-    ratio = seen.loss / seen.reference_loss if seen.reference_loss else 1.0
+    ratio = evidence.loss / evidence.reference_loss if evidence.reference_loss else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
-        return _loss(ratio, seen.microbatches)
-    wrong = above(seen.gradients.errors)
-    if wrong and set(wrong) <= set(seen.tied):
-        return f"only the gradient of the tied parameter {listing(wrong)} is wrong: {_tied(wrong, seen)}"
+        return _loss(ratio, evidence.microbatches)
+    wrong = above(evidence.gradients.errors)
+    if wrong and set(wrong) <= set(evidence.tied):
+        return f"only the gradient of the tied parameter {listing(wrong)} is wrong: {_tied(wrong, evidence)}"
     if wrong:
-        return _gradients(wrong, seen)
-    ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
+        return _gradients(wrong, evidence)
+    ratio = evidence.norm / evidence.reference_norm if evidence.reference_norm else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
-        return _norm(ratio, seen)
-    if sentence := _weights(seen):
+        return _norm(ratio, evidence)
+    if sentence := _weights(evidence):
         return sentence
-    if seen.misplaced:
-        name, why = next(iter(seen.misplaced.items()))
-        return f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+    if evidence.misplaced:
+        name, reason = next(iter(evidence.misplaced.items()))
+        return f"numbers are equal, but of {name} {reason}, so checkpoints would be wrong"
     return None
 
 
-def _weights(seen: Evidence) -> str | None:
-    off = above(seen.weights.errors)
-    masters = above(seen.masters.errors) if seen.masters is not None else off
+def _weights(evidence: Evidence) -> str | None:
+    off = above(evidence.weights.errors)
+    masters = above(evidence.masters.errors) if evidence.masters is not None else off
     if masters:
         return (
             f"gradients and norm are equal but the updated {listing(masters)} are not: the optimiser differs"
         )
     if not off:
         return None
-    ranks = seen.weights.ranks
-    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
+    ranks = evidence.weights.ranks
+    location = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     if all(name.endswith("router.correction") for name in off):
         return (
-            f"all else is equal, but {where}{more} moved {listing(off)} by other loads than those of the "
+            f"all else is equal, but {location}{more} moved {listing(off)} by other loads than those of the "
             "step: they are not summed over all ranks and microbatches, or the correction is missing"
         )
-    said = f"what optimisers updated is equal, but {where}{more} would compute with other {listing(off)}: "
-    if seen.updated_here is not None and not above(seen.updated_here.errors):
-        return f"{said}of what others have updated it has older values, so they do not come"
-    return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
+    message = (
+        f"what optimisers updated is equal, but {location}{more} would compute with other {listing(off)}: "
+    )
+    if evidence.updated_here is not None and not above(evidence.updated_here.errors):
+        return f"{message}of what others have updated it has older values, so they do not come"
+    return (
+        f"{message}updated values are not copied into the weights, or older ones that were gathered are kept"
+    )
 
 
 def times(ratio: float) -> str:
@@ -126,9 +130,9 @@ def above(errors: Mapping[str, float], bounds: Mapping[str, float] | None = None
 
 def listing(names: Sequence[str]) -> str:
     """The first names, each once, and how many more there are."""
-    kept = list(dict.fromkeys(names))
-    more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
-    return ", ".join(kept[:_SHOWN]) + more
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
+    return ", ".join(distinct[:_SHOWN]) + more
 
 
 def _loss(ratio: float, microbatches: int) -> str:
@@ -137,13 +141,13 @@ def _loss(ratio: float, microbatches: int) -> str:
     short = (1.0 - ratio) * microbatches
     missing = round(short)
     # microbatches differ in their losses, so a dropped one never leaves an exact fraction
-    if 0 < missing < microbatches and SAME < abs(short - missing) < 0.2:
+    if 0 < missing < microbatches and FACTOR_TOLERANCE < abs(short - missing) < 0.2:
         return (
             f"the loss is {ratio:.4f} of the reference, about {missing} of {microbatches} microbatches "
             "short: a microbatch is dropped"
         )
     for factor in (ratio, 1.0 / ratio):
-        if factor > 1.5 and abs(factor - round(factor)) < SAME:
+        if factor > 1.5 and abs(factor - round(factor)) < FACTOR_TOLERANCE:
             return f"the loss is {times(ratio)} the reference: wrong scale of the loss"
     return f"the loss is {times(ratio)} the reference: wrong data or a wrong forward"
 
@@ -168,78 +172,81 @@ def routed(factors: tuple[float, float] | None) -> str:
     )
 
 
-def _tied(wrong: list[str], seen: Evidence) -> str:
+def _tied(wrong: list[str], evidence: Evidence) -> str:
     over = f"over the {_SHARING} stages that share it"
-    factor = seen.gradients.factor(wrong, SAME)
+    factor = evidence.gradients.factor(wrong, FACTOR_TOLERANCE)
     if factor is not None:
-        twice, mean = abs(factor / _SHARING - 1.0) < SAME, abs(factor * _SHARING - 1.0) < SAME
-        how = f"summed twice {over}" if twice else f"averaged {over}" if mean else "wrong gradient scale"
-        return f"it is {times(factor)} the reference, {how}"
-    ratio = seen.gradients.ratio(wrong, SAME)
-    if ratio is not None and abs(ratio * _SHARING - 1.0) < SAME:
+        twice, mean = (
+            abs(factor / _SHARING - 1.0) < FACTOR_TOLERANCE,
+            abs(factor * _SHARING - 1.0) < FACTOR_TOLERANCE,
+        )
+        cause = f"summed twice {over}" if twice else f"averaged {over}" if mean else "wrong gradient scale"
+        return f"it is {times(factor)} the reference, {cause}"
+    ratio = evidence.gradients.ratio(wrong, FACTOR_TOLERANCE)
+    if ratio is not None and abs(ratio * _SHARING - 1.0) < FACTOR_TOLERANCE:
         return f"it is not summed {over}"
     return "it is not the sum over the stages that share it"
 
 
-def _gradients(wrong: list[str], seen: Evidence) -> str:
-    if router := _router(wrong, seen):
+def _gradients(wrong: list[str], evidence: Evidence) -> str:
+    if router := _router(wrong, evidence):
         return (
             f"the gradient of {router} is wrong, and those of its experts and of all that comes later are "
             "right: the gradient of the routing weights is dropped or wrong"
         )
-    experts = [name for name in wrong if name in seen.experts]
-    dense = [name for name in wrong if name not in seen.experts]
-    if experts and dense and _ratio(wrong, seen) is None:  # two sums, or one that spoils all before it
-        return f"{_dense(dense, seen)}; {_expert(experts, seen)}"
-    return _dense(wrong, seen) if dense else _expert(experts, seen)
+    experts = [name for name in wrong if name in evidence.experts]
+    dense = [name for name in wrong if name not in evidence.experts]
+    if experts and dense and _ratio(wrong, evidence) is None:  # two sums, or one that spoils all before it
+        return f"{_dense(dense, evidence)}; {_expert(experts, evidence)}"
+    return _dense(wrong, evidence) if dense else _expert(experts, evidence)
 
 
-def _router(wrong: list[str], seen: Evidence) -> str | None:
+def _router(wrong: list[str], evidence: Evidence) -> str | None:
     """The router where the backward goes wrong: its experts are right, and all that comes later."""
-    order = list(seen.gradients.errors)
+    order = list(evidence.gradients.errors)
     routers = [name for name in wrong if ".router." in name]
-    sums = [Sum(seen.tp, "", ""), *seen.sums]
-    if not routers or not seen.experts or _scale_or_sum("", wrong, seen, sums) is not None:
+    sums = [Sum(evidence.tp, "", ""), *evidence.sums]
+    if not routers or not evidence.experts or _scale_or_sum("", wrong, evidence, sums) is not None:
         return None
     last = max(routers, key=order.index)
     block = last.partition(".router.")[0]
-    experts = [name for name in seen.experts if name.startswith(f"{block}.")]
+    experts = [name for name in evidence.experts if name.startswith(f"{block}.")]
     later = [name for name in wrong if order.index(name) > order.index(last)]
     return last if experts and not later and not set(experts) & set(wrong) else None
 
 
-def _ratio(names: Sequence[str], seen: Evidence) -> float | None:
+def _ratio(names: Sequence[str], evidence: Evidence) -> float | None:
     """The one ratio of all these gradients; None where they have none in common."""
-    return seen.gradients.ratio(names, SAME)
+    return evidence.gradients.ratio(names, FACTOR_TOLERANCE)
 
 
-def _dense(wrong: list[str], seen: Evidence) -> str:
-    sums = [one for one in seen.sums if one.holders > 1]
-    every = len(wrong) > 0.9 * len(seen.gradients.errors)
-    if not every and seen.tp > 1:
-        sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
-    where = "every gradient" if every else f"the gradient of {listing(wrong)}"
-    again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
-    if said := _scale_or_sum(where, wrong, seen, sums):
-        return said
-    if (largest := max(seen.gradients.errors[name] for name in wrong)) < _SINGLE:
-        return f"{where} is off by {largest:.1e} of its largest value, {_ROUNDED}"
+def _dense(wrong: list[str], evidence: Evidence) -> str:
+    sums = [reduction for reduction in evidence.sums if reduction.holders > 1]
+    every = len(wrong) > 0.9 * len(evidence.gradients.errors)
+    if not every and evidence.tp > 1:
+        sums.insert(0, Sum(evidence.tp, "tensor-parallel ranks", _OVER_TP))
+    subject = "every gradient" if every else f"the gradient of {listing(wrong)}"
+    again = f", or what runs again (recompute={evidence.recompute}) is not what ran, as with other dropout"
+    if sentence := _scale_or_sum(subject, wrong, evidence, sums):
+        return sentence
+    if (largest := max(evidence.gradients.errors[name] for name in wrong)) < _SINGLE:
+        return f"{subject} is off by {largest:.1e} of its largest value, {_ROUNDED}"
     return (
-        f"{where} differs in direction, not only in scale: {_lost(wrong, seen)}"
-        f"{again if seen.recompute != 'none' else ''}"
+        f"{subject} differs in direction, not only in scale: {_lost(wrong, evidence)}"
+        f"{again if evidence.recompute != 'none' else ''}"
     )
 
 
-def _lost(wrong: Sequence[str], seen: Evidence) -> str:
+def _lost(wrong: Sequence[str], evidence: Evidence) -> str:
     """What is missing where it cannot be seen exactly: the other ranks' parts of a shard's sum are gone, and
     what is left is about as large as its part of the tokens.
     """
-    ratio = median(seen.gradients.ratios[name] for name in wrong)
-    for count in range(1, len(seen.shards) + 1):
+    ratio = median(evidence.gradients.ratios[name] for name in wrong)
+    for count in range(1, len(evidence.shards) + 1):
         sums = [
-            " and ".join(f"the {one.holders} {one.who}" for one in some)
-            for some in combinations(seen.shards, count)
-            if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR
+            " and ".join(f"the {reduction.holders} {reduction.who}" for reduction in combination)
+            for combination in combinations(evidence.shards, count)
+            if abs(ratio * prod(reduction.holders for reduction in combination) - 1.0) < _PART_TOLERANCE
         ]
         if sums:
             return f"about {ratio:.2f} of it is there, as if it were not summed over {' or '.join(sums)}"
@@ -249,66 +256,74 @@ def _lost(wrong: Sequence[str], seen: Evidence) -> str:
 _OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads"
 
 
-def _expert(wrong: list[str], seen: Evidence) -> str:
-    where = f"the gradient of experts alone, {listing(wrong)},"
-    sums = [Sum(seen.expert_copies, "ranks that hold the same experts", "the reduction over expert_dp")]
-    return _scale_or_sum(where, wrong, seen, [one for one in sums if one.holders > 1]) or (
-        f"{where} differs in direction: it is summed over ranks that hold other experts (expert_dp is not "
+def _expert(wrong: list[str], evidence: Evidence) -> str:
+    subject = f"the gradient of experts alone, {listing(wrong)},"
+    sums = [Sum(evidence.expert_copies, "ranks that hold the same experts", "the reduction over expert_dp")]
+    return _scale_or_sum(
+        subject, wrong, evidence, [reduction for reduction in sums if reduction.holders > 1]
+    ) or (
+        f"{subject} differs in direction: it is summed over ranks that hold other experts (expert_dp is not "
         "dp), or tokens go to the wrong experts"
     )
 
 
-def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[Sum]) -> str | None:
+def _scale_or_sum(subject: str, wrong: list[str], evidence: Evidence, sums: Sequence[Sum]) -> str | None:
     """What one factor of all these gradients says; None where they have none."""
-    ratio = _ratio(wrong, seen)
+    ratio = _ratio(wrong, evidence)
     if ratio is None:
         return None
-    if seen.gradients.factor(wrong, SAME) is not None:
-        mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < SAME), None)
-        twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < SAME), None)
+    if evidence.gradients.factor(wrong, FACTOR_TOLERANCE) is not None:
+        mean = next(
+            (reduction for reduction in sums if abs(ratio * reduction.holders - 1.0) < FACTOR_TOLERANCE), None
+        )
+        twice = next(
+            (reduction for reduction in sums if abs(ratio / reduction.holders - 1.0) < FACTOR_TOLERANCE), None
+        )
         as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
         as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
-        return f"{where} is {times(ratio)} the reference: wrong gradient scale{as_if}"
+        return f"{subject} is {times(ratio)} the reference: wrong gradient scale{as_if}"
     missing = _missing(1.0 / ratio, sums)
     if not missing:
         return None
-    said = " or ".join(" and ".join(one.what for one in some) for some in missing)
+    description = " or ".join(
+        " and ".join(reduction.name for reduction in combination) for combination in missing
+    )
     whose = f"the {missing[0][0].holders} {missing[0][0].who}"
     if len(missing[0]) > 1 or len(missing) > 1:
         whose = f"its {round(1.0 / ratio)} holders"
     are = "are" if len(missing[-1]) > 1 else "is"
-    return f"{where} differs between {whose}, and their sum is the reference: {said} {are} missing"
+    return f"{subject} differs between {whose}, and their sum is the reference: {description} {are} missing"
 
 
 def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
     """Which sums together have so many holders; as few as do."""
     for count in range(1, len(sums) + 1):
         matching = [
-            some
-            for some in combinations(sums, count)
-            if abs(prod(one.holders for one in some) / holders - 1.0) < SAME
+            combination
+            for combination in combinations(sums, count)
+            if abs(prod(reduction.holders for reduction in combination) / holders - 1.0) < FACTOR_TOLERANCE
         ]
         if matching:
             return matching
     return []
 
 
-def _norm(ratio: float, seen: Evidence) -> str:
-    said = f"gradients are equal but their norm is {times(ratio)} the reference, so clipping is wrong"
-    if seen.misplaced:
-        name, why = next(iter(seen.misplaced.items()))
-        others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
-        return f"{said}: of {name} {why}{others}"
+def _norm(ratio: float, evidence: Evidence) -> str:
+    message = f"gradients are equal but their norm is {times(ratio)} the reference, so clipping is wrong"
+    if evidence.misplaced:
+        name, reason = next(iter(evidence.misplaced.items()))
+        others = f", and of {len(evidence.misplaced) - 1} more" if len(evidence.misplaced) > 1 else ""
+        return f"{message}: of {name} {reason}{others}"
     count = round(ratio**2)
-    if count > 1 and abs(ratio**2 - count) < SAME * count:
-        return f"{said}: every element is counted {count} times, as if copies of shards were parts"
-    if seen.expert_square:
-        counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
-        if counted > 1.5 and abs(counted - round(counted)) < SAME * counted:
-            return f"{said}: experts are counted {round(counted)} times, on ranks of ep, tp or dp alike"
-        if -SAME < counted < 1.0:
-            return f"{said}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
-    return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"
+    if count > 1 and abs(ratio**2 - count) < FACTOR_TOLERANCE * count:
+        return f"{message}: every element is counted {count} times, as if copies of shards were parts"
+    if evidence.expert_square:
+        counted = 1.0 + (ratio**2 - 1.0) / evidence.expert_square
+        if counted > 1.5 and abs(counted - round(counted)) < FACTOR_TOLERANCE * counted:
+            return f"{message}: experts are counted {round(counted)} times, on ranks of ep, tp or dp alike"
+        if -FACTOR_TOLERANCE < counted < 1.0:
+            return f"{message}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
+    return f"{message}: a shard is left out, or a replicated or tied parameter counted more than once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,4 +372,4 @@ class Rounded:
     @property
     def equal(self) -> bool:
         """True if everything is within its bounds."""
-        return self.diagnosis is None and all(one.equal for one in self.quantities)
+        return self.diagnosis is None and all(quantity.equal for quantity in self.quantities)

@@ -130,14 +130,15 @@ def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, qu
         dist.destroy_process_group()
 
 
-def _check_memory(needed: float, what: str, hint: str) -> None:
+def _check_memory(needed: float, subject: str, hint: str) -> None:
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return
     if needed > memory:
         raise StrettoError(
-            f"{what} takes about {needed / 2**30:.0f} GiB, this machine has {memory / 2**30:.0f}", hint=hint
+            f"{subject} takes about {needed / 2**30:.0f} GiB, this machine has {memory / 2**30:.0f}",
+            hint=hint,
         )
 
 

@@ -30,7 +30,7 @@ Samples = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlacementCase:
     """A case to verify.
 
     name: of the placement.
@@ -50,21 +50,21 @@ class Case:
     interaction: Interaction = "dot"
 
     def __str__(self) -> str:
-        words = [self.name, f"{self.rule}+{self.dense}", self.interaction, _SAMPLE_WORDS[self.samples]]
-        words += ["overlap"] if self.overlap else []
-        words += [f"clip={self.clip:g}"] if self.clip is not None else []
-        return " ".join(words)
+        parts = [self.name, f"{self.rule}+{self.dense}", self.interaction, _SAMPLE_WORDS[self.samples]]
+        parts += ["overlap"] if self.overlap else []
+        parts += [f"clip={self.clip:g}"] if self.clip is not None else []
+        return " ".join(parts)
 
     @property
     def placement_words(self) -> dict[str, str]:
         """The placement of each table, in words."""
-        words = dict[str, str]()
+        descriptions = dict[str, str]()
         for name, placement in self.placements.items():
             ranks = "" if placement.split == "data" else f" on {', '.join(map(str, placement.ranks))}"
-            words[name] = (
+            descriptions[name] = (
                 f"{placement.split}{ranks}{'' if placement.place == 'device' else ' ' + placement.place}"
             )
-        return words
+        return descriptions
 
     def apply(self, config: RecommenderConfig, features: Sequence[TableSpec]) -> RecommenderConfig:
         """The config of this case, in float64 on the CPU."""
@@ -101,12 +101,14 @@ _SAMPLE_WORDS: Mapping[Samples, str] = {
 }
 
 
-def configured_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
+def configured_case(
+    config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements
+) -> PlacementCase:
     """The placement and optimisers of the config, on the job's samples."""
     placement = config.tables.placement
     name = placement if isinstance(placement, str) else "own placement"
     optim = config.optim
-    return Case(
+    return PlacementCase(
         name=name,
         placements=placements,
         ranks=config.layout.ranks,
@@ -133,8 +135,8 @@ _KEYS: Mapping[str, tuple[type, str]] = {
 
 
 def cases_from_file(
-    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
-) -> list[Case]:
+    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: PlacementCase
+) -> list[PlacementCase]:
     """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
     `tables`), `rule` (the tables' optimiser), `dense` (the dense networks' optimiser), `clip` and `samples`.
 
@@ -145,18 +147,18 @@ def cases_from_file(
         StrettoError: not such a list, an unknown key, or a placement that does not fit.
     """
     rows = read_cases(path, kind="placement", example=_EXAMPLE)
-    return [_case(mapping, where, config, features, configured) for where, mapping in rows]
+    return [_case(mapping, location, config, features, configured) for location, mapping in rows]
 
 
 def _case(
     mapping: dict[str, Any],
-    where: str,
+    location: str,
     config: RecommenderConfig,
     features: Sequence[TableSpec],
-    configured: Case,
-) -> Case:
+    configured: PlacementCase,
+) -> PlacementCase:
     for key, value in mapping.items():
-        _check(key, value, where)
+        _check(key, value, location)
     fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
     name, placements = configured.name, configured.placements
     if fields:
@@ -164,13 +166,13 @@ def _case(
         try:
             planned = configured_placements(tables, config.layout, features)
         except StrettoError as error:
-            raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
-        number = where.rpartition(" ")[2]
-        words = tables.placement if isinstance(tables.placement, str) else f"placement {number}"
-        name = words if tables.place in (None, "device") else f"{words} {tables.place}"
+            raise StrettoError(f"{location}: {error.message}", hint=error.hint) from None
+        number = location.rpartition(" ")[2]
+        label = tables.placement if isinstance(tables.placement, str) else f"placement {number}"
+        name = label if tables.place in (None, "device") else f"{label} {tables.place}"
         if planned is None and "placement" in mapping:
             raise StrettoError(
-                f"{where}: placement is auto", hint="left out, it is the config's; or name one"
+                f"{location}: placement is auto", hint="left out, it is the config's; or name one"
             )
         placements = _moved(configured.placements, features, fields) if planned is None else planned
     changed = {key: mapping[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in mapping}
@@ -186,23 +188,23 @@ def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mappin
     }
 
 
-def _check(key: Any, value: Any, where: str) -> None:
+def _check(key: Any, value: Any, location: str) -> None:
     """Checks a key and its value."""
     kinds = get_args(Samples)
     if key == "samples":
         if value not in kinds:
-            raise StrettoError(f"{where}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
+            raise StrettoError(f"{location}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
         return
     if key not in _KEYS:
-        known = (*_KEYS, "samples")
-        near = nearest(str(key), known)
+        keys = (*_KEYS, "samples")
+        suggestion = nearest(str(key), keys)
         raise StrettoError(
-            f"{where} has the key {key!r}",
-            hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(known)}",
+            f"{location} has the key {key!r}",
+            hint=f"did you mean {suggestion!r}?" if suggestion else f"keys: {', '.join(keys)}",
         )
     section, field = _KEYS[key]
     try:
         read_section(section, {field: value})
     except StrettoError:
         legal = allowed(config_fields(section)[field])
-        raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None
+        raise StrettoError(f"{location}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

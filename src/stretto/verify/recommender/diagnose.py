@@ -16,9 +16,9 @@ from torch import Tensor
 from stretto.engine.parallel.control import gather_json
 from stretto.recommender.placement import Placements, TableSpec, physical_tables
 from stretto.verify.compare import NOTHING, Comparison, relative
-from stretto.verify.diagnose import SAME, TOLERANCE, Verdict, above, listing
+from stretto.verify.diagnose import FACTOR_TOLERANCE, TOLERANCE, Verdict, above, listing
 from stretto.verify.recommender.local_shards import Compared, ShardRows
-from stretto.verify.recommender.reference import Snapshot
+from stretto.verify.recommender.reference import TableSnapshot
 
 _CLOSE = 1e-6
 
@@ -27,13 +27,13 @@ def duplicates_lost(
     compared: Sequence[Compared], shards: Sequence[ShardRows], lookups: Mapping[str, Tensor]
 ) -> list[str]:
     """Tables that differ only in rows that were looked up more than once. Collective."""
-    by_number = {one.shard.number: one for one in shards}
+    by_number = {piece.shard.number: piece for piece in shards}
     wrong, others = set[str](), set[str]()
-    for one in compared:
-        rows = _wrong_rows(one)
+    for tensor in compared:
+        rows = _wrong_rows(tensor)
         if bool(rows.any()):
-            often = lookups[one.name][by_number[one.shard.number].table_rows]
-            (wrong if bool((often[rows] > 1).all()) else others).add(one.shard.name)
+            often = lookups[tensor.name][by_number[tensor.shard.number].table_rows]
+            (wrong if bool((often[rows] > 1).all()) else others).add(tensor.shard.name)
     gathered: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
     spoilt = {name for _, rank_others in gathered for name in rank_others}
     return sorted({name for rank_wrong, _ in gathered for name in rank_wrong} - spoilt)
@@ -44,32 +44,32 @@ def local_statistic(
     shards: Sequence[ShardRows],
     placed: Placements,
     before: Mapping[str, Tensor],
-    expected: Snapshot,
+    expected: TableSnapshot,
 ) -> list[str]:
     """Column-split tables whose row statistic is the mean over each shard's columns only. Collective."""
-    by_number = {one.shard.number: one for one in shards}
+    by_number = {piece.shard.number: piece for piece in shards}
     wrong = set[str]()
-    for one in states:
-        name = one.shard.name
-        if one.ours.dim() != 1 or placed[name].split != "column" or not bool(_wrong_rows(one).any()):
+    for tensor in states:
+        name = tensor.shard.name
+        if tensor.actual.dim() != 1 or placed[name].split != "column" or not bool(_wrong_rows(tensor).any()):
             continue
-        shard_rows = by_number[one.shard.number]
+        shard_rows = by_number[tensor.shard.number]
         gradient = shard_rows.of_table(expected.gradients[name] * expected.clipped)
-        alone = shard_rows.of_table(before[one.name]) + gradient.square().mean(1)
+        alone = shard_rows.of_table(before[tensor.name]) + gradient.square().mean(1)
         scale = float(alone.abs().max()) or 1.0
-        if float((one.ours - alone).abs().max()) <= _CLOSE * scale:
+        if float((tensor.actual - alone).abs().max()) <= _CLOSE * scale:
             wrong.add(name)
     gathered: list[list[str]] = gather_json(sorted(wrong))
     return sorted({name for names in gathered for name in names})
 
 
-def _wrong_rows(one: Compared) -> Tensor:
+def _wrong_rows(tensor: Compared) -> Tensor:
     """[rows] whether each differs."""
-    if not one.ours.numel():
-        return torch.zeros(len(one.ours), dtype=torch.bool)
-    off = (one.ours - one.reference).abs()
+    if not tensor.actual.numel():
+        return torch.zeros(len(tensor.actual), dtype=torch.bool)
+    off = (tensor.actual - tensor.reference).abs()
     off = off.amax(1) if off.dim() == 2 else off
-    scale = float(one.reference.abs().max()) or 1.0
+    scale = float(tensor.reference.abs().max()) or 1.0
     return ~(off <= NOTHING * scale)
 
 
@@ -84,7 +84,7 @@ class WrongShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class TableEvidence:
     """What one step of a placement shows, compared with the reference.
 
     ranks: their number.
@@ -128,11 +128,11 @@ class Evidence:
     shards: Sequence[WrongShard] = field(default_factory=list[WrongShard])
 
 
-def diagnose(evidence: Evidence) -> str | None:
+def diagnose(evidence: TableEvidence) -> str | None:
     """One sentence on the likeliest cause; None if everything is equal."""
     if evidence.initial:
-        where = _where(evidence, evidence.initial)
-        return f"the rows of {listing(evidence.initial)} begin with other values{where}"
+        location = _location(evidence, evidence.initial)
+        return f"the rows of {listing(evidence.initial)} begin with other values{location}"
     if not relative(evidence.loss, evidence.reference_loss) <= TOLERANCE:
         return _loss(evidence)
     if evidence.gradients is not None and (wrong := above(evidence.gradients.errors)):
@@ -148,22 +148,23 @@ def diagnose(evidence: Evidence) -> str | None:
     return None
 
 
-def _loss(evidence: Evidence) -> str:
+def _loss(evidence: TableEvidence) -> str:
     ratio = evidence.loss / evidence.reference_loss
     if not isfinite(ratio):
         return "the loss is not finite"
-    for factor, words in ((evidence.ranks, "times"), (1 / evidence.ranks, "of")):
-        if evidence.ranks > 1 and abs(ratio / factor - 1.0) < SAME:
-            return f"the loss is {ratio:.6g} {words} the reference: it is no mean over the global batch"
-    said = f"the loss is {ratio:.10g} times the reference"
+    for factor, unit in ((evidence.ranks, "times"), (1 / evidence.ranks, "of")):
+        if evidence.ranks > 1 and abs(ratio / factor - 1.0) < FACTOR_TOLERANCE:
+            return f"the loss is {ratio:.6g} {unit} the reference: it is no mean over the global batch"
+    message = f"the loss is {ratio:.10g} times the reference"
     if evidence.vectors is None:
-        return f"{said}: other rows are looked up, or sums are wrong"
+        return f"{message}: other rows are looked up, or sums are wrong"
     wrong = above(evidence.vectors.errors)
     if not wrong:
         return (
-            f"{said}, of equal vectors from all tables: the dense networks or the mean over the batch differ"
+            f"{message}, of equal vectors from all tables: the dense networks or the mean over the batch "
+            "differ"
         )
-    return f"{said}: {_vectors(wrong, evidence.features)}"
+    return f"{message}: {_vectors(wrong, evidence.features)}"
 
 
 def _vectors(wrong: list[str], features: Sequence[TableSpec]) -> str:
@@ -181,43 +182,46 @@ def _vectors(wrong: list[str], features: Sequence[TableSpec]) -> str:
     for (kind, names), cause in zip(kinds.items(), causes, strict=True):
         if set(wrong) <= set(names) and len(names) < len(features):
             return f"only what {kind} return is wrong, {listing(wrong)}: {cause}"
-    whose = _some(wrong, [spec.name for spec in features], "table")
+    whose = _subject(wrong, [spec.name for spec in features], "table")
     return f"what {whose} returns is wrong: other rows are looked up, or sums are wrong"
 
 
-def _gradients(wrong: list[str], evidence: Evidence, comparison: Comparison) -> str:
+def _gradients(wrong: list[str], evidence: TableEvidence, comparison: Comparison) -> str:
     tables = [name for name in wrong if name in evidence.tables]
     dense = [name for name in wrong if name not in evidence.tables]
     parameters = set(comparison.errors) - set(evidence.tables)
     parts = [
-        *([_some(tables, evidence.tables, "table")] if tables else []),
-        *([_some(dense, parameters, "dense parameter")] if dense else []),
+        *([_subject(tables, evidence.tables, "table")] if tables else []),
+        *([_subject(dense, parameters, "dense parameter")] if dense else []),
     ]
-    where = " and ".join(f"the gradient of {part}" for part in parts)
+    subject = " and ".join(f"the gradient of {part}" for part in parts)
     ratios = {comparison.ratios[name] for name in wrong}
     middle = sorted(ratios)[len(ratios) // 2]
-    scaled = all(abs(ratio / middle - 1.0) < SAME for ratio in ratios) if middle else False
-    if scaled and max(comparison.residuals[name] for name in wrong) <= SAME:
+    scaled = all(abs(ratio / middle - 1.0) < FACTOR_TOLERANCE for ratio in ratios) if middle else False
+    if scaled and max(comparison.residuals[name] for name in wrong) <= FACTOR_TOLERANCE:
         whose = "dense networks" if not tables else "tables" if not dense else "all"
-        return f"{where} is {times(middle)} times the reference: {_scale(middle, evidence, whose)}"
+        return f"{subject} is {times(middle)} times the reference: {_scale(middle, evidence, whose)}"
     if not dense and set(tables) <= _factors(evidence.features):
         return (
-            f"{where} differs in direction, and only quotient-remainder tables do: the gradient of each "
+            f"{subject} differs in direction, and only quotient-remainder tables do: the gradient of each "
             "factor is that of the vector times the other factor"
         )
     if tables and not dense and evidence.duplicates_lost and set(tables) <= set(evidence.duplicates_lost):
         return (
-            f"{where} differs only in rows that were looked up more than once: lookups of one row are lost, "
-            "not summed"
+            f"{subject} differs only in rows that were looked up more than once: lookups of one row are "
+            "lost, not summed"
         )
     if dense and not tables:
         # of what ranks hold, the ratio is that of the mean
-        apart = all(abs(comparison.ratios[name] * evidence.ranks - 1.0) < SAME for name in dense)
-        if evidence.ranks > 1 and apart:
-            return f"{where} differs: it is not summed over all ranks"
-        return f"{where} differs in direction: the backward of the dense networks differs"
-    return f"{where} differs in direction: gradients go to other rows, or some ranks' are missing" + _where(
-        evidence, tables
+        partial = all(
+            abs(comparison.ratios[name] * evidence.ranks - 1.0) < FACTOR_TOLERANCE for name in dense
+        )
+        if evidence.ranks > 1 and partial:
+            return f"{subject} differs: it is not summed over all ranks"
+        return f"{subject} differs in direction: the backward of the dense networks differs"
+    return (
+        f"{subject} differs in direction: gradients go to other rows, or some ranks' are missing"
+        + _location(evidence, tables)
     )
 
 
@@ -237,48 +241,52 @@ def times(ratio: float) -> str:
     return f"{ratio:.{digits}g}"
 
 
-def _scale(ratio: float, evidence: Evidence, whose: str) -> str:
-    if evidence.clipped < 1.0 and abs(ratio * evidence.clipped - 1.0) < SAME:
+def _scale(ratio: float, evidence: TableEvidence, whose: str) -> str:
+    if evidence.clipped < 1.0 and abs(ratio * evidence.clipped - 1.0) < FACTOR_TOLERANCE:
         return f"the inverse of the factor that clips, so the gradients of {whose} are not clipped"
-    if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < SAME:
+    if evidence.ranks > 1 and abs(ratio / evidence.ranks - 1.0) < FACTOR_TOLERANCE:
         return (
             f"scaled by the number of ranks ({evidence.ranks}), as losses that are means of each rank's "
             "samples"
         )
-    if evidence.ranks > 1 and abs(ratio * evidence.ranks - 1.0) < SAME:
+    if evidence.ranks > 1 and abs(ratio * evidence.ranks - 1.0) < FACTOR_TOLERANCE:
         return f"divided by the number of ranks ({evidence.ranks}), as if averaged over them"
     return "wrong gradient scale"
 
 
-def _norm(evidence: Evidence, norm: float) -> str:
+def _norm(evidence: TableEvidence, norm: float) -> str:
     ratio = norm / evidence.reference_norm if evidence.reference_norm else 1.0
-    words = f"gradients are equal but their norm is {times(ratio)} times the reference, so clipping is wrong"
+    message = (
+        f"gradients are equal but their norm is {times(ratio)} times the reference, so clipping is wrong"
+    )
     count = (
         1.0 + (norm**2 - evidence.reference_norm**2) / evidence.copied_square
         if evidence.copied_square
         else 1.0
     )
-    if abs(count - round(count)) < SAME and round(count) in (0, *range(2, evidence.ranks + 1)):
+    if abs(count - round(count)) < FACTOR_TOLERANCE and round(count) in (0, *range(2, evidence.ranks + 1)):
         counted = f"counted {round(count)} times" if count > 1 else "not counted"
-        return f"{words}: tables that every rank copies are {counted}"
-    return f"{words}: a shard is left out, or counted more than once"
+        return f"{message}: tables that every rank copies are {counted}"
+    return f"{message}: a shard is left out, or counted more than once"
 
 
-def _unclipped(states: Sequence[str], tables: Sequence[str], evidence: Evidence) -> bool:
+def _unclipped(states: Sequence[str], tables: Sequence[str], evidence: TableEvidence) -> bool:
     """Whether a first step has changed tables and their states as gradients do that are not clipped."""
     if evidence.clipped >= 1.0 or not tables:
         return False
     if states and evidence.states is not None:
         factors = [evidence.states.ratios[name] for name in states]
         powers = (1 / evidence.clipped, evidence.clipped**-2)
-        return all(any(abs(factor / power - 1.0) < SAME for power in powers) for factor in factors)
+        return all(
+            any(abs(factor / power - 1.0) < FACTOR_TOLERANCE for power in powers) for factor in factors
+        )
     if evidence.moves is None:
         return False
     ratios = [evidence.moves.ratios[name] for name in tables if name in evidence.moves.ratios]
-    return bool(ratios) and all(abs(ratio * evidence.clipped - 1.0) < SAME for ratio in ratios)
+    return bool(ratios) and all(abs(ratio * evidence.clipped - 1.0) < FACTOR_TOLERANCE for ratio in ratios)
 
 
-def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
+def _update(states: list[str], weights: list[str], evidence: TableEvidence) -> str:
     tables = [name for name in weights if name in evidence.tables]
     dense = [name for name in weights if name not in evidence.tables]
     equal = "gradients are equal, but " if evidence.gradients is not None else "without gradients being kept "
@@ -299,28 +307,29 @@ def _update(states: list[str], weights: list[str], evidence: Evidence) -> str:
             "row are lost, or applied one after another"
         )
     if states:
-        return f"{equal}the states {listing(states)} are not{_where(evidence, owners)}: the update differs"
+        return f"{equal}the states {listing(states)} are not{_location(evidence, owners)}: the update differs"
     if dense and not tables:
         return f"{equal}the updated {listing(dense)} is not: the dense optimiser differs"
-    return (
-        f"{equal}the updated rows of {listing(tables)} are not{_where(evidence, tables)}: the update differs"
-    )
+    location = _location(evidence, tables)
+    return f"{equal}the updated rows of {listing(tables)} are not{location}: the update differs"
 
 
-def _where(evidence: Evidence, names: Sequence[str]) -> str:
+def _location(evidence: TableEvidence, names: Sequence[str]) -> str:
     """Which shards of these tables are wrong, if not all are."""
-    wrong = sorted({one for one in evidence.shards if one.name in names}, key=lambda w: (w.name, w.part))
+    wrong = sorted(
+        {shard for shard in evidence.shards if shard.name in names}, key=lambda w: (w.name, w.part)
+    )
     by_table: Mapping[str, list[WrongShard]] = {n: [w for w in wrong if w.name == n] for n in names}
-    some = [of for of in by_table.values() if of and len(of) < of[0].parts]
-    if not some:
+    partial = [of for of in by_table.values() if of and len(of) < of[0].parts]
+    if not partial:
         return ""
-    first = some[0][0]
-    more = f" and {len(some[0]) - 1} more" if len(some[0]) > 1 else ""
+    first = partial[0][0]
+    more = f" and {len(partial[0]) - 1} more" if len(partial[0]) > 1 else ""
     return f" (only part {first.part} of {first.parts} of {first.name}, on rank {first.rank}{more})"
 
 
-def _some(names: list[str], every: Collection[str], what: str) -> str:
-    return f"every {what}" if len(names) == len(every) and len(every) > 1 else listing(names)
+def _subject(names: list[str], every: Collection[str], kind: str) -> str:
+    return f"every {kind}" if len(names) == len(every) and len(every) > 1 else listing(names)
 
 
 @dataclass(frozen=True)

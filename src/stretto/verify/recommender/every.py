@@ -30,12 +30,12 @@ from stretto.recommender.placement import (
 )
 from stretto.recommender.shape import Interaction
 from stretto.recommender.tables.jagged import Jagged
-from stretto.verify.recommender.cases import Case
+from stretto.verify.recommender.cases import PlacementCase
 from stretto.verify.run import Impossible
 
 Kind = Literal["one", "fixed", "ragged"]
 KINDS: tuple[Kind, ...] = ("one", "fixed", "ragged")
-_MOST = 3  # ids of a sample and feature
+_MAX_IDS = 3  # ids of a sample and feature
 
 
 def draw(
@@ -56,12 +56,12 @@ def _batch(
     dense = torch.randn(samples, numbers, generator=generator)
     labels = (torch.rand(samples, generator=generator) < 0.4).float()
     if kind == "ragged":
-        lengths = torch.randint(0, _MOST + 1, (len(features), samples), generator=generator)
+        lengths = torch.randint(0, _MAX_IDS + 1, (len(features), samples), generator=generator)
         ids = [_ids(spec, int(n), generator) for spec, n in zip(features, lengths.sum(1), strict=True)]
         # in eighths, so that float32 sums of 16-bit rows are exact
         weights = torch.randint(1, 16, (int(lengths.sum()),), generator=generator).double() / 8
         return ClickBatch(dense, Jagged(torch.cat(ids), lengths, weights), labels)
-    hot = [1 if kind == "one" else 1 + at % _MOST for at in range(len(features))]
+    hot = [1 if kind == "one" else 1 + at % _MAX_IDS for at in range(len(features))]
     ids = [_ids(spec, samples * n, generator) for spec, n in zip(features, hot, strict=True)]
     shaped = [values.view(samples, n) for values, n in zip(ids, hot, strict=True)]
     return ClickBatch(dense, Jagged.fixed(shaped), labels)
@@ -105,7 +105,7 @@ def _tables(ranks: int) -> list[TableConfig]:
         {"rows": 30, "ids": "quotient-remainder", "pooling": "mean"},
         {"rows": 3},
     ]
-    return [TableConfig(**table) for table in others] + [TableConfig(ids="hash", **one) for one in hashed]
+    return [TableConfig(**table) for table in others] + [TableConfig(ids="hash", **table) for table in hashed]
 
 
 def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
@@ -128,19 +128,19 @@ class AllCases:
     """
 
     def __init__(
-        self, tables: Sequence[TableSpec], ranks: int, node: int | None = None, whole: bool = False
+        self, tables: Sequence[TableSpec], ranks: int, node: int | None = None, full: bool = False
     ) -> None:
         """Args:
         tables: of the features.
         node: ranks of a node; None: half of them, where that is more than one.
-        whole: the full product of all options, instead of rotating them.
+        full: the whole product of all options, instead of rotating them.
         """
         self.ranks = ranks
         self._tables = physical_tables(tables)
         self.impossible = list[Impossible]()
         half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else None
         self._node = node if node is not None and 1 < node < ranks else half
-        self.cases = list(self._cases(whole))
+        self.cases = list(self._cases(full))
 
     def placements(self) -> Iterator[tuple[str, Placements]]:
         """Each placement with its name."""
@@ -154,7 +154,7 @@ class AllCases:
             draw = Random(f"mix {number} of {self.ranks}")
             yield f"mix {number + 1}", {t.name: self._random_placement(t, draw) for t in self._tables}
 
-    def _cases(self, whole: bool) -> Iterator[Case]:
+    def _cases(self, full: bool) -> Iterator[PlacementCase]:
         if self._node is None:
             reason = "table-row needs nodes of several ranks, and several nodes"
             self.impossible.append(Impossible(reason, [f"{self.ranks} ranks"]))
@@ -168,8 +168,8 @@ class AllCases:
             for number, (rule, dense) in enumerate(pairs):
                 # a stride coprime to the number of ways visits all of them, each time in another order
                 turn = (at * len(pairs) + number) * _STEP % len(ways)
-                for kind, overlap, clip, interaction in ways if whole else ways[turn : turn + 1]:
-                    yield Case(
+                for kind, overlap, clip, interaction in ways if full else ways[turn : turn + 1]:
+                    yield PlacementCase(
                         name=name,
                         placements=placements,
                         ranks=self.ranks,
@@ -194,8 +194,8 @@ class AllCases:
             node = self._node or self.ranks
             first = at % (self.ranks // node) * node
             return TablePlacement("row", tuple(range(first, first + node)), place, _CACHE)
-        whole: Split = "row" if split == "row" else "column"
-        return TablePlacement(whole, tuple(range(self.ranks)), place, _CACHE)
+        axis: Split = "row" if split == "row" else "column"
+        return TablePlacement(axis, tuple(range(self.ranks)), place, _CACHE)
 
     def _random_placement(self, table: TableSpec, draw: Random) -> TablePlacement:
         """A random split on random ranks in random order, in a random memory."""

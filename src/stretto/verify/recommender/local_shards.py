@@ -52,27 +52,27 @@ class ShardRows:
         return self.local.read(0, int(self.local_rows.max()) + 1 if len(self.local_rows) else 0)
 
 
-def shard_rows(recommender: Recommender, known: Mapping[str, Tensor]) -> list[ShardRows]:
+def shard_rows(recommender: Recommender, hash_ids: Mapping[str, Tensor]) -> list[ShardRows]:
     """The shards of this rank.
 
     Args:
-        known: for each hash table, the id of each row of the reference's table.
+        hash_ids: for each hash table, the id of each row of the reference's table.
     """
     shards, parts = list[ShardRows](), recommender.tables.shard_map.parts
     for pool in (*recommender.tables.pools, *recommender.tables.replicated_pools):
-        for held in pool.shards:
-            shard = held.shard
+        for local in pool.shards:
+            shard = local.shard
             if pool.ids is None:
                 rows = torch.arange(shard.rows)
-                shards.append(ShardRows(held, rows * shard.modulus + shard.residue, rows, rows))
+                shards.append(ShardRows(local, rows * shard.modulus + shard.residue, rows, rows))
                 continue
-            ids, by_rows = known[shard.name], recommender.tables.shard_map.by_rows[shard.table]
-            mine = owner(ids, len(parts[shard.table])) == shard.part if by_rows else ids >= 0
+            ids, by_rows = hash_ids[shard.name], recommender.tables.shard_map.by_rows[shard.table]
+            selected = owner(ids, len(parts[shard.table])) == shard.part if by_rows else ids >= 0
             state = pool.ids.state()
-            there = state["rows"] >= 0
-            whole = torch.nonzero(mine).flatten()
-            at = torch.searchsorted(ids[whole], state["ids"][there])
-            shards.append(ShardRows(held, whole, state["rows"][there], at))
+            occupied = state["rows"] >= 0
+            table_rows = torch.nonzero(selected).flatten()
+            at = torch.searchsorted(ids[table_rows], state["ids"][occupied])
+            shards.append(ShardRows(local, table_rows, state["rows"][occupied], at))
     return shards
 
 
@@ -82,7 +82,7 @@ class Compared:
 
     name: str
     shard: TableShard
-    ours: Tensor
+    actual: Tensor
     reference: Tensor
 
 
@@ -90,18 +90,20 @@ def compare_gradients(
     recommender: Recommender, shards: Sequence[ShardRows], expected: Mapping[str, Tensor]
 ) -> Iterator[Compared]:
     """The tables' gradients of the last step, summed over all records of a row."""
-    by_number = {one.shard.number: one for one in shards}
+    by_number = {piece.shard.number: piece for piece in shards}
     dense = {
-        number: torch.zeros(len(one.table_rows), one.shard.width, dtype=torch.float64)
-        for number, one in by_number.items()
+        number: torch.zeros(len(piece.table_rows), piece.shard.width, dtype=torch.float64)
+        for number, piece in by_number.items()
     }
     for shard, rows, gradient in recommender.recorded:
-        one = by_number[shard.shard.number]
-        place = torch.full((int(one.local_rows.max()) + 1 if len(one.local_rows) else 0,), -1)
-        place[one.local_rows] = one.positions
+        piece = by_number[shard.shard.number]
+        place = torch.full((int(piece.local_rows.max()) + 1 if len(piece.local_rows) else 0,), -1)
+        place[piece.local_rows] = piece.positions
         dense[shard.shard.number].index_add_(0, place[rows.cpu()], gradient.double().cpu())
-    for number, one in by_number.items():
-        yield Compared(one.shard.name, one.shard, dense[number], one.of_table(expected[one.shard.name]))
+    for number, piece in by_number.items():
+        yield Compared(
+            piece.shard.name, piece.shard, dense[number], piece.of_table(expected[piece.shard.name])
+        )
 
 
 def compare_rows(
@@ -111,22 +113,24 @@ def compare_rows(
     states: Mapping[str, Tensor],
 ) -> tuple[list[Compared], list[Compared]]:
     """The values of rows, and their states."""
-    values, kept = list[Compared](), list[Compared]()
-    for one in shards:
-        name, read = one.shard.name, one.read()
-        ours = one.to_table_order(recommender.rule.decode(read))
-        values.append(Compared(name, one.shard, ours, one.of_table(tables[name])))
+    values, compared_states = list[Compared](), list[Compared]()
+    for piece in shards:
+        name, read = piece.shard.name, piece.read()
+        actual = piece.to_table_order(recommender.rule.decode(read))
+        values.append(Compared(name, piece.shard, actual, piece.of_table(tables[name])))
         for key, state in read.items():
             if f"{name}.{key}" in states:
-                reference = one.of_table(states[f"{name}.{key}"])
-                kept.append(Compared(f"{name}.{key}", one.shard, one.to_table_order(state), reference))
-    return values, kept
+                reference = piece.of_table(states[f"{name}.{key}"])
+                compared_states.append(
+                    Compared(f"{name}.{key}", piece.shard, piece.to_table_order(state), reference)
+                )
+    return values, compared_states
 
 
-def pairs_by_name(beside: Sequence[Compared], names: Sequence[str]) -> dict[str, Pairs]:
+def pairs_by_name(compared: Sequence[Compared], names: Sequence[str]) -> dict[str, Pairs]:
     """Pairs by name, in the same order on every rank."""
     pairs: dict[str, Pairs] = {name: [] for name in names}
-    for one in beside:
-        if one.ours.numel():
-            pairs[one.name].append((one.ours, one.reference))
+    for tensor in compared:
+        if tensor.actual.numel():
+            pairs[tensor.name].append((tensor.actual, tensor.reference))
     return pairs

@@ -14,7 +14,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.job import PRELOAD
 from stretto.run.launch.local import check_ranks
-from stretto.verify.recommender.cases import Case, cases_from_file, configured_case
+from stretto.verify.recommender.cases import PlacementCase, cases_from_file, configured_case
 from stretto.verify.recommender.every import AllCases, small
 from stretto.verify.run import Findings, Impossible, Proof
 
@@ -39,7 +39,7 @@ class RecommenderProof(Proof):
     preload: ClassVar[tuple[str, ...]] = PRELOAD
     config: RecommenderConfig
     features: Sequence[TableSpec]
-    cases: Sequence[Case]
+    cases: Sequence[PlacementCase]
     clicks: ClickData | None = None
 
     def needed_memory(self) -> tuple[float, str, str]:
@@ -53,18 +53,18 @@ class RecommenderProof(Proof):
 
     def find(self, alone: Any, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
         """Compare the placements; tables on disk lie in the folder."""
-        from stretto.verify.recommender.prove import References, prove
+        from stretto.verify.recommender.prove import TableReferences, prove
 
         warnings.filterwarnings("ignore", message="a cache of")  # growth of too small caches is wanted here
         clicks = None if self.clicks is None else self.clicks.open("train")
-        references = References(self.config, self.features, self.steps, clicks)
+        references = TableReferences(self.config, self.features, self.steps, clicks)
         return Findings([*prove(references, self.cases, folder, report)])
 
 
 def recommender_proof(
     config: RecommenderConfig,
     features: Sequence[TableSpec],
-    cases: Sequence[Case],
+    cases: Sequence[PlacementCase],
     steps: int = STEPS,
     impossible: Sequence[Impossible] = (),
     clicks: ClickData | None = None,
@@ -109,10 +109,10 @@ def proof_of(
     if layouts in ("all", "product"):
         world = ranks or config.layout.ranks
         check_ranks(world)
-        made = small(config, world)
-        tables = made.table_specs()
-        every = AllCases(tables, world, config.layout.ranks_per_node, whole=layouts == "product")
-        return recommender_proof(made, tables, every.cases, steps or STEPS, every.impossible)
+        small_config = small(config, world)
+        tables = small_config.table_specs()
+        every = AllCases(tables, world, config.layout.ranks_per_node, full=layouts == "product")
+        return recommender_proof(small_config, tables, every.cases, steps or STEPS, every.impossible)
     clicks = prepare_clicks(config, quiet=quiet)
     case = configured_case(config, clicks.tables, place(config, clicks))
     cases = [case] if layouts is None else cases_from_file(Path(layouts), config, clicks.tables, case)

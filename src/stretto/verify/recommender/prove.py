@@ -24,9 +24,9 @@ from stretto.run.train.task import StepResult
 from stretto.run.train.trainer import Trainer
 from stretto.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
 from stretto.verify.diagnose import TOLERANCE
-from stretto.verify.recommender.cases import Case
+from stretto.verify.recommender.cases import PlacementCase
 from stretto.verify.recommender.diagnose import (
-    Evidence,
+    TableEvidence,
     TableVerdict,
     WrongShard,
     diagnose,
@@ -42,7 +42,7 @@ from stretto.verify.recommender.local_shards import (
     pairs_by_name,
     shard_rows,
 )
-from stretto.verify.recommender.reference import Reference, Snapshot, known_ids
+from stretto.verify.recommender.reference import Reference, TableSnapshot, known_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,15 @@ class ReferenceRun:
     Attributes:
         samples: what is trained on; the batch after the last step's is scored after each step.
         probe: that batch.
-        known: for each hash table, the ids of its rows.
+        hash_ids: for each hash table, the ids of its rows.
         initial: the tables before the first step.
     """
 
     samples: ClickSource
     probe: ClickBatch
-    known: dict[str, Tensor]
+    hash_ids: dict[str, Tensor]
     initial: dict[str, Tensor]
-    snapshots: Sequence[Snapshot]
+    snapshots: Sequence[TableSnapshot]
 
 
 class Drawn:
@@ -73,11 +73,11 @@ class Drawn:
         return sum(batch.samples for batch in self._batches)
 
     def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
-        whole = self._batches[first // count]
-        return whole if part is None else whole.part(*part)
+        full = self._batches[first // count]
+        return full if part is None else full.part(*part)
 
 
-class References:
+class TableReferences:
     """Reference runs, each computed once on every rank and kept for all placements.
 
     Args:
@@ -98,7 +98,7 @@ class References:
         self._data = data
         self._runs = dict[object, ReferenceRun]()
 
-    def of(self, case: Case) -> ReferenceRun:
+    def of(self, case: PlacementCase) -> ReferenceRun:
         """The run that a case must equal."""
         if case.reference not in self._runs:
             samples, size = self._samples(case), self.config.batch.global_size
@@ -106,13 +106,13 @@ class References:
             reference = Reference(case.apply(self.config, self.features), self.features, batches)
             initial = {name: table.values.clone() for name, table in reference.tables.items()}
             snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
-            known = known_ids(self.features, batches)
+            hash_ids = known_ids(self.features, batches)
             self._runs[case.reference] = ReferenceRun(
-                samples=samples, probe=probe, known=known, initial=initial, snapshots=snapshots
+                samples=samples, probe=probe, hash_ids=hash_ids, initial=initial, snapshots=snapshots
             )
         return self._runs[case.reference]
 
-    def _samples(self, case: Case) -> ClickSource:
+    def _samples(self, case: PlacementCase) -> ClickSource:
         if case.samples == "data":
             assert self._data is not None
             return self._data
@@ -130,8 +130,8 @@ class References:
 
 
 def prove(
-    references: References,
-    cases: Sequence[Case],
+    references: TableReferences,
+    cases: Sequence[PlacementCase],
     folder: Path,
     report: Callable[[TableVerdict, int], None] | None = None,
 ) -> list[TableVerdict]:
@@ -158,7 +158,7 @@ class PlacementComparison:
     else once, after the last step.
     """
 
-    def __init__(self, references: References, case: Case, folder: Path) -> None:
+    def __init__(self, references: TableReferences, case: PlacementCase, folder: Path) -> None:
         self.case, self.references = case, references
         self.trained = references.of(case)
         self.config = case.apply(references.config, references.features)
@@ -180,7 +180,7 @@ class PlacementComparison:
         """A verdict after each step, up to the first that differs: later ones would only follow from it."""
         verdicts = list[TableVerdict]()
         with self._training(record=record) as (recommender, trainer):
-            self._initial = self._compare_initial(recommender, shard_rows(recommender, self.trained.known))
+            self._initial = self._compare_initial(recommender, shard_rows(recommender, self.trained.hash_ids))
             for number in range(len(self.trained.snapshots)):
                 (trained,) = trainer.step()
                 verdicts.append(self._verdict(self._evidence(recommender, number, trained)))
@@ -200,11 +200,11 @@ class PlacementComparison:
         if verdict.equal:
             return verdict
         wrong = next((n for n, loss in enumerate(losses, 1) if not loss <= TOLERANCE), None)
-        where = "after the last step" if wrong is None else f"from step {wrong} on"
+        location = "after the last step" if wrong is None else f"from step {wrong} on"
         return replace(
             verdict,
-            diagnosis=f"equal when tables are read after every step, but different {where} when nothing is "
-            "read in between: rows or weights are used before they are updated",
+            diagnosis=f"equal when tables are read after every step, but different {location} when nothing "
+            "is read in between: rows or weights are used before they are updated",
         )
 
     @contextmanager
@@ -239,10 +239,10 @@ class PlacementComparison:
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
         return wrong, _wrong(compared, self.case.placements)
 
-    def _evidence(self, recommender: Recommender, number: int, trained: StepResult) -> Evidence:
+    def _evidence(self, recommender: Recommender, number: int, trained: StepResult) -> TableEvidence:
         """What a step shows, the last one that was made."""
         expected = self.trained.snapshots[number]
-        shards = shard_rows(recommender, self.trained.known)
+        shards = shard_rows(recommender, self.trained.hash_ids)
         recorded, gradients = list[Compared](), None
         if recommender.record:
             recorded = list(compare_gradients(recommender, shards, expected.gradients))
@@ -252,13 +252,13 @@ class PlacementComparison:
         for name, parameter in recommender.net.named_parameters():
             pairs[name] = [(parameter.detach(), expected.dense[name])]
         weights = compare_pairs(pairs, expected.weight_scales)
-        names, kept = list(expected.states), None
+        names, compared_states = list(expected.states), None
         if names:
-            kept = compare_pairs(pairs_by_name(states, names), expected.state_scales)
+            compared_states = compare_pairs(pairs_by_name(states, names), expected.state_scales)
         clipping = self.config.optim.clip is not None or recommender.record
         placed, copied = self.case.placements, self._of_split("data")
         wrong_rows = recorded if gradients is not None else values
-        return Evidence(
+        return TableEvidence(
             ranks=self.case.ranks,
             tables=self.stored,
             features=self.references.features,
@@ -274,7 +274,7 @@ class PlacementComparison:
             clipped=expected.clipped,
             copied_square=sum(float(expected.gradients[name].square().sum()) for name in copied),
             weights=weights,
-            states=kept,
+            states=compared_states,
             moves=self._moves(values, shards, number),
             predict=self._predicted(recommender, expected),
             duplicates_lost=duplicates_lost(wrong_rows, shards, expected.lookups),
@@ -284,7 +284,7 @@ class PlacementComparison:
             shards=self._initial[1] or _wrong([*recorded, *values, *states], placed),
         )
 
-    def _looked_up(self, recommender: Recommender, expected: Snapshot) -> Comparison | None:
+    def _looked_up(self, recommender: Recommender, expected: TableSnapshot) -> Comparison | None:
         """Compares what was looked up, by feature; None where the step did not record it."""
         if recommender.looked_up is None:
             return None
@@ -303,13 +303,13 @@ class PlacementComparison:
     ) -> Comparison | None:
         """Compares by how much a step has changed the rows of tables, those of hash tables left out."""
         before = self.trained.snapshots[number - 1].tables if number else self.trained.initial
-        by_number = {one.shard.number: one for one in shards}
-        names = [name for name in self.stored if name not in self.trained.known]
+        by_number = {piece.shard.number: piece for piece in shards}
+        names = [name for name in self.stored if name not in self.trained.hash_ids]
         pairs: dict[str, Pairs] = {name: [] for name in names}
-        for one in values:
-            if one.name in pairs and one.ours.numel():
-                then = by_number[one.shard.number].of_table(before[one.name])
-                pairs[one.name].append((one.ours - then, one.reference - then))
+        for tensor in values:
+            if tensor.name in pairs and tensor.actual.numel():
+                then = by_number[tensor.shard.number].of_table(before[tensor.name])
+                pairs[tensor.name].append((tensor.actual - then, tensor.reference - then))
         return compare_pairs(pairs, dict.fromkeys(names, 1.0)) if names else None
 
     def _of_split(self, split: str) -> list[str]:
@@ -322,26 +322,30 @@ class PlacementComparison:
         return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
 
     def _gradients(
-        self, recommender: Recommender, recorded: Sequence[Compared], norm: float | None, expected: Snapshot
+        self,
+        recommender: Recommender,
+        recorded: Sequence[Compared],
+        norm: float | None,
+        expected: TableSnapshot,
     ) -> Comparison:
         """Compares all gradients before clipping, which has already scaled the dense ones."""
         clip, pairs = self.config.optim.clip, pairs_by_name(recorded, self.stored)
         clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
         for name, parameter in recommender.net.named_parameters():
-            ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            pairs[name] = [(ours / clipped, expected.gradients[name])]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pairs[name] = [(gradient / clipped, expected.gradients[name])]
         return compare_pairs(pairs, expected.gradient_scales)
 
-    def _predicted(self, recommender: Recommender, expected: Snapshot) -> float:
+    def _predicted(self, recommender: Recommender, expected: TableSnapshot) -> float:
         """The relative error of logits without an update, over all ranks."""
         start, stop = self._slice(self.trained.probe)
-        ours = recommender.predict(self.trained.probe.part(start, stop)).double()
-        pairs: Pairs = [(ours, expected.logits[start:stop])] if stop > start else []
+        logits = recommender.predict(self.trained.probe.part(start, stop)).double()
+        pairs: Pairs = [(logits, expected.logits[start:stop])] if stop > start else []
         scale = float(expected.logits.abs().max()) or 1.0
         return compare_pairs({"logits": pairs}, {"logits": scale}).error
 
-    def _verdict(self, evidence: Evidence) -> TableVerdict:
-        gradients, kept = evidence.gradients, evidence.states
+    def _verdict(self, evidence: TableEvidence) -> TableVerdict:
+        gradients, states = evidence.gradients, evidence.states
         return TableVerdict(
             layout=str(self.case),
             loss_error=relative(evidence.loss, evidence.reference_loss),
@@ -351,8 +355,8 @@ class PlacementComparison:
             weight_error=evidence.weights.error,
             worst_weight=evidence.weights.worst,
             diagnosis=diagnose(evidence),
-            state_error=None if kept is None else kept.error,
-            worst_state=None if kept is None else kept.worst,
+            state_error=None if states is None else states.error,
+            worst_state=None if states is None else states.worst,
             predict_error=evidence.predict,
             placement=self.case.placement_words,
         )
@@ -361,13 +365,13 @@ class PlacementComparison:
 def _wrong(compared: Sequence[Compared], placed: Mapping[str, object]) -> list[WrongShard]:
     """The shards that differ, of all ranks. Collective."""
     wrong = set[tuple[str, int, int]]()
-    for one in compared:
-        scale = float(one.reference.abs().max()) if one.reference.numel() else 1.0
-        if one.ours.numel() and not float((one.ours - one.reference).abs().max()) <= NOTHING * max(
-            scale, 1e-6
-        ):
-            wrong.add((one.shard.name, one.shard.part, one.shard.rank))
-    gathered: list[list[list[int | str]]] = gather_json([list(one) for one in sorted(wrong)])
+    for tensor in compared:
+        scale = float(tensor.reference.abs().max()) if tensor.reference.numel() else 1.0
+        if tensor.actual.numel() and not float(
+            (tensor.actual - tensor.reference).abs().max()
+        ) <= NOTHING * max(scale, 1e-6):
+            wrong.add((tensor.shard.name, tensor.shard.part, tensor.shard.rank))
+    gathered: list[list[list[int | str]]] = gather_json([list(shard) for shard in sorted(wrong)])
     parts = {name: getattr(placement, "ranks", ()) for name, placement in placed.items()}
     return [
         WrongShard(str(name), int(part), len(parts[str(name)]) or len(gathered), int(rank))

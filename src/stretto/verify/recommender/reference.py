@@ -52,26 +52,26 @@ class Hyperparameters:
 
 Rule = Callable[
     [Table, Tensor, Tensor, Hyperparameters], None
-]  # of a table, its gradient, rows seen [rows] as 0 or 1
+]  # of a table, its gradient, mask [rows] of the rows looked up, as 0 or 1
 
 
-def _sgd(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
+def _sgd(table: Table, g: Tensor, mask: Tensor, by: Hyperparameters) -> None:
     table.values -= by.lr * g
 
 
-def _adagrad(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
+def _adagrad(table: Table, g: Tensor, mask: Tensor, by: Hyperparameters) -> None:
     table.states["sum"] += g**2
     table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)
 
 
-def _rowwise_adagrad(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
+def _rowwise_adagrad(table: Table, g: Tensor, mask: Tensor, by: Hyperparameters) -> None:
     table.states["sum"] += (g**2).sum(1) / g.shape[1]
     table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)[:, None]
 
 
-def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
-    states, often = table.states, seen[:, None]
-    states["count"] += seen
+def _lazy_adam(table: Table, g: Tensor, mask: Tensor, by: Hyperparameters) -> None:
+    states, often = table.states, mask[:, None]
+    states["count"] += mask
     states["first"] += often * (1 - by.beta1) * (g - states["first"])
     states["second"] += often * (1 - by.beta2) * (g**2 - states["second"])
     updates = states["count"].clamp(min=1)[:, None]  # rows without an update are not used
@@ -80,7 +80,7 @@ def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> No
     table.values -= by.lr * often * first / (second**0.5 + by.eps)
 
 
-def _split_sgd(table: Table, g: Tensor, seen: Tensor, by: Hyperparameters) -> None:
+def _split_sgd(table: Table, g: Tensor, mask: Tensor, by: Hyperparameters) -> None:
     table.values = in_float32(table.values - by.lr * g)
 
 
@@ -101,9 +101,9 @@ _STATES: Mapping[str, Mapping[str, bool]] = {  # by name; whether there is one n
 def initial_table(values: Tensor, rule: str) -> Table:
     """A table whose states are zero."""
     rows, dim = values.shape
-    kept = in_float32(values) if rule == "split_sgd" else values
+    stored = in_float32(values) if rule == "split_sgd" else values
     states = _STATES.get(rule, {}).items()
-    return Table(kept, {name: kept.new_zeros(rows if row else (rows, dim)) for name, row in states})
+    return Table(stored, {name: stored.new_zeros(rows if row else (rows, dim)) for name, row in states})
 
 
 def visible_values(table: Table, rule: str) -> Tensor:
@@ -124,7 +124,7 @@ class ReferenceIds:
 
     Attributes:
         counts, last: of each id, its occurrences and the last step in which it was seen.
-        held: ids with a row.
+        with_row: ids with a row.
     """
 
     def __init__(self, spec: TableSpec) -> None:
@@ -135,10 +135,10 @@ class ReferenceIds:
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
         """Counts a batch; returns the ids that get a row."""
-        for one in ids:
-            self.counts[one] = self.counts.get(one, 0) + 1
-            self.last[one] = step
-        due = [one for one in self.counts if one not in self.with_row and self.counts[one] >= self.spec.admit]
+        for key in ids:
+            self.counts[key] = self.counts.get(key, 0) + 1
+            self.last[key] = step
+        due = [key for key in self.counts if key not in self.with_row and self.counts[key] >= self.spec.admit]
         self.with_row.update(due)
         return sorted(due)
 
@@ -148,25 +148,25 @@ class ReferenceIds:
             return []
         had, oldest = set(self.with_row), self.spec.evict == "age"
         if oldest and self.spec.max_age is not None:
-            self._forget([one for one in self.counts if step - self.last[one] > self.spec.max_age])
-        by_age = {one: (self.last[one], self.counts[one], one) for one in self.counts}
-        by_count = {one: (self.counts[one], self.last[one], one) for one in self.counts}
-        for some, order in (
+            self._forget([key for key in self.counts if step - self.last[key] > self.spec.max_age])
+        by_age = {key: (self.last[key], self.counts[key], key) for key in self.counts}
+        by_count = {key: (self.counts[key], self.last[key], key) for key in self.counts}
+        for candidates, order in (
             (self.with_row, by_age if oldest else by_count),
             (set(by_age) - self.with_row, by_age),
         ):
-            lowest = sorted(some, key=order.__getitem__)
+            lowest = sorted(candidates, key=order.__getitem__)
             self._forget(lowest[: max(0, len(lowest) - self.spec.rows)])
         return sorted(had - self.with_row)
 
     def _forget(self, ids: list[int]) -> None:
-        for one in ids:
-            del self.counts[one], self.last[one]
-            self.with_row.discard(one)
+        for key in ids:
+            del self.counts[key], self.last[key]
+            self.with_row.discard(key)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class TableSnapshot:
     """What one step must produce, in float64; a hash table has a row for every id of the proof.
 
     Attributes:
@@ -223,7 +223,7 @@ class Reference:
     Attributes:
         net: the plain dense layers.
         tables: by the name under which each is stored.
-        known: for each hash table, the id of each row, ascending: all ids of the proof.
+        hash_ids: for each hash table, the id of each row, ascending: all ids of the proof.
     """
 
     def __init__(
@@ -234,17 +234,19 @@ class Reference:
         self.net = DenseNet(config.shape(features), fast=False).double()
         initialise_dense(self.net, config.train.seed)
         self.optimizer = ReferenceOptimizer(self.net.named_parameters(), config.dense_optimiser())
-        self.known = known_ids(features, batches)
-        self.ids = {name: ReferenceIds(spec) for spec in features if (name := spec.name) in self.known}
+        self.hash_ids = known_ids(features, batches)
+        self.ids = {name: ReferenceIds(spec) for spec in features if (name := spec.name) in self.hash_ids}
         self.fresh = {stored.name: self._initial(spec, stored) for spec, stored in _stored(features)}
         self.tables = {
-            name: initial_table(torch.zeros_like(fresh) if name in self.known else fresh.clone(), self.rule)
+            name: initial_table(
+                torch.zeros_like(fresh) if name in self.hash_ids else fresh.clone(), self.rule
+            )
             for name, fresh in self.fresh.items()
         }
 
     def _initial(self, spec: TableSpec, stored: TableSpec) -> Tensor:
         spread: Any = initial_rows_of_table(spec.rows) if stored.name != spec.name else spec.rows
-        rows = self.known.get(stored.name)
+        rows = self.hash_ids.get(stored.name)
         rows = torch.arange(stored.rows) if rows is None else rows
         seed, dim = self.config.train.seed, stored.dim
         return initial_rows(
@@ -258,7 +260,7 @@ class Reference:
             dtype=torch.float64,
         )
 
-    def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
+    def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> TableSnapshot:
         """Trains on a batch; `number` is the number of updates before it."""
         self._count(number, batch.ids)
         leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
@@ -274,9 +276,9 @@ class Reference:
         clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         self._update(number, gradients, lookups, clipped)
         with torch.no_grad():
-            seen = {name: visible_values(t, self.rule) for name, t in self.tables.items()}
-            probed = self.net(probe.dense.double(), self._pooled(probe, seen, None))
-        return Snapshot(
+            visible_tables = {name: visible_values(t, self.rule) for name, t in self.tables.items()}
+            probed = self.net(probe.dense.double(), self._pooled(probe, visible_tables, None))
+        return TableSnapshot(
             loss=float(loss.detach()),
             norm=norm,
             clipped=clipped,
@@ -296,10 +298,12 @@ class Reference:
         for spec, feature_ids in zip(self.features, ids.ids.split(ids.counts()), strict=True):
             if spec.name not in self.ids:
                 continue
-            table, known = self.tables[spec.name], self.known[spec.name]
-            gone = torch.searchsorted(known, torch.tensor(self.ids[spec.name].evict(step), dtype=torch.int64))
+            table, row_ids = self.tables[spec.name], self.hash_ids[spec.name]
+            gone = torch.searchsorted(
+                row_ids, torch.tensor(self.ids[spec.name].evict(step), dtype=torch.int64)
+            )
             new = torch.searchsorted(
-                known, torch.tensor(self.ids[spec.name].see(feature_ids.tolist(), step), dtype=torch.int64)
+                row_ids, torch.tensor(self.ids[spec.name].see(feature_ids.tolist(), step), dtype=torch.int64)
             )
             for rows, values in (
                 (gone, 0.0),
@@ -327,13 +331,13 @@ class Reference:
     ) -> Tensor:
         """The vector of each id [n, dim]; counts the lookups."""
         if spec.ids == "hash":
-            known = self.known[spec.name]
-            there = torch.tensor(
-                [one in self.ids[spec.name].with_row for one in ids.tolist()], dtype=torch.bool
+            row_ids = self.hash_ids[spec.name]
+            present = torch.tensor(
+                [key in self.ids[spec.name].with_row for key in ids.tolist()], dtype=torch.bool
             )
-            rows = torch.searchsorted(known, ids)
-            _add(lookups, spec.name, rows[there])
-            return tables[spec.name][rows] * there.double()[:, None]
+            rows = torch.searchsorted(row_ids, ids)
+            _add(lookups, spec.name, rows[present])
+            return tables[spec.name][rows] * present.double()[:, None]
         remainders = ids % spec.rows
         if spec.ids == "modulo":
             _add(lookups, spec.name, remainders)
@@ -360,7 +364,7 @@ class Reference:
 
 def run_reference(
     config: RecommenderConfig, features: Sequence[TableSpec], steps: Sequence[ClickBatch], probe: ClickBatch
-) -> list[Snapshot]:
+) -> list[TableSnapshot]:
     """Trains on whole global batches; `probe` is scored after each."""
     reference = Reference(config, features, [*steps, probe])
     return [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
@@ -368,12 +372,12 @@ def run_reference(
 
 def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> dict[str, Tensor]:
     """For each hash table, all ids of the batches, ascending."""
-    known = dict[str, Tensor]()
+    hash_ids = dict[str, Tensor]()
     for number, spec in enumerate(features):
         if spec.ids == "hash":
             values = [batch.ids.ids.split(batch.ids.counts())[number] for batch in batches]
-            known[spec.name] = torch.unique(torch.cat(values))
-    return known
+            hash_ids[spec.name] = torch.unique(torch.cat(values))
+    return hash_ids
 
 
 def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:

@@ -29,7 +29,7 @@ from stretto.verify.compare import (
     worst_quantity,
 )
 from stretto.verify.compare import share as broadcast
-from stretto.verify.diagnose import SAME, TOLERANCE, above, listing
+from stretto.verify.diagnose import FACTOR_TOLERANCE, TOLERANCE, above, listing
 from stretto.verify.holdings import Holdings, Names, PlainNames, Rule, modules_in
 from stretto.verify.outputs import Outputs, recorded
 from stretto.verify.user_model.plain import (
@@ -290,7 +290,7 @@ class _Proof:
             weights=_compared(weights, expected.weights),
             states=self._compared_states(expected),
             buffers=_compared(buffers, expected.buffers) if expected.buffers else None,
-            ours=gradients,
+            actual=gradients,
             expected=expected.gradients,
             share_gradients=shares,
             clip=clip,
@@ -298,7 +298,7 @@ class _Proof:
             initial=self.weights,
             outputs=_on_cpu(outputs, list(expected_outputs)),
             expected_outputs={name: float64_copy(output) for name, output in expected_outputs.items()},
-            close=SAME if self.dtype == torch.float64 else _close(bounds["gradients"]),
+            close=FACTOR_TOLERANCE if self.dtype == torch.float64 else _close(bounds["gradients"]),
         )
 
     def _is_repeated(self, outputs: Outputs, expected: Outputs) -> bool:
@@ -448,7 +448,7 @@ def _bounds(
 
 
 def _close(bounds: Mapping[str, float]) -> float:
-    return min(0.1, max(SAME, *bounds.values()))
+    return min(0.1, max(FACTOR_TOLERANCE, *bounds.values()))
 
 
 def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
