@@ -139,7 +139,11 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
             "placement 1: tables.placement is rows: there is no such file",
             "did you mean row",
         ),
-        ("- {placement: {C9: {split: data}}}", "placement 1: placement of C9, which is no table", "C1, C2"),
+        (
+            "- {placement: {C9: {split: data}}}",
+            "placement 1: placement of C9, which is not a table",
+            "C1, C2",
+        ),
         ("- {placement: auto}", "placement 1: placement is auto", "left out"),
         ("- {a: [", "no YAML", "write lines"),
     ],
