@@ -169,15 +169,6 @@ PROSE = [
     *sorted(DOCS - GENERATED),
 ]
 
-# the change log links to pages as they were; those that were merged since, and what they are part of
-MERGED = {
-    **dict.fromkeys(("docs/attention.md", "docs/compile.md", "docs/graphs.md"), "docs/accelerators.md"),
-    "docs/gpu.md": "docs/appendix/gpu.md",
-    "docs/hangs.md": "docs/reliability.md",
-    **dict.fromkeys(("docs/bring-your-run.md", "docs/frameworks.md"), "docs/migrating.md"),
-    "docs/encoder-decoder.md": "docs/models.md",
-}
-
 
 @pytest.mark.parametrize("page", PROSE)
 def test_prose_wraps_at_100(page: str) -> None:
@@ -189,7 +180,6 @@ def test_prose_wraps_at_100(page: str) -> None:
 def test_links_lead_somewhere() -> None:
     for page in PROSE:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text_of(page)):
-            target = MERGED.get(target, target) if page == "CHANGELOG.md" else target
             path = (ROOT / page).parent.joinpath(target) if target else ROOT / page
             assert path.exists(), f"{page} links to {target}"
             assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page}: #{anchor}"
