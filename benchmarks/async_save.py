@@ -32,7 +32,7 @@ from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.host_copy import HostCopy
 from stretto.engine.checkpoint.save import save
-from stretto.engine.checkpoint.storage import Entry
+from stretto.engine.checkpoint.storage import TensorSource
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.control import gather_json
 from stretto.run.data.dataset import Batch
@@ -57,10 +57,12 @@ class TimedCopy(HostCopy):
 
     seconds = 0.0
 
-    def take(self, files: Mapping[str, Sequence[Entry]], stop: threading.Event) -> dict[str, list[Entry]]:
+    def copy(
+        self, files: Mapping[str, Sequence[TensorSource]], stop: threading.Event
+    ) -> dict[str, list[TensorSource]]:
         """The copy."""
         started = time.perf_counter()
-        copies = super().take(files, stop)
+        copies = super().copy(files, stop)
         self.seconds = time.perf_counter() - started
         return copies
 
