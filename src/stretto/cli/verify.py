@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stretto.verify.diagnose import Rounded, Verdict
+    from stretto.verify.run import Findings, Proof
 
 _SHARED = ("the plain model's layers", "initial values", "samples", "learning rates")  # with the reference
 _UNSEEN = (
@@ -107,10 +108,9 @@ def verify(
     """
     from stretto.recommender.config.load import load_config
     from stretto.run.config.schema import TrainConfig
-    from stretto.verify import run
-    from stretto.verify.diagnose import TOLERANCE
     from stretto.verify.language.proof import proof_of as language_proof
     from stretto.verify.recommender.proof import proof_of as recommender_proof
+    from stretto.verify.run import run_proof
 
     config = load_config(path, overrides or [])
     if layouts not in ("all", "product") and ranks is not None:
@@ -125,33 +125,43 @@ def verify(
             )
         else:
             proof = recommender_proof(config, layouts, ranks=ranks, steps=steps, quiet=as_json)
-        findings = run.run_proof(proof, quiet=as_json)
+        findings = run_proof(proof, quiet=as_json)
+    equal = all(v.equal for v in (*findings.verdicts, *findings.rounded))
+    _report(proof, findings, equal=equal, seconds=time.perf_counter() - started).print(as_json)
+    if not equal:
+        raise say_no()
+
+
+def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) -> CommandReport:
+    """The verdicts on all layouts, what was compared, and what the proof does not see."""
+    from stretto.verify.diagnose import TOLERANCE
+
     verdicts = findings.verdicts
     errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
     compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
     logits = ["logits"] if proof.noun == "placement" else []
     record: dict[str, Any] = {
-        "equal": all(v.equal for v in (*verdicts, *findings.rounded)),
+        "equal": equal,
         "dtype": "float64",
         "tolerance": TOLERANCE,
         "steps": proof.steps,
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
         "compared": ["losses", *compared, *logits, f"weights after updates by {proof.updated_by}"],
         "shared": _SHARED,
         "unseen": _UNSEEN,
         "changed": list(proof.notes),
         "unproved": findings.unproved,
-        "own_types": [{**asdict(one), "equal": one.equal} for one in findings.rounded],
-        "impossible": [asdict(one) for one in proof.impossible],
+        "own_types": [{**asdict(v), "equal": v.equal} for v in findings.rounded],
+        "impossible": [asdict(case) for case in proof.impossible],
         "layouts": [_without_infinity({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
     report = CommandReport(record)
     report.draw(lambda _: _table(proof.noun, verdicts, proof.steps))
     report.lines(f"{v.layout}: {v.diagnosis}" for v in verdicts if v.diagnosis)
-    report.lines(["impossible:", *(f"  {one}" for one in proof.impossible)] if proof.impossible else [])
+    report.lines(["impossible:", *(f"  {case}" for case in proof.impossible)] if proof.impossible else [])
     count = f"{len(verdicts)} {proof.noun}{'s' * (len(verdicts) > 1)}"
-    if same := sum(v.same_as is not None for v in verdicts):
-        count += f" ({same} with the program of another)"
+    if repeated := sum(v.same_as is not None for v in verdicts):
+        count += f" ({repeated} with the program of another)"
     took = f" in {record['seconds']:.0f} s" if len(verdicts) > 1 else ""
     wrong = sum(not v.equal for v in verdicts)
     report.line(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
@@ -165,22 +175,20 @@ def verify(
             + ", ".join(findings.unproved)
         )
     few = len(findings.rounded) <= 8
-    report.lines(_in_own_types(one) for one in findings.rounded if few or not one.equal)
+    report.lines(_in_own_types(v) for v in findings.rounded if few or not v.equal)
     if not few:
-        equal = sum(one.equal for one in findings.rounded)
+        right = sum(v.equal for v in findings.rounded)
         dtype = findings.rounded[0].dtype
-        report.line(f"in {dtype} {equal} of {len(findings.rounded)} layouts are equal to one process")
+        report.line(f"in {dtype} {right} of {len(findings.rounded)} layouts are equal to one process")
     report.lines(f"compared in float64 alone: {reason}" for reason in proof.float64_only)
-    report.print(as_json)
-    if not record["equal"]:
-        raise say_no()
+    return report
 
 
-def _in_own_types(one: Rounded) -> str:
+def _in_own_types(verdict: Rounded) -> str:
     """A layout in the types that its job trains in, beside one process."""
-    errors = [f"{q.name} {q.error:.1e} of {q.bound:.1e}" for q in one.quantities if q.error is not None]
-    said = "equal to one process" if one.equal else f"DIFFERS: {one.diagnosis}"
-    return f"{one.layout} in {one.dtype} ({', '.join(errors)}): {said}"
+    errors = [f"{q.name} {q.error:.1e} of {q.bound:.1e}" for q in verdict.quantities if q.error is not None]
+    result = "equal to one process" if verdict.equal else f"DIFFERS: {verdict.diagnosis}"
+    return f"{verdict.layout} in {verdict.dtype} ({', '.join(errors)}): {result}"
 
 
 def _without_infinity(record: dict[str, Any]) -> dict[str, Any]:
