@@ -38,7 +38,7 @@ def score(
 
     Returns:
         Rows, malformed lines, ids and those unknown to training, seconds, and with labels what
-        `QualityResult.facts` has.
+        `QualityResult.as_dict` gives.
 
     Raises:
         Stopped: a rank was asked to stop; nothing is left of the output.

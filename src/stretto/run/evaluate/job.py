@@ -224,7 +224,7 @@ def _tokenizer(
 
 def run_evaluation(job: EvaluationJob, quiet: bool = False, port: int = 0) -> Result:
     """Evaluate, as one rank under torchrun, else on local ranks that this process starts. The outcome has
-    `stopped`, and unless it is true what `EvalRecord.facts` has, and `memory_gib`.
+    `stopped`, and unless it is true what `EvalRecord.as_dict` gives, and `memory_gib`.
 
     Raises:
         StrettoError: bad input; what can be known without ranks, before any is started.
