@@ -159,8 +159,9 @@ def test_every_wait_of_a_copy_is_needed(reports: Reports) -> None:
     assert copies["values"]["rows 3"] == [4.0] * 4
     assert copies["values"]["samples 2"] == [20.0, 30.0]
     missed = [wait for wait, found in copies["found"].items() if not found]
-    # the copy of the slots' numbers to the device, a call before, waits for the updates as well
-    assert missed == ["recommender.stores.cached._move: wait_event"]
+    # this one is missed if the copy of the slots' numbers to the device, a call before, has waited for the
+    # updates as well, which depends on which thread comes first
+    assert {*missed} <= {"recommender.stores.cached._move: wait_event"}
     assert len(copies["found"]) >= 15
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,14 +88,15 @@ def _keep_sizes(path: str) -> None:
 
     from stretto.engine.checkpoint.host_copy import HostCopy
 
-    inner = HostCopy._reserve
+    inner = HostCopy.copy
 
-    def reserve(self: HostCopy, size: int) -> None:
+    def copy(self: HostCopy, *arguments: Any) -> Any:
+        copies = inner(self, *arguments)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps([get_rank(), size]) + "\n")
-        inner(self, size)
+            file.write(json.dumps([get_rank(), self._memory.numel()]) + "\n")
+        return copies
 
-    HostCopy._reserve = reserve
+    HostCopy.copy = copy
 
 
 def test_it_is_what_ranks_copy(tmp_path: Path) -> None:

@@ -54,8 +54,17 @@ def expert_statistics(model: RankModel, tokens: float) -> Tensor | None:
     sums = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
     if model.mesh.layout.world > 1:
         dist.all_reduce(sums)
-    losses, dropped = sums[0], sums[1]
-    loads = sums[2:].view_as(loads)
+    return summarise_experts(sums[0], sums[1], sums[2:].view_as(loads), tokens)
+
+
+def summarise_experts(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> Tensor:
+    """Return the fields of `ExpertReport`, [3].
+
+    Args:
+        losses, dropped: sums over all ranks, scalars.
+        loads: of all ranks, [layers, experts]; a layer without experts has zeros.
+        tokens: number of tokens of the global batch.
+    """
     busiest = (loads.amax(1) / loads.mean(1).clamp(min=1e-12)).max()
     return torch.stack([losses / tokens, dropped / loads.sum().clamp(min=1.0), busiest])
 
