@@ -18,7 +18,7 @@ from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Comparison, compare
 from stretto.verify.diagnose import Verdict
 from stretto.verify.language.cases import describe
-from stretto.verify.language.reference import Loads, Snapshot, Trial, build_reference
+from stretto.verify.language.reference import LanguageSnapshot, Loads, Trial, build_reference
 from stretto.verify.language.step import wrongly_held
 from stretto.verify.language.unread import (
     Fresh,
@@ -77,7 +77,7 @@ def windows_of(job: Job, steps: int) -> tuple[int, ...]:
     return (1,) * steps if job.window is None or steps < 2 else (steps - 1, 1)
 
 
-def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[Snapshot]:
+def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[LanguageSnapshot]:
     """Train the plain model in float64 with delayed updates.
 
     Args:
@@ -95,7 +95,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
         for delay in {late[name] for name, _ in learning}
     }
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
-    snapshots, history = list[Snapshot](), list[Weights]()
+    snapshots, history = list[LanguageSnapshot](), list[Weights]()
     begins = {sum(windows[:at]) for at in range(len(windows))}
     for step, batch in enumerate(trial.batches[: sum(windows)]):
         inputs, targets = batch.inputs, batch.targets
@@ -133,7 +133,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
                 history[old] = {}  # no later update looks there
         loads.correct()
         nothing = torch.full((), torch.nan, dtype=torch.float64)
-        snapshots.append(Snapshot(total, nothing, {}, _copied(masters)))
+        snapshots.append(LanguageSnapshot(total, nothing, {}, _copied(masters)))
     return snapshots
 
 
@@ -150,7 +150,7 @@ def _copied(masters: dict[str, nn.Parameter]) -> Weights:
 def _late(names: dict[str, nn.Parameter], job: Job, by_stage: Sequence[int]) -> dict[str, int]:
     """The delay of each parameter, by the stage that holds its layer."""
     layers, stages = layer_names(job.shape), job.stages(len(by_stage))
-    of_layer = {layers[at]: by_stage[stage] for stage, held in enumerate(stages) for at in held}
+    of_layer = {layers[at]: by_stage[stage] for stage, indices in enumerate(stages) for at in indices}
     return {name: next(d for layer, d in of_layer.items() if name.startswith(f"{layer}.")) for name in names}
 
 
@@ -159,7 +159,8 @@ EXACT = 1e-12
 # AdamW divides by a root that may be all but zero: what rounding leaves in a gradient grows by up to 1/eps
 ADAPTIVE = 1e-9
 
-Replay = Callable[[Delays, tuple[int, ...]], list[Snapshot]]  # of the delays, in such windows; collective
+# of the delays, in such windows; collective
+Replay = Callable[[Delays, tuple[int, ...]], list[LanguageSnapshot]]
 
 
 def prove_asynchronous(
@@ -182,8 +183,8 @@ def prove_asynchronous(
         updates = delays.updates(replica.pipeline.program.microbatches) * sum(windows)
     diagnosis = None
     if wrong:
-        name, why = next(iter(wrong.items()))
-        diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+        name, reason = next(iter(wrong.items()))
+        diagnosis = f"numbers are equal, but of {name} {reason}, so checkpoints would be wrong"
     if ran.equal(tolerance):
         assert ran.weights is not None
         verdict = Verdict(
@@ -202,16 +203,16 @@ def prove_asynchronous(
         return same_bits_late(verdict, ran, fresh, trial, reference, windows=windows) if again else verdict
     if ran.broken:
         return replace(wrong_use_verdict(describe(job), ran), updates=updates, tolerance=tolerance)
-    made, verdict = 0, None
-    while verdict is None or (verdict.equal and made < len(reference)):
-        made += 1
+    step_count, verdict = 0, None
+    while verdict is None or (verdict.equal and step_count < len(reference)):
+        step_count += 1
         with fresh() as replica:
             verdict = _observe(
                 replica,
                 trial,
                 delays=delays,
-                windows=_first_steps(windows, made),
-                reference=reference[:made],
+                windows=_first_steps(windows, step_count),
+                reference=reference[:step_count],
                 tolerance=tolerance,
                 replay=replay,
             )
@@ -234,7 +235,7 @@ def _observe(
     *,
     delays: Delays,
     windows: tuple[int, ...],
-    reference: Sequence[Snapshot],
+    reference: Sequence[LanguageSnapshot],
     tolerance: float,
     replay: Replay,
 ) -> Verdict:
@@ -261,42 +262,42 @@ def _observe(
 
 
 def _diagnosis(replica: RankModel, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
-    where = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
+    difference = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
     if loss <= tolerance:
-        return f"the losses are equal, but {where}"
-    return where
+        return f"the losses are equal, but {difference}"
+    return difference
 
 
 def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
     """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
     one_by_one = (1,) * sum(windows)
-    tried = [(f"of updates {said}", other, windows) for said, other in _others(delays)]
+    tried = [(f"of updates {mistake}", other, windows) for mistake, other in _others(delays)]
     if windows != one_by_one:
         tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
-    for said, other, among in tried:
+    for mistake, other, among in tried:
         snapshot = replay(other, among)[-1]
-        with replica.states.full_weights() as ours:
-            error = compare(ours, replica.places, snapshot.weights).error
+        with replica.states.full_weights() as weights:
+            error = compare(weights, replica.places, snapshot.weights).error
         if error <= ADAPTIVE:
-            return f"they are those {said}"
+            return f"they are those {mistake}"
     return None
 
 
 def _others(delays: Delays) -> list[tuple[str, Delays]]:
     """Delays that a wrong version would give, each with its words."""
     promised = delays.by_stage
-    most = max(promised)
+    longest = max(promised)
     tried = [
         ("one later than promised, on every stage", [d + 1 for d in promised]),
         ("one later than promised, where any are late", [d + (d > 0) for d in promised]),
         ("one earlier than promised", [max(0, d - 1) for d in promised]),
         ("that are not late at all", [0 for _ in promised]),
-        ("as late as with vertical sync", [most for _ in promised]),
-        ("as late as without vertical sync", [max(0, most - r) for r in range(len(promised))]),
+        ("as late as with vertical sync", [longest for _ in promised]),
+        ("as late as without vertical sync", [max(0, longest - r) for r in range(len(promised))]),
     ]
     others: list[tuple[str, Delays]] = []
-    for said, late in tried:
+    for mistake, late in tried:
         other = replace(delays, by_stage=tuple(late))
-        if other != delays and all(other != known for _, known in others):
-            others.append((said, other))
+        if other != delays and all(other != previous for _, previous in others):
+            others.append((mistake, other))
     return others

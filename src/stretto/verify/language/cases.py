@@ -15,6 +15,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import AXES, Layout
 from stretto.program import PLAIN, names, options
 from stretto.program.schedules.traits import updates_within
@@ -24,7 +25,9 @@ from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.section import allowed, config_fields
 from stretto.run.config.validation import wrong_fields
 
-SHARDING = {one.name: one.default for one in fields(DataParallelSettings) if one.name != "path"}
+SHARDING = {
+    setting.name: setting.default for setting in fields(DataParallelSettings) if setting.name != "path"
+}
 """Settings of data parallelism that a proof varies, with their defaults."""
 
 LEAST_EPS = 1e-8
@@ -113,7 +116,9 @@ def describe_layout(job: Job) -> str:
 
 def unusual_sharding(job: Job) -> dict[str, Any]:
     """The settings of data parallelism that are not the default, by name."""
-    return {name: getattr(job.dp, name) for name, usual in SHARDING.items() if getattr(job.dp, name) != usual}
+    return {
+        name: getattr(job.dp, name) for name, default in SHARDING.items() if getattr(job.dp, name) != default
+    }
 
 
 def _word(value: Any) -> str:
@@ -157,7 +162,7 @@ def every_layout(config: TrainConfig, ranks: int) -> list[Job]:
     for tp, dp, pp in sizes:
         with suppress(StrettoError):  # the axes of experts do not fit all sizes
             varied.append(vary(quickly, tp=tp, dp=dp, pp=pp))
-    return [vary(one, options=configured.options) for one in varied if not problems(one)]
+    return [vary(case, options=configured.options) for case in varied if not problems(case)]
 
 
 def dense_layouts(ranks: int) -> Iterator[tuple[int, int, int, int]]:
@@ -188,14 +193,14 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
     tokens = min(config.data.sequence, _TOKENS)
     data = replace(config.data, sequence=tokens - (tokens > 3 and tokens % 2 == 0))
-    model = _narrow(config, ranks)
-    usual: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallelSettings(path=config.dp.path)}
+    model = _narrow(config.model, config.shape(), ranks)
+    sections: dict[str, Any] = {"recompute": Recompute(), "dp": DataParallelSettings(path=config.dp.path)}
     if config.optim.clip is not None:
-        usual["optim"] = replace(config.optim, clip=min(config.optim.clip, _CLIP))
-    usual["layout"] = replace(config.layout, stages=None, encoder_pp=None)
+        sections["optim"] = replace(config.optim, clip=min(config.optim.clip, _CLIP))
+    sections["layout"] = replace(config.layout, stages=None, encoder_pp=None)
     if config.schedule.file is not None:
-        usual["schedule"] = ScheduleConfig()
-    parts = {"batch": batch, "data": data, "model": model, **usual}
+        sections["schedule"] = ScheduleConfig()
+    parts = {"batch": batch, "data": data, "model": model, **sections}
     return replace(config, **parts)
 
 
@@ -207,8 +212,7 @@ _WIDTH = 64  # of a sample, features of a head, inner width of an MLP
 _CHUNKS = 4  # stages of a rank, at most
 
 
-def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
-    shape, model = config.shape(), config.model
+def _narrow(model: ModelConfig, shape: ModelShape, ranks: int) -> ModelConfig:
 
     def width(size: int) -> int:
         """A small one that the same numbers of ranks divide."""
@@ -246,7 +250,8 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
             sizes.
     """
     rows = read_cases(path, kind="layout", example=_EXAMPLE)
-    cases = [_case(keys, where, config) for where, keys in rows]
+    configured = configured_job(config)
+    cases = [_case(keys, location, configured) for location, keys in rows]
     sizes = sorted({case.layout.world for case in cases})
     if len(sizes) > 1:
         raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
@@ -274,62 +279,61 @@ def read_cases(path: Path, *, kind: str, example: str) -> list[tuple[str, dict[s
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{path}: no list of {kind}s", hint=example)
     listed = [(f"{path}: {kind} {at}", row) for at, row in enumerate(cast("list[Any]", rows), 1)]
-    for where, row in listed:
+    for location, row in listed:
         if not isinstance(row, dict):
-            raise StrettoError(f"{where} is {row!r}", hint=example)
+            raise StrettoError(f"{location} is {row!r}", hint=example)
     return listed
 
 
-def _case(keys: dict[str, Any], where: str, config: TrainConfig) -> Job:
-    _check_keys(keys, where)
+def _case(keys: dict[str, Any], location: str, configured: Job) -> Job:
+    _check_keys(keys, location)
     layout = {key: keys[key] for key in _LAYOUT if key in keys}
     recompute = {key: keys[key] for key in _RECOMPUTE if key in keys}
     sharding = {key: keys[key] for key in SHARDING if key in keys}
     options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule")}
-    _check(LayoutConfig, {key: key for key in layout}, layout, where)
-    _check(Recompute, _RECOMPUTE, recompute, where)
-    _check(DataParallelSettings, {key: key for key in sharding}, sharding, where)
-    _check(ScheduleConfig, {key: key for key in options}, options, where)
+    _check(LayoutConfig, {key: key for key in layout}, layout, location)
+    _check(Recompute, _RECOMPUTE, recompute, location)
+    _check(DataParallelSettings, {key: key for key in sharding}, sharding, location)
+    _check(ScheduleConfig, {key: key for key in options}, options, location)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
-    configured = configured_job(config)
     if "schedule" in keys or options or configured.options:
-        changes["schedule"] = _schedule(keys.get("schedule", config.schedule.name), where)
+        changes["schedule"] = _schedule(keys.get("schedule", configured.schedule), location)
         changes["options"] = {key: value for key, value in options.items() if value is not None}
     try:
         case = vary(configured, **changes)
     except StrettoError as error:
-        raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
+        raise StrettoError(f"{location}: {error.message}", hint=error.hint) from None
     if broken := problems(case):
-        raise StrettoError(f"{where} ({describe(case)}): {broken[0].message}", hint=broken[0].fix)
+        raise StrettoError(f"{location} ({describe(case)}): {broken[0].message}", hint=broken[0].fix)
     return case
 
 
-def _check_keys(keys: dict[str, Any], where: str) -> None:
+def _check_keys(keys: dict[str, Any], location: str) -> None:
     fields = [*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *ScheduleConfig.option_names()]
     for key in keys:
         if key not in fields:
-            near = nearest(str(key), fields)
+            suggestion = nearest(str(key), fields)
             raise StrettoError(
-                f"{where} has the key {key!r}",
-                hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(fields)}",
+                f"{location} has the key {key!r}",
+                hint=f"did you mean {suggestion!r}?" if suggestion else f"keys: {', '.join(fields)}",
             )
 
 
-def _schedule(name: Any, where: str) -> str:
+def _schedule(name: Any, location: str) -> str:
     if not isinstance(name, str):
-        raise StrettoError(f"{where}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
+        raise StrettoError(f"{location}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
     if name not in names():
-        near = nearest(name, names())
+        suggestion = nearest(name, names())
         raise StrettoError(
-            f"{where}: there is no schedule {name!r}",
-            hint=f"did you mean {near!r}?" if near else f"one of {', '.join(names())}",
+            f"{location}: there is no schedule {name!r}",
+            hint=f"did you mean {suggestion!r}?" if suggestion else f"one of {', '.join(names())}",
         )
     return name
 
 
-def _check(section: type, fields: dict[str, str], values: dict[str, Any], where: str) -> None:
+def _check(section: type, fields: dict[str, str], values: dict[str, Any], location: str) -> None:
     """Check that a section takes these values; `fields` are its names for the keys."""
     for key, value in values.items():
         if wrong_fields(section, {fields[key]: value}):
             legal = allowed(config_fields(section)[fields[key]])
-            raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE)
+            raise StrettoError(f"{location}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE)

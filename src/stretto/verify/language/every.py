@@ -90,12 +90,12 @@ class Every:
         impossible: what cannot be, by reason.
     """
 
-    def __init__(self, job: Job, ranks: int, whole: bool = False) -> None:
+    def __init__(self, job: Job, ranks: int, full: bool = False) -> None:
         """Find the legal cases and choose those to prove.
 
         Args:
             job: whose model and batch all cases have.
-            whole: take the full product instead of a cover.
+            full: take the full product instead of a cover.
         """
         self.job = job
         self._reasons = dict[str, Impossible]()
@@ -103,14 +103,14 @@ class Every:
         if job.shape.moe is None:
             self._leave_out("layout.ep is above 1: the model has no experts", "every layout")
         legal = [shape for shape in shapes if shape.cells and shape.classes]
-        chosen = [_product(shape) for shape in legal] if whole else cover(legal)
+        chosen = [_product(shape) for shape in legal] if full else cover(legal)
         self.cases = [case for cases in chosen for case in cases]
         self.impossible = list(self._reasons.values())
 
-    def _leave_out(self, reason: str, what: str) -> None:
+    def _leave_out(self, reason: str, label: str) -> None:
         left_out = self._reasons.setdefault(reason, Impossible(reason)).left_out
-        if what not in left_out:
-            left_out.append(what)
+        if label not in left_out:
+            left_out.append(label)
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
@@ -144,18 +144,18 @@ class Every:
 
     def _ways(self, classes: Sequence[Sequence[Job]]) -> list[list[Way]]:
         """The legal ways of sharding for each class; those that update after the step have the same."""
-        usual, by_class = list[Way](), list[list[Way]]()
-        for one, *_ in classes:
-            late = bool(one.program().versions)
-            by_class.append(self._legal(one) if late or not usual else usual)
-            usual = usual if late else by_class[-1]
+        common_ways, by_class = list[Way](), list[list[Way]]()
+        for case, *_ in classes:
+            late = bool(case.program().versions)
+            by_class.append(self._legal(case) if late or not common_ways else common_ways)
+            common_ways = common_ways if late else by_class[-1]
         return by_class
 
-    def _legal(self, one: Job) -> list[Way]:
+    def _legal(self, case: Job) -> list[Way]:
         legal = list[Way]()
-        for way in ways(one.copies):
-            if broken := problems(vary(one, **way)):
-                self._leave_out(_reason(broken[0], one.schedule), describe_layout(one))
+        for way in ways(case.copies):
+            if broken := problems(vary(case, **way)):
+                self._leave_out(_reason(broken[0], case.schedule), describe_layout(case))
             else:
                 legal.append(way)
         return legal
@@ -211,10 +211,10 @@ def _reason(problem: Problem, schedule: str) -> str:
 
 def _product(shape: Shape) -> list[Job]:
     return [
-        _on(vary(cell, **way), one)
+        _on(vary(cell, **way), schedule)
         for cell in shape.cells
         for together, legal in zip(shape.classes, shape.ways, strict=True)
-        for one in together
+        for schedule in together
         for way in legal
     ]
 
@@ -231,52 +231,52 @@ def cover(shapes: Sequence[Shape]) -> list[list[Job]]:
     schedule with every value of every feature and of sharding that it can meet. Greedy: each time what brings
     most that is new.
     """
-    seen: Pairs = set()
-    chosen = [_cells_and_classes(shape, seen) for shape in shapes]
+    covered: Pairs = set()
+    chosen = [_cells_and_classes(shape, covered) for shape in shapes]
     for shape, cases in zip(shapes, chosen, strict=True):
         for at, together in enumerate(shape.classes):
             for cell in shape.cells:
-                if any(_scheduled(cell, [one]) - seen for one in together):
-                    cases += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
+                if any(_scheduled(cell, [schedule]) - covered for schedule in together):
+                    cases += _take(_shared(cell, shape.ways[at], together, covered), together, covered)
             for way in shape.ways[at]:
-                cell = _newest([vary(cell, **way) for cell in shape.cells], together, seen)
-                cases += _take(cell, together if cell.layout.pp > 1 else together[:1], seen)
+                cell = _newest([vary(cell, **way) for cell in shape.cells], together, covered)
+                cases += _take(cell, together if cell.layout.pp > 1 else together[:1], covered)
     return chosen
 
 
-def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Job]:
+def _cells_and_classes(shape: Shape, covered: Pairs) -> list[Job]:
     """Each cell with some class and each class with some cell, each in some way."""
     cases, spare = list[Job](), list(shape.cells)
     used = dict.fromkeys(range(len(shape.classes)), 0)
     for at, together in enumerate(shape.classes):
-        cell = _newest(spare or shape.cells, together, seen)
-        cases += _take(_shared(cell, shape.ways[at], together, seen), together, seen, new=False)
+        cell = _newest(spare or shape.cells, together, covered)
+        cases += _take(_shared(cell, shape.ways[at], together, covered), together, covered, new=False)
         used[at] += 1
         if cell in spare:
             spare.remove(cell)
     for cell in spare:
-        gains = [len(_pairs(cell, together[:1]) - seen) for together in shape.classes]
+        gains = [len(_pairs(cell, together[:1]) - covered) for together in shape.classes]
         at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
         together, used[at] = shape.classes[at], used[at] + 1
-        one = [together[used[at] % len(together)]]
-        cases += _take(_shared(cell, shape.ways[at], one, seen), one, seen, new=False)
+        schedules = [together[used[at] % len(together)]]
+        cases += _take(_shared(cell, shape.ways[at], schedules, covered), schedules, covered, new=False)
     return cases
 
 
-def _newest(cells: Sequence[Job], together: Sequence[Job], seen: Pairs) -> Job:
-    return max(cells, key=lambda cell: len(_pairs(cell, together) - seen))
+def _newest(cells: Sequence[Job], together: Sequence[Job], covered: Pairs) -> Job:
+    return max(cells, key=lambda cell: len(_pairs(cell, together) - covered))
 
 
-def _shared(cell: Job, legal: Sequence[Way], together: Sequence[Job], seen: Pairs) -> Job:
+def _shared(cell: Job, legal: Sequence[Way], together: Sequence[Job], covered: Pairs) -> Job:
     """The cell in the way that brings most that is new."""
-    return _newest([vary(cell, **way) for way in legal], together, seen)
+    return _newest([vary(cell, **way) for way in legal], together, covered)
 
 
-def _take(cell: Job, together: Sequence[Job], seen: Pairs, new: bool = True) -> list[Job]:
+def _take(cell: Job, together: Sequence[Job], covered: Pairs, new: bool = True) -> list[Job]:
     """The cell with these schedules; with those alone to which it is `new`."""
-    taken = [one for one in together if not new or _pairs(cell, [one]) - seen]
-    seen |= _pairs(cell, taken)
-    return [_on(cell, one) for one in taken]
+    taken = [schedule for schedule in together if not new or _pairs(cell, [schedule]) - covered]
+    covered |= _pairs(cell, taken)
+    return [_on(cell, schedule) for schedule in taken]
 
 
 def _pairs(cell: Job, together: Sequence[Job]) -> Pairs:
@@ -286,16 +286,16 @@ def _pairs(cell: Job, together: Sequence[Job]) -> Pairs:
     if not together:
         return set()
     way, layout = unusual_sharding(cell), cell.layout
-    shared = {f"{value} {_where(cell)}" for value in values(way)}
+    shared = {f"{value} {_pipelining(cell)}" for value in values(way)}
     # without a pipeline schedules of one program are one
-    met = [one.schedule for one in (together if cell.layout.pp > 1 else together[:1])]
+    met = [case.schedule for case in (together if cell.layout.pp > 1 else together[:1])]
     pairs: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
     return pairs | {((layout.tp, layout.cp, layout.dp, layout.pp), tuple(way.items()))}
 
 
 def _scheduled(cell: Job, together: Sequence[Job]) -> Pairs:
     """Each schedule with each value of a feature."""
-    return {(one.schedule, value) for one in together for value in features(cell)}
+    return {(case.schedule, value) for case in together for value in features(cell)}
 
 
 def features(case: Job) -> set[str]:
@@ -308,19 +308,19 @@ def features(case: Job) -> set[str]:
         values.add(case.context)
     if layout.ep > 1:
         values.add("ep")
-    return {f"{value} {_where(case)}" for value in values}
+    return {f"{value} {_pipelining(case)}" for value in values}
 
 
-def _where(case: Job) -> str:
+def _pipelining(case: Job) -> str:
     return "pipelined" if case.layout.pp > 1 else "alone"
 
 
 def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
     """The options to prove a schedule with, each time the first that is legal."""
-    known, other = options(name), dict[str, Any]()
+    schedule_options, other = options(name), dict[str, Any]()
     base = quick(name)
     for option, value in _OTHER.items():
-        if option in known:
+        if option in schedule_options:
             other[option] = value(pp)
     if not other:
         return [[base]]
@@ -328,7 +328,7 @@ def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
     fewer = (
         [{k: v for k, v in other.items() if k != left_out} for left_out in other] if len(other) > 1 else []
     )
-    return [[base], [{**base, **some} for some in (other, *fewer)]]
+    return [[base], [{**base, **changes} for changes in (other, *fewer)]]
 
 
 # values that are no schedule's default, by pipeline ranks

@@ -107,8 +107,8 @@ def _other(value: Any) -> Any:
         return value + 1 if value else value
     if isinstance(value, float):
         return value * (1.25 if value >= 1.0 else 0.75)
-    if isinstance(value, tuple) and value and all(isinstance(one, float) for one in value):
-        return tuple(one * 0.75 for one in value)
+    if isinstance(value, tuple) and value and all(isinstance(element, float) for element in value):
+        return tuple(element * 0.75 for element in value)
     return value
 
 
@@ -119,25 +119,25 @@ def without_effect(job: Job, trial: Trial) -> list[str]:
     from stretto.engine.parallel.control import gather_json, this_rank, world_size
     from stretto.verify.compare import scales_of
     from stretto.verify.diagnose import TOLERANCE
-    from stretto.verify.language.reference import Snapshot, run_reference
+    from stretto.verify.language.reference import LanguageSnapshot, run_reference
 
-    def run(changed: Job) -> list[Snapshot]:
-        one = replace(changed, global_batch=job.micro_batch)
+    def run(changed: Job) -> list[LanguageSnapshot]:
+        microbatch_job = replace(changed, global_batch=job.micro_batch)
         samples = [batch.take(slice(0, job.micro_batch)) for batch in trial.batches[:2]]
-        return run_reference(one, replace(trial, batches=samples))
+        return run_reference(microbatch_job, replace(trial, batches=samples))
 
     def differs(changed: Job) -> bool:
-        for ours, reference in zip(run(changed), expected, strict=True):
+        for actual, reference in zip(run(changed), expected, strict=True):
             for others, tensors in (
-                (ours.weights, reference.weights),
-                (ours.gradients, reference.gradients),
+                (actual.weights, reference.weights),
+                (actual.gradients, reference.gradients),
             ):
                 if {n: t.shape for n, t in others.items()} != {n: t.shape for n, t in tensors.items()}:
                     return True
                 for name, scale in scales_of(tensors).items():
                     if not float((others[name] - tensors[name]).abs().max()) <= TOLERANCE * scale:
                         return True
-            if not abs(float(ours.loss) / float(reference.loss) - 1.0) <= TOLERANCE:
+            if not abs(float(actual.loss) / float(reference.loss) - 1.0) <= TOLERANCE:
                 return True
         return False
 
@@ -145,7 +145,7 @@ def without_effect(job: Job, trial: Trial) -> list[str]:
     expected = run(job) if fields or this_rank() == 0 else []
     silent = [f"{name}={_word(value)}" for name, value, changed in fields if not differs(changed)]
     clip = job.optimiser.clip
-    if this_rank() == 0 and clip is not None and all(float(one.norm) < clip for one in expected):
+    if this_rank() == 0 and clip is not None and all(float(snapshot.norm) < clip for snapshot in expected):
         silent.append(f"optim.clip={clip:g}")
     gathered: list[list[str]] = gather_json(silent)
     return sorted(name for names in gathered for name in names)

@@ -45,8 +45,8 @@ def matrix() -> str:
 
 def write(page: Path) -> None:
     """Put the table between its marks on a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(START)
-    after = rest.partition(END)[2]
+    before, _, tail = page.read_text(encoding="utf-8").partition(START)
+    after = tail.partition(END)[2]
     page.write_text(f"{before}{START}\n\n{matrix()}\n\n{END}{after}", encoding="utf-8")
 
 

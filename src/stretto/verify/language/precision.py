@@ -27,7 +27,7 @@ from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Quantity, compare, mean_errors, relative, rounding_bounds, worst_quantity
 from stretto.verify.diagnose import Rounded, listing
 from stretto.verify.language.cases import describe, one_process
-from stretto.verify.language.reference import Snapshot, Trial, run_reference, share_all
+from stretto.verify.language.reference import LanguageSnapshot, Trial, run_reference, share_all
 from stretto.verify.language.step import SCALE, TrialTask, loss_of, masters_of, own_part, trial_trainer
 
 STEPS = 2
@@ -47,7 +47,7 @@ class OneProcess:
         errors: of the job's own types, beside it.
     """
 
-    exact: Sequence[Snapshot]
+    exact: Sequence[LanguageSnapshot]
     errors: Sequence[Errors]
 
 
@@ -63,8 +63,8 @@ def with_fewest_microbatches(job: Job) -> Job:
 
 def first_samples(trial: Trial, job: Job) -> Trial:
     """As many samples of each batch as the job takes in a step, and two steps."""
-    some = [batch.take(slice(0, job.global_batch)) for batch in trial.batches[:STEPS]]
-    return replace(trial, batches=some)
+    samples = [batch.take(slice(0, job.global_batch)) for batch in trial.batches[:STEPS]]
+    return replace(trial, batches=samples)
 
 
 def run_one_process(job: Job, trial: Trial) -> OneProcess:
@@ -97,17 +97,17 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
         return Rounded(layout=describe(job), dtype=job.precision.dtype, quantities=(), diagnosis=str(failed))
     finally:
         replica.close()
-    if not all(isfinite(one) for step in limits for named in step.values() for one in named.values()):
+    if not all(isfinite(error) for step in limits for named in step.values() for error in named.values()):
         marks.append(f"one process cannot be trained in {job.precision.dtype}: its numbers are not finite")
     eps = torch.finfo(DTYPES[job.precision.dtype]).eps
     worst = dict[str, Quantity]()
-    for ours, one in zip(errors, limits, strict=True):
-        for what, named in ours.items():
-            quantity = worst_quantity(what, named, _bounds(what, one[what], eps))
-            known = worst.get(what)
-            if known is None or quantity.error_in_bounds > known.error_in_bounds:
-                worst[what] = quantity
-    wrong = [one for one in worst.values() if not one.equal]
+    for step_errors, step_limits in zip(errors, limits, strict=True):
+        for name, named in step_errors.items():
+            quantity = worst_quantity(name, named, _bounds(name, step_limits[name], eps))
+            previous = worst.get(name)
+            if previous is None or quantity.error_in_bounds > previous.error_in_bounds:
+                worst[name] = quantity
+    wrong = [quantity for quantity in worst.values() if not quantity.equal]
     diagnosis = next(iter(marks), None)
     if wrong and diagnosis is None:
         first = wrong[0]
@@ -124,15 +124,17 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
     )
 
 
-def _bounds(what: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
+def _bounds(quantity: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
     """What errors of a quantity may be. Weights may be off by more: Adam turns the rounding of a gradient
     near 0 into a part of a step that rounding does not bound.
     """
     bounds = rounding_bounds(errors, eps, _MULTIPLE)
-    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if what == "weights" else bounds
+    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if quantity == "weights" else bounds
 
 
-def _errors(replica: RankModel, trial: Trial, exact: Sequence[Snapshot]) -> tuple[list[Errors], list[str]]:
+def _errors(
+    replica: RankModel, trial: Trial, exact: Sequence[LanguageSnapshot]
+) -> tuple[list[Errors], list[str]]:
     """Train beside the float64 reference: relative errors of each step, and marks of wrong types. Collective.
 
     Weights are those that the optimiser updates, in its own type.
@@ -189,8 +191,8 @@ def _marks(replica: RankModel, gradients: Mapping[str, Tensor]) -> list[str]:
                 "(precision.gradients)"
             )
     masters = masters_of(replica)
-    with replica.states.full_weights() as whole:
-        placed = own_part(whole, replica).tensors
+    with replica.states.full_weights() as full:
+        placed = own_part(full, replica).tensors
         stale = [
             name
             for name, master in masters.tensors.items()

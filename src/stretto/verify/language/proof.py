@@ -144,7 +144,7 @@ def proof_of(
     world = ranks or config.layout.to_layout().world
     config = smaller(config, world)
     check_ranks(world)
-    every = Every(configured_job(config), world, whole=layouts == "product")
+    every = Every(configured_job(config), world, full=layouts == "product")
     impossible = [*every.impossible, *without_ranks(every.cases)]
     steps = steps or _STEPS[True]
     return language_proof(
@@ -158,10 +158,11 @@ def proof_of(
     )
 
 
-def in_own_types(config: TrainConfig, case: Job) -> Job | str:
-    """The layout in the types that the job trains in, or why it is compared in float64 alone."""
-    precision = job_of(config).precision
-    typed = replace(case, precision=precision, optimiser=replace(case.optimiser, states=config.optim.states))
+def in_own_types(case: Job, job: Job) -> Job | str:
+    """The layout in the types that `job` trains in, or why it is compared in float64 alone."""
+    precision = job.precision
+    optimiser = replace(case.optimiser, states=job.optimiser.states)
+    typed = replace(case, precision=precision, optimiser=optimiser)
     if typed.program().versions:
         return "updates within the step are compared in float64 alone"
     if precision.half and typed.shape.moe is not None:
@@ -201,7 +202,7 @@ def language_proof(
     shape, notes = with_effect(job.shape, config.data.sequence)
     check_samples(source, config.data, job, evaluates=config.eval.every is not None)
     cases = [replace(case, shape=shape) for case in cases]
-    retyped = [in_own_types(config, case) for case in cases] if own_types else []
+    retyped = [in_own_types(case, job) for case in cases] if own_types else []
     return LanguageProof(
         config=config,
         cases=cases,
@@ -255,8 +256,8 @@ def _with_padding(batch: Batch, indices: range) -> Batch:
 
     if batch.decoder is None or batch.lengths is not None:
         return batch
-    whole = batch.inputs.shape[1]
-    lengths = [whole - (3 * index % whole if index % 4 else 0) for index in indices]
+    tokens = batch.inputs.shape[1]
+    lengths = [tokens - (3 * index % tokens if index % 4 else 0) for index in indices]
     return replace(batch, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 

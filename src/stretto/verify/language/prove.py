@@ -24,7 +24,7 @@ from stretto.verify.language.asynchronous import Delays, promised, prove_asynchr
 from stretto.verify.language.cases import describe, describe_layout
 from stretto.verify.language.every import content
 from stretto.verify.language.reference import (
-    Snapshot,
+    LanguageSnapshot,
     Trial,
     build_reference,
     run_reference,
@@ -60,37 +60,37 @@ def prove(
         trial: the same on every rank.
         report: called after each case, with the number of cases.
     """
-    references, verdicts = References(trial), list[Verdict]()
-    known = dict[object, Verdict]()
+    references, verdicts = LanguageReferences(trial), list[Verdict]()
+    by_program = dict[object, Verdict]()
     for case in cases:
         key = (describe_layout(case), content(case.program()))
-        if key in known:
-            first = known[key]
+        if key in by_program:
+            first = by_program[key]
             verdict = replace(first, layout=describe(case), seconds=0.0, same_as=first.layout)
         else:
-            verdict = known[key] = _prove(case, references)
+            verdict = by_program[key] = _prove(case, references)
         verdicts.append(verdict)
         if report is not None:
             report(verdict, len(cases))
     return verdicts
 
 
-class References:
+class LanguageReferences:
     """What one process computes, on all ranks; each run once and kept. Collective."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self._plain: list[Snapshot] | None = None
-        self._delayed: dict[object, list[Snapshot]] = {}
+        self._plain: list[LanguageSnapshot] | None = None
+        self._delayed: dict[object, list[LanguageSnapshot]] = {}
 
-    def plain(self, job: Job) -> list[Snapshot]:
+    def plain(self, job: Job) -> list[LanguageSnapshot]:
         """Of synchronous schedules, whatever the layout."""
         if self._plain is None:
             snapshots = run_reference(job, self.trial) if _first() else None
             self._plain = share_all(snapshots, job, len(self.trial.batches))
         return self._plain
 
-    def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[Snapshot]:
+    def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[LanguageSnapshot]:
         """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
         key = (delays, job.layout.dp, windows)
         if key not in self._delayed:
@@ -102,7 +102,7 @@ class References:
 _PADDING = "no output of the first microbatch differs, so padding may be in the loss"
 
 
-def _prove(job: Job, references: References) -> Verdict:
+def _prove(job: Job, references: LanguageReferences) -> Verdict:
     started, trial = time.perf_counter(), references.trial
     program = job.program()
     fresh = partial(_assembled, job, trial)
@@ -143,20 +143,20 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
     with _assembled(job, trial) as replica:
         padding, reference = replica.split.padded > replica.split.length, None
         # late: steps that use messages wrongly might hang as they come
-        with delay_messages(trial.seed), recorded(modules_of(replica)) as ours, suppress(TrainingFailed):
+        with delay_messages(trial.seed), recorded(modules_of(replica)) as actual, suppress(TrainingFailed):
             trial_trainer(TrialTask(replica, trial)).step()
         if replica.mesh.rank == 0:
             plain, first = build_reference(job, trial.seed), trial.batches[0].take(slice(0, job.micro_batch))
             plain.begin(range(job.micro_batch), first)
             with torch.no_grad(), recorded(plain.model.named_modules()) as reference:
                 plain.model(first.inputs)
-        here = ours if replica.mesh.index("dp") == 0 else {}
-        beside = partial(beside_positions, split=replica.split)
-        where = first_difference(here, reference, beside)
-        why = ""
-        if replica.shape.moe is not None and where is not None and where.endswith(_EXPERTS):
-            why = f": {routed(row_factors(here, reference, beside, where))}"
-    if where is None and not padding:
+        outputs = actual if replica.mesh.index("dp") == 0 else {}
+        align = partial(beside_positions, split=replica.split)
+        location = first_difference(outputs, reference, align)
+        detail = ""
+        if replica.shape.moe is not None and location is not None and location.endswith(_EXPERTS):
+            detail = f": {routed(row_factors(outputs, reference, align, location))}"
+    if location is None and not padding:
         return verdict
-    locus = _PADDING if where is None else f"the first output that differs is {where}'s{why}"
+    locus = _PADDING if location is None else f"the first output that differs is {location}'s{detail}"
     return replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")

@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass
-class Snapshot:
+class LanguageSnapshot:
     """What one step must give: by plain name, whole tensors in float64.
 
     A step of several updates has no norm (NaN) and no gradients.
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainReference:
     """The plain model, and what it must know of the samples of a forward and its backward."""
 
     model: LanguageModel
@@ -89,7 +89,7 @@ class Plain:
         self.packing.decoder, self.packing.lengths = batch.decoder, batch.lengths
 
 
-def build_reference(job: Job, seed: int) -> Plain:
+def build_reference(job: Job, seed: int) -> PlainReference:
     """The plain model in float64 with its initial values.
 
     Args:
@@ -105,17 +105,17 @@ def build_reference(job: Job, seed: int) -> Plain:
     keys, packing = DropoutKeys(seed), Packing()
     key_dropout(model, keys)
     share_packing(model, packing)
-    return Plain(model, keys, packing)
+    return PlainReference(model, keys, packing)
 
 
-def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
+def run_reference(job: Job, trial: Trial) -> list[LanguageSnapshot]:
     """Train the plain model in float64 for a few steps."""
     plain = build_reference(job, trial.seed)
     model = plain.model
     named = list(model.named_parameters())
     learning = [(name, p) for name, p in named if p.requires_grad]
     optimizer, rate = ReferenceOptimizer(learning, job.optimiser), trial.rate(job)
-    snapshots, size = list[Snapshot](), job.micro_batch
+    snapshots, size = list[LanguageSnapshot](), job.micro_batch
     for step, batch in enumerate(trial.batches):
         counted = int((batch.targets != IGNORED).sum()) or 1
         total = torch.zeros((), dtype=torch.float64)
@@ -133,7 +133,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
         optimizer.step(rate(step))
         loads.correct()
         weights = {name: p.detach().clone() for name, p in named}
-        snapshots.append(Snapshot(total, norm.detach(), gradients, weights))
+        snapshots.append(LanguageSnapshot(total, norm.detach(), gradients, weights))
     return snapshots
 
 
@@ -158,8 +158,8 @@ class Loads:
 
 
 def share_all(
-    snapshots: list[Snapshot] | None, job: Job, steps: int, gradients: bool = True
-) -> list[Snapshot]:
+    snapshots: list[LanguageSnapshot] | None, job: Job, steps: int, gradients: bool = True
+) -> list[LanguageSnapshot]:
     """Bring rank 0's snapshots to all ranks. Collective over the default group.
 
     Args:
@@ -168,14 +168,14 @@ def share_all(
     """
     with torch.device("meta"):
         plain = dict(build(job.shape).named_parameters())
-    shared = list[Snapshot]()
+    shared = list[LanguageSnapshot]()
     for step in range(steps):
-        mine = snapshots[step] if snapshots is not None else None
-        one = Snapshot(share(mine and mine.loss, ()), share(mine and mine.norm, ()), {}, {})
+        local = snapshots[step] if snapshots is not None else None
+        snapshot = LanguageSnapshot(share(local and local.loss, ()), share(local and local.norm, ()), {}, {})
         for name, parameter in plain.items():
             size = tuple(parameter.shape)
             if gradients and job.trained(name):
-                one.gradients[name] = share(mine and mine.gradients[name], size)
-            one.weights[name] = share(mine and mine.weights[name], size)
-        shared.append(one)
+                snapshot.gradients[name] = share(local and local.gradients[name], size)
+            snapshot.weights[name] = share(local and local.weights[name], size)
+        shared.append(snapshot)
     return shared

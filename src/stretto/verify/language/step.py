@@ -20,7 +20,7 @@ from stretto.run.train.rank_model import RankModel
 from stretto.run.train.task import StepResult
 from stretto.run.train.trainer import Trainer
 from stretto.verify.compare import misplaced, relative
-from stretto.verify.language.reference import Snapshot, Trial
+from stretto.verify.language.reference import LanguageSnapshot, Trial
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 
@@ -95,19 +95,21 @@ def loss_of(done: StepResult) -> float:
     return done.loss + (done.agreed.statistic("experts") or 0.0)
 
 
-def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
+def worst(norms: Sequence[float], reference: Sequence[LanguageSnapshot]) -> list[float]:
     """Of all ranks' norms the ones that are farthest off, by step. Collective."""
     everywhere: list[list[float]] = gather_json(list(norms))
     of_steps = zip(zip(*everywhere, strict=True), reference, strict=True)
-    return [max(ranks, key=lambda one: relative(one, float(expected.norm))) for ranks, expected in of_steps]
+    return [max(ranks, key=lambda norm: relative(norm, float(expected.norm))) for ranks, expected in of_steps]
 
 
 def gradients_of(replica: RankModel, factor: float = 1.0) -> PlacedTensors:
     """The reduced gradients of what this rank's optimiser updates, over `factor`; zero where it has none."""
     gradients = PlacedTensors({}, {})
     for fragment in replica.fragments:
-        there = fragment.gradient
-        gradients.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there / factor)
+        gradient = fragment.gradient
+        gradients.add(
+            fragment, torch.zeros_like(fragment.parameter) if gradient is None else gradient / factor
+        )
     return gradients
 
 
@@ -124,11 +126,11 @@ def own_part(weights: Mapping[str, Tensor], replica: RankModel) -> PlacedTensors
     updated = PlacedTensors({}, {})
     for fragment in replica.fragments:
         name, shape = fragment.name, fragment.placed.shape
-        whole = torch.zeros(shape, dtype=weights[name].dtype)
+        full = torch.zeros(shape, dtype=weights[name].dtype)
         for piece in replica.places[name].pieces:
-            piece.of_full(whole).copy_(piece.of_local(weights[name]))
+            piece.of_full(full).copy_(piece.of_local(weights[name]))
         boxes = [TensorBox(offsets=p.offsets, sizes=p.sizes, local=p.offsets) for p in fragment.placed.pieces]
-        updated.add(fragment, whole)
+        updated.add(fragment, full)
         updated.places[name] = ShardPlacement(name, shape, tuple(boxes))
     return updated
 

@@ -10,7 +10,7 @@ from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Comparison, compare, relative
 from stretto.verify.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
 from stretto.verify.language.cases import describe
-from stretto.verify.language.reference import Snapshot, Trial
+from stretto.verify.language.reference import LanguageSnapshot, Trial
 from stretto.verify.language.step import (
     SCALE,
     TrialTask,
@@ -33,7 +33,7 @@ from stretto.verify.language.unread import (
 )
 
 
-def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[Snapshot]) -> Verdict:
+def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[LanguageSnapshot]) -> Verdict:
     """Steps as training makes them, with nothing read between them, and one more whose gradients are read.
     Collective.
 
@@ -76,7 +76,7 @@ def _with(verdict: Verdict, ran: Ran) -> Verdict:
 def observe(
     replica: RankModel,
     trial: Trial,
-    reference: Sequence[Snapshot],
+    reference: Sequence[LanguageSnapshot],
     wrong: Mapping[str, str],
     *,
     first: int = 0,
@@ -129,8 +129,8 @@ def observe(
         )
         verdict = _verdict(describe(job), evidence)
         if scaled and not verdict.equal:
-            said = f"with a loss scale of {SCALE:g}, as in float16: {verdict.diagnosis}"
-            verdict = replace(verdict, diagnosis=said)
+            message = f"with a loss scale of {SCALE:g}, as in float16: {verdict.diagnosis}"
+            verdict = replace(verdict, diagnosis=message)
         verdicts.append(verdict)
         if not verdict.equal:  # what comes after it follows from it
             break
@@ -160,17 +160,19 @@ def failed_verdict(layout: str, failure: str) -> Verdict:
     )
 
 
-def _weights(replica: RankModel, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
+def _weights(
+    replica: RankModel, expected: LanguageSnapshot
+) -> tuple[Comparison, Comparison, Comparison | None]:
     """What modules compute with, what optimisers updated, and where these are not the same, what of the first
     is each rank's own to update.
     """
-    held = masters_of(replica)
-    masters = compare(held.tensors, held.places, expected.weights, expected.weight_scales)
-    with replica.states.full_weights() as ours:
-        weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
+    local = masters_of(replica)
+    masters = compare(local.tensors, local.places, expected.weights, expected.weight_scales)
+    with replica.states.full_weights() as computed:
+        weights = compare(computed, replica.places, expected.weights, expected.weight_scales)
         if weights.error <= TOLERANCE:  # the same on every rank
             return weights, masters, None
-        part = own_part(ours, replica)
+        part = own_part(computed, replica)
         return weights, masters, compare(part.tensors, part.places, expected.weights, expected.weight_scales)
 
 
@@ -180,9 +182,9 @@ def _shards(replica: RankModel) -> list[Sum]:
     if replica.states.dp.mode == "server":
         return [Sum(copies, "ranks of the server", "")] if copies > 1 else []
     counts = replica.states.sizes.for_copies(copies).levels(copies)
-    kept = ("parameters", "gradients", "states")
-    sums = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
-    return [one for one in sums if one.holders > 1]
+    kinds = ("parameters", "gradients", "states")
+    sums = [Sum(n, f"ranks that share {kind}", "") for n, kind in zip(counts, kinds, strict=False)]
+    return [total for total in sums if total.holders > 1]
 
 
 def _sums(replica: RankModel) -> list[Sum]:
@@ -199,31 +201,31 @@ def _same_shards(replica: RankModel) -> list[Sum]:
     """Copies of shards, of which the gradients are summed as well."""
     copies, states = copies_of(replica, "tp")
     sharded = replica.states.dp.mode != "server" and 1 < states < copies
-    said = "the sum over copies of a shard"
-    return [Sum(states, "ranks that keep the same shards", said)] if sharded else []
+    operation = "the sum over copies of a shard"
+    return [Sum(states, "ranks that keep the same shards", operation)] if sharded else []
 
 
-def _experts(replica: RankModel, reference: Snapshot) -> list[str]:
+def _experts(replica: RankModel, reference: LanguageSnapshot) -> list[str]:
     """Names of the parameters of routed experts; none of them is held anywhere else."""
     return [name for name in reference.weights if ".experts." in name] if replica.shape.moe else []
 
 
-def _square(expected: Snapshot, names: Sequence[str]) -> float:
+def _square(expected: LanguageSnapshot, names: Sequence[str]) -> float:
     """The part of these parameters in the squared norm."""
     squares = (expected.gradients[name].square().sum() for name in names if name in expected.gradients)
     return sum(map(float, squares)) / float(expected.norm) ** 2
 
 
-def _verdict(layout: str, seen: Evidence) -> Verdict:
+def _verdict(layout: str, evidence: Evidence) -> Verdict:
     return Verdict(
         layout=layout,
-        loss_error=relative(seen.loss, seen.reference_loss),
-        grad_error=seen.gradients.error,
-        worst_gradient=seen.gradients.worst,
-        norm_error=relative(seen.norm, seen.reference_norm),
-        weight_error=seen.weights.error,
-        worst_weight=seen.weights.worst,
-        diagnosis=diagnose(seen),
+        loss_error=relative(evidence.loss, evidence.reference_loss),
+        grad_error=evidence.gradients.error,
+        worst_gradient=evidence.gradients.worst,
+        norm_error=relative(evidence.norm, evidence.reference_norm),
+        weight_error=evidence.weights.error,
+        worst_weight=evidence.weights.worst,
+        diagnosis=diagnose(evidence),
     )
 
 

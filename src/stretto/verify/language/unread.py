@@ -22,7 +22,7 @@ from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Comparison, compare, relative
 from stretto.verify.diagnose import Verdict
-from stretto.verify.language.reference import Snapshot, Trial
+from stretto.verify.language.reference import LanguageSnapshot, Trial
 from stretto.verify.language.step import TrialTask, loss_of, trial_trainer, worst
 
 Fresh = Callable[[], AbstractContextManager[RankModel]]  # a new replica, closed at the end
@@ -65,7 +65,7 @@ class Ran:
 def run_steps(
     replica: RankModel,
     trial: Trial,
-    reference: Sequence[Snapshot],
+    reference: Sequence[LanguageSnapshot],
     *,
     windows: Sequence[int] = (),
     late: bool = False,
@@ -79,44 +79,48 @@ def run_steps(
     """
     if not late:
         return _run(replica, trial, reference, windows)
-    with delay_messages(trial.seed) as seen:
+    with delay_messages(trial.seed) as messages:
         ran = _run(replica, trial, reference, windows)
         if ran.failure is not None:
-            flying: list[list[str]] = gather_json(seen.in_flight)
-            if first := next((what for rank in flying for what in rank), None):
+            flying: list[list[str]] = gather_json(messages.in_flight)
+            if first := next((message for rank in flying for message in rank), None):
                 ran.failure = f"{ran.failure} while {first} is still in flight"
         replica.states.ready()
     ran.late = True
-    everywhere: list[list[str]] = gather_json(seen.broken)
-    ran.broken = [what for rank in everywhere for what in rank]
+    everywhere: list[list[str]] = gather_json(messages.broken)
+    ran.broken = [misuse for rank in everywhere for misuse in rank]
     return ran
 
 
-def _run(replica: RankModel, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
+def _run(
+    replica: RankModel, trial: Trial, reference: Sequence[LanguageSnapshot], windows: Sequence[int]
+) -> Ran:
     task, ran = TrialTask(replica, trial), Ran()
     trainer = trial_trainer(task, drains=list(accumulate(windows)))
     if replica.asynchronous:
         task.scale_losses()
     digest = hashlib.blake2b(digest_size=16)
-    made = list[tuple[float, float | None]]()
+    results = list[tuple[float, float | None]]()
     try:
         for _ in reference:
             for done in trainer.step():
-                made.append((loss_of(done), done.norm))
+                results.append((loss_of(done), done.norm))
     except TrainingFailed as failed:
         ran.failure = str(failed)
         return ran
-    digest.update(repr(made).encode())
-    ran.losses += [relative(loss, float(one.loss)) for (loss, _), one in zip(made, reference, strict=True)]
-    norms = [norm for _, norm in made if norm is not None]
+    digest.update(repr(results).encode())
+    ran.losses += [
+        relative(loss, float(snapshot.loss)) for (loss, _), snapshot in zip(results, reference, strict=True)
+    ]
+    norms = [norm for _, norm in results if norm is not None]
     if norms:
         of_steps = zip(worst(norms, reference), reference, strict=True)
-        ran.norms += [relative(norm, float(one.norm)) for norm, one in of_steps]
-    with replica.states.full_weights() as ours:
-        for weight in ours.values():  # of a copy: memory that numpy sees cannot be released
+        ran.norms += [relative(norm, float(snapshot.norm)) for norm, snapshot in of_steps]
+    with replica.states.full_weights() as weights:
+        for weight in weights.values():  # of a copy: memory that numpy sees cannot be released
             digest.update(weight.clone(memory_format=torch.contiguous_format).numpy().tobytes())
         last = reference[-1]
-        ran.weights = compare(ours, replica.places, last.weights, last.weight_scales)
+        ran.weights = compare(weights, replica.places, last.weights, last.weight_scales)
     ran.bits = digest.hexdigest()
     return ran
 
@@ -132,7 +136,7 @@ def same_bits_late(
     ran: Ran,
     fresh: Fresh,
     trial: Trial,
-    reference: Sequence[Snapshot],
+    reference: Sequence[LanguageSnapshot],
     *,
     windows: Sequence[int] = (),
 ) -> Verdict:
@@ -145,13 +149,13 @@ def same_bits_late(
     """
     with fresh() as replica:
         again = run_steps(replica, trial, reference, windows=windows, late=True)
-    same: list[bool] = gather_json(again.bits == ran.bits and again.failure is None)
-    if all(same) and not again.broken:
+    equal_bits: list[bool] = gather_json(again.bits == ran.bits and again.failure is None)
+    if all(equal_bits) and not again.broken:
         return verdict
     if again.failure is None and not again.broken:
-        ranks = [str(rank) for rank, equal in enumerate(same) if not equal]
-        said = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} come to other bits: {_EARLY}"
-        return _with_errors(verdict, again, f"{_WHEN_LATE} {said}")
+        ranks = [str(rank) for rank, equal in enumerate(equal_bits) if not equal]
+        diagnosis = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} come to other bits: {_EARLY}"
+        return _with_errors(verdict, again, f"{_WHEN_LATE} {diagnosis}")
     return only_unread(verdict, again)
 
 
@@ -178,11 +182,15 @@ def wrong_use_verdict(layout: str, ran: Ran) -> Verdict:
 def only_unread(verdict: Verdict, ran: Ran) -> Verdict:
     """The verdict on steps that are equal when each is read, and differ as they `ran`."""
     if ran.late:
-        said = ran.wrong_use or (f"{ran.failure}: {_EARLY}" if ran.failure else f"results differ: {_EARLY}")
-        return _with_errors(verdict, ran, f"{_WHEN_LATE} {said}")
-    why = "" if ran.failure is None else f" ({ran.failure})"
-    said = f"steps are equal when each is read, and differ when nothing is read between them{why}: {_EARLY}"
-    return _with_errors(verdict, ran, said)
+        diagnosis = ran.wrong_use or (
+            f"{ran.failure}: {_EARLY}" if ran.failure else f"results differ: {_EARLY}"
+        )
+        return _with_errors(verdict, ran, f"{_WHEN_LATE} {diagnosis}")
+    failure = "" if ran.failure is None else f" ({ran.failure})"
+    diagnosis = (
+        f"steps are equal when each is read, and differ when nothing is read between them{failure}: {_EARLY}"
+    )
+    return _with_errors(verdict, ran, diagnosis)
 
 
 def with_wrong_use(
@@ -190,7 +198,7 @@ def with_wrong_use(
     ran: Ran,
     fresh: Fresh,
     trial: Trial,
-    reference: Sequence[Snapshot],
+    reference: Sequence[LanguageSnapshot],
     *,
     windows: Sequence[int] = (),
 ) -> Verdict:
@@ -203,15 +211,15 @@ def with_wrong_use(
     return replace(verdict, diagnosis=f"{verdict.diagnosis}; {ran.wrong_use}")
 
 
-def _with_errors(verdict: Verdict, ran: Ran, said: str) -> Verdict:
+def _with_errors(verdict: Verdict, ran: Ran, diagnosis: str) -> Verdict:
     """The verdict with the errors of steps that differ, and a diagnosis."""
     if ran.weights is None:
-        return replace(verdict, loss_error=float("inf"), weight_error=float("inf"), diagnosis=said)
+        return replace(verdict, loss_error=float("inf"), weight_error=float("inf"), diagnosis=diagnosis)
     return replace(
         verdict,
         loss_error=max(ran.losses),
         norm_error=max(ran.norms) if ran.norms else None,
         weight_error=ran.weights.error,
         worst_weight=ran.weights.worst,
-        diagnosis=said,
+        diagnosis=diagnosis,
     )
