@@ -347,17 +347,17 @@ WINGS = {
     "autosplit": 2_000,
     "run": 25_750,  # of which data, with formats, tokenizers, chats and mixtures: 8.6k
     "recommender": 15_350,
-    "verify": 7_650,  # two tasks and models of users have a reference and causes each; the second pass: 0.5k
+    "verify": 7_660,  # two tasks and models of users have a reference and causes each; the second pass: 0.5k
     "cli": 7_650,  # options and help 1.0k, checks and tables of 26 commands
     "stretto_interop": 12_000,  # bash 0.7k, Megatron's flat buffers 0.6k, torch's archives 0.5k
 }
 WHOLE = 113_900  # of `stretto`
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_OF_95_PERCENT = 800, 100, 45
-FILLERS = 0.005  # of all bound names
+FILLERS = 3  # of 61,000 bound names; two are the public `Split.whole`
 LIMITS = {
     "private helpers that are called once": 1_110,  # the aim is 700
     "dataclasses": 560,  # the aim is 350
-    "functions that take a config": 80,  # the aim is 60; 20 of them in run/config, 14 in cli
+    "functions that take a config": 76,  # the aim is 60; 20 of them in run/config, 14 in cli
     "modules with one importer": 130,  # the aim is 100
     # torch's operators, `apply` of autograd functions and numba's loops take positions alone
     "calls with more than five positional arguments": 28,
@@ -418,7 +418,7 @@ def test_concepts_stay_few() -> None:
 def test_names_say_what_they_name() -> None:
     names = [(path, *bound) for path, code in CHECKOUT.trees.items() for bound in numbers.bound_names(code)]
     fillers = [f"{name_of(path)}:{line}: {name}" for path, name, line in names if numbers.is_filler(name)]
-    assert len(fillers) <= FILLERS * len(names), fillers[:20]
+    assert len(fillers) <= FILLERS, fillers[:20]
 
 
 @pytest.mark.parametrize(
