@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
+from stretto.verify.language import fields
 from stretto.verify.language.cases import configured_job, smaller
 from stretto.verify.language.every import Every
 from stretto.verify.language.fields import set_fields, with_effect, without_effect, without_ranks
@@ -63,6 +65,26 @@ def test_fields_at_their_defaults_and_sizes_are_not_looked_at(tmp_path: Path) ->
     assert named["optim.betas"] == (0.9, 0.9)
     assert named["model.norm_eps"] == 1e-6
     assert not {"model.layers", "model.dropout", "optim.lr", "optim.clip"} & named.keys()
+
+
+def test_choices_and_what_is_off_get_another_value(tmp_path: Path) -> None:
+    config = job(tmp_path, "model.tied=false", model=LLAMA)
+    before = configured_job(config)
+    changed = {name: other for name, _, other in set_fields(before)}
+    for name, value in (("norm", before.shape.norm), ("tied", False), ("mlp", before.shape.mlp)):
+        other = changed[f"model.{name}"]
+        assert other is not None
+        assert getattr(other.shape, name) != value
+        assert not problems(other)
+
+
+def test_a_field_without_another_legal_value_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path, "optim.betas=[0.9, 0.9]", model=LLAMA)
+    monkeypatch.setattr(fields, "problems", lambda job: [job])
+    silent = without_effect(configured_job(config), trial_of(config))
+    assert silent == ["optim.betas=[0.9, 0.9] (no other value is legal here)"]
 
 
 def test_all_layouts_pad_samples_and_compute_the_loss_in_chunks(tmp_path: Path) -> None:

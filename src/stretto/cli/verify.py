@@ -85,9 +85,9 @@ def verify(
     times what one process in these types is.
 
     Where a value of the job hides a field (a window as long as a sample, a soft cap that hardly bends,
-    adapters with a scale of 1), another one is proved, and the report says so. Set fields whose change
-    changes no result in one process are listed as not proved; how ranks share the work changes none, and is
-    proved by the comparison itself.
+    adapters with a scale of 1), another one is proved, and the report says so. Fields that are set, sizes
+    apart, get another value in one process; those that change no result are listed as not proved. How ranks
+    share the work changes none, and is proved by the comparison itself.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
     weights to 1e-12, or 1e-9 with adamw.
@@ -173,7 +173,7 @@ def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) ->
     report.lines([f"changed for the proof: {', '.join(proof.notes)}"] if proof.notes else [])
     if findings.unproved:
         report.line(
-            "not proved, since another value changes no result of the first steps in one process: "
+            "not proved, since no other value changes a result of the first steps in one process: "
             + ", ".join(findings.unproved)
         )
     few = len(findings.rounded) <= 8

@@ -7,12 +7,13 @@ takes other values where those of the job hide a field, and prints which fields 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stretto.errors import StrettoError
-from stretto.job.field import declared
+from stretto.job.field import Declared, declared
 from stretto.job.job import Job
+from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
 from stretto.verify.run import Impossible
 
@@ -60,13 +61,16 @@ def with_effect(shape: ModelShape, sequence: int) -> tuple[ModelShape, list[str]
 
 # sizes of tensors, of which any other value makes another model; the peak rate; and clipping, which is
 # compared with the norms of the reference
-_EVIDENT = {"layers", "encoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence"}
-_ALSO_EVIDENT = {"experts", "shared_ffn", "rank", "lr", "clip"}
+_EVIDENT = {
+    *("layers", "encoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence"),
+    *("experts", "shared_ffn", "rank", "lr", "clip"),
+    "family",  # its values are other fields
+}
 
 
-def set_fields(job: Job) -> Iterator[tuple[str, Any, Job]]:
+def set_fields(job: Job) -> Iterator[tuple[str, Any, Job | None]]:
     """The fields of model, adapters, initial values and optimiser that are set to another value than their
-    default, with the value, each with the job in which it has another one again.
+    default, with the value, each with the job in which it has another one; None if no other is legal.
     """
 
     def in_shape(part: str) -> Callable[[Any], Job]:
@@ -76,7 +80,7 @@ def set_fields(job: Job) -> Iterator[tuple[str, Any, Job]]:
         ("model", job.shape, lambda shape: replace(job, shape=shape)),
         *(
             (f"model.{part}", getattr(job.shape, part), in_shape(part))
-            for part in ("attention", "rope", "moe")
+            for part in ("attention", "rope", "moe")  # the fields of latent attention are sizes
         ),
         ("lora", job.shape.lora, in_shape("lora")),
         ("model", job.initial, lambda initial: replace(job, initial=initial)),
@@ -87,34 +91,46 @@ def set_fields(job: Job) -> Iterator[tuple[str, Any, Job]]:
             continue
         for name, item in declared(type(part)).items():
             value = getattr(part, name)
-            if name in _EVIDENT | _ALSO_EVIDENT or value == item.default or item.field is None:
+            if name in _EVIDENT or value == item.default or item.field is None:
                 continue
-            try:
-                changed = put(replace(part, **{name: _other(value)}))
-            except (StrettoError, ValueError):
-                continue  # nothing else is legal beside the other fields
-            if changed != job:
-                yield f"{section}.{name}", value, changed
+            if is_dataclass(value):  # a part: its fields are looked at
+                continue
+            legal = None
+            for alternative in _alternatives(value, item):
+                try:
+                    changed = put(replace(part, **{name: alternative}))
+                except (StrettoError, ValueError, TypeError):
+                    continue
+                if changed != job and not changed.shape.unsupported_parts and not problems(changed):
+                    legal = changed
+                    break
+            if legal is not None or "follows" not in item.metadata:  # else it follows from other fields
+                yield f"{section}.{name}", value, legal
 
 
-def _other(value: Any) -> Any:
-    """Another value of a field; the same for what is off, and for a choice among words, each of which
-    computes something else.
+def _alternatives(value: Any, item: Declared) -> Iterator[Any]:
+    """Other values of a field, the most telling first: its default, with which a layout computes that has
+    forgotten the field; another near by; the other choices.
     """
+    if item.default is not MISSING:
+        yield item.default
     if isinstance(value, bool):
-        return not value if value else value
-    if isinstance(value, int):
-        return value + 1 if value else value
-    if isinstance(value, float):
-        return value * (1.25 if value >= 1.0 else 0.75)
-    if isinstance(value, tuple) and value and all(isinstance(element, float) for element in value):
-        return tuple(element * 0.75 for element in value)
-    return value
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+    elif isinstance(value, float):
+        yield value * (1.25 if value >= 1.0 else 0.75) if value else 0.25
+    elif isinstance(value, tuple) and value and all(isinstance(element, float) for element in value):
+        yield tuple(element * 0.75 for element in value)
+    for kind in item.kinds:
+        if get_origin(kind) is Literal:
+            yield from get_args(kind)
 
 
 def without_effect(job: Job, trial: Trial) -> list[str]:
-    """The set fields whose change changes nothing in the first two steps of a microbatch in one process, and
-    clipping if no norm reaches its bound. Collective: each rank tries some of them.
+    """Return the set fields whose change changes nothing in the first two steps of a microbatch in one
+    process, those without another legal value, and clipping if no norm reaches its bound. Collective: each
+    rank tries some of them.
     """
     from stretto.engine.parallel.control import gather_json, this_rank, world_size
     from stretto.verify.compare import scales_of
@@ -143,7 +159,11 @@ def without_effect(job: Job, trial: Trial) -> list[str]:
 
     fields = list(set_fields(job))[this_rank() :: world_size()]
     expected = run(job) if fields or this_rank() == 0 else []
-    silent = [f"{name}={_word(value)}" for name, value, changed in fields if not differs(changed)]
+    silent = [
+        f"{name}={_word(value)}" + (" (no other value is legal here)" if changed is None else "")
+        for name, value, changed in fields
+        if changed is None or not differs(changed)
+    ]
     clip = job.optimiser.clip
     if this_rank() == 0 and clip is not None and all(float(snapshot.norm) < clip for snapshot in expected):
         silent.append(f"optim.clip={clip:g}")
