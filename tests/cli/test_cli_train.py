@@ -286,7 +286,7 @@ def test_a_bad_loss_is_one_line_with_the_resume_command(
     assert "Traceback (most recent call last):" not in lines
     assert lines[-2] == "error: step 4: the loss of microbatch 0 on rank 1 is not finite"
     go_on = f"stretto train {config} layout.pp=2 checkpoint.every=2 run.name=bad --resume auto"
-    assert lines[-1] == f"hint: to go on from step-00000002: {go_on}"
+    assert lines[-1] == f"hint: to continue from step-00000002: {go_on}"
 
 
 def test_a_full_or_broken_disk_is_one_line(

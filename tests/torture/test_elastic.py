@@ -113,7 +113,7 @@ def test_a_rank_that_dies_again_is_done_without(
     assert (result.restarts, result.stopped) == (2, False)
     lines = capfd.readouterr().err.splitlines()
     said = [line for line in lines if line.startswith(("restart ", "elastic", "continuing"))]
-    assert said[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; going on from the")
+    assert said[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; continuing from the")
     assert said[1].startswith("elastic: 2 ranks take ")
     assert said[2] == "continuing with 2 of 3 ranks, for one was lost twice in a row"
     assert said[3].startswith("restart 2 of 5")

@@ -118,7 +118,7 @@ def _train_locally(config: AnyConfig, resume_command: str, quiet: bool, port: in
         return run_job(job_type(config), config, quiet, port)
     except RankFailed as error:
         saved = checkpoints(config.run.folder / "checkpoints")
-        hint = f"to go on from {saved[0].name}: {resume_command}" if saved else None
+        hint = f"to continue from {saved[0].name}: {resume_command}" if saved else None
         print_failure(error.failure, hint)
         raise say_no() from None
 
@@ -192,7 +192,7 @@ def _report(config: AnyConfig, result: Result, resume_command: str, arguments: s
     record |= {"stopped": result.stopped, "checkpoint": checkpoint, "restarts": result.restarts}
     report = CommandReport({**record, "warning": outcome.get("warning")})
     if result.stopped:
-        report.line(f"stopped; newest checkpoint: {checkpoint or 'none'}\nto go on: {resume_command}")
+        report.line(f"stopped; newest checkpoint: {checkpoint or 'none'}\nto continue: {resume_command}")
     elif isinstance(config, TrainConfig):
         # tokens of a Megatron dataset may come without a tokenizer
         writes = not config.shape().encoder_layers and (config.run.folder / "tokenizer.json").is_file()

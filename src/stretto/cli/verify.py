@@ -85,9 +85,9 @@ def verify(
     times what one process in these types is.
 
     Where a value of the job hides a field (a window as long as a sample, a soft cap that hardly bends,
-    adapters with a scale of 1), another one is proved, and the report says so. Fields that are set, sizes
-    apart, get another value in one process; those that change no result are listed as not proved. How ranks
-    share the work changes none, and is proved by the comparison itself.
+    adapters with a scale of 1), another one is proved, and the report says so. Set fields, sizes apart, of
+    which no other value changes a result in one process are listed as not proved. How ranks share the work
+    changes none: the comparison itself proves it.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
     weights to 1e-12, or 1e-9 with adamw.

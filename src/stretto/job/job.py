@@ -176,7 +176,7 @@ class Job(Execution):
             evaluation, for a checkpoint and at the end.
         compile: `blocks`: what lies between the matrix products of blocks is compiled.
         graphs: `microbatch`: the device replays forward and backward of a microbatch as one graph.
-        async_save: checkpoints are copied to host memory, and written from there while training goes on.
+        async_save: checkpoints are copied to host memory, and written from there while training continues.
     """
 
     shape: ModelShape

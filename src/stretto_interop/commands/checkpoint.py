@@ -58,8 +58,8 @@ def _import_megatron(
     states: bool = True,
     progress: Progress | None = None,
 ) -> Imported:
-    """Make a run of a distributed checkpoint of Megatron-core. Its training goes on with the optimiser's
-    states, from its step and its number of samples, if it has them.
+    """Create a run from a distributed checkpoint of Megatron-core. If the checkpoint has optimiser states,
+    training continues with them, from its step and its number of samples.
 
     Args:
         source: the folder of an iteration, or of all of them.
@@ -86,7 +86,7 @@ def _import_megatron(
                 notes.append(f"train.steps is {train['steps']}: the run there had ended")
             if model.samples:
                 notes.append(
-                    f"{model.samples:,} samples were seen there: training goes on with the next, in "
+                    f"{model.samples:,} samples were trained on there: training continues with the next, in "
                     "the order of samples here, which is not Megatron's"
                 )
         else:
@@ -135,14 +135,14 @@ def export(
             done = export_dcp(checkpoint, out, torchtitan, progress)
             target, last = f"torchtitan {torchtitan}", ""
             if done.step is not None:
-                last = f"to go on there from step {done.step}, exclude the data's place: {_EXCLUDE}"
+                last = f"to continue there from step {done.step}, exclude the data's place: {_EXCLUDE}"
         else:
             done = export_megatron(checkpoint, out, saved_arguments, progress, experts_spread=experts_spread)
             load = f"--load {out} --use-checkpoint-args"
             target = f"Megatron-LM {TRIED_WITH}"
             last = f"to train there from its weights: {load} --finetune --no-load-optim --no-load-rng"
             if done.step is not None:
-                last = f"to go on there from step {done.step}: {load}"
+                last = f"to continue there from step {done.step}: {load}"
     files = [str(file) for file in done.files]
     report = CommandReport(
         {

@@ -29,10 +29,10 @@ from stretto.run.data.boundaries import Boundaries
 from stretto.run.data.dataset import Batch, WindowSamples
 from stretto.run.data.denoising import DenoisedSamples, corrupt
 from stretto.run.data.mixture import Mixture, epochs, parts_of
-from stretto.run.data.sentinels import SentinelIds, sentinel_ids
+from stretto.run.data.sentinels import SentinelIds, job_of_text, sentinel_ids
 from stretto.run.data.token_folder import TokenFolder, TokenWriter
 from stretto.run.data.tokenizer import Tokenizer
-from texts import job_of_text, read_held_out, read_samples
+from texts import read_held_out, read_samples
 
 END, START, TOP = 1, 2, 10_000  # tokens of text are between
 
@@ -278,18 +278,18 @@ def test_marks_are_the_tokenizers_or_the_last_of_the_vocabulary(folder: TokenFol
     spans, mask = denoising("span-corruption", 30, 0.2, 3.0), denoising("infilling", 30, 0.3, 3.0)
     assert (spans.spans, mask.spans) == (2, 4)
     data = DataConfig()
-    assert job_of_text(folder, config("model.family=gpt")).shape.vocab == folder.vocab
-    assert job_of_text(folder, config()).shape.vocab == folder.vocab + 100
-    assert job_of_text(folder, config("data.sentinels=7")).shape.vocab == folder.vocab + 7
-    assert job_of_text(folder, config("data.objective=infilling")).shape.vocab == folder.vocab + 1
-    assert job_of_text(folder, config("data.first_sentinel=5")).shape.vocab == folder.vocab
+    assert job_of_text(config("model.family=gpt"), folder).shape.vocab == folder.vocab
+    assert job_of_text(config(), folder).shape.vocab == folder.vocab + 100
+    assert job_of_text(config("data.sentinels=7"), folder).shape.vocab == folder.vocab + 7
+    assert job_of_text(config("data.objective=infilling"), folder).shape.vocab == folder.vocab + 1
+    assert job_of_text(config("data.first_sentinel=5"), folder).shape.vocab == folder.vocab
     rows = folder.vocab + 2
     assert sentinel_ids(folder, data, spans, rows).spans == (rows - 1, rows - 2)
     assert sentinel_ids(folder, data, mask, rows).spans == (rows - 1,) * 4
     named = sentinel_ids(folder, DataConfig(first_sentinel=77), spans, rows)
     assert (named.spans, named.end, named.start) == ((77, 76), folder.endoftext, folder.endoftext)
     special = with_special(tmp_path / "t5", ["<pad>", "<extra_id_1>", "<extra_id_0>", "<mask>"])
-    assert job_of_text(special, config()).shape.vocab == special.vocab == 14
+    assert job_of_text(config(), special).shape.vocab == special.vocab == 14
     assert sentinel_ids(special, data, spans, 14) == SentinelIds(spans=(12, 11), end=0, start=10)
     assert sentinel_ids(special, data, mask, 14) == SentinelIds(spans=(13,) * 4, end=0, start=0)
 

@@ -81,9 +81,9 @@ def test_a_job_goes_on_until_it_succeeds() -> None:
     assert result == "done"
     assert [(one.number, one.step, one.saved) for one in told] == [(1, 2, 0), (2, 3, 2)]
     assert told[0].text == (
-        "restart 1 of 9: rank 1 was killed by SIGKILL in step 2; going on from the start in 0.5 s"
+        "restart 1 of 9: rank 1 was killed by SIGKILL in step 2; continuing from the start in 0.5 s"
     )
-    assert told[1].text.startswith("restart 2 of 9: step 3: NaN in step 3; going on from the checkpoint of")
+    assert told[1].text.startswith("restart 2 of 9: step 3: NaN in step 3; continuing from the checkpoint of")
     assert "rank 1 hangs on host a: loading data in step 2" in job(hung("loading data"), "done")[1][0].text
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_is_lost_while_the_job_starts_is_no_sign_of_a_cause() -> Non
         *[died()] * 5, hung("importing"), hung("importing"), "done", steps=lambda _: 0, begun=False
     )
     assert result == "done"
-    assert "rank 1 was killed by SIGKILL while the job started; going on from the start" in told[0].text
+    assert "rank 1 was killed by SIGKILL while the job started; continuing from the start" in told[0].text
     assert [one.step for one in told] == [None] * 7
     with pytest.raises(RankFailed, match="the second time in a row while the job started"):
         job(raised(0, "no such file"), raised(1, "no such file"), "done", begun=False)

@@ -113,7 +113,7 @@ def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
     assert "asked to stop: saving after step" in plain
     last = [line.strip() for line in plain.replace("\r", "\n").splitlines() if line.strip()][-2:]
     assert last[0].startswith("stopped; newest checkpoint: ")
-    assert last[1].startswith("to go on: stretto train ")
+    assert last[1].startswith("to continue: stretto train ")
     assert "run.name=tty --resume auto" in last[1]
     assert "Traceback" not in plain
     assert below
@@ -181,7 +181,7 @@ def test_training_under_torchrun_saves_on_sigterm_and_resumes(
     text = first.communicate(timeout=PATIENCE)[0].decode()
     assert first.returncode != 0
     assert "asked to stop: saving after step" in text
-    assert text.count("to go on: stretto train") == 1  # printed by one rank
+    assert text.count("to continue: stretto train") == 1  # printed by one rank
     done = steps_of(folder, name)
     assert 2 <= done < 6
     if again == "torchrun":

@@ -1,4 +1,4 @@
-"""Save checkpoints while training goes on: what is saved is copied to host memory, and threads write it."""
+"""Save checkpoints while training continues: what is saved is copied to host memory, and threads write it."""
 
 from __future__ import annotations
 

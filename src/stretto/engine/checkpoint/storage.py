@@ -204,15 +204,15 @@ class Planner(StorageWriter):
         if plan.items:
             name = cast(str, plan.storage_data)
             for away in (False, True):
-                left = [item for item in plan.items if self.state[item.index.fqn].away == away]
-                while left:
+                items = [item for item in plan.items if self.state[item.index.fqn].away == away]
+                while items:
                     size = count = 0
-                    while count < len(left) and (not count or size + _bytes(left[count]) <= LARGEST_FILE):
-                        size, count = size + _bytes(left[count]), count + 1
+                    while count < len(items) and (not count or size + _bytes(items[count]) <= LARGEST_FILE):
+                        size, count = size + _bytes(items[count]), count + 1
                     number = f".{len(self.files)}" if self.files else ""
                     file = name.replace(".safetensors", f"{number}.safetensors")
-                    self.files.append(FilePlan(file, tuple(left[:count]), away))
-                    left = left[count:]
+                    self.files.append(FilePlan(file, tuple(items[:count]), away))
+                    items = items[count:]
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [WriteResult(item.index, _bytes(item), file.name) for file in self.files for item in file.items]

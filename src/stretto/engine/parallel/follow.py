@@ -175,15 +175,15 @@ def declared(styles: Styles) -> Flow:
             raise StrettoError(
                 f"sharding plan: {name!r} has {style}, whose layers have to be traced", hint="convert=True"
             )
-        taken, left = style.natural
-        if style.input not in (None, taken):
+        input_split, output_split = style.natural
+        if style.input not in (None, input_split):
             after = _taken(style, style.input)
             flow.before[name] = {None: (style.input, after)}
             if after == "assembled":
                 flow.terms.add(name)
-        if style.output not in (None, left):
-            flow.after[name] = left, style.output
-        flow.splits[name] = taken, 0
+        if style.output not in (None, output_split):
+            flow.after[name] = output_split, style.output
+        flow.splits[name] = input_split, 0
     return flow
 
 
@@ -218,8 +218,8 @@ def _taken(style: ParallelStyle, split: Split) -> Split:
     features are terms of a sum, which the backward of a conversion can be.
     """
     assert style.natural is not None
-    taken = style.natural[0]
-    return "assembled" if isinstance(style, ColumnParallel) and split != "whole" else taken
+    input_split = style.natural[0]
+    return "assembled" if isinstance(style, ColumnParallel) and split != "whole" else input_split
 
 
 class _Tracer(fx.Tracer):
@@ -325,7 +325,7 @@ class _Walk:
                 f"sharding plan: {name!r} has {style}, whose input and output cannot be converted",
                 hint="BatchParallel, Replicate, ColumnParallel or RowParallel, without sequence",
             )
-        taken, left = style.natural
+        input_split, output_split = style.natural
         for at, value in tensors.items():
             split = cast(Split, value.split)
             if style.input not in (None, split):
@@ -342,11 +342,11 @@ class _Walk:
             walk = _Walk(module, f"{name}.", self.styles, inputs="assembled", outputs="whole", flow=self.flow)
             self.flow.rounds[name] = walk.run()
         size = getattr(module, "out_features", 0)
-        self.flow.splits[name] = taken, 0
-        if style.output is not None and style.output != left:
-            self.flow.after[name] = left, style.output
-            left = style.output
-        return _Value(left, size if left == "features" else 0)
+        self.flow.splits[name] = input_split, 0
+        if style.output is not None and style.output != output_split:
+            self.flow.after[name] = output_split, style.output
+            output_split = style.output
+        return _Value(output_split, size if output_split == "features" else 0)
 
     def _change(self, name: str, at: int | str, before: Split, after: Split) -> None:
         """A module's argument is split as `before`, and is to be as `after`: the same each time that it is
@@ -378,17 +378,17 @@ class _Walk:
             )
             if only in ("whole", "assembled") or elementwise or (only == "batch" and not mixes):
                 stays = only
-        left = stays or "whole"
+        output_split = stays or "whole"
         for at, value in tensors.items():
-            self._change(name, at, cast(Split, value.split), left)
-        size = max(sizes) if left == "features" else 0
-        resolved = self.flow.splits.setdefault(name, (left, size))
-        if resolved != (left, size) and isinstance(module, KeyedDropout | _BatchNorm):
+            self._change(name, at, cast(Split, value.split), output_split)
+        size = max(sizes) if output_split == "features" else 0
+        resolved = self.flow.splits.setdefault(name, (output_split, size))
+        if resolved != (output_split, size) and isinstance(module, KeyedDropout | _BatchNorm):
             raise StrettoError(
                 f"sharding plan: {name!r} is called several times, with tensors that are split differently",
                 hint="use a module of its own for each",
             )
-        return _Value(left, size)
+        return _Value(output_split, size)
 
     # ------------------------------------------------------------------ functions and methods
 

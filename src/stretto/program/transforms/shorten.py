@@ -71,7 +71,7 @@ def shorten(program: Program) -> Program:
     spare = min(rank.spare for rank in steady)
     if spare < 1:
         return program
-    # the program without so many periods; later microbatches are renumbered
+    # remove `spare` periods from the program, and renumber the microbatches after them
     gone = spare * shift
     orders = list[tuple[Action, ...]]()
     pairs = set[tuple[Action, Action]]()

@@ -86,11 +86,11 @@ class TableReader:
                     target[low:high] = read_box(self.folder, named, piece, (rows,))[::stride]
                     continue
                 offset = piece.offsets[1]
-                left, right = max(columns[0], offset), min(columns[1], offset + piece.sizes[1])
-                if left < right:
-                    box = rows, slice(left - offset, right - offset)
+                column, end = max(columns[0], offset), min(columns[1], offset + piece.sizes[1])
+                if column < end:
+                    box = rows, slice(column - offset, end - offset)
                     values = read_box(self.folder, named, piece, box)[::stride]
-                    target[low:high, left - columns[0] : right - columns[0]] = values
+                    target[low:high, column - columns[0] : end - columns[0]] = values
         return block
 
 

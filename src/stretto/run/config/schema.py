@@ -249,7 +249,7 @@ class CheckpointConfig:
     async_save: Annotated[
         bool,
         Field(
-            "Copy what is saved to host memory, and write it while training goes on. What lies in files "
+            "Copy what is saved to host memory, and write it while training continues. What lies in files "
             "already is written at once; the last checkpoint of a run is waited for."
         ),
     ] = False
@@ -305,8 +305,8 @@ class GuardConfig:
         Action,
         Field(
             "Where a loss or a gradient is NaN or infinite, no rank applies the update. Then `stop` ends the "
-            "run, `skip` goes on with the next step, and `rollback` goes back to the newest whole checkpoint "
-            "and goes on behind the samples of the step."
+            "run, `skip` continues with the next step, and `rollback` returns to the newest whole checkpoint "
+            "and continues after the samples of the step."
         ),
     ] = "stop"
     on_spike: Annotated[
@@ -471,7 +471,7 @@ class ElasticLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """Fewer or more ranks: a run goes on from its checkpoint with the layout for the number that there is,
+    """Fewer or more ranks: a run continues from its checkpoint with the layout for the number that there is,
     with the same global batch and the same samples in the same order. `WORLD_SIZE` of torchrun chooses it, or
     `--ranks`; where a local rank dies twice in one step, or devices are gone, a restart takes the next
     smaller one.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.errors import Problem, StrettoError
+from stretto.job.job import Job
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_source import TokenData
 
 _MASKS = ("<mask>", "[MASK]")
@@ -33,6 +36,11 @@ def vocabulary(source: TokenData, data: DataConfig, corruption: Corruption | Non
     if corruption is None or data.first_sentinel is not None or _own_marks(source, corruption, 1):
         return source.vocab
     return source.vocab + data.marks(corruption)
+
+
+def job_of_text(config: TrainConfig, source: TokenData) -> Job:
+    """Return the config's job, with the vocabulary that its text makes."""
+    return job_of(config, vocab=vocabulary(source, config.data, config.corruption))
 
 
 def sentinel_ids(source: TokenData, data: DataConfig, lengths: Denoising, rows: int) -> SentinelIds:

@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.job.job import Job, Recompute
+from stretto.job.job import Recompute
 from stretto.job.optimiser import Optimiser
 from stretto.run.config.check import check
-from stretto.run.config.job import job_of
 from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
@@ -25,7 +24,7 @@ from stretto.run.config.schema import (
 from stretto.run.config.sources import vocabulary_is_known
 from stretto.run.data.mixture import held_out
 from stretto.run.data.prepare import prepare_data
-from stretto.run.data.sentinels import vocabulary
+from stretto.run.data.sentinels import job_of_text
 from stretto.run.data.split import ALL
 from stretto.run.data.token_source import TokenData
 from stretto.run.data.tokenizer import TOKENIZER
@@ -66,11 +65,6 @@ class EvaluationJob:
         """Raise StrettoError for a job that is known to fail; see `JobType.check`."""
         check(self.config, world=world, devices=devices)
 
-    def model_job(self, source: TokenData) -> Job:
-        """Return the layout of the model with the source's vocabulary."""
-        config = self.config
-        return job_of(config, vocab=vocabulary(source, config.data, config.corruption))
-
     def prepare(self, stop: StopRequest) -> TokenData:
         """Return the tokenised text.
 
@@ -94,7 +88,7 @@ class EvaluationJob:
                 f"embedding of {rows}",
                 hint="name the model's tokenizer.json with data.tokenizer=FILE",
             )
-        job = self.model_job(source)
+        job = job_of_text(self.config, source)
         check_model(checkpoint, job.shape, source)
         held_out(source, self.config.data, job, self.split)
         return source
@@ -103,7 +97,7 @@ class EvaluationJob:
         """Print what is evaluated, to stderr with `quiet`."""
         config = self.config
         trained, limit = self.trained, self.limit
-        splits = held_out(source, config.data, self.model_job(source), self.split)
+        splits = held_out(source, config.data, job_of_text(self.config, source), self.split)
         part = "all" if self.split == ALL else f"the {self.split} split"
         tokens = sum(len(part.split.range) for part in splits)
         limited = "" if limit is None else f", of them at most {limit * config.batch.global_size:,} sequences"
@@ -134,7 +128,7 @@ class EvaluationJob:
             device = cleanup.enter_context(process_group(train))
             source = open_data(data, self.config.model.vocab) if source is None else source
             # one pass does not earn back what compiling takes, and this machine may have no compiler
-            job = replace(self.model_job(source), compile="off", graphs="off")
+            job = replace(job_of_text(self.config, source), compile="off", graphs="off")
             mesh = Mesh(job.layout, device, timedelta(seconds=train.timeout_s))
             model = assemble(job, mesh, seed=train.seed, fresh=False)
             cleanup.callback(model.close)

@@ -160,7 +160,7 @@ def check_lease(folder: Path) -> None:
     if token and holder is not None and holder.token != token:
         raise StrettoError(
             f"{folder} was taken over by {holder.text}: this job gave no sign of life for {STALE_S:.0f} s",
-            hint="nothing more is written there; that job goes on from the last checkpoint",
+            hint="nothing more is written there; that job continues from the last checkpoint",
         )
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # tells ranks how often their job was restarted
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 60.0
-LOST = ("died", "silent", "hung")  # failures of one rank, without which others might go on
+LOST = ("died", "silent", "hung")  # failures of one rank, without which others might continue
 _POLL_S = 0.05
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 
@@ -75,7 +75,7 @@ class Restart:
         before = "" if self.before is None else f" (the time before: {_cause(self.before)})"
         return (
             f"restart {self.number} of {self.limit}: {_cause(self.failure)} {_phase(self.step)}{before}; "
-            f"going on {start} in {self.delay_s:g} s"
+            f"continuing {start} in {self.delay_s:g} s"
         )
 
 

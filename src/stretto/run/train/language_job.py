@@ -16,10 +16,9 @@ from stretto.run.config.check import check
 from stretto.run.config.data import DataConfig
 from stretto.run.config.device_checks import no_graphs
 from stretto.run.config.for_ranks import rank_choices
-from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, check_vocabulary, describe_samples, prepare_data
-from stretto.run.data.sentinels import vocabulary
+from stretto.run.data.sentinels import job_of_text
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import PRELOAD, Elastic, JobType, check_fresh
 from stretto.run.train.prediction import prediction_line
@@ -52,7 +51,7 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> TokenData:
     source = prepare_data(data, config.model.vocab, stop=stop)
     check_vocabulary(data, config.model.vocab, corruption, source)
     check_attention(config.train.attention, config.train.device)
-    job = job_of(config, vocab=vocabulary(source, data, corruption))
+    job = job_of_text(config, source)
     if (checkpoint := checkpoint_to_resume(resume, config.run.folder)) is not None:
         check_fits(checkpoint, job, source, config.checkpoint.may_differ)
     check_samples(source, data, job, evaluates=config.eval.every is not None)
@@ -74,7 +73,7 @@ def _print_start(config: TrainConfig, source: TokenData, quiet: bool) -> None:
 
     data = config.data
     train, evaluation = config.train, config.eval
-    job = job_of(config, vocab=vocabulary(source, data, config.corruption))
+    job = job_of_text(config, source)
     lines = [
         banner(job, source, data=data, train=train, evaluation=evaluation, folder=config.run.folder),
         *describe_samples(
@@ -128,7 +127,7 @@ def train_language_rank(
         seed = config.train.seed
         torch.manual_seed(seed)  # its state is in checkpoints, for layers of users
         check_vocabulary(data, vocab, config.corruption, source)
-        job = job_of(config, vocab=vocabulary(source, data, config.corruption))
+        job = job_of_text(config, source)
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         checkpoint = find_checkpoint(config.checkpoint.resume, config.run.folder, log)
         base = False

@@ -447,11 +447,11 @@ class LanguageRun(LanguageTask):
         source = self.source
         data, batch = self.config.data, self.global_batch
         text = {**source.identity(), "sequence": data.sequence}
-        begun = [phase for phase in data.phases if phase.from_step * batch < samples]
-        if begun:
+        started_phases = [phase for phase in data.phases if phase.from_step * batch < samples]
+        if started_phases:
             text["phases"] = [
                 {"samples": phase.from_step * batch, "weights": list(phase.weights.values())}
-                for phase in begun
+                for phase in started_phases
             ]
         if any(windows := [shuffled_within(stream, data) for stream in source.streams.values()]):
             text[_ORDER] = windows  # an order without is that of older checkpoints

@@ -19,7 +19,7 @@ from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
 
-# Fields of a model that may differ from those of the checkpoint that a run goes on from although its outputs
+# Fields of a model that may differ from those of the checkpoint that a run resumes from, although its outputs
 # in training, or its record, depend on them; each with the reason. All others of `differences` are compared.
 MAY_DIFFER: Mapping[str, str] = {
     "dropout": "acts in training only, and may change between two stages of it",

@@ -10,7 +10,7 @@ from math import ceil
 
 from stretto.engine.progress import PROGRESS, label
 
-MIN_LIMIT_S = 8.0  # with the time to gather what ranks know, a hang is told within 10 s
+MIN_LIMIT_S = 8.0  # including the time to collect the ranks' states, a hang is reported within 10 s
 STEPS_S = 3.0  # times the 99th percentile of the steps
 WARM_UP = 2  # steps that compile, allocate and connect
 BEYOND_TIMEOUT_S = 10.0  # after train.timeout_s ranks that wait say so themselves

@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 from stretto.engine.progress import PROGRESS
 
-WINDOW, WINDOW_S = (
-    16,
-    2.0,
-)  # at least so many steps and seconds: cores of shared machines are slow for moments
+# the shortest window, in steps and in seconds: cores of shared machines are slow now and then
+WINDOW, WINDOW_S = 16, 2.0
 _LONGEST = 128  # most steps of a window
 EVERY = 4  # steps from one judgement to the next: a slow rank is found within 20
 SLOW, RECOVERED = 1.3, 1.15  # ratios of its time to the expected one

@@ -13,11 +13,10 @@ from stretto.job.job import Job
 from stretto.job.parameters import count_parameters
 from stretto.run.config.check import check
 from stretto.run.config.device_checks import compiler_problems
-from stretto.run.config.job import job_of
 from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
-from stretto.run.data.sentinels import vocabulary
+from stretto.run.data.sentinels import job_of_text
 from stretto.run.launch.local import check_ranks, prepare
 from stretto.run.train.language_job import check_attention
 from stretto.run.train.launch import PRELOAD
@@ -129,7 +128,7 @@ def proof_of(
     Args:
         layouts: "all", "product" or a file of layouts; None: the config's own.
         ranks: of "all" and "product"; None: those of the config's layout.
-        precision: compare in the job's own types too; None: all but "all" and "product".
+        precision: compare in the job's own types too; None: yes, unless `layouts` is "all" or "product".
 
     Raises:
         StrettoError: bad input.
@@ -198,7 +197,7 @@ def language_proof(
         raise_first([*compiler_problems(compile, HOST)])
     prepare(PRELOAD)  # it imports torch while this process looks at the data
     source = prepare_data(config.data, config.model.vocab, quiet=quiet)
-    job = _job_of_text(config, source)
+    job = job_of_text(config, source)
     shape, notes = with_effect(job.shape, config.data.sequence)
     check_samples(source, config.data, job, evaluates=config.eval.every is not None)
     cases = [replace(case, shape=shape) for case in cases]
@@ -240,14 +239,10 @@ def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
     """
     from stretto.run.data.mixture import training_samples
 
-    samples = training_samples(source, config.data, _job_of_text(config, source), config.train.seed)
+    samples = training_samples(source, config.data, job_of_text(config, source), config.train.seed)
     size = config.batch.global_size
     wanted = [range(step * size, (step + 1) * size) for step in range(steps)]
     return [_with_padding(_with_edges(samples.batch(indices), indices), indices) for indices in wanted]
-
-
-def _job_of_text(config: TrainConfig, source: TokenData) -> Job:
-    return job_of(config, vocab=vocabulary(source, config.data, config.corruption))
 
 
 def _with_padding(batch: Batch, indices: range) -> Batch:

@@ -248,7 +248,7 @@ def _check_states(index: DcpIndex, names: Sequence[str]) -> None:
 
 
 def _rate(archives: Archives, name: str) -> float | None:
-    """The peak learning rate; None where nothing is said of settings."""
+    """Return the peak learning rate, or None if the checkpoint has no settings of the optimiser."""
     for key in ("amsgrad", "maximize"):
         if _setting(archives, name, key, False):
             raise StrettoError(

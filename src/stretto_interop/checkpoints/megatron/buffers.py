@@ -198,7 +198,8 @@ def _only(value: Any) -> Any:
 # ------------------------------------------------------------------ what lies where
 
 _ALIGNED = 64  # elements; a bucket begins at a multiple of 128
-_LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000  # elements of a bucket, and at least so many per replica
+# elements of a bucket: the first number, or the second times the replicas if that is more
+_LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000
 
 # parameters of a block in the order in which Megatron makes its modules
 _OTHER = (

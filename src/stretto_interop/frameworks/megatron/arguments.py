@@ -248,7 +248,7 @@ _NEEDLESS = {
     "logging": "metrics.jsonl has every step's numbers, metrics.trace records one",
     "numerics": "the same mathematics, in Stretto's own precision",
     "detail": "kernels, messages and initialisation are Stretto's own",
-    "faults": "Stretto saves and ends on a signal, and checkpoint.resume=auto goes on",
+    "faults": "Stretto saves and ends on a signal, and checkpoint.resume=auto continues",
 }
 # why arguments of a class are refused
 _UNREAD = {

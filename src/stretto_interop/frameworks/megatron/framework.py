@@ -210,7 +210,7 @@ def _load(folder: str, settings: Settings) -> str | None:
     if folder == settings.get("save") and not (Path(folder).expanduser() / _LATEST).is_file():
         return None
     command = f"`stretto checkpoint import {folder} --format megatron --out RUN`"
-    return f"a checkpoint of Megatron-LM: {command} brings it over, RUN/config.yaml goes on from it"
+    return f"a checkpoint of Megatron-LM: {command} brings it over, RUN/config.yaml continues from it"
 
 
 # of arguments that rules read, what they say beyond their values, by value and settings

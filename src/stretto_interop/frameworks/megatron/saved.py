@@ -97,7 +97,7 @@ def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
         )
     rules = (*MODEL_RULES, *TRAINING)
     settings = _settings(args, {name for rule in rules for name in rule.settings} | {"global-batch-size"})
-    settings.pop("mock-data", None)  # made-up tokens are no text to go on with
+    settings.pop("mock-data", None)  # made-up tokens are no text to continue with
     values, notes = dict[str, Any](), list(_notes(args))
     for rule in rules:
         if rule.read is not None:
