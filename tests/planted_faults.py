@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 import stretto.verify.language.prove as prove_module
+from proofs import verify
 from stretto.run.config.schema import TrainConfig
 from stretto.verify.diagnose import Verdict
 from stretto.verify.language.cases import describe
-from stretto.verify.language.proof import verify
 from tiny_job import Changes, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]

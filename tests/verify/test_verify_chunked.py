@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from proofs import verify
 from stretto.job.job import Job
 from stretto.run.config.schema import TrainConfig
 from stretto.verify.language.cases import configured_job, vary
-from stretto.verify.language.proof import verify
 from tiny_job import EIGHT, LLAMA, changes, job, varied
 
 ODD = ("train.loss_chunk=5", "data.sequence=15", EIGHT)  # chunks end inside samples, and the last is shorter

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import stretto.engine.compiler as compiler_module
 import stretto.engine.models.compiled as compiled_module
+from proofs import verify
 from stretto.engine.models.compiled import HeadSizes, rotate_heads
 from stretto.verify.diagnose import Verdict
-from stretto.verify.language.proof import verify
 from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
 
 pytestmark = pytest.mark.slow  # each rank compiles

@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from proofs import verify
 from stretto.errors import StrettoError
 from stretto.job.job import Job
 from stretto.job.rules import problems
@@ -33,7 +34,6 @@ from stretto.verify.language.cases import (
     smaller,
     vary,
 )
-from stretto.verify.language.proof import verify
 from tiny_job import EIGHT, LLAMA, job
 
 PP2 = ("layout.pp=2", "model.layers=4", EIGHT)

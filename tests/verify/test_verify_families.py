@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from pages import run_here
+from proofs import verify
 from stretto.job.huggingface import shape_from_huggingface
 from stretto.run.config.written import model_section
-from stretto.verify.language.proof import verify
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart

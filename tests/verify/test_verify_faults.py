@@ -17,6 +17,7 @@ import stretto.engine.pipeline.shared as shared_module
 import stretto.run.train.async_step as async_module
 import stretto.run.train.language_task as task_module
 import stretto.run.train.rank_model as model_module
+from proofs import verify
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.dispatch import Dispatch
@@ -31,7 +32,6 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.train.rank_model import RankModel
 from stretto.verify.diagnose import TOLERANCE, Verdict
 from stretto.verify.language.cases import describe
-from stretto.verify.language.proof import verify
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding

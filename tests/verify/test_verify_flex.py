@@ -12,9 +12,9 @@ import pytest
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 
+from proofs import verify
 from stretto.engine import flex
 from stretto.verify.diagnose import Verdict
-from stretto.verify.language.proof import verify
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.slow  # each rank imports torch._dynamo

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proofs import verify
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.job.job import Job
@@ -19,7 +20,7 @@ from stretto.verify.diagnose import Verdict
 from stretto.verify.language.asynchronous import Delays, promised, run_delayed
 from stretto.verify.language.cases import configured_job, describe, every_layout, smaller, vary
 from stretto.verify.language.every import Every, ways
-from stretto.verify.language.proof import batches, verify
+from stretto.verify.language.proof import batches
 from stretto.verify.language.reference import Trial, build_reference, run_reference
 from texts import open_tokens
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from chats import chat, tokenizer_folder, write_chats
+from proofs import verify
 from stretto.engine.models.language import IGNORED
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.batches import Batches
 from stretto.run.train.metrics import StepRecord, step_line
 from stretto.verify.language.cases import configured_job, vary
-from stretto.verify.language.proof import batches, verify
+from stretto.verify.language.proof import batches
 from texts import describe, open_tokens
 from tiny_job import LLAMA, Changes, changes, job, varied
 from train_runs import train

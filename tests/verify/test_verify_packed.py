@@ -13,11 +13,12 @@ from torch import Tensor
 
 import stretto.run.train.assemble as assemble_module
 import stretto.run.train.batches as batches_module
+from proofs import verify
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.models.language import IGNORED
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import samples_of
-from stretto.verify.language.proof import batches, verify
+from stretto.verify.language.proof import batches
 from texts import open_tokens
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, name_of, varied
 from train_runs import read_lines, train

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from proofs import verify
 from stretto.run.config import TrainConfig
-from stretto.verify.language.proof import verify
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.apart

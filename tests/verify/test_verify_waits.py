@@ -15,12 +15,12 @@ import stretto.engine.parallel.late as late_module
 import stretto.run.train.batches as batches_module
 import stretto.run.train.language_task as task_module
 from planted_faults import Planted, parameters, prove_planted, selected
+from proofs import verify
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.pipeline.exchange import Transfer, TransferCalls
 from stretto.run.train.batches import Batches
 from stretto.verify.diagnose import Verdict
-from stretto.verify.language.proof import verify
 from tiny_job import GPT, changes, job, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -86,8 +86,7 @@ def verify(
 
     Where a value of the job hides a field (a window as long as a sample, a soft cap that hardly bends,
     adapters with a scale of 1), another one is proved, and the report says so. Set fields, sizes apart, of
-    which no other value changes a result in one process are listed as not proved. How ranks share the work
-    changes none: the comparison itself proves it.
+    which no other value changes a result are listed as not proved; how ranks share the work changes none.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
     weights to 1e-12, or 1e-9 with adamw.
@@ -136,8 +135,7 @@ def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) ->
     from stretto.verify.diagnose import TOLERANCE
 
     verdicts = findings.verdicts
-    # the second pass sees the types that the job trains in
-    others = "" if findings.rounded else "in other types than float64 or "
+    others = "" if findings.rounded else "in other types than float64 or "  # the second pass sees these
     unseen = [*_UNSEEN, f"arithmetic {others}on other devices than CPUs"]
     errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
     compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import stretto.run.config.device_checks as compiler_module
+from proofs import verify
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.config.device_checks import compiler_problems
-from stretto.verify.language.proof import verify
 from tiny_job import LLAMA, changes, job, varied
 
 

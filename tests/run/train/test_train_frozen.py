@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from proofs import verify
 from stretto.engine.models.weights import initial_values
 from stretto.job.finetune import TrainedParameters
 from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
-from stretto.verify.language.proof import verify
 from tiny_job import GPT, LLAMA, MOE, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 

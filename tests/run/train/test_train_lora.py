@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from planted_faults import Planted, prove_planted
+from proofs import verify
 from stretto.engine.models.weights import initial_values
 from stretto.engine.parallel.adapters import ReplicatedFactor
 from stretto.errors import StrettoError
 from stretto.job.lora import is_adapter
 from stretto.job.rules import problems
 from stretto.run.config.schema import TrainConfig
-from stretto.verify.language.proof import verify
 from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
 from train_runs import at_step, losses, same, send_self, tensors, train
 

@@ -23,7 +23,7 @@ from stretto.run.train.launch import PRELOAD
 from stretto.verify.language.cases import cases_from_file, configured_job, describe, smaller
 from stretto.verify.language.every import Every
 from stretto.verify.language.fields import with_effect, without_effect, without_ranks
-from stretto.verify.run import Findings, Impossible, Proof, run_proof
+from stretto.verify.run import Findings, Impossible, Proof
 
 if TYPE_CHECKING:
     from stretto.run.data.dataset import Batch
@@ -218,17 +218,6 @@ def language_proof(
         notes=notes,
         updated_by=_UPDATED_BY[config.optim.name],
     )
-
-
-def verify(
-    config: TrainConfig,
-    cases: Sequence[Job],
-    steps: int = 2,
-    twice: bool = False,
-    on_rank: Callable[[], None] | None = None,
-) -> list[Verdict]:
-    """The verdicts of `language_proof`; `on_rank` is called on every rank first."""
-    return run_proof(language_proof(config, cases, steps, twice), on_rank).verdicts
 
 
 def batches(config: TrainConfig, source: TokenData, steps: int) -> list[Batch]:
