@@ -22,6 +22,24 @@ def test_ranks_are_shared_out_over_the_nodes(stretto: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "ranks_per_node", "nodes"),
+    [
+        ([], 4, 1),
+        (["layout.dp=8"], 8, 2),
+        (["layout.dp=8", "--gpus-per-node", "4"], 4, 4),
+        (["layout.dp=8", "--ranks-per-node", "2"], 2, 8),
+        (["layout.dp=8", "--nodes", "1"], 16, 1),
+    ],
+)
+def test_nodes_follow_from_the_layout(
+    arguments: list[str], ranks_per_node: int, nodes: int, stretto: CommandLine
+) -> None:
+    text = stretto("launch", "slurm", CONFIG, *arguments)
+    assert f"--nnodes={nodes} --nproc-per-node={ranks_per_node} " in text
+    assert f"#SBATCH --nodes={nodes}\n" in text
+
+
+@pytest.mark.parametrize(
     ("arguments", "gpus"),
     [
         (["train.device=auto"], 2),
@@ -69,6 +87,13 @@ def test_srun_takes_further_options(stretto: CommandLine) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("image", "runs"), [("a.sif", "apptainer exec "), ("a#b:1", "--container-image='a#b:1'")]
+)
+def test_the_image_says_what_runs_it(image: str, runs: str, stretto: CommandLine) -> None:
+    assert runs in stretto("launch", "slurm", CONFIG, "--image", image, "--mount", "/data:/data:ro")
+
+
 def test_json_holds_the_script(stretto: CommandLine) -> None:
     facts = stretto.json("launch", "slurm", CONFIG, "--nodes", "1")
     assert facts["ranks_per_node"] == 4
@@ -80,7 +105,21 @@ def test_json_holds_the_script(stretto: CommandLine) -> None:
     [
         (["--nodes", "3"], "nodes=3", "--nodes 2 --ranks-per-node 2"),
         (["--nodes", "2", "--ranks-per-node", "8"], "= 16", "--nodes 2 --ranks-per-node 2"),
-        (["--nodes", "2", "--time", "soon"], "time='soon'", "HH:MM:SS"),
+        (["--nodes", "2", "--time", "soon"], "time is 'soon'", "HH:MM:SS"),
+        (
+            ["layout.dp=4", "--gpus-per-node", "6"],
+            "gpus_per_node=6 does not divide the 8 ranks",
+            "--nodes 2 ",
+        ),
+        (["--gpus-per-node", "1", "--nodes", "2"], "gpus_per_node=1", "--gpus-per-node 2"),
+        (["--ranks-per-node", "3"], "ranks_per_node=3 does not", "--nodes 2 --ranks-per-node 2"),
+        (["--signal-seconds", "70000"], "grace_s is 70000: must be from 1 to 65535", ""),
+        (["--port", "80"], "port is 80", ""),
+        (["--env", "A"], "env is 'A': must be NAME=VALUE", "--env"),
+        (["--env", "A-B=1"], "env is 'A-B'", "--env"),
+        (["--mount", "/data:/data"], "need --image", ""),
+        (["--image", "a", "--mount", "/data"], "mount is '/data': must be SOURCE:TARGET[:ro]", ""),
+        (["--image", "a", "--container", "docker"], "--container is 'docker', must be one of pyxis, app", ""),
         (["no.such=1", "--nodes", "2"], "no", ""),
     ],
 )

@@ -1,88 +1,121 @@
-"""`stretto launch`: batch scripts that start a job on a cluster."""
+"""`stretto launch`: what one submits to a cluster to start a job on it."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.cli.options import ConfigFile, Json, Overrides, grouped
+from stretto.cli.options import ConfigFile, Json, Overrides, check_choice, grouped
 from stretto.cli.output import command_app
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.run.launch.cluster import ClusterJob
 
 app = command_app()
 
 
 @app.callback()
 def launch() -> None:
-    """Print the batch script that starts a job on a cluster."""
+    """Print what one submits to a cluster: a batch script, a manifest, or commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
-    """Options of `stretto launch slurm`."""
+class RanksOptions:
+    """Options of all launchers: which ranks run where."""
 
     config: ConfigFile
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")]
     overrides: Overrides = None
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of nodes; default: the layout's ranks over those of a node."),
+    ] = None
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on each node; default: the layout's ranks over the nodes."),
+        typer.Option(
+            min=1, help="Ranks on each node; default: the layout's ranks over the nodes, or --gpus-per-node."
+        ),
     ] = None
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Accelerators per node, if Slurm counts them as GPUs; default: one per rank, none on CPUs.",
+            help="Accelerators to request per node; default: one per rank, none on CPUs. Without --nodes and "
+            "--ranks-per-node, ranks fill nodes of that size (default 8).",
         ),
     ] = None
-    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")] = None
-    partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None
-    account: Annotated[str | None, typer.Option(help="SLURM account.")] = None
-    time: Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")] = None
-    job_name: Annotated[str | None, typer.Option(help="Name of the job; default: the run's.")] = None
     signal_seconds: Annotated[
         int | None,
-        typer.Option(min=1, help="Save this long before the limit; default: train.grace_s, else 120."),
+        typer.Option(
+            min=1, help="Time to save from the signal to the end; default: train.grace_s, else 120."
+        ),
     ] = None
-    requeues: Annotated[
-        int, typer.Option(min=0, help="Most times that the job is requeued; a new submission starts at 0.")
-    ] = 100
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="A further sbatch option, as --sbatch=--qos=high; repeatable.")
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of every rank; repeatable.")
     ] = None
-    srun: Annotated[
-        list[str] | None, typer.Option(help="A further srun option, as --srun=--cpu-bind=cores; repeatable.")
+    setup: Annotated[
+        list[str] | None, typer.Option(help="A shell line to run first on a node; repeatable.")
     ] = None
-    setup: Annotated[list[str] | None, typer.Option(help="A shell line to run first; repeatable.")] = None
     as_json: Json = False
 
 
-@app.command(epilog="Example: stretto launch slurm configs/quickstart.yaml --nodes 2 --time 4:00:00 > job.sh")
-@grouped(SlurmOptions)
-def slurm(options: SlurmOptions) -> None:
-    """Print an sbatch script that trains CONFIG, saves before the time limit, requeues and resumes."""
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(RanksOptions):
+    """Options of launchers that know jobs by name and run them in containers."""
+
+    job_name: Annotated[str | None, typer.Option(help="Name of the job; default: the run's.")] = None
+    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")] = None
+    image: Annotated[str | None, typer.Option(help="Container image that runs the ranks.")] = None
+    mount: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE:TARGET[:ro]", help="A folder or volume in the container; repeatable."),
+    ] = None
+
+
+Time = Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")]
+Requeues = Annotated[
+    int,
+    typer.Option(
+        "--requeues",
+        "--restarts",
+        min=0,
+        help="Most times that the stopped job is started again; a new submission starts at 0.",
+    ),
+]
+
+
+def _cluster_job(options: RanksOptions) -> ClusterJob:
+    """Return the job that the config and the options describe.
+
+    Raises:
+        StrettoError: bad input.
+    """
     from stretto.cli.jobs import check_job, ranks_of
     from stretto.recommender.config.load import load_config
     from stretto.run.config.required import check_required
-    from stretto.run.launch.slurm import SlurmJob, script
+    from stretto.run.launch.cluster import ClusterJob, nodes_of
 
     overrides = list(options.overrides or [])
-    job = load_config(options.config, overrides)
-    check_job(job)
-    check_required(job)
-    world, layout = ranks_of(job)
-    nodes, ranks_per_node = options.nodes, _ranks_per_node(options, world, layout)
-    gpus, sbatch = options.gpus_per_node, options.sbatch or []
-    if gpus is None and not any(option.startswith(("--gpus", "-G", "--gres")) for option in sbatch):
-        gpus = 0 if job.train.device == "cpu" else ranks_per_node
-    grace_s = job.train.grace_s
-    signal_seconds = options.signal_seconds
+    config = load_config(options.config, overrides)
+    check_job(config)
+    check_required(config)
+    world, layout = ranks_of(config)
+    nodes, ranks_per_node = nodes_of(
+        world,
+        layout,
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        devices_per_node=options.gpus_per_node,
+    )
+    if (devices := options.gpus_per_node) is None:
+        devices = 0 if config.train.device == "cpu" else ranks_per_node
+    grace_s, signal_seconds = config.train.grace_s, options.signal_seconds
     if signal_seconds is None:
         signal_seconds = 120 if grace_s is None else ceil(grace_s)
     if grace_s is None:
@@ -92,58 +125,120 @@ def slurm(options: SlurmOptions) -> None:
             f"train.grace_s is {grace_s:g}, and ranks have only --signal-seconds={signal_seconds}",
             hint=f"--signal-seconds {ceil(grace_s)}, or leave it out",
         )
-    page = script(
-        SlurmJob(
-            config=options.config,
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            overrides=overrides,
-            job_name=job.run.name if options.job_name is None else options.job_name,
-            partition=options.partition,
-            account=options.account,
-            time=options.time,
-            gpus_per_node=gpus,
-            cpus_per_rank=options.cpus_per_rank,
-            signal_seconds=signal_seconds,
-            requeues=options.requeues,
-            port=options.port,
-            sbatch=sbatch,
-            srun=options.srun or [],
-            setup=options.setup or [],
-        )
+    for variable in options.env or []:
+        if "=" not in variable:
+            raise Problem("env", repr(variable), "must be NAME=VALUE", "--env OMP_NUM_THREADS=8")
+    job = ClusterJob(
+        name=config.run.name,
+        config=options.config,
+        overrides=overrides,
+        layout=layout,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        devices_per_node=devices,
+        grace_s=signal_seconds,
+        port=options.port,
+        environment=dict(variable.split("=", 1) for variable in options.env or []),
+        setup=options.setup or [],
     )
+    if isinstance(options, BatchOptions):
+        job = replace(
+            job,
+            name=options.job_name or job.name,
+            cpus_per_rank=options.cpus_per_rank,
+            image=options.image,
+            mounts=options.mount or [],
+        )
+    return job
+
+
+def _print(text: str, job: ClusterJob, as_json: bool) -> None:
+    """Print what is submitted, and on stderr how many ranks run where if that goes to a file."""
     report = CommandReport(
         {
-            "script": page,
-            "nodes": nodes,
-            "ranks_per_node": ranks_per_node,
-            "gpus_per_node": gpus,
-            "ranks": world,
-            "layout": layout,
+            "script": text,
+            "nodes": job.nodes,
+            "ranks_per_node": job.ranks_per_node,
+            "gpus_per_node": job.devices_per_node,
+            "ranks": job.ranks,
+            "layout": job.layout,
         }
     )
-    report.verbatim(page)
-    report.print(options.as_json)
-    if not options.as_json and not sys.stdout.isatty():  # the script goes to a file
+    report.verbatim(text)
+    report.print(as_json)
+    if not as_json and not sys.stdout.isatty():
+        gpus = job.devices_per_node
         devices = "GPUs as --sbatch says" if gpus is None else f"{gpus or 'no'} GPUs per node"
         print(
-            f"{nodes} nodes x {ranks_per_node} ranks = {world} ranks ({layout}), {devices}", file=sys.stderr
+            f"{job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks ({job.layout}), {devices}",
+            file=sys.stderr,
         )
 
 
-def _ranks_per_node(options: SlurmOptions, world: int, layout: str) -> int:
-    """Ranks on each node, so that nodes x ranks per node is the layout's world."""
-    nodes, ranks_per_node = options.nodes, options.ranks_per_node
-    if ranks_per_node is None and world % nodes == 0:
-        return world // nodes
-    if ranks_per_node is not None and ranks_per_node * nodes == world:
-        return ranks_per_node
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - nodes))
-    wrong = f"nodes={nodes}"
-    if ranks_per_node is not None:
-        wrong += f" x ranks_per_node={ranks_per_node} = {nodes * ranks_per_node}"
-    raise StrettoError(
-        f"{wrong} does not make up layout {layout} with {world} ranks",
-        hint=f"use --nodes {nearest} --ranks-per-node {world // nearest}",
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(BatchOptions):
+    """Options of `stretto launch slurm`."""
+
+    time: Time = None
+    requeues: Requeues = 100
+    container: Annotated[
+        str | None,
+        typer.Option(
+            metavar="pyxis|apptainer",
+            help="What runs --image; default: apptainer for a .sif file, else pyxis.",
+        ),
+    ] = None
+    partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None
+    account: Annotated[str | None, typer.Option(help="SLURM account.")] = None
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further sbatch option, as --sbatch=--qos=high; repeatable.")
+    ] = None
+    srun: Annotated[
+        list[str] | None, typer.Option(help="A further srun option, as --srun=--cpu-bind=cores; repeatable.")
+    ] = None
+
+
+@app.command(epilog="Example: stretto launch slurm configs/quickstart.yaml --nodes 2 --time 4:00:00 > job.sh")
+@grouped(SlurmOptions)
+def slurm(options: SlurmOptions) -> None:
+    """Print an sbatch script that trains CONFIG, saves before the time limit, requeues and resumes."""
+    from stretto.run.launch.slurm import CONTAINERS, script
+
+    sbatch = options.sbatch or []
+    container = options.container
+    if container is None:
+        container = "apptainer" if (options.image or "").endswith(".sif") else "pyxis"
+    check_choice("--container", container, CONTAINERS)
+    if options.image is None and (options.mount or options.container):
+        raise StrettoError("--mount and --container need --image", hint="--image IMAGE, or leave them out")
+    job = replace(_cluster_job(options), time=options.time, restarts=options.requeues)
+    if options.gpus_per_node is None and any(s.startswith(("--gpus", "-G", "--gres")) for s in sbatch):
+        job = replace(job, devices_per_node=None)
+    text = script(
+        job,
+        partition=options.partition,
+        account=options.account,
+        container=container,
+        sbatch=sbatch,
+        srun=options.srun or [],
     )
+    _print(text, job, options.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions(RanksOptions):
+    """Options of `stretto launch torchrun`."""
+
+    host: Annotated[
+        str | None, typer.Option(help="Name or address of the first node; needed for more than one.")
+    ] = None
+
+
+@app.command(epilog="Example: stretto launch torchrun configs/quickstart.yaml --nodes 2 --host node0")
+@grouped(TorchrunOptions)
+def torchrun(options: TorchrunOptions) -> None:
+    """Print the command that trains CONFIG for each node."""
+    from stretto.run.launch.torchrun import commands
+
+    job = _cluster_job(options)
+    _print(commands(job, options.host), job, options.as_json)

@@ -91,7 +91,7 @@ def train(
 @contextmanager
 def exit_on_signal() -> Generator[None]:
     """Exit with code 75 on SIGTERM or SIGUSR until training has something to save."""
-    from stretto.run.launch.slurm import SAVED
+    from stretto.run.launch.stop import SAVED
 
     def end(*_: object) -> None:
         raise SystemExit(SAVED)

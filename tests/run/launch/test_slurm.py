@@ -8,11 +8,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launch_checks import check_shell
 from stretto.errors import StrettoError
-from stretto.run.launch.slurm import SAVED, SlurmJob, script
+from stretto.run.launch.cluster import ClusterJob
+from stretto.run.launch.slurm import script
+from stretto.run.launch.stop import SAVED
 
 FAKES = {
     # hands the command to the shell's words, as srun does, and signals on to it
@@ -28,7 +32,7 @@ if [ "$1" = show ]; then echo "first"; echo "second"; exit; fi
 echo "$@" >> "$LOG.scontrol"
 exit ${SCONTROL_CODE:-0}
 """,
-    "torchrun": """#!/bin/bash
+    "python": """#!/bin/bash
 printf '%s\\n' "$@" > "$LOG.words"
 printf '%s' "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > "$LOG.patience"
 trap 'sleep 0.2; echo saved > "$LOG.saved"; exit ${TOLD_CODE:-1}' TERM
@@ -39,9 +43,9 @@ while :; do sleep 0.05; done
 }
 
 
-def job(**changes: object) -> SlurmJob:
-    fields = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, "job_name": "gpt", **changes}
-    return SlurmJob(**fields)  # type: ignore[arg-type]
+def job(**changes: object) -> ClusterJob:
+    fields = {"config": "my job.yaml", "layout": "dp=8", "nodes": 2, "ranks_per_node": 4, "name": "gpt"}
+    return ClusterJob(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 class Cluster:
@@ -83,16 +87,9 @@ class Cluster:
 
 
 def test_directives_and_syntax(tmp_path: Path) -> None:
-    requested = {
-        "partition": "gpu",
-        "account": "lab",
-        "time": "1-12:00:00",
-        "gpus_per_node": 4,
-        "cpus_per_rank": 8,
-    }
-    text = script(job(signal_seconds=90, **requested))
-    (tmp_path / "job.sh").write_text(text)
-    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
+    requested = {"time": "1-12:00:00", "devices_per_node": 4, "cpus_per_rank": 8}
+    text = script(job(grace_s=90, **requested), partition="gpu", account="lab")
+    check_shell(text, tmp_path / "job.sh")
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert directives == [
         "--job-name=gpt", "--partition=gpu", "--account=lab", "--time=1-12:00:00", "--nodes=2",
@@ -101,13 +98,15 @@ def test_directives_and_syntax(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_torchrun_gets_every_word_verbatim(tmp_path: Path) -> None:
+def test_the_agent_gets_every_word_verbatim(tmp_path: Path) -> None:
     odd = ['run.name=it\'s $HOME `id` "x" *', "data.source=a;b&&c"]
-    cluster = Cluster(tmp_path, script(job(overrides=odd, signal_seconds=90)))
+    cluster = Cluster(tmp_path, script(job(overrides=odd, grace_s=90)))
     assert cluster.start().wait(20) == 0
     assert cluster.logged("words").splitlines() == [
+        "-m", "stretto.run.launch.agent",
         "--nnodes=2", "--nproc-per-node=4", "--max-restarts=0", "--rdzv-id=77", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml", *odd,
+        "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml",
+        *(word.replace("$", "$$") for word in odd),
         "--resume", "auto",
     ]  # fmt: skip
     assert cluster.logged("patience") == "90"
@@ -155,7 +154,7 @@ def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("requeued", "code", "again"), [("2", 0, "requeue 77\n"), ("3", SAVED, "")])
 def test_a_job_is_requeued_so_often_at_most(tmp_path: Path, requeued: str, code: int, again: str) -> None:
-    cluster = Cluster(tmp_path, script(job(requeues=3)))
+    cluster = Cluster(tmp_path, script(job(restarts=3)))
     shell = cluster.start(CODE=str(SAVED), SLURM_RESTART_COUNT=requeued)
     assert shell.wait(20) == code
     assert cluster.logged("scontrol") == again
@@ -164,7 +163,7 @@ def test_a_job_is_requeued_so_often_at_most(tmp_path: Path, requeued: str, code:
 
 
 def test_a_failure_is_not_requeued_however_few_there_were(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, script(job(requeues=0)))
+    cluster = Cluster(tmp_path, script(job(restarts=0)))
     assert cluster.start(CODE="3").wait(20) == 3
     assert cluster.start(CODE=str(SAVED)).wait(20) == SAVED
     assert cluster.logged("scontrol") == ""
@@ -178,18 +177,37 @@ def test_without_requeue_the_exit_code_asks_for_a_restart(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"job_name": "my job"}, "job_name='my job'"),
-        ({"partition": "gpu\n#SBATCH --exclusive"}, "partition="),
-        ({"time": "tomorrow"}, "time='tomorrow'"),
+        ({"name": "my job"}, "job_name is 'my job'"),
+        ({"partition": "gpu\n#SBATCH --exclusive"}, "partition is "),
         ({"sbatch": ["exclusive"]}, "sbatch='exclusive'"),
-        ({"nodes": 0}, "nodes=0"),
-        ({"port": 80}, "port=80"),
-        ({"signal_seconds": 100_000}, "signal_seconds=100000"),
-        ({"requeues": -1}, "requeues=-1"),
+        ({"srun": ["exclusive"]}, "srun='exclusive'"),
     ],
 )
-def test_values_that_a_directive_cannot_carry_are_refused(changes: dict[str, object], says: str) -> None:
+def test_values_that_a_directive_cannot_carry_are_refused(changes: dict[str, Any], says: str) -> None:
+    name = {"name": changes.pop("name")} if "name" in changes else {}
     with pytest.raises(StrettoError) as caught:
-        job(**changes)
+        script(job(**name), **changes)
     assert says in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("container", "line"),
+    [
+        (
+            "pyxis",
+            'srun --kill-on-bad-exit=1 --container-image=a.sqsh --container-mounts="$PWD:$PWD",/d:/data '
+            '--container-workdir="$PWD" \\\n  python -m stretto.run.launch.agent ',
+        ),
+        (
+            "apptainer",
+            "srun --kill-on-bad-exit=1 \\\n"
+            '  apptainer exec --nv --bind "$PWD" --bind /d:/data --pwd "$PWD" a.sqsh \\\n  python -m ',
+        ),
+    ],
+)
+def test_containers_have_the_folder_of_the_submission_at_its_own_path(container: str, line: str) -> None:
+    text = script(job(image="a.sqsh", mounts=["/d:/data"], devices_per_node=4), container=container)
+    assert line in text
+    without = script(job(image="a.sqsh", devices_per_node=0), container=container)
+    assert "--nv" not in without

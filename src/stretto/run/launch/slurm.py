@@ -1,10 +1,10 @@
 """The batch script that runs a training job on a SLURM cluster.
 
 How a job stops and restarts: SLURM signals the batch shell some time before the time limit, or when it
-preempts the job. The shell forwards the signal; torchrun passes it to the training ranks and waits; they
+preempts the job. The shell forwards the signal; the agents pass it to the training ranks and wait; they
 finish the step, save if `train.grace_s` leaves time for it, and exit with code 75 ("saved, submit again").
-torchrun itself then exits with 1, so the shell decides by the signal that it received, and requeues the job,
-which resumes from the newest checkpoint. Requeues are limited, for a job that never reaches a checkpoint.
+The shell then requeues the job, which resumes from the newest checkpoint. Requeues are limited, for a job
+that never reaches a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,128 +12,106 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from stretto.engine.parallel.signed import KEY
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
+from stretto.run.launch.cluster import ClusterJob
+from stretto.run.launch.stop import SAVED
 
-SAVED = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, submit the job again
+CONTAINERS = ("pyxis", "apptainer")
 
-_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """The settings of a batch script.
+def script(
+    job: ClusterJob,
+    *,
+    partition: str | None = None,
+    account: str | None = None,
+    container: str = "pyxis",
+    sbatch: Sequence[str] = (),
+    srun: Sequence[str] = (),
+) -> str:
+    """Return the text of the script for `sbatch`.
 
-    Attributes:
-        signal_seconds: time before the time limit at which ranks start to save, seconds.
-        requeues: most requeues of the job.
+    Args:
+        container: what runs the job's image, one of `CONTAINERS`.
+        sbatch: further `#SBATCH` options, as "--constraint=h100".
+        srun: further options of srun, as "--cpu-bind=cores".
 
     Raises:
-        StrettoError: a value that a `#SBATCH` line cannot carry, or a number out of range.
+        StrettoError: a value that a `#SBATCH` line cannot carry.
     """
-
-    config: str
-    nodes: int
-    ranks_per_node: int
-    job_name: str
-    overrides: Sequence[str] = ()
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
-    gpus_per_node: int | None = None
-    cpus_per_rank: int | None = None
-    signal_seconds: int = 120
-    requeues: int = 100
-    port: int = 29400
-    sbatch: Sequence[str] = ()  # further #SBATCH options, as "--constraint=h100"
-    srun: Sequence[str] = ()  # further options of srun, as "--cpu-bind=cores"
-    setup: Sequence[str] = ()  # shell lines to run first, such as activating an environment
-
-    def __post_init__(self) -> None:
-        for field in ("nodes", "ranks_per_node", "signal_seconds"):
-            _check_range(field, getattr(self, field), 1, 65535)  # SLURM holds the signal's time in 16 bits
-        _check_range("port", self.port, 1024, 65535)
-        _check_range("requeues", self.requeues, 0, 10**6)
-        for field in ("job_name", "partition", "account"):
-            _check_word(field, getattr(self, field))
-        for option in self.sbatch:
-            _check_word("sbatch", option)
-        for field, options in (("sbatch", self.sbatch), ("srun", self.srun)):
-            for option in options:
-                if not option.startswith("-"):
-                    raise StrettoError(f"{field}={option!r} is not an option", hint=f"write --{option}")
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise StrettoError(
-                f"time={self.time!r} is not a time limit",
-                hint="write minutes, HH:MM:SS or D-HH:MM:SS, as in 12:00:00",
-            )
-
-
-def script(job: SlurmJob) -> str:
-    """Return the text of the script for `sbatch`."""
-    launcher = [
-        "torchrun",
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.ranks_per_node}",
-        "--max-restarts=0",
+    for field, value in (("job_name", job.name), ("partition", partition), ("account", account)):
+        _check_word(field, value)
+    for option in sbatch:
+        _check_word("sbatch", option)
+    for field, options in (("sbatch", sbatch), ("srun", srun)):
+        for option in options:
+            if not option.startswith("-"):
+                raise StrettoError(f"{field}={option!r} is not an option", hint=f"write --{option}")
+    command = job.command(
         '--rdzv-id="$SLURM_JOB_ID"',
         "--rdzv-backend=c10d",
         f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
-    ]
-    train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
-    # quoted once, for this shell: torchrun passes arguments on unchanged
-    command = " ".join(shlex.quote(word) for word in train)
-    srun = " ".join(["srun --kill-on-bad-exit=1", *map(shlex.quote, job.srun)])
+    )
+    srun = ["--kill-on-bad-exit=1", *map(shlex.quote, srun)]
+    prefix = ""
+    if job.image is not None:
+        # the folder of the submission is in the container too, at the same path
+        folder, image = '"$PWD"', shlex.quote(job.image)
+        if container == "pyxis":
+            mounts = ",".join(['"$PWD:$PWD"', *map(shlex.quote, job.mounts)])
+            srun += [f"--container-image={image}", f"--container-mounts={mounts}"]
+            srun += [f"--container-workdir={folder}"]
+        else:
+            binds = "".join(f" --bind {shlex.quote(mount)}" for mount in job.mounts)
+            devices = "" if job.devices_per_node == 0 else " --nv"
+            prefix = f"apptainer exec{devices} --bind {folder}{binds} --pwd {folder} {image} \\\n  "
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _options(job)),
-        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.nodes * job.ranks_per_node} ranks",
+        *(f"#SBATCH {option}" for option in _options(job, partition, account)),
+        *(f"#SBATCH {option}" for option in sbatch),
+        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
         "",
         *job.setup,
         "",
         "set -u  # after the setup: activating an environment may read variables that are not set",
         _FORWARD,
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "# torchrun waits this long for the ranks to save before it kills them",
-        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
-        "export PYTHONUNBUFFERED=1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()),
         "# signs the ranks' control messages; no command line has it, which everyone could read",
-        f"export {KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"{KEY}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {KEY}",
         "",
-        f"{srun} \\\n  {' '.join(launcher)} \\\n  {command} &",
-        _WATCH.format(saved=SAVED, requeues=job.requeues),
+        f"srun {' '.join(srun)} \\\n  {prefix}{command} &",
+        _WATCH.format(saved=SAVED, requeues=job.restarts),
     ]
     return "\n".join(lines)
 
 
-def _options(job: SlurmJob) -> list[str]:
-    """Return the job's `#SBATCH` options."""
+def _options(job: ClusterJob, partition: str | None, account: str | None) -> list[str]:
+    """Return the job's own `#SBATCH` options."""
     cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
     options = {
-        "job-name": job.job_name,
-        "partition": job.partition,
-        "account": job.account,
+        "job-name": job.name,
+        "partition": partition,
+        "account": account,
         "time": job.time,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus_per_node or None,
+        "gpus-per-node": job.devices_per_node or None,
         "cpus-per-task": cpus,
         # B: signal the batch shell only, which can requeue; it forwards the signal
-        "signal": f"B:TERM@{job.signal_seconds}",
+        "signal": f"B:TERM@{job.grace_s}",
         "output": "%x-%j.out",
         "open-mode": "append",
     }
-    return [f"--{name}={value}" for name, value in options.items() if value is not None] + [
-        "--requeue",
-        *job.sbatch,
-    ]
+    return [f"--{name}={value}" for name, value in options.items() if value is not None] + ["--requeue"]
 
 
 _FORWARD = """\
-job= signals=0
+job='' signals=0
 forward() {
   signals=$((signals + 1))
   echo "asked to stop: saving"
@@ -170,15 +148,12 @@ exit "$status"
 """
 
 
-def _check_range(field: str, value: int, smallest: int, largest: int) -> None:
-    if not smallest <= value <= largest:
-        raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is {smallest} to {largest}")
-
-
 def _check_word(field: str, value: str | None) -> None:
     """Check a value for a `#SBATCH` line, whose quoting is unreliable."""
     if value is not None and not _WORD.fullmatch(value):
-        raise StrettoError(
-            f"{field}={value!r} does not fit on an #SBATCH line",
-            hint="use letters, digits and . , : @ % + = / * [ ] _ - without spaces",
+        raise Problem(
+            field,
+            repr(value),
+            "does not fit on an #SBATCH line",
+            "use letters, digits and . , : @ % + = / * [ ] _ - without spaces",
         )

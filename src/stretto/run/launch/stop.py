@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from types import FrameType
 
+SAVED = 75  # exit code, EX_TEMPFAIL of sysexits.h: stopped after saving, start the job again
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -24,8 +24,7 @@ from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prep
 from stretto.run.launch.network import bind_to_loopback, check_interfaces, describe, local_environment
 from stretto.run.launch.rendezvous import RendezvousInfo, await_start, join_early, reported_start
 from stretto.run.launch.restart import JobProgress, supervise
-from stretto.run.launch.slurm import SAVED
-from stretto.run.launch.stop import Stopped, StopRequest
+from stretto.run.launch.stop import SAVED, Stopped, StopRequest
 from stretto.run.train.restarts import Restarts
 from stretto.run.train.resume import is_fresh_run
 from stretto.run.watch.local import watching
