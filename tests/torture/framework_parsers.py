@@ -16,12 +16,10 @@ __all__ = ["PARSERS"]
 SCRIPT = """#!/bin/bash
 GPUS=${GPUS:-8}
 SIZES=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32)
-if [[ "$GPUS" == "8" ]] && [ -z "$MORE" ]; then SIZES+=(--swiglu "--bf16"); else MORE=--fp16; fi
-[ -d "$2" ] && { TP=$2; }
-cat <<EOF > ds.json
-{"train_batch_size": $GPUS}
-EOF
-eval torchrun --nproc-per-node $GPUS pretrain_gpt.py --train-iters $((5 * 2)) \\
+if [[ "$GPUS" == "8" ]] && [ -z "$MORE" ]; then echo "SIZES+=(--bf16)"; else exit 1; fi
+[ -d "$2" ] && { mkdir ${TP:=2}; }
+SIZES+=(--swiglu '--bf16')  # both
+eval torchrun --nproc-per-node $GPUS pretrain_gpt.py --train-iters ${STEPS:-$((5 * 2))} \\
     "${SIZES[@]}" --max-position-embeddings 32 --vocab-size ${VOCAB:-500} --lr 1e-3 \\
     --data-path a.`date` --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size ${TP:-1}
 """

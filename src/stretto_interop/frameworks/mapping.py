@@ -58,21 +58,9 @@ class Unset:
         return name_of(self.field)
 
 
-@dataclass(frozen=True)
-class NamedFile:
-    """A file of another framework that a setting names.
-
-    Attributes:
-        text: its contents, if the script writes it itself.
-    """
-
-    path: str
-    text: str | None = None
-
-
 @dataclass(kw_only=True)
 class FileSettings:
-    """What such a file adds to the settings.
+    """What a file of another framework, which a setting names, adds to the settings.
 
     Attributes:
         fields: values by name, which override those of the settings.
@@ -92,7 +80,7 @@ class ParsedSettings:
         settings: by name.
         unsupported: settings whose values cannot be read: the error, and True if a price depends on them.
         deprecated: settings of other versions, and the settings that they are read as, as they are written.
-        files: settings that name files of other frameworks.
+        files: paths of files of other frameworks, by the setting that names them.
         notes: sentences about what in the text is not as it may look.
     """
 
@@ -101,7 +89,7 @@ class ParsedSettings:
         default_factory=dict[str, tuple[StrettoError, bool]]
     )
     deprecated: dict[str, str] = field(default_factory=dict[str, str])
-    files: dict[str, NamedFile] = field(default_factory=dict[str, NamedFile])
+    files: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
 
 
@@ -174,7 +162,7 @@ class ExternalFramework:
         lost: why a setting that no rule reads, with this value, has no counterpart, or None if it needs none.
         is_default: True if a value is the framework's default.
         differs: settings that rules read, and how a run here differs from them.
-        files: settings that name files of other frameworks, and how these are read: from the file, the values
+        files: settings that name files of other frameworks, and how these are read: from the path, the values
             so far, and the names of fields that settings have set.
     """
 
@@ -194,8 +182,8 @@ class ExternalFramework:
     lost: Callable[[str, Any], str | None] = lambda _, __: None
     is_default: Callable[[str, Any], bool] = lambda _, __: False
     differs: Callable[[Settings], Iterable[tuple[str, str]]] = lambda _: ()
-    files: Mapping[str, Callable[[NamedFile, Settings, Collection[str]], FileSettings]] = field(
-        default_factory=dict[str, Callable[[NamedFile, Settings, Collection[str]], FileSettings]]
+    files: Mapping[str, Callable[[str, Settings, Collection[str]], FileSettings]] = field(
+        default_factory=dict[str, Callable[[str, Settings, Collection[str]], FileSettings]]
     )
 
     @property
@@ -578,9 +566,9 @@ def read(
     for error, matters in parsed.unsupported.values():
         if matters:
             raise error
-    for name, file in parsed.files.items():
+    for name, path in parsed.files.items():
         hint = "`stretto migrate` reads it; predict takes the config that this makes"
-        raise StrettoError(f"{source}: --{name} {file.path} is a file that is not priced", hint=hint)
+        raise StrettoError(f"{source}: --{name} {path} is a file that is not priced", hint=hint)
     mapped, unpriced = framework.settings, dict[str, list[str]]()
     for name, value in settings.items():
         if name in mapped:

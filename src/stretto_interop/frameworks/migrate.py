@@ -96,15 +96,15 @@ def migrate(
     for setting, (error, _) in parsed.unsupported.items():
         migration.lost[setting] = f"{error.message.removeprefix(f'{source}: ')}{_hint(error)}"
     values = _read(framework, parsed.settings, migration)
-    for setting, file in parsed.files.items():
+    for setting, path in parsed.files.items():
         added = framework.files[setting](
-            file, values, {name for rule in migration.mapped for name in rule.fields}
+            path, values, {name for rule in migration.mapped for name in rule.fields}
         )
         values |= added.fields
         migration.lost |= added.lost
         migration.differs |= added.differs
         if added.fields:
-            migration.mapped.append(Mapped(settings={setting: file.path}, fields=added.fields))
+            migration.mapped.append(Mapped(settings={setting: path}, fields=added.fields))
     for setting, value in parsed.settings.items():
         if setting in framework.settings:
             continue
@@ -257,4 +257,9 @@ def _check(migration: Migration) -> None:
     raise_first(problems(job_of(migration.config)))
     fields = set(migration.required)
     migration.notes += [f"{name} is to be filled in: {FIELDS[name][1]}" for name in sorted(fields)]
-    migration.missing = [f"{problem.message}{_hint(problem)}" for problem in find_problems(migration.config)]
+    try:
+        found = find_problems(migration.config)
+    except OSError as error:  # such as a path that is too long for this machine
+        migration.missing = [f"files of this config cannot be looked for: {error.strerror}"]
+    else:
+        migration.missing = [f"{problem.message}{_hint(problem)}" for problem in found]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stretto.run.config.schema import TrainConfig
+from stretto_interop.commands.migrate import run_script
 from stretto_interop.frameworks.mapping import Start
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.migrate import Migration, migrate
@@ -16,6 +19,12 @@ NONE = "--hidden-dropout 0 --attention-dropout 0"
 def moved(text: str, *words: str, devices: int | None = None, overrides: tuple[str, ...] = ()) -> Migration:
     start = Start(arguments=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
     return migrate(MEGATRON, text, "run.sh", start, overrides, name="moved")
+
+
+def moved_by_run(text: str, *words: str) -> Migration:
+    """The config of a script that is run, in this folder, with `--run`'s launchers."""
+    Path("run.sh").write_text(text)
+    return moved(run_script(Path("run.sh"), words, {"HOME": "/home/me"}), *words)
 
 
 def arguments_of(more: str) -> Migration:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from migrated import NONE, ROTARY, RUN, SIZES, arguments_of, config_of, moved
+from migrated import NONE, ROTARY, RUN, SIZES, arguments_of, config_of, moved, moved_by_run
 
 from stretto.cli.main import run
 from stretto.errors import StrettoError
@@ -217,8 +217,24 @@ def test_what_is_not_said_is_left_to_fill_in() -> None:
     assert "# not mapped: data-path: " in made.text
 
 
+@pytest.fixture
+def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the program that scripts start."""
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_gpt.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", [LLAMA, MIXTRAL])
+def test_arguments_that_depend_on_a_test_are_not_read(script: str) -> None:
+    with pytest.raises(StrettoError, match="an assignment depends on a test") as caught:
+        moved(script)
+    assert "stretto migrate --run" in str(caught.value.hint)
+
+
+@pytest.mark.usefixtures("megatron")
 def test_a_llama_by_samples_and_with_fp8() -> None:
-    made = moved(LLAMA, "ck/llama", "tokenizer.json", "text")
+    made = moved_by_run(LLAMA, "ck/llama", "tokenizer.json", "text")
     assert (made.lost, made.differs) == ({}, {})
     config = config_of(made)
     job = job_of(config)
@@ -233,13 +249,14 @@ def test_a_llama_by_samples_and_with_fp8() -> None:
         "calculate-per-token-loss",
         "rotary-percent",
     } <= {name for names in made.needless.values() for name in names}
-    mock = config_of(moved(LLAMA))
+    mock = config_of(moved_by_run(LLAMA))
     assert (mock.data.source, mock.data.tokenizer, mock.model.vocab) == ("python-stdlib", None, 128256)
     assert mock.data.split == "99,1,0"
 
 
+@pytest.mark.usefixtures("megatron")
 def test_a_mixture_of_experts_under_slurm() -> None:
-    made = moved(MIXTRAL.replace("$DATA_PATH", "text"))
+    made = moved_by_run(MIXTRAL.replace("$DATA_PATH", "text"))
     assert made.lost == {}
     assert "balances experts" in made.differs["moe-router-load-balancing-type"]
     config = config_of(made)
@@ -396,16 +413,16 @@ def test_what_the_json_contradicts_is_named(tmp_path: Path) -> None:
     assert "deepspeed_config curriculum_learning.enabled" in arguments_of(f"--deepspeed_config {path}").lost
 
 
+@pytest.mark.usefixtures("megatron")
 def test_a_json_that_the_script_writes_itself_is_read() -> None:
     written = json.dumps({**JSON, "train_batch_size": "BATCH"}).replace('"BATCH"', "$BATCH")
     arguments = f"{SIZES} {RUN} {NONE} --deepspeed_config ${{DS}}".replace("--global-batch-size 8", "")
     script = f"BATCH=8\nDS=./ds.json\ncat <<EOT > $DS\n{written}\nEOT\n"
-    made = moved(f"{script}deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --global-batch-size $BATCH")
+    script += f"deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --global-batch-size $BATCH"
+    with pytest.raises(StrettoError, match="a here-document is not read"):
+        moved(script)
+    made = moved_by_run(script)
     assert (made.lost, config_of(made).dp.mode) == ({}, "zero2")
-    made = moved(
-        f"DS=ds.json\ncat <<EOT > $DS\n{written}\nEOT\ndeepspeed --num_gpus 8 pretrain_gpt.py {arguments}"
-    )
-    assert "nothing tells what BATCH is in ds.json" in made.lost["deepspeed_config"]
 
 
 def test_every_argument_has_a_fate() -> None:

@@ -14,8 +14,8 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
-from stretto_interop.frameworks.bash import unknown_in
-from stretto_interop.frameworks.mapping import NamedFile, ParsedSettings
+from stretto_interop.frameworks.bash import HINT, unknown_in
+from stretto_interop.frameworks.mapping import ParsedSettings
 
 VERSION = "core_v0.19.0"
 
@@ -79,6 +79,8 @@ def _say(unknown: str) -> str:
     """How to say the value of what nothing tells."""
     if unknown[1:].isdecimal():
         return f"it is word {unknown[1:]} behind the script's name"
+    if not unknown.isidentifier():
+        return HINT
     return f"write its value into the script: {unknown}=..."
 
 
@@ -123,7 +125,7 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
             parsed.deprecated[name] = instead or "nothing: it is Stretto's own way"
         elif key == JSON_FILE and values:
             if (variable := unknown_in(values[0])) is None:
-                parsed.files[JSON_FILE] = NamedFile(values[0])
+                parsed.files[JSON_FILE] = values[0]
             else:
                 error = StrettoError(
                     f"{source}: nothing tells which file --{name} names", hint=_say(variable)
@@ -143,7 +145,8 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
 def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
     """Why a name is no argument."""
     if name.startswith("$"):
-        return StrettoError(f"{source}: nothing tells what {name} holds", hint=f"give it: {name[1:]}=...")
+        hint = f"give it: {name[1:]}=..." if name[1:].isidentifier() else HINT
+        return StrettoError(f"{source}: nothing tells what {name} holds", hint=hint)
     if (instead := _HINTS.get(name)) is not None:
         return StrettoError(f"{source}: --{name} is not of Megatron-LM {VERSION}", hint=instead)
     closest = nearest(name, arguments())

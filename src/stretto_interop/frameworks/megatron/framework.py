@@ -15,13 +15,11 @@ from stretto.errors import StrettoError, read_text
 from stretto.job.framework import CORE, OPERATORS, Operator, framework_behaviour
 from stretto.job.framework import Framework as Ways
 from stretto.job.job import Job
-from stretto_interop.frameworks.bash import unknown_in
 from stretto_interop.frameworks.deepspeed import DEEPSPEED
 from stretto_interop.frameworks.fields import PRICED, RUN_DEFAULTS, reading
 from stretto_interop.frameworks.mapping import (
     ExternalFramework,
     FileSettings,
-    NamedFile,
     ParsedSettings,
     Rule,
     Settings,
@@ -53,7 +51,7 @@ _SCALE = ("precision.loss_scale", "precision.loss_scale_steps")
 _SIZES = {"batch.global_size": "train_batch_size", "batch.micro_size": "train_micro_batch_size_per_gpu"}
 
 
-def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str]) -> FileSettings:
+def read_json(path: str, values: Mapping[str, Any], mapped: Collection[str]) -> FileSettings:
     """What the JSON says of the run, and where it contradicts the arguments.
 
     Args:
@@ -62,12 +60,10 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
     """
     added = FileSettings()
     try:
-        text = file.text if file.text is not None else read_text(Path(file.path).expanduser())
-        if (name := unknown_in(text)) is not None:
-            raise StrettoError(f"nothing tells what {name} is in {file.path}, which the script writes")
         assert DEEPSPEED.parse is not None
-        with reading(file.path):
-            settings = DEEPSPEED.parse(text, file.path, Start(devices=values["layout.dp"])).settings
+        with reading(path):
+            text = read_text(Path(path).expanduser())
+            settings = DEEPSPEED.parse(text, path, Start(devices=values["layout.dp"])).settings
     except StrettoError as error:
         added.lost[JSON_FILE] = error.message
         return added
@@ -90,7 +86,7 @@ def read_json(file: NamedFile, values: Mapping[str, Any], mapped: Collection[str
             added.fields[field] = value
             if field in mapped and values.get(field) != value:
                 added.differs[f"{JSON_FILE} {field}"] = (
-                    f"it is {shown(value)} in {file.path}, which is taken, and {shown(values.get(field))} "
+                    f"it is {shown(value)} in {path}, which is taken, and {shown(values.get(field))} "
                     "by the arguments"
                 )
     if added.fields.get("train.dtype") in ("bfloat16", "float32"):  # which need no scale of the loss

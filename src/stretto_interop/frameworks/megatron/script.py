@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto_interop.frameworks.bash import MARK, Command, batch_variables, commands, parameters
-from stretto_interop.frameworks.mapping import NamedFile, ParsedSettings, Settings, Start, Unset
+from stretto_interop.frameworks.mapping import ParsedSettings, Settings, Start, Unset
 from stretto_interop.frameworks.megatron.arguments import VERSION, arguments, read_arguments
 
 _NODE = 8  # devices of a node, unless GPUS_PER_NODE says otherwise
@@ -100,9 +100,6 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
         _check_program(command.argv[script], start.program, f"{source}:{command.line}")
         parsed = read_arguments(command.argv[script + 1 :], f"{source}:{command.line}", priced)
         world = _world(command.argv[:script], batch_variables(text))
-    documents = {command.to: command.document for command in every if command.to is not None}
-    for name, file in parsed.files.items():
-        parsed.files[name] = NamedFile(file.path, documents.get(file.path))
     sizes = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "max-position-embeddings")
     for name in sizes:
         if name in parsed.unsupported:
