@@ -1,10 +1,11 @@
-"""`stretto launch slurm`."""
+"""`stretto launch`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import yaml
 
 from command_line import CommandLine
 from stretto.cli import main
@@ -140,3 +141,53 @@ def test_ranks_know_how_long_they_have_to_save(stretto: CommandLine) -> None:
     assert "train.grace_s is 45.5, and ranks have only --signal-seconds=30" in stretto.error(
         *command, "--signal-seconds", "30"
     )
+
+
+KUBERNETES = ("launch", "kubernetes", CONFIG, "--nodes", "2", "--image", "a:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds"),
+    [
+        ([], ["TrainJob"]),
+        (["--own-runtime", "--requeues", "3"], ["TrainingRuntime", "TrainJob"]),
+        (["--kind", "jobset", "--restarts", "3"], ["JobSet"]),
+        (["--kind", "volcano"], ["Job"]),
+    ],
+)
+def test_manifests_of_each_kind(
+    arguments: list[str], kinds: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run([*KUBERNETES, *arguments, "--namespace", "team"]) == 0
+    captured = capsys.readouterr()
+    documents = list(yaml.safe_load_all(captured.out))
+    assert [document["kind"] for document in documents] == kinds
+    assert all(
+        document["metadata"] == documents[-1]["metadata"] | document["metadata"] for document in documents
+    )
+    assert documents[-1]["metadata"] == {"name": "quickstart", "namespace": "team"}
+    assert "warning: without --mount, a pod that ends takes its checkpoints along" in captured.err
+    assert main.run([*KUBERNETES, *arguments, "--mount", "claim:/runs"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--kind", "job"], "--kind is 'job', must be one of trainjob, jobset, volcano"),
+        (["--kind", "jobset", "--own-runtime"], "--kind jobset has no runtime"),
+        (["--runtime", "mine", "--own-runtime"], "exclude each other"),
+        (["--requeues", "3"], "stands in its runtime, torch-distributed"),
+        (["--namespace", "My_team"], "namespace is 'My_team'"),
+    ],
+)
+def test_bad_input_of_kubernetes(arguments: list[str], error: str, stretto: CommandLine) -> None:
+    assert error in stretto.error(*KUBERNETES, *arguments)
+
+
+def test_torchrun_needs_a_host_for_several_nodes(stretto: CommandLine) -> None:
+    text = stretto("launch", "torchrun", CONFIG, "--nodes", "2", "--host", "n0", "--setup", "module load a")
+    assert text.index("module load a\n") < text.index("# on node 0\n") < text.index("# on node 1\n")
+    assert "--node-rank=1 --master-addr=n0 --master-port=29400 " in text
+    assert "hint: --host NAME" in stretto.error("launch", "torchrun", CONFIG, "--nodes", "2")
+    assert "--master-addr=127.0.0.1" in stretto("launch", "torchrun", CONFIG)

@@ -79,15 +79,12 @@ class BatchOptions(RanksOptions):
 
 
 Time = Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")]
-Requeues = Annotated[
-    int,
-    typer.Option(
-        "--requeues",
-        "--restarts",
-        min=0,
-        help="Most times that the stopped job is started again; a new submission starts at 0.",
-    ),
-]
+RESTARTS = typer.Option(
+    "--requeues",
+    "--restarts",
+    min=0,
+    help="Most times that the stopped job is started again; a new submission starts at 0.",
+)
 
 
 def _cluster_job(options: RanksOptions) -> ClusterJob:
@@ -180,7 +177,7 @@ class SlurmOptions(BatchOptions):
     """Options of `stretto launch slurm`."""
 
     time: Time = None
-    requeues: Requeues = 100
+    requeues: Annotated[int, RESTARTS] = 100
     container: Annotated[
         str | None,
         typer.Option(
@@ -223,6 +220,73 @@ def slurm(options: SlurmOptions) -> None:
         srun=options.srun or [],
     )
     _print(text, job, options.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions(BatchOptions):
+    """Options of `stretto launch kubernetes`."""
+
+    kind: Annotated[
+        str,
+        typer.Option(
+            metavar="trainjob|jobset|volcano",
+            help="Kubeflow's TrainJob, a JobSet, or a Job of the scheduler Volcano.",
+        ),
+    ] = "trainjob"
+    time: Time = None
+    requeues: Annotated[int | None, RESTARTS] = None
+    gpu_resource: Annotated[str, typer.Option(help="The cluster's name of an accelerator.")] = (
+        "nvidia.com/gpu"
+    )
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="ClusterTrainingRuntime of a TrainJob; default: torch-distributed."),
+    ] = None
+    own_runtime: Annotated[
+        bool, typer.Option("--own-runtime", help="Add a TrainingRuntime that restarts a TrainJob on code 75.")
+    ] = False
+    namespace: Annotated[str | None, typer.Option(help="Namespace; default: that of the context.")] = None
+
+
+@app.command(
+    epilog="Example: stretto launch kubernetes configs/quickstart.yaml run.dir=/runs --nodes 2 "
+    "--image registry/stretto:1 --mount my-claim:/runs > job.yaml; kubectl apply -f job.yaml"
+)
+@grouped(KubernetesOptions)
+def kubernetes(options: KubernetesOptions) -> None:
+    """Print a manifest that trains CONFIG in containers, saves when pods are evicted, and resumes.
+
+    CONFIG is a path in the image too. SOURCE of a mount is a persistent volume claim, or a folder of the node
+    (/...).
+    """
+    from stretto.run.launch.kubernetes import KINDS, RUNTIME, manifest
+
+    check_choice("--kind", options.kind, KINDS)
+    train_job = options.kind == "trainjob"
+    if not train_job and (options.own_runtime or options.runtime):
+        raise StrettoError(
+            f"--kind {options.kind} has no runtime", hint="leave --runtime and --own-runtime out"
+        )
+    if options.own_runtime and options.runtime:
+        raise StrettoError("--runtime and --own-runtime exclude each other", hint="leave one of them out")
+    if train_job and not options.own_runtime and options.requeues is not None:
+        raise StrettoError(
+            f"how often a TrainJob is restarted stands in its runtime, {options.runtime or RUNTIME}",
+            hint="--own-runtime, or leave --requeues out",
+        )
+    job = replace(_cluster_job(options), time=options.time)
+    if options.requeues is not None:
+        job = replace(job, restarts=options.requeues)
+    text = manifest(
+        job,
+        options.kind,
+        devices=options.gpu_resource,
+        runtime=None if options.own_runtime else options.runtime or RUNTIME,
+        namespace=options.namespace,
+    )
+    _print(text, job, options.as_json)
+    if not options.mount:
+        print("warning: without --mount, a pod that ends takes its checkpoints along", file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
