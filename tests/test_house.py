@@ -223,7 +223,10 @@ def test_light_modules_import_no_torch() -> None:
         if room_of(path) in (*TORCH_FREE, "cli")
     ]
     light += [
-        *(f"stretto.run.launch.{name}" for name in ("agent", "cluster", "kubernetes", "slurm", "torchrun")),
+        *(
+            f"stretto.run.launch.{name}"
+            for name in ("agent", "cluster", "kubernetes", "sky", "slurm", "torchrun")
+        ),
         "stretto.run.train.launch",  # starts the server that imports torch for the ranks, at the same time
         "stretto.run.train.language_job",
         "stretto.recommender.train.job",

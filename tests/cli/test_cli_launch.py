@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -191,3 +192,18 @@ def test_torchrun_needs_a_host_for_several_nodes(stretto: CommandLine) -> None:
     assert "--node-rank=1 --master-addr=n0 --master-port=29400 " in text
     assert "hint: --host NAME" in stretto.error("launch", "torchrun", CONFIG, "--nodes", "2")
     assert "--master-addr=127.0.0.1" in stretto("launch", "torchrun", CONFIG)
+
+
+def test_a_task_of_sky(capsys: pytest.CaptureFixture[str]) -> None:
+    # a config in this folder: SkyPilot copies the folder
+    command = ["launch", "sky", os.path.relpath(CONFIG), "--nodes", "2", "--image", "a:1"]
+    assert main.run([*command, "--spot", "--cpus-per-rank", "3"]) == 0
+    captured = capsys.readouterr()
+    document = yaml.safe_load(captured.out)
+    assert document["num_nodes"] == 2
+    assert document["resources"]["use_spot"] is True
+    assert document["resources"]["cpus"] == "6+"
+    assert "accelerators" not in document["resources"]
+    assert "warning: without --mount, a node that is lost takes its checkpoints along" in captured.err
+    assert main.run([*command, "train.device=auto"]) == 2
+    assert "hint: --accelerator H100" in capsys.readouterr().err

@@ -172,6 +172,11 @@ def _print(text: str, job: ClusterJob, as_json: bool) -> None:
         )
 
 
+def _warn_without_mount(options: BatchOptions, lost: str) -> None:
+    if not options.mount:
+        print(f"warning: without --mount, {lost} takes its checkpoints along", file=sys.stderr)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(BatchOptions):
     """Options of `stretto launch slurm`."""
@@ -285,8 +290,36 @@ def kubernetes(options: KubernetesOptions) -> None:
         namespace=options.namespace,
     )
     _print(text, job, options.as_json)
-    if not options.mount:
-        print("warning: without --mount, a pod that ends takes its checkpoints along", file=sys.stderr)
+    _warn_without_mount(options, "a pod that ends")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyOptions(BatchOptions):
+    """Options of `stretto launch sky`."""
+
+    accelerator: Annotated[
+        str | None, typer.Option(help="SkyPilot's name of the accelerators, as H100; needed on GPUs.")
+    ] = None
+    spot: Annotated[bool, typer.Option("--spot", help="Use spot instances.")] = False
+    infra: Annotated[str | None, typer.Option(help="Where to run, as aws/us-east-1 or k8s.")] = None
+
+
+@app.command(
+    epilog="Example: stretto launch sky configs/quickstart.yaml run.dir=/runs --nodes 2 --spot "
+    "--setup 'pip install -e .' --mount my-volume:/runs > job.yaml; sky jobs launch job.yaml"
+)
+@grouped(SkyOptions)
+def sky(options: SkyOptions) -> None:
+    """Print a SkyPilot task that trains CONFIG; as a managed job it is recovered and resumes.
+
+    CONFIG lies in this folder, which SkyPilot copies. SOURCE of a mount is a volume or a bucket (s3://...).
+    """
+    from stretto.run.launch.sky import task
+
+    job = _cluster_job(options)
+    text = task(job, accelerator=options.accelerator, spot=options.spot, infra=options.infra)
+    _print(text, job, options.as_json)
+    _warn_without_mount(options, "a node that is lost")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ from stretto.errors import Problem, StrettoError
 MOST_RANKS_PER_NODE = 8  # devices of common nodes, if neither nodes nor devices per node are given
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
-# its groups: source, target, access
-MOUNT = re.compile(r"(.+):(/[^/:][^:]*)(?::(ro|rw))?")
+_MOUNT = re.compile(r"(.+):(/[^/:][^:]*)(?::(ro|rw))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -72,7 +71,7 @@ class ClusterJob:
                 "time", repr(self.time), "not a time limit", "minutes, HH:MM:SS or D-HH:MM:SS, as in 12:00:00"
             )
         for mount in self.mounts:
-            if not MOUNT.fullmatch(mount):
+            if not _MOUNT.fullmatch(mount):
                 raise Problem("mount", repr(mount), "must be SOURCE:TARGET[:ro]", "--mount /data:/data")
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
@@ -94,6 +93,12 @@ class ClusterJob:
             parts = [0, *parts]
         hours, minutes, seconds = [*parts, 0, 0][:3]
         return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
+
+    def mount_parts(self) -> Iterator[tuple[str, str, str | None]]:
+        """Yield source, target and access (ro, rw or None) of each mount."""
+        for mount in self.mounts:
+            if found := _MOUNT.fullmatch(mount):
+                yield found[1], found[2], found[3]
 
     def command(self, *rendezvous: str) -> str:
         """Return the shell command that runs the ranks of one node.

@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.engine.parallel.signed import KEY
 from stretto.errors import Problem, StrettoError
-from stretto.run.launch.cluster import MOUNT, ClusterJob, yaml_text
+from stretto.run.launch.cluster import ClusterJob, yaml_text
 from stretto.run.launch.stop import SAVED
 
 KINDS = ("trainjob", "jobset", "volcano")
@@ -235,8 +235,7 @@ def _container(job: ClusterJob, command: str, devices: str) -> dict[str, Any]:
     if job.devices_per_node:
         resources["limits"] = {devices: job.devices_per_node}
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    for index, mount in enumerate(job.mounts):
-        _, target, access = _parts(mount)
+    for index, (_, target, access) in enumerate(job.mount_parts()):
         read_only = {"readOnly": True} if access == "ro" else {}
         mounts.append({"name": f"mount-{index}", "mountPath": target, **read_only})
     script = "\n".join([*job.setup, f"exec {command}", ""])  # exec: the agent gets the signals of the pod
@@ -253,18 +252,10 @@ def _container(job: ClusterJob, command: str, devices: str) -> dict[str, Any]:
 def _volumes(job: ClusterJob) -> list[dict[str, Any]]:
     """Return the pod's volumes: memory for messages between ranks, folders of the node, and claims."""
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    for index, mount in enumerate(job.mounts):
-        source, *_ = _parts(mount)
+    for index, (source, *_) in enumerate(job.mount_parts()):
         folder = source.startswith("/")
         origin = (
             {"hostPath": {"path": source}} if folder else {"persistentVolumeClaim": {"claimName": source}}
         )
         volumes.append({"name": f"mount-{index}", **origin})
     return volumes
-
-
-def _parts(mount: str) -> tuple[str, str, str | None]:
-    """Return source, target and access of a mount."""
-    found = MOUNT.fullmatch(mount)
-    assert found is not None  # checked by ClusterJob
-    return found[1], found[2], found[3]
