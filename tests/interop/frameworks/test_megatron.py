@@ -24,6 +24,7 @@ from stretto.layout.shards import Mode
 from stretto.program import schedule
 from stretto.run.config import load
 from stretto.run.config.job import job_of
+from stretto_interop.commands.migrate import run_script
 from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
 from stretto_interop.frameworks.megatron.arguments import arguments
@@ -306,8 +307,7 @@ GPUS_PER_NODE=8
 NNODES=${SLURM_NNODES:-1}
 WORLD_SIZE=$((GPUS_PER_NODE*$NNODES))
 TP=4; PP=2
-BATCH=$(( WORLD_SIZE * 4 ))
-FP8=${FP8:-0}
+BATCH=128
 
 DISTRIBUTED_ARGS="
     --nproc_per_node $GPUS_PER_NODE \\
@@ -329,13 +329,9 @@ TRAINING_ARGS=(
     --train-iters 5000 --lr 3.0e-4 --bf16
     --use-distributed-optimizer
 )
-if [ "$FP8" -eq 1 ]; then
-    TRAINING_ARGS+=(--fp8-format hybrid)
-else
-    TRAINING_ARGS+=(--recompute-activations)
-fi
-if [ -n "${WANDB_API_KEY}" ]; then
-    EXTRA="--wandb-project mine"
+TRAINING_ARGS+=(--recompute-activations)
+if [ ! -d "$DATA_PATH" ]; then
+    echo "no $DATA_PATH"
 fi
 PARALLEL_ARGS="--tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP}"
 
@@ -347,8 +343,21 @@ torchrun ${DISTRIBUTED_ARGS} pretrain_gpt.py \\
 """
 
 
-def test_a_script_with_variables_arrays_and_branches_is_read() -> None:
-    reading = read_script(SCRIPT, devices=None)
+RECOMPUTES = "TRAINING_ARGS+=(--recompute-activations)\n"
+BRANCHES = SCRIPT.replace("BATCH=128", "BATCH=$(( WORLD_SIZE * 4 ))").replace(
+    RECOMPUTES, f'if [ "${{FP8:-0}}" -eq 1 ]; then\n  TRAINING_ARGS+=(--bf16)\nelse {RECOMPUTES}fi\n'
+)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_script_with_variables_and_arrays_is_read(
+    branches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With arithmetic and branches once it is run."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(BRANCHES)
+    text = run_script(Path("run.sh"), [], {"DATA_PATH": "text"}) if branches else SCRIPT
+    reading = read_script(text, devices=None)
     job = reading.job
     assert job.layout.sizes == {"tp": 4, "cp": 1, "ep": 1, "dp": 4, "pp": 2}
     assert (job.shape.layers, job.shape.hidden, job.shape.vocab) == (24, 1024, 50257)
@@ -395,9 +404,14 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (changed("RMSNorm", "RmsNorm"), "run.sh:48: --normalization is RmsNorm\nhint: did you mean RMSNorm?"),
         (changed("--bf16", "--bf16 --mtp-num-layers 1"), "run.sh: mtp-num-layers is 1: it has no costs here"),
         (changed("TP=4", "TP=5"), "32 processes do not divide by tp=5 x cp=1 x pp=2\nhint: nearest: 30"),
-        (changed('"$FP8" -eq 1', '-f "$FP8"'), 'run.sh:39: nothing tells whether `if [ -f "$FP8" ]` holds'),
-        (changed("FP8=$", 'for i in 1 2; do PARALLEL="--bf16"; done\nFP8=$'), "run.sh:5: `for` is not read"),
-        (changed("if [ -n", "for i in 1; do MODEL_ARGS+=(--bf16); done\nif [ -n"), "run.sh:5: `for` is not"),
+        (
+            changed(SCRIPT, BRANCHES),
+            "run.sh:36: an assignment depends on a test, and tests are not read: if [",
+        ),
+        (
+            changed("if [ ! -d", "for i in 1; do MODEL_ARGS+=(--bf16); done\nif [ ! -d"),
+            "run.sh:5: `for` is not",
+        ),
         (
             changed("GPT2BPETokenizer", "SentencePieceTokenizer"),
             "nothing tells how many entries the",

@@ -61,9 +61,7 @@ class Ranks:
 Named = list[tuple[str, Tensor]]
 
 
-def buffers(
-    shape: ModelShape, states: dict[str, megatron.Tensors], ranks: Ranks, form: str = "dp_reshardable"
-) -> dict[str, Any]:
+def buffers(shape: ModelShape, states: dict[str, megatron.Tensors], ranks: Ranks) -> dict[str, Any]:
     """What a checkpoint has of them: tensors and objects by name.
 
     Args:
@@ -79,7 +77,7 @@ def buffers(
                 for number in range(stage, len(ranks.stages), ranks.pp)
             ]
             name = f"{prefix}optimizer.distributed.dp_group_idx_{tp + ranks.tp * stage}."
-            made |= _rank(name, each, form, ranks, bucketed=stage == 0)
+            made |= _rank(name, each, ranks, bucketed=stage == 0)
             for ep in range(ranks.ep) if spread else ():
                 experts = [
                     {
@@ -90,29 +88,19 @@ def buffers(
                 ]
                 place = tp + ranks.tp * (ep + ranks.ep * stage)
                 name = f"chained_1.optimizer.distributed.dp_group_idx_{place}."
-                made |= _rank(name, experts, form, ranks, bucketed=stage == 0)
+                made |= _rank(name, experts, ranks, bucketed=stage == 0)
     return made
 
 
-def _rank(
-    prefix: str, chunks: Sequence[dict[str, Named]], form: str, ranks: Ranks, *, bucketed: bool
-) -> dict[str, Any]:
+def _rank(prefix: str, chunks: Sequence[dict[str, Named]], ranks: Ranks, *, bucketed: bool) -> dict[str, Any]:
     """What one rank saves of one optimizer; only the first chunk of the first stage has several buckets."""
     made: dict[str, Any] = {f"{prefix}optimizer/shard_0_1": megatron.saved([_settings()])}
-    gathered: dict[Any, Any] = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunks):
-        tensors: dict[str, Any] = {}
         for kind, named in chunk.items():
             several = _buckets(named, ranks, limit=ranks.limit if bucketed and number == 0 else 10**9)
-            if form == "dp_reshardable":
-                for i, bucket in enumerate(several):
-                    made[f"{prefix}gbuf_idx_{number}.dtype_{DTYPES}.bucket_idx_{i}.{kind}"] = bucket
-            tensors[kind] = torch.cat(several)
-        gathered[number] = {DTYPES: {**tensors, "numel_unpadded": len(tensors["param"])}}
-    if form == "dp_zero_gather_scatter":
-        made[f"{prefix}param_state/shard_0_1"] = megatron.saved([gathered])
-    else:
-        made[f"{prefix}per_bucket_numel/shard_0_1"] = megatron.saved([[{DTYPES: [0]}]])
+            for i, bucket in enumerate(several):
+                made[f"{prefix}gbuf_idx_{number}.dtype_{DTYPES}.bucket_idx_{i}.{kind}"] = bucket
+    made[f"{prefix}per_bucket_numel/shard_0_1"] = megatron.saved([[{DTYPES: [0]}]])
     return made
 
 

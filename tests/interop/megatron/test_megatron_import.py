@@ -244,9 +244,7 @@ def test_a_changed_value_in_a_stacked_tensor_is_found(tmp_path: Path) -> None:
     layer = native["decoder.layers.1.self_attention.linear_proj.weight"].numpy().tobytes()
     content[content.index(layer) + 9] ^= 1
     data.write_bytes(content)
-    with pytest.raises(
-        StrettoError, match=r"linear_proj\.weight, at byte .* the checksum of its values differs"
-    ):
+    with pytest.raises(StrettoError, match=r"linear_proj\.weight, at byte .* Bad CRC-32"):
         imported(source, tmp_path / "run", GPT)
 
 

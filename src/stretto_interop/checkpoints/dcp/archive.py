@@ -1,7 +1,9 @@
 """What torch.save writes for a tensor or a small object, a zip of a pickle and raw values, as plain data.
 
 The pickle refers to the values by the name of the zip's member (torch/serialization.py, torch 2.13). Members
-are stored uncompressed, so a tensor is read from its file straight into memory.
+are stored uncompressed, so that a tensor is read from its file straight into memory. torch.load would read
+them too, but compares neither checksums nor a tensor's sizes with the values that are stored, and cannot read
+part of a tensor in a file of many.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ _FAILURES = (  # what the standard library raises for a damaged zip
     RuntimeError,
 )
 
+T = TypeVar("T")
+
 
 class Archives:
     """The archives of a checkpoint, read one at a time; files are opened when they are first needed."""
@@ -62,7 +65,7 @@ class Archives:
     def __init__(self, index: DcpIndex) -> None:
         self.index = index
         self._files = dict[str, BinaryIO]()
-        self._intact = set[tuple[Extent, str]]()  # members of which parts are read, after all was compared
+        self._intact = set[tuple[Extent, str]]()  # members whose checksums were compared
 
     def __enter__(self) -> Archives:
         return self
@@ -81,28 +84,9 @@ class Archives:
         Raises:
             StrettoError: it is damaged, or anything else.
         """
-        extent = self.index.objects[name]
-        return self._guarded(name, extent, lambda archive: _numbers(archive, archive.value(names)))
-
-    def read_from_object(self, name: str, tensor: PickledTensor, start: int, into: Tensor) -> None:
-        """Read elements of a tensor in an object, in order, from number `start` on, into a flat one of its
-        dtype.
-
-        Raises:
-            StrettoError: it is damaged.
-        """
-        extent, member = self.index.objects[name], f"data/{tensor.key}"
-
-        def read(archive: _Archive) -> None:
-            first = (tensor.first + start) * tensor.dtype.itemsize
-            if tensor.dtype != into.dtype or not tensor.dense or start + len(into) > prod(tensor.sizes):
-                raise DamageError(f"it has no {len(into)} elements of {into.dtype} in order")
-            if first + into.nbytes > archive.size(member):
-                raise DamageError("its values reach beyond what is stored")
-            self._compare(archive, extent, member)
-            archive.read_range(member, first, as_bytes(into))
-
-        self._guarded(name, extent, read)
+        return self._guarded(
+            name, self.index.objects[name], lambda archive: _numbers(archive, archive.value(names))
+        )
 
     def read_tensor(self, name: str, into: Tensor) -> None:
         """Read a tensor chunk by chunk into one of its dtype and shape; beside it at most one chunk is in
@@ -111,15 +95,7 @@ class Archives:
         Raises:
             StrettoError: it is damaged.
         """
-        stored = self.index.tensors[name]
-        for chunk in stored.chunks:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            target = into[box]
-            self._guarded(
-                name,
-                chunk.extent,
-                lambda archive, target=target, chunk=chunk: _read_chunk(archive, stored, chunk, target),
-            )
+        self.read_box(name, (0,) * into.dim(), into)
 
     def read_box(self, name: str, offsets: tuple[int, ...], into: Tensor) -> None:
         """Read the box of a tensor that begins at `offsets` and has the shape of `into`, of its dtype. Of a
@@ -143,42 +119,9 @@ class Archives:
             def read(
                 archive: _Archive, chunk: Chunk = chunk, target: Tensor = target, within: Any = within
             ) -> None:
-                if all(part == slice(0, size) for part, size in zip(within, chunk.sizes, strict=True)):
-                    _read_chunk(archive, stored, chunk, target)
-                else:
-                    self._read_part(archive, stored, chunk=chunk, within=within, target=target)
+                _read_chunk(archive, stored, chunk=chunk, within=within, target=target)
 
             self._guarded(name, chunk.extent, read)
-
-    def _read_part(
-        self,
-        archive: _Archive,
-        stored: StoredTensor,
-        *,
-        chunk: Chunk,
-        within: tuple[slice, ...],
-        target: Tensor,
-    ) -> None:
-        """Read part of a chunk, after a comparison of the checksum of all of it, once."""
-        saved = _agreeing(archive, stored, chunk)
-        member, item = f"data/{saved.key}", saved.dtype.itemsize
-        first = within[0]
-        row = prod(saved.sizes[1:]) * item
-        if not saved.dense or archive.size(member) < saved.first * item + row * saved.sizes[0]:
-            full = torch.empty(chunk.sizes, dtype=saved.dtype)
-            _read_chunk(archive, stored, chunk, full)
-            target.copy_(full[within])
-            return
-        self._compare(archive, chunk.extent, member)
-        rows = torch.empty((first.stop - first.start, *saved.sizes[1:]), dtype=saved.dtype)
-        archive.read_range(member, saved.first * item + row * first.start, as_bytes(rows))
-        target.copy_(rows[(slice(None), *within[1:])])
-
-    def _compare(self, archive: _Archive, extent: Extent, member: str) -> None:
-        """Compare the checksum of a member that is read in parts, once."""
-        if (extent, member) not in self._intact:
-            archive.compare(member)
-            self._intact.add((extent, member))
 
     def number(self, name: str, otherwise: float) -> float:
         """A number or truth value, stored as an object or as a tensor of one element; `otherwise` where there
@@ -213,11 +156,17 @@ class Archives:
             raise StrettoError(f"{name} in {self.index.folder} is {value}, which counts nothing")
         return int(value)
 
-    def _guarded(self, name: str, extent: Extent, read: Any) -> Any:
+    def _guarded(self, name: str, extent: Extent, read: Callable[[_Archive], T]) -> T:
+        """Call `read` with the archive of an extent; what fails is one error that names the place."""
         try:
             if extent.file not in self._files:
                 self._files[extent.file] = plain_file(self.index.folder, extent.file).open("rb")
-            return read(_Archive(_Window(self._files[extent.file], extent.offset, extent.length)))
+            window = _Window(self._files[extent.file], extent.offset, extent.length)
+            intact = {member for other, member in self._intact if other == extent}
+            archive = _Archive(window, intact)
+            value = read(archive)
+            self._intact |= {(extent, member) for member in archive.intact}
+            return value
         except StrettoError as error:
             problem = error.message
         except (*_FAILURES, DamageError) as error:
@@ -229,8 +178,7 @@ class Archives:
 
 
 def read_saved(path: Path, names: Container[str]) -> Any:
-    """A small file of torch.save as plain data; a tensor of one element is its number, others are what is
-    known of them.
+    """A small file of torch.save as plain data, with a number for each tensor of one element.
 
     Args:
         names: of classes, functions and constants that may occur: what is made with them is a `Record`.
@@ -240,7 +188,7 @@ def read_saved(path: Path, names: Container[str]) -> Any:
     """
     try:
         with plain_file(path.parent, path.name).open("rb") as file:
-            archive = _Archive(_Window(file, 0, path.stat().st_size))
+            archive = _Archive(_Window(file, 0, path.stat().st_size), set())
             return _numbers(archive, archive.value(names, LARGEST_FILE))
     except StrettoError as error:
         problem, hint = error.message, error.hint
@@ -250,7 +198,7 @@ def read_saved(path: Path, names: Container[str]) -> Any:
 
 
 def _numbers(archive: _Archive, value: Any) -> Any:
-    """The value with a number for each tensor of one element in its containers, else a PickledTensor."""
+    """The value with a number for each tensor of one element in its containers, else a `_SavedTensor`."""
     if isinstance(value, dict):
         return {key: _numbers(archive, item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -259,51 +207,50 @@ def _numbers(archive: _Archive, value: Any) -> Any:
     if isinstance(value, Record) and value.name == _TENSOR:
         saved = _saved(value)
         if prod(saved.sizes) == 1:
-            size = archive.size(f"data/{saved.key}")
-            values = torch.empty(size // saved.dtype.itemsize, dtype=saved.dtype)
-            archive.read_into(f"data/{saved.key}", as_bytes(values))
-            return values[saved.first].item()
+            element = torch.empty(1, dtype=saved.dtype)
+            archive.read(saved.member, saved.first * element.itemsize, as_bytes(element))
+            return element.item()
         return saved
     return value
 
 
-def _agreeing(archive: _Archive, stored: StoredTensor, chunk: Chunk) -> PickledTensor:
-    """What the archive's pickle says of a chunk, which must be what the index says."""
+def _read_chunk(
+    archive: _Archive, stored: StoredTensor, *, chunk: Chunk, within: tuple[slice, ...], target: Tensor
+) -> None:
+    """Read part of a chunk; the archive's pickle must say of it what the index says."""
     saved = _saved(archive.value(_NAMES))
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if saved.dtype != dtype or saved.sizes != chunk.sizes:
         raise DamageError(
             f"it is {saved.dtype} of shape {list(saved.sizes)}, {dtype} of {list(chunk.sizes)} in the index"
         )
-    return saved
-
-
-def _read_chunk(archive: _Archive, stored: StoredTensor, chunk: Chunk, target: Tensor) -> None:
-    saved = _agreeing(archive, stored, chunk)
-    dtype = saved.dtype
-    size = archive.size(f"data/{saved.key}")
-    last = saved.first + sum((n - 1) * s for n, s in zip(saved.sizes, saved.strides, strict=True))
-    if (last + 1) * dtype.itemsize > size:
-        raise DamageError(f"its values reach beyond the {size_text(size)} that are stored")
-    full = saved.first == 0 and saved.dense and size == prod(saved.sizes) * dtype.itemsize
-    if full and target.is_contiguous():
-        archive.read_into(f"data/{saved.key}", as_bytes(target))
+    if not saved.dense:  # torch keeps the strides of what it saves
+        last = sum((n - 1) * s for n, s in zip(saved.sizes, saved.strides, strict=True))
+        archive.check(saved.member, (saved.first + last + 1) * dtype.itemsize)
+        values = torch.empty(last + 1, dtype=dtype)
+        archive.read(saved.member, saved.first * dtype.itemsize, as_bytes(values))
+        target.copy_(values.as_strided(saved.sizes, saved.strides)[within])
         return
-    if size % dtype.itemsize:
-        raise DamageError(f"{size_text(size)} are stored, which is no whole number of {dtype}")
-    values = torch.empty(size // dtype.itemsize, dtype=dtype)
-    archive.read_into(f"data/{saved.key}", as_bytes(values))
-    target.copy_(values.as_strided(saved.sizes, saved.strides, saved.first))
+    rows, columns = within[:1], within[1:]
+    first, last = (rows[0].start, rows[0].stop) if rows else (0, 1)
+    sizes = (*([last - first] if rows else []), *saved.sizes[1:])
+    in_place = target.is_contiguous() and tuple(target.shape) == sizes
+    values = target if in_place else torch.empty(sizes, dtype=dtype)
+    start = saved.first + first * prod(saved.sizes[1:])
+    archive.read(saved.member, start * dtype.itemsize, as_bytes(values))
+    if not in_place:
+        target.copy_(values[(slice(None), *columns)])
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickledTensor:
-    """A tensor in a pickle: a view of the values that the zip's member `data/KEY` holds.
+class _SavedTensor:
+    """A tensor in a pickle: a view of the values that a member of the zip holds.
 
-    first: element, and `strides` of `sizes` in elements.
+    Attributes:
+        first: element, and `strides` of `sizes` in elements.
     """
 
-    key: str
+    member: str
     dtype: torch.dtype
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -320,7 +267,7 @@ class PickledTensor:
         return True
 
 
-def _saved(value: Any) -> PickledTensor:
+def _saved(value: Any) -> _SavedTensor:
     if not isinstance(value, Record) or value.name != _TENSOR or len(value.arguments) < 4:
         raise DamageError("it is no tensor of a type that is read here")
     storage, first, sizes, strides, *_ = value.arguments
@@ -331,25 +278,25 @@ def _saved(value: Any) -> PickledTensor:
     dtype = _STORAGES.get(storage_class.text) if isinstance(storage_class, Name) else None
     if kind != "storage" or dtype is None or not isinstance(key, str):
         raise DamageError("its values are of a type that is not read here")
-    numbers = (first,)
-    if not _whole_numbers(numbers) or not _whole_numbers(sizes) or not _whole_numbers(strides):
-        raise DamageError("its sizes are no sizes")
+    for numbers in ((first,), sizes, strides):
+        if not isinstance(numbers, tuple) or not all(
+            type(n) is int and 0 <= n < 1 << 60 for n in cast("tuple[Any, ...]", numbers)
+        ):
+            raise DamageError("its sizes are no sizes")
     if len(sizes) != len(strides):
         raise DamageError("it has another number of sizes than of strides")
-    return PickledTensor(key=key, dtype=dtype, sizes=sizes, strides=strides, first=first)
-
-
-def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, tuple) and all(
-        type(n) is int and 0 <= n < 1 << 60 for n in cast("tuple[Any, ...]", value)
-    )
+    return _SavedTensor(member=f"data/{key}", dtype=dtype, sizes=sizes, strides=strides, first=first)
 
 
 class _Archive:
-    """A zip of torch.save; all members are in one folder of any name."""
+    """A zip of torch.save; all members are in one folder of any name.
 
-    def __init__(self, window: _Window) -> None:
-        self._window = window
+    Args:
+        intact: members whose checksums were compared, to which others are added.
+    """
+
+    def __init__(self, window: _Window, intact: set[str]) -> None:
+        self._window, self.intact = window, intact
         self._zip = zipfile.ZipFile(io.BufferedReader(window))
         named = [name for name in self._zip.namelist() if name.endswith("/data.pkl")]
         if len(named) != 1:
@@ -358,55 +305,39 @@ class _Archive:
 
     def value(self, names: Container[str], largest: int = LARGEST_PICKLE) -> Any:
         """What the pickle says."""
-        order = f"{self._prefix}byteorder"
-        if order in self._zip.namelist() and self._bytes("byteorder", 16) != b"little":
+        if self._prefix + "byteorder" in self._zip.namelist() and self._bytes("byteorder", 16) != b"little":
             raise DamageError("it was written on a big-endian machine")
         return read_pickle(self._bytes("data.pkl", largest), names)
 
-    def size(self, member: str) -> int:
-        """Bytes of a member."""
-        return self._stored(member).file_size
-
-    def read_into(self, member: str, view: memoryview) -> None:
-        """Read a whole member into bytes of its size, and compare its checksum."""
-        self._window.seek(self._begin(member))
-        crc = 0
-        for at in range(0, len(view), BLOCK):
-            block = view[at : at + BLOCK]
-            if self._window.readinto(block) != len(block):
-                raise DamageError("it ends early")
-            crc = zlib.crc32(block, crc)
-        if crc != self._stored(member).CRC:
-            raise DamageError("the checksum of its values differs")
-
-    def compare(self, member: str) -> None:
-        """Compare the checksum of a member, block by block."""
-        left, crc = self.size(member), 0
-        self._window.seek(self._begin(member))
-        while left:
-            block = self._window.read(min(BLOCK, left))
-            if not block:
-                raise DamageError("it ends early")
-            crc, left = zlib.crc32(block, crc), left - len(block)
-        if crc != self._stored(member).CRC:
-            raise DamageError("the checksum of its values differs")
-
-    def read_range(self, member: str, start: int, view: memoryview) -> None:
-        """Read consecutive bytes of a member, which `compare` has looked at."""
-        self._window.seek(self._begin(member) + start)
-        for at in range(0, len(view), BLOCK):
-            if self._window.readinto(block := view[at : at + BLOCK]) != len(block):
-                raise DamageError("it ends early")
-
-    def _begin(self, member: str) -> int:
-        """Where the bytes of a member begin."""
-        info = self._stored(member)
+    def read(self, member: str, start: int, into: memoryview) -> None:
+        """Read consecutive bytes of a member, whose checksum is compared once."""
+        info = self.check(member, start + len(into))
+        if member not in self.intact:
+            complete = len(into) == info.file_size
+            with self._zip.open(info) as stream:  # which compares the checksum at the end
+                for position in range(0, info.file_size, BLOCK):
+                    block = stream.read(BLOCK)
+                    if complete:
+                        into[position : position + len(block)] = block
+            self.intact.add(member)
+            if complete:
+                return
         self._window.seek(info.header_offset)
-        header = self._window.read(_HEADER.size)
-        signature, name, extra = _HEADER.unpack(header or b"")
+        signature, name, extra = _HEADER.unpack(self._window.read(_HEADER.size) or b"")
         if signature != b"PK\x03\x04":
             raise DamageError(f"its {member} is not where it should be")
-        return info.header_offset + _HEADER.size + name + extra
+        self._window.seek(info.header_offset + _HEADER.size + name + extra + start)
+        for position in range(0, len(into), BLOCK):
+            block = into[position : position + BLOCK]
+            if self._window.readinto(block) != len(block):
+                raise DamageError("it ends early")
+
+    def check(self, member: str, size: int) -> zipfile.ZipInfo:
+        """Return the member, which has at least `size` bytes."""
+        info = self._stored(member)
+        if size > info.file_size:
+            raise DamageError(f"its values reach beyond the {size_text(info.file_size)} that are stored")
+        return info
 
     def _bytes(self, member: str, limit: int) -> bytes:
         info = self._stored(member)

@@ -1,12 +1,10 @@
-"""The flat buffers of Megatron's distributed optimizer, as checkpoints have them rank by rank.
+"""The flat buffers of Megatron's distributed optimizer, which checkpoints have rank by rank.
 
 Every model-parallel rank has its own, `optimizer.distributed.dp_group_idx_RANK...`, whatever the number of
-data-parallel replicas, in one of two forms (`distrib_optimizer.py`, core_v0.16.1):
-
-- `dp_reshardable`, the default since core_v0.14: each bucket is a tensor, without its padding at the end.
-- `dp_zero_gather_scatter`: an object with the buckets of a buffer one after the other.
-
-What lies in them is no part of the checkpoint; `ordering` finds it.
+data-parallel replicas. In the form `dp_reshardable`, the default since core_v0.14 (`distrib_optimizer.py`,
+core_v0.16.1), each bucket of a buffer is a tensor, without its padding at the end. Which parameter lies where
+is no part of the checkpoint: `OrderedStates` finds it. The older `dp_zero_gather_scatter`, one object per
+rank, does not even record the buckets, and is refused.
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stretto.engine.checkpoint.plain_pickle import Name
 from stretto.errors import StrettoError
-from stretto_interop.checkpoints.dcp.archive import Archives, PickledTensor
+from stretto_interop.checkpoints.dcp.archive import Archives
 from stretto_interop.checkpoints.dcp.index import DcpIndex
 from stretto_interop.checkpoints.megatron.common import NAMES
 from stretto_interop.checkpoints.megatron.names import MegatronRule
 
 MASTER = "param"
-BUCKETS, GATHERED = "dp_reshardable", "dp_zero_gather_scatter"
 SAVE_WHOLE = (
     "save once more in Megatron with --dist-ckpt-optim-fully-reshardable (before core_v0.14: "
     "--ckpt-fully-parallel-save), or --weights-only"
@@ -48,13 +44,13 @@ class Buffer:
 
     Attributes:
         size: its elements.
-        buckets: elements of each bucket, or None if the checkpoint does not record them.
+        buckets: elements of each bucket.
         read: the elements of a state that begin at a place, into a flat float32 tensor; a place and its
             elements lie in one bucket.
     """
 
     size: int
-    buckets: tuple[int, ...] | None
+    buckets: tuple[int, ...]
     read: Callable[[str, int, Tensor], None]
 
 
@@ -63,13 +59,11 @@ class BufferLayout:
     """All buffers in a checkpoint.
 
     Attributes:
-        form: Megatron's name of their form.
         dense, experts: the buffers of each model-parallel rank, one for each chunk of the model; experts have
             ranks of their own where they are spread over ranks, and none otherwise.
         settings: the optimiser's settings as each rank has them.
     """
 
-    form: str
     dense: Sequence[Sequence[Buffer]]
     experts: Sequence[Sequence[Buffer]]
     settings: Sequence[Any]
@@ -87,7 +81,7 @@ def read_buffers(archives: Archives) -> BufferLayout:
         StrettoError: some are missing or damaged, or they are of a kind that is not read.
     """
     index = archives.index
-    settings, objects = list[Any](), dict[tuple[int, int], Sequence[Buffer]]()
+    settings = list[Any]()
     prefixes: dict[tuple[int, int], dict[int, dict[int, str]]] = {}
     types = set[str]()
     for name in (*index.objects, *index.tensors):
@@ -97,14 +91,16 @@ def read_buffers(archives: Archives) -> BufferLayout:
         if match[3] == _SETTINGS:
             settings.append(_only(archives.read_object(name, NAMES)))
         elif match[3] == _STATE:
-            each = dict(_gathered(archives, name))
-            types |= {kind for kind, _ in each.values()}
-            objects[rank] = [each[number][1] for number in _round_up(each, archives)]
+            raise StrettoError(
+                f"{name} in {index.folder} has the optimiser's states as dp_zero_gather_scatter, which does "
+                "not record where they lie",
+                hint=SAVE_WHOLE,
+            )
         elif (bucket := _BUCKET.fullmatch(match[3])) is not None:
             types.add(bucket[2])
             parts = prefixes.setdefault(rank, {}).setdefault(int(bucket[1]), {})
             parts[int(bucket[3])] = name.removesuffix(bucket[4])
-    buffers = objects or {
+    buffers = {
         rank: [_bucketed(archives, each[number]) for number in _round_up(each, archives)]
         for rank, each in prefixes.items()
     }
@@ -120,8 +116,7 @@ def read_buffers(archives: Archives) -> BufferLayout:
         [by_rank[n] for n in _round_up(by_rank, archives)]
         for by_rank in ({rank: each for (item, rank), each in buffers.items() if item == n} for n in (0, 1))
     )
-    form = GATHERED if objects else BUCKETS
-    return BufferLayout(form=form, dense=dense, experts=experts, settings=settings)
+    return BufferLayout(dense=dense, experts=experts, settings=settings)
 
 
 def _round_up(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
@@ -158,37 +153,6 @@ def _bucketed(archives: Archives, prefixes: Mapping[int, str]) -> Buffer:
     return Buffer(size=starts[-1], buckets=tuple(sizes), read=read)
 
 
-def _gathered(archives: Archives, name: str) -> Iterator[tuple[int, tuple[str, Buffer]]]:
-    """The buffers in a rank's object, by number, and the types of their parameters and gradients."""
-    state = _only(archives.read_object(name, NAMES))
-    fields = cast("dict[Any, Any]", state) if isinstance(state, dict) else {}
-    for number, by_type in fields.items():
-        if type(number) is not int:
-            continue
-        for kind, each in _items(by_type):
-            if not isinstance(kind, tuple):
-                continue
-            tensors: dict[str, PickledTensor] = {
-                key: value for key, value in _items(each) if key in _KEYS and isinstance(value, PickledTensor)
-            }
-            sizes = {prod(tensor.sizes) for tensor in tensors.values()}
-            if len(tensors) != len(_KEYS) or len(sizes) != 1:
-                raise StrettoError(
-                    f"{name} in {archives.index.folder} has not {', '.join(_KEYS)} of one size",
-                    hint=SAVE_WHOLE,
-                )
-
-            def read(key: str, start: int, into: Tensor, of: Mapping[str, PickledTensor] = tensors) -> None:
-                archives.read_from_object(name, of[key], start, into)
-
-            text = ", ".join(item.text for item in cast("tuple[Name, ...]", kind))
-            yield number, (text, Buffer(size=sizes.pop(), buckets=None, read=read))
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    yield from cast("dict[Any, Any]", value).items() if isinstance(value, dict) else ()
-
-
 def _only(value: Any) -> Any:
     """What is saved as an object stands in a list of its own."""
     several = cast("list[Any]", value) if isinstance(value, list) else []
@@ -198,8 +162,6 @@ def _only(value: Any) -> Any:
 # ------------------------------------------------------------------ what lies where
 
 _ALIGNED = 64  # elements; a bucket begins at a multiple of 128
-# elements of a bucket: the first number, or the second times the replicas if that is more
-_LEAST_BUCKET, _OF_REPLICA = 40_000_000, 1_000_000
 
 # parameters of a block in the order in which Megatron makes its modules
 _OTHER = (
@@ -267,14 +229,12 @@ class _Order:
         modules: the order of a block's parameters.
         linears: whether all experts' first linears lie together; each expert's linears do otherwise.
         tp, experts_tp: tensor-parallel ranks, and those of an expert.
-        limit: elements at which a bucket of the first stage ends, where the checkpoint does not say buckets.
     """
 
     modules: tuple[str, ...]
     linears: bool
     tp: int
     experts_tp: int
-    limit: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,16 +318,17 @@ def _places(
     for number in range(len(chunks) * stages):
         chunk, stage = divmod(number, stages)
         ranks = chunks[chunk][stage * order.tp : (stage + 1) * order.tp]
-        limit = order.limit if number == 0 else None  # other stages and chunks have one bucket
         last = number == len(chunks) * stages - 1
-        layers, parts = model.stage(ranks[0], layer, first=number == 0, last=last, limit=limit)
-        _place(result, parts, ranks, limit)
+        layers, parts = model.stage(ranks[0], layer, first=number == 0, last=last)
+        _place(result, parts, ranks)
         layer = layers.stop
         for rank in range(spread):
             if parts := model.experts(layers, rank, spread):
                 at = order.experts_tp * (rank + spread * stage)
-                each = [_at(item, used[stage]) for item in buffers.experts[at : at + order.experts_tp]]
-                _place(result, parts, each, limit)
+                each = buffers.experts[at : at + order.experts_tp]
+                if any(len(item) <= used[stage] for item in each):
+                    raise _MisfitError
+                _place(result, parts, [item[used[stage]] for item in each])
                 used[stage] += rank == spread - 1
     if layer != model.layers or any(not each for each in result.values()):
         raise _MisfitError
@@ -387,14 +348,12 @@ class _Model:
                 self._blocks.setdefault(rule.layer, {})[_module(rule)] = rule
         self.layers = len(self._blocks)
 
-    def stage(
-        self, buffer: Buffer, layer: int, *, first: bool, last: bool, limit: int | None
-    ) -> tuple[range, list[_Part]]:
+    def stage(self, buffer: Buffer, layer: int, *, first: bool, last: bool) -> tuple[range, list[_Part]]:
         """The layers of a stage, from `layer` on, with which its parameters fill the buffer, and these."""
         for count in [self.layers - layer] if last else range(self.layers - layer + 1):
             layers = range(layer, layer + count)
             parts = list(self._parts(layers, first=first, last=last))
-            if parts and _starts(parts, buffer, limit) is not None:
+            if parts and _starts(parts, buffer) is not None:
                 return layers, parts
         raise _MisfitError
 
@@ -437,12 +396,10 @@ class _Model:
             yield from (_Part(rule=rule, ranks=ranks, expert=item) for item in experts for rule in linears)
 
 
-def _place(
-    result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer], limit: int | None
-) -> None:
+def _place(result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer]) -> None:
     """Note the places of a stage's parameters on each of its ranks."""
     for rank, buffer in enumerate(ranks):
-        starts = _starts(parts, buffer, limit)
+        starts = _starts(parts, buffer)
         if starts is None:
             raise _MisfitError
         for part, start in zip(reversed(parts), starts, strict=True):
@@ -450,17 +407,11 @@ def _place(
                 result[part.rule.parameter].append(_Place(part, rank, buffer, start))
 
 
-def _at(buffers: Sequence[Buffer], number: int) -> Buffer:
-    if number >= len(buffers):
-        raise _MisfitError
-    return buffers[number]
-
-
-def _starts(parts: Sequence[_Part], buffer: Buffer, limit: int | None) -> list[int] | None:
+def _starts(parts: Sequence[_Part], buffer: Buffer) -> list[int] | None:
     """Where each parameter begins in a buffer without padding after buckets, the last parameter first; None:
     they do not fill it.
     """
-    sizes = buffer.buckets or _bucket_sizes(parts, limit)
+    sizes = buffer.buckets
     starts = list[int]()
     before = bucket = end = 0
     for part in reversed(parts):
@@ -477,21 +428,6 @@ def _starts(parts: Sequence[_Part], buffer: Buffer, limit: int | None) -> list[i
         starts.append(before + at)
     complete = bucket == len(sizes) - 1 and end == sizes[bucket] and before + end == buffer.size
     return starts if complete else None
-
-
-def _bucket_sizes(parts: Sequence[_Part], limit: int | None) -> list[int]:
-    """Elements of the buckets that Megatron makes of some parameters."""
-    sizes, end = list[int](), 0
-    for part in reversed(parts):
-        at = _aligned(end)
-        if part.alone and end:
-            sizes.append(at)
-            at = 0
-        end = at + part.size
-        if part.alone or (limit is not None and end >= limit):
-            sizes.append(end)
-            end = 0
-    return [*sizes, end] if end else sizes
 
 
 def _aligned(end: int) -> int:
@@ -538,8 +474,8 @@ class OrderedStates:
             else f"buffers of {listed}{', ...' * (len(sizes) > 4)} elements"
         )
         raise StrettoError(
-            f"the optimiser's states in {source} are flat buffers of each rank ({buffers.form}), and no "
-            f"order of parameters that is known here gives {kind}",
+            f"the optimiser's states in {source} are flat buffers of each rank (dp_reshardable), and "
+            f"no order of parameters that is known here gives {kind}",
             hint=SAVE_WHOLE,
         )
 
@@ -574,24 +510,9 @@ def _orders(
     impl = args.get("transformer_impl")
     for name in sorted(_ORDERS, key=lambda item: item != impl):
         for tp in tps:
-            for limit in _limits(buffers, args):
-                for linears in (True, False) if moe else (True,):
-                    yield _Order(
-                        modules=_ORDERS[name],
-                        linears=linears,
-                        tp=tp,
-                        experts_tp=_count(args, "expert_tensor_parallel_size") or tp,
-                        limit=limit,
-                    )
-
-
-def _limits(buffers: BufferLayout, args: Mapping[str, Any]) -> Sequence[int | None]:
-    """Elements at which a bucket ends, where the checkpoint does not say the buckets."""
-    if buffers.form == BUCKETS:
-        return [None]
-    replicas = _count(args, "data_parallel_size") or 1
-    limit = _count(args, "ddp_bucket_size") or max(_LEAST_BUCKET, _OF_REPLICA * replicas)
-    return [limit, None] if args.get("overlap_grad_reduce") else [None, limit]
+            for linears in (True, False) if moe else (True,):
+                experts_tp = _count(args, "expert_tensor_parallel_size") or tp
+                yield _Order(modules=_ORDERS[name], linears=linears, tp=tp, experts_tp=experts_tp)
 
 
 def _count(args: Mapping[str, Any], name: str) -> int:
