@@ -152,7 +152,7 @@ def test_a_record_reads_back(name: str) -> None:
 
 
 def test_a_record_leaves_out_defaults() -> None:
-    assert not {"attention", "mlp", "norm", "beyond"} & set(shape_to_record(preset("gpt2")))
+    assert not {"attention", "mlp", "norm", "unmodelled_features"} & set(shape_to_record(preset("gpt2")))
     assert "attention" not in shape_to_record(preset("qwen3-8b"))  # the family's
     assert shape_to_record(preset("mistral-7b"))["attention"]["window"] == 4096
 

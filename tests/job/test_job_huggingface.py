@@ -532,7 +532,7 @@ def test_differences_see_what_changes_the_function_alone() -> None:
             "rope_scaling.factor is 0.5: it must be at least 1",
         ),
         ({**LLAMA2, "rope_theta": -1}, "rope_theta is -1: it must be a finite number above 0"),
-        ({**LLAMA2, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: our modules turn all"),
+        ({**LLAMA2, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: our modules rotate all"),
         ({**LLAMA2, "num_attention_heads": 63}, "hidden (hidden_size in config.json) is 8192"),
         ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "top_k (num_experts_per_tok in config.json) is 9"),
@@ -583,7 +583,7 @@ def test_hostile_values_never_end_in_a_traceback(data: st.DataObject) -> None:
     [
         ("[" * 100_000, "is not JSON"),
         ('{"model_type": "gpt2", "n_layer": ' + "9" * 5000 + "}", "is not JSON"),
-        ("[1]", "is no mapping"),
+        ("[1]", "is not a mapping"),
         ('{"model_type": "gpt2", "n_layer": 1e999}', "n_layer is inf"),
     ],
 )

@@ -117,19 +117,19 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         (
             {"dp": dp("zero1", reduce="microbatch")},
             "dp.reduce",
-            "is microbatch: with dp.mode=zero1 ranks keep all gradients",
+            "is microbatch: with dp.mode=zero1 ranks store all gradients",
             "dp.reduce=auto, or dp.mode=zero2",
         ),
         (
             {"dp": dp("zero2", gather="layer")},
             "dp.gather",
-            "is layer: dp.mode=zero2 keeps parameters whole",
+            "is layer: dp.mode=zero2 does not shard parameters",
             "dp.gather=auto, or dp.mode=zero3",
         ),
         (
             {"dp": dp("zero2", offload_parameters="cpu")},
             "dp.offload_parameters",
-            "is cpu: dp.mode=zero2 keeps parameters whole",
+            "is cpu: dp.mode=zero2 does not shard parameters",
             "dp.offload_parameters=none, or dp.mode=zero3",
         ),
         ({"dp": dp("zero1", offload="nvme")}, "dp.path", "dp.offload=nvme needs a folder", "dp.path=/"),
@@ -142,7 +142,7 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         (
             {"dp": dp("zero3"), **LATE},
             "dp.mode",
-            "is zero3: schedule pipedream updates each stage by itself",
+            "is zero3: schedule pipedream updates each stage separately",
             "dp.mode=zero2, or a schedule that",
         ),
         (
@@ -154,25 +154,25 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         (
             {"precision": Precision(gradients="same")},
             "precision.gradients",
-            "is same: train.dtype=float32 has weights and gradients of one type",
+            "is same: with train.dtype=float32 weights and gradients have one type",
             "precision.gradients=float32, or train.dtype=bfloat16",
         ),
         (
             {"precision": Precision(keep=("*norm*",))},
             "precision.keep",
-            "is ['*norm*']: train.dtype=float32",
+            "is ['*norm*']: with train.dtype=float32",
             "precision.keep=['*norm*', '*router*'], or train.dtype=bfloat16",
         ),
         (
             {"precision": replace(HALF, loss_scale=2.0)},
             "precision.loss_scale",
-            "is 2.0: train.dtype=bfloat16 needs no scale of the loss",
+            "is 2.0: train.dtype=bfloat16 needs no loss scaling",
             "precision.loss_scale=65536.0, or train.dtype=float16",
         ),
         (
             {"precision": Precision(loss_scale_steps=3)},
             "precision.loss_scale_steps",
-            "is 3: train.dtype=float32 needs no scale",
+            "is 3: train.dtype=float32 needs no loss scaling",
             "precision.loss_scale_steps=2000, or train.dtype=float16",
         ),
         (

@@ -18,7 +18,7 @@ ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary positions reach beyond those of the first training."""
+    """Scaling of rotary positions for contexts longer than that of pretraining."""
 
     type: Annotated[
         RopeType,
@@ -29,11 +29,13 @@ class RopeScaling:
             null="the preset's, else none",
         ),
     ]
-    factor: Annotated[float, Field("Factor of the longer context.", ge=1, fix="8 is Llama 3.1's")] = 1.0
+    factor: Annotated[
+        float, Field("Extended context over the original one.", ge=1, fix="8 is Llama 3.1's")
+    ] = 1.0
     original_positions: Annotated[
         int | None,
         Field(
-            "Positions of the first training; required by all types but `linear`.",
+            "Positions of pretraining; required by all types but `linear`.",
             gt=0,
             fix="8192 is Llama 3.1's",
         ),
@@ -41,30 +43,33 @@ class RopeScaling:
     low_freq_factor: Annotated[
         float,
         Field(
-            "`llama3`: frequencies of fewer turns within the original positions are divided by `factor`.",
+            "`llama3`: frequencies with fewer turns than this within the original positions are divided by "
+            "`factor`.",
             gt=0,
         ),
     ] = 1.0
-    high_freq_factor: Annotated[float, Field("`llama3`: frequencies of more turns do not change.", gt=0)] = (
-        4.0
-    )
-    beta_fast: Annotated[float, Field("`yarn`: frequencies of more turns do not change.", gt=0)] = 32.0
+    high_freq_factor: Annotated[
+        float, Field("`llama3`: frequencies with more turns than this do not change.", gt=0)
+    ] = 4.0
+    beta_fast: Annotated[
+        float, Field("`yarn`: frequencies with more turns than this do not change.", gt=0)
+    ] = 32.0
     beta_slow: Annotated[
-        float, Field("`yarn`: frequencies of fewer turns are divided by `factor`.", gt=0)
+        float, Field("`yarn`: frequencies with fewer turns than this are divided by `factor`.", gt=0)
     ] = 1.0
     truncate: Annotated[bool, Field("`yarn`: both bounds are rounded to whole features.")] = True
     attention_factor: Annotated[
         float | None,
         Field(
-            "`yarn`: factor of queries and keys.",
+            "`yarn`: factor that multiplies queries and keys.",
             gt=0,
-            null="the preset's, else `0.1 ln(factor) + 1`, or by the next two",
+            null="the preset's, else derived from the next two if set, else `0.1 ln(factor) + 1`",
         ),
     ] = None
     mscale: Annotated[
         float | None, Field("`yarn`: DeepSeek's weight of that logarithm for queries and keys.", ge=0)
     ] = None
-    mscale_all_dim: Annotated[float | None, Field("`yarn`: the same for all scores.", ge=0)] = None
+    mscale_all_dim: Annotated[float | None, Field("`yarn`: the same weight for all scores.", ge=0)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -80,7 +85,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Factor of rotated queries, and of rotated keys; 1 for all types but yarn."""
+        """Factor that multiplies rotated queries and rotated keys; 1 for all types but yarn."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -91,7 +96,9 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """Factor of the scores of latent attention in addition to `magnitude` (DeepSeek-V3's code)."""
+        """Factor that multiplies the scores of latent attention, in addition to `magnitude` (DeepSeek-V3's
+        code).
+        """
         return _stretch(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -101,19 +108,23 @@ def _stretch(factor: float, weight: float) -> float:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values come from one
-    narrow vector a token, queries from another.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are projected
+    from one low-rank latent vector per token, queries from another or from the residual stream.
     """
 
     kv_rank: Annotated[
         int,
-        Field("Width of the vector that keys and values come from, 0: no latent attention.", gt=0, off=0),
+        Field(
+            "Rank of the latent vector that keys and values are projected from, 0: no latent attention.",
+            gt=0,
+            off=0,
+        ),
     ]
     rope_dim: Annotated[
         int,
         Field(
-            "Features of a head that are turned by position, part of `model.head_dim`; their key is one for "
-            "all heads.",
+            "Features of a head with rotary positions, part of `model.head_dim`; all heads share one rotary "
+            "key.",
             gt=0,
         ),
     ]
@@ -121,7 +132,8 @@ class LatentShape:
     q_rank: Annotated[
         int | None,
         Field(
-            "Width of the vector that queries come from, 0: none, they come from the residual stream.",
+            "Rank of the latent vector that queries are projected from, 0: none, they are projected from the "
+            "residual stream.",
             gt=0,
             off=0,
         ),
@@ -137,7 +149,10 @@ class AttentionShape:
 
     norm: Annotated[
         HeadNorm | None,
-        Field("A norm of queries and of keys, over each `head`'s features or over `all` heads'.", off="none"),
+        Field(
+            "A norm of queries and of keys, over the features of each `head` or of `all` heads together.",
+            off="none",
+        ),
     ] = None
     qkv_bias: Annotated[
         bool | None,
@@ -150,19 +165,28 @@ class AttentionShape:
         Field("Bias of the projection into the residual stream.", null="the preset's, else `model.bias`"),
     ] = None
     sinks: Annotated[
-        bool, Field("A number for each head that takes part in the softmax (gpt-oss, arXiv 2508.10925).")
+        bool,
+        Field(
+            "A learned logit per head that takes part in the softmax (attention sinks; gpt-oss, arXiv "
+            "2508.10925)."
+        ),
     ] = False
     window: Annotated[
         int | None,
         Field(
-            "Positions that a token sees, itself among them, 0: all before it.",
+            "Positions that a token attends to, itself included, 0: all before it.",
             gt=0,
             off=0,
             fix="null: no window",
         ),
     ] = None
     full_every: Annotated[
-        int, Field("Every n-th block has no window, 0: all have it.", ge=0, fix="0: no block sees all")
+        int,
+        Field(
+            "Every n-th block has full attention instead of the window, 0: none has.",
+            ge=0,
+            fix="0: every block has the window",
+        ),
     ] = 0
     latent: Annotated[
         LatentShape | None,
@@ -184,7 +208,7 @@ class AttentionShape:
     query_scale: Annotated[
         float | None,
         Field(
-            "Scores are divided by its square root, 0: by that of `head_dim`.",
+            "Scores are divided by the square root of this, 0: of `head_dim`.",
             gt=0,
             off=0,
             fix="null: none",
@@ -195,7 +219,7 @@ class AttentionShape:
         float | None,
         Field(
             "Base of the rotary frequencies, unscaled, in blocks with a window (Gemma 3, arXiv 2503.19786, "
-            "section 2), 0: that of the others.",
+            "section 2), 0: the base of the other blocks.",
             gt=0,
             off=0,
             fix="null: none",
@@ -204,22 +228,22 @@ class AttentionShape:
     interleaved: Annotated[
         bool,
         Field(
-            "Rotary positions turn pairs of neighbouring features (2i, 2i + 1), otherwise of the halves of a "
-            "head (i, i + d/2)."
+            "Rotary positions rotate pairs of adjacent features (2i, 2i + 1), otherwise pairs across the "
+            "halves of a head (i, i + d/2)."
         ),
     ] = False
     causal: bool = True
-    """False in an encoder: a position also sees those after it."""
+    """False in an encoder, in which a position also attends to later ones."""
     buckets: Annotated[
         int,
         Field(
-            "Relative positions: number of distances with a bias of their own; in an encoder half of them "
-            "are for keys after the query (Raffel et al. 2020, arXiv 1910.10683, section 2.1).",
+            "Relative positions: number of distance buckets, each with its own bias; in an encoder half of "
+            "them are for keys after the query (Raffel et al. 2020, arXiv 1910.10683, section 2.1).",
             gt=0,
         ),
     ] = 32
     max_distance: Annotated[
-        int, Field("Relative positions: the distance from which on all share one bias.", gt=0)
+        int, Field("Relative positions: this distance and all larger ones share one bias.", gt=0)
     ] = 128
 
     def __post_init__(self) -> None:
@@ -231,7 +255,7 @@ class AttentionShape:
             raise Problem("max_distance", self.max_distance, rule, "128 is T5's")
 
     def mean_context(self, sequence: int, causal: bool) -> float:
-        """Return the mean number of positions that a query is scored against: `sequence`, or half of it with
+        """Return the mean number of positions that a query attends to: `sequence`, or half of it with
         `causal`, the convention of published figures (not (s + 1)/2). A window limits it.
         """
         window = min(self.window or sequence, sequence)

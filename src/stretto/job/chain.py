@@ -16,12 +16,13 @@ LayerKind = Literal["embed", "block", "between", "head"]
 class ChainLayer:
     """One layer.
 
-    name: in the model.
-    kind: `between` is the layer from an encoder to its decoder, the encoder's last norm and the embedding of
-        the decoder's tokens.
-    shape: of a block, a model with nothing but blocks like it; else the model.
-    decoder: whether it works on the tokens of a decoder beside an encoder.
-    block: its number among all blocks, the encoder's first; None: it is none.
+    Attributes:
+        name: the layer's name in the model.
+        kind: `between` is the layer between encoder and decoder: the encoder's last norm and the embedding of
+            the decoder's tokens.
+        shape: for a block, a model that consists of blocks like it alone; otherwise the model.
+        decoder: True if an encoder exists and the layer processes the decoder's tokens.
+        block: index among all blocks, the encoder's first; None if the layer is not a block.
     """
 
     name: str
@@ -32,18 +33,18 @@ class ChainLayer:
 
 
 @lru_cache(maxsize=16384)
-def layer_of(shape: ModelShape, at: int) -> ChainLayer:
-    """The layer at a place of the chain: 0 is the embedding, `shape.chain - 1` the head."""
-    assert 0 <= at < shape.chain, f"layer {at} of {shape.chain}"
-    encoder, blocks = shape.encoder_layers, at - 1
-    if at == 0:
+def layer_of(shape: ModelShape, index: int) -> ChainLayer:
+    """Return the layer with an index in the chain: 0 is the embedding, `shape.chain - 1` the head."""
+    assert 0 <= index < shape.chain, f"layer {index} of {shape.chain}"
+    encoder, blocks = shape.encoder_layers, index - 1
+    if index == 0:
         return ChainLayer(name="embed", kind="embed", shape=shape)
-    if at == shape.chain - 1:
+    if index == shape.chain - 1:
         return ChainLayer(name="head", kind="head", shape=shape, decoder=encoder > 0)
-    if at <= encoder:
+    if index <= encoder:
         kind = shape.encoder_stack.block(blocks)
         return ChainLayer(name=f"encoder.{blocks}", kind="block", shape=kind, block=blocks)
-    if encoder and at == encoder + 1:
+    if encoder and index == encoder + 1:
         return ChainLayer(name="decoder_embed", kind="between", shape=shape, decoder=True)
     inside = blocks - (encoder + 1 if encoder else 0)
     return ChainLayer(
@@ -55,37 +56,37 @@ def layer_of(shape: ModelShape, at: int) -> ChainLayer:
     )
 
 
-def is_block(shape: ModelShape, at: int) -> bool:
-    """True if the layer at a place of the chain is a block."""
-    return layer_of(shape, at).block is not None
+def is_block(shape: ModelShape, index: int) -> bool:
+    """True if the layer with this index in the chain is a block."""
+    return layer_of(shape, index).block is not None
 
 
 def blocks_among(shape: ModelShape, layers: Iterable[int]) -> list[int]:
-    """The blocks among some layers, by their places in the chain."""
-    return [at for at in layers if is_block(shape, at)]
+    """Return those of the layers (indices in the chain) that are blocks."""
+    return [layer for layer in layers if is_block(shape, layer)]
 
 
 def non_blocks_among(shape: ModelShape, layers: Iterable[int]) -> list[int]:
-    """The layers that are no blocks among some layers."""
-    return [at for at in layers if not is_block(shape, at)]
+    """Return those of the layers (indices in the chain) that are not blocks."""
+    return [layer for layer in layers if not is_block(shape, layer)]
 
 
 def block_count(shape: ModelShape) -> int:
-    """Blocks of all stacks."""
+    """Return the number of blocks of all stacks."""
     return shape.encoder_layers + shape.layers
 
 
 @lru_cache(maxsize=256)
 def block_kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
-    """The kinds of blocks of all stacks, in the order of their first, and how many there are of each."""
+    """Return the kinds of blocks of all stacks, in the order of their first blocks, each with its count."""
     return (*(shape.encoder_stack.kinds() if shape.encoder_layers else ()), *shape.kinds())
 
 
 @lru_cache(maxsize=16384)
 def kind_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
-    """How many blocks of each of `block_kinds` are among some layers."""
+    """Return how many of the layers (indices in the chain) are blocks of each of `block_kinds`."""
     kinds = [kind for kind, _ in block_kinds(shape)]
     if len(kinds) == 1:
         return (len(range(max(1, layers.start), min(layers.stop, shape.layers + 1))),)
-    blocks = [layer_of(shape, at).shape for at in blocks_among(shape, layers)]
+    blocks = [layer_of(shape, layer).shape for layer in blocks_among(shape, layers)]
     return tuple(blocks.count(kind) for kind in kinds)

@@ -1,4 +1,4 @@
-"""How a job keeps parameters, gradients and optimiser states, as its config says it."""
+"""Settings of data parallelism, and types of parameters, gradients and optimiser states."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 GradientType = Literal["float32", "same"]  # `same`: the weights'
 Fp8 = Literal["none", "tensor", "row"]
 
-BUCKET_BYTES = 25 * 2**20  # of weights, at which a unit of reduction is full
+BUCKET_BYTES = 25 * 2**20  # weights per unit of reduction
 KEEP = ("*norm*", "*router*")  # parameters that stay in float32 unless the config says otherwise
-# sizes, the largest first, and the mode from which on each means something
+# sizes of shard groups, the largest first, and the first mode that uses each
 SHARDS = {"shard_states": "zero1", "shard_gradients": "zero2", "shard_parameters": "zero3"}
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -65,8 +65,8 @@ class DataParallelSettings:
     gather: Annotated[
         GatherChoice,
         Field(
-            "What `zero3` gathers: a layer, right before it is used, or a stage, as the program says; "
-            "`auto`: layers without a pipeline, stages with one."
+            "What `zero3` gathers at once: a layer, right before it is used, or a stage, by actions of the "
+            "program; `auto`: layers without a pipeline, stages with one."
         ),
     ] = "auto"
     offload: Annotated[
@@ -84,12 +84,16 @@ class DataParallelSettings:
     ] = None
 
     def sizes(self, copies: int) -> ShardSizes:
-        """Over how many ranks each is split, of `copies` with the same parameters."""
+        """Return the number of ranks that parameters, gradients and states are each sharded over.
+
+        Args:
+            copies: number of ranks with the same parameters.
+        """
         return shard_sizes(self.mode, copies, self.shard_parameters, self.shard_gradients, self.shard_states)
 
     def gathers(self, pp: int) -> Gather | None:
-        """What is gathered at once; None where parameters are whole. Stages overlap with the pipeline's other
-        work; without a pipeline a stage is the whole model.
+        """Return what is gathered at once, or None if parameters are not sharded. Gathers of stages overlap
+        with the pipeline's other work; without a pipeline a stage is the whole model.
         """
         if self.mode != "zero3":
             return None
@@ -97,13 +101,13 @@ class DataParallelSettings:
 
     @property
     def shards(self) -> dict[str, int | None]:
-        """The three sizes by their fields, the largest first."""
+        """The three configured sizes by field name, the largest first."""
         return {name: getattr(self, name) for name in SHARDS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """Types that `train.dtype` leaves open, with weights in 16 bits."""
+    """Types that `train.dtype` does not determine, if weights have 16 bits."""
 
     gradients: Annotated[
         GradientType, Field("Type in which gradients are accumulated and reduced; `same`: the weights'.")

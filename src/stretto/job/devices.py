@@ -1,7 +1,7 @@
-"""Kinds of devices and communication libraries by the names that torch has for them, without torch.
+"""Kinds of devices and communication libraries under torch's names for them, without importing torch.
 
-Plug-ins add kinds under names of their own, so the table is not all that there is: a config may name any, and
-`stretto.engine.device` finds out whether torch has it.
+Plug-ins add kinds under their own names, so the table is not complete: a config may name any kind, and
+`stretto.engine.device` checks whether torch has it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ AUTO, HOST = "auto", "cpu"
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device that people ask for.
+    """A kind of device.
 
     Attributes:
-        about: whose devices these are.
-        synonyms: other names.
-        plugin: the module that makes torch know them; None: torch itself.
+        about: the vendor or description.
+        synonyms: other names that users write.
+        plugin: the module that registers the kind with torch, or None if torch has it built in.
     """
 
     about: str
@@ -41,17 +41,17 @@ KINDS = {
 }
 TRITON = "cuda"  # the kind for which torch compiles by Triton
 BACKENDS = ("nccl", "gloo", "hccl", "xccl", "mpi", "ucc")
-METAVAR = "|".join((AUTO, *KINDS, "..."))  # of a command's option
+METAVAR = "|".join((AUTO, *KINDS, "..."))  # in the help of commands
 
 
 def check_device(name: str, field: str = "") -> str:
-    """The name, if it can be that of a kind of device or is `auto`.
+    """Return the name if it is `auto` or a possible name of a kind of device.
 
     Args:
-        field: that the error begins with.
+        field: the name of the config's field, with which the error begins.
 
     Raises:
-        StrettoError: it cannot; says what is meant, if that is known.
+        StrettoError: it is not; the hint names the kind that is meant, if it is known.
     """
     plain = name.strip().lower()
     kind, _, index = plain.partition(":")
@@ -68,10 +68,10 @@ def check_device(name: str, field: str = "") -> str:
 
 
 def check_backend(name: str) -> str:
-    """The name, if it can be that of a communication library or is `auto`.
+    """Return the name if it is `auto` or a possible name of a communication library.
 
     Raises:
-        StrettoError: it cannot.
+        StrettoError: it is not.
     """
     if re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return name

@@ -14,7 +14,7 @@ Drop = Literal["probs", "position"]
 GroupScore = Literal["max", "top2"]
 
 
-MOST_EXPERTS = 1 << 16  # a sanity bound, also of counts that go with it
+MOST_EXPERTS = 1 << 16  # a sanity bound, also for related counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class ExpertShape:
             "Coefficient of the loss that keeps experts equally busy, 0: none.", ge=0, fix="0 switches it off"
         ),
     ] = 0.01
-    """The loss of a sequence, times its tokens, is experts * sum over e of (share of the sequence's choices
-    that fell on e) * (mean normalised score of e): Fedus et al. 2021, equation 4, with a sequence in place of
-    the batch, so that it does not depend on the layout."""
+    """The loss of a sequence, times its tokens, is experts * sum over e of (fraction of the sequence's
+    choices that selected e) * (mean normalised score of e): Fedus et al. 2021, equation 4, but per sequence
+    instead of per batch, so that it does not depend on the layout."""
     z: Annotated[
         float,
         Field(
@@ -72,14 +72,14 @@ class ExpertShape:
             "rounded up, and the others skip it.",
             gt=0,
             fix="1.25 is usual",
-            null="the preset's, else all are taken, as in evaluation",
+            null="the preset's, else no limit, as in evaluation",
         ),
     ] = None
     drop: Annotated[
         Drop,
         Field(
-            "Tokens that an overloaded expert keeps: those with the largest weights (`probs`) or the first "
-            "(`position`)."
+            "Tokens that an overloaded expert processes: those with the largest weights (`probs`) or the "
+            "first ones (`position`)."
         ),
     ] = "probs"
     dense_layers: Annotated[
@@ -88,7 +88,7 @@ class ExpertShape:
     every: Annotated[
         int,
         Field(
-            "Of the other blocks only every n-th, counted from the first of all, has experts.",
+            "Among the other blocks, only every n-th has experts, counted from the model's first block.",
             gt=0,
             largest=MOST_EXPERTS,
         ),
@@ -100,14 +100,14 @@ class ExpertShape:
     correction: Annotated[
         bool,
         Field(
-            "The choice of experts, not their weights, adds a number for each expert to the scores, which "
-            "has no gradient (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."
+            "A bias per expert, without a gradient, is added to the scores for the choice of experts, not "
+            "for their weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."
         ),
     ] = False
     correction_rate: Annotated[
         float,
         Field(
-            "After each step the number of an expert with less than the mean load grows by this, and that of "
+            "After each step the bias of an expert with less than the mean load grows by this, and that of "
             "an expert with more falls by it, 0: never.",
             ge=0,
             fix="0 switches it off",
@@ -116,13 +116,13 @@ class ExpertShape:
     groups: Annotated[
         int,
         Field(
-            "Groups of equally many neighbouring experts (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).",
+            "Groups of adjacent experts, all of one size (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).",
             gt=0,
             largest=MOST_EXPERTS,
         ),
     ] = 1
     top_groups: Annotated[
-        int, Field("Groups, the best ones, that a token's experts come from.", gt=0, largest=MOST_EXPERTS)
+        int, Field("Number of best groups that a token's experts come from.", gt=0, largest=MOST_EXPERTS)
     ] = 1
     group_score: Annotated[
         GroupScore,
@@ -151,7 +151,9 @@ class ExpertShape:
             raise Problem("top_k", self.top_k, rule, f"at most top_k: {within}, or more top_groups")
 
     def capacity_of(self, tokens: int) -> int | None:
-        """Return the most tokens of a sequence of `tokens` that an expert takes; None if it takes all."""
+        """Return the largest number of tokens that an expert takes from a sequence of `tokens`, or None if it
+        takes all.
+        """
         if self.capacity is None:
             return None
         return ceil(self.capacity * tokens * self.top_k / self.experts)

@@ -36,12 +36,12 @@ class FamilyDefaults:
     """Default values of a family.
 
     Attributes:
-        shape: by fields of `ModelShape`.
-        experts: by fields of `ExpertShape`, for models with experts.
-        ffn: the inner width of the MLP over `hidden`, and the number of which it is rounded up to a multiple.
+        shape: values of fields of `ModelShape`, by name.
+        experts: values of fields of `ExpertShape`, by name, for models with experts.
+        ffn: ratio of the MLP's inner width to `hidden`, and the multiple that the width is rounded up to.
         scaled_embedding: the embedding is multiplied by sqrt(hidden).
         scaled_logits: the input of a tied output projection is divided by sqrt(hidden).
-        encoder: the model has one, with as many blocks as the decoder.
+        encoder: the model has an encoder with as many blocks as the decoder.
     """
 
     shape: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -53,14 +53,13 @@ class FamilyDefaults:
 
     @property
     def attention(self) -> AttentionShape:
-        """Attention options other than head counts."""
         return self.shape.get("attention", AttentionShape())
 
     def values(self, layers: int, hidden: int, heads: int, tied: bool | None) -> dict[str, Any]:
         """Return the default of every `derived` field of a shape with these sizes.
 
-        `head_dim` is None if it is hidden / heads and that is not a whole number. `tied` is None for the
-        family's default.
+        `head_dim` is None if hidden / heads is not a whole number. If `tied` is None, the family's default
+        counts.
         """
         ratio, multiple = self.ffn
         values = {

@@ -3,8 +3,8 @@
     layers: Annotated[int, Field("Transformer blocks.", gt=0)] = 12
 
 Type, default, limits and description stand there alone. The schema of the YAML file, overrides, errors, the
-reference page and the checks of shapes built in Python are derived from it. A field without a `Field` is
-not part of any config.
+reference page and the checks of shapes built in Python are derived from this declaration. A field without a
+`Field` is not part of any config.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Field:
 
     Attributes:
         doc: its meaning, for the reference page.
-        gt, ge, lt, le: limits of a number: above, at least, below, at most.
+        gt, ge, lt, le: numeric limits: above, at least, below, at most.
         largest: a limit far above all sensible values, which the reference page leaves out.
-        off: the value in a config that stands for None, where null stands for the default.
-        null: what null stands for in a config that changes a preset; by default the preset's value, else the
-            family's or that of the declaration.
-        fix: the hint of an error about a value out of the limits.
-        examples: values, for the reference page.
-        pattern: a regular expression for a text.
-        filled: a text or list must not be empty.
-        check: raises StrettoError for a value of the right type that is still wrong; the message continues
-            the field's name.
+        off: the value that a config writes for None, since null means the default.
+        null: the meaning of null in a config that changes a preset; by default the preset's value, else the
+            family's default or the declared one.
+        fix: the hint of an error about a value outside the limits.
+        examples: example values, for the reference page.
+        pattern: a regular expression that a string must match.
+        filled: a string or list must not be empty.
+        check: raises StrettoError for a value of the right type that is still wrong; the message follows the
+            field's name.
     """
 
     doc: str = field(kw_only=False)
@@ -65,7 +65,7 @@ class Field:
     check: Callable[[Any], object] | None = None
 
     def limits(self) -> list[str]:
-        """The limits in words, such as "above 0"."""
+        """Return the limits in words, such as "above 0"."""
         limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
         return [f"{relation} {limit}" for relation, limit in limits.items() if limit is not None]
 
@@ -84,9 +84,9 @@ class Declared(NamedTuple):
     """A field of a dataclass as it was declared.
 
     Attributes:
-        type: without the `Field`.
-        kinds: the members of a union, or the one type; None is `NoneType`.
-        default: `MISSING` if the field must be given.
+        type: the annotation without the `Field`.
+        kinds: the members of a union, or the single type; None appears as `NoneType`.
+        default: the default value, or `MISSING` if the field is required.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Declared(NamedTuple):
 
 @cache
 def declared(cls: type) -> Mapping[str, Declared]:
-    """All fields of a dataclass by name, in the order of the declaration."""
+    """Return all fields of a dataclass by name, in the order of their declaration."""
     hints = get_type_hints(cls, include_extras=True)
     result: dict[str, Declared] = {}
     for item in fields(cast(Any, cls)):
@@ -119,22 +119,23 @@ def declared(cls: type) -> Mapping[str, Declared]:
 
 
 def derived(*follows: str) -> Any:
-    """The default of a field whose value comes from the family and from other fields.
+    """Return the dataclass default of a field whose value derives from the family and from other fields.
 
     Args:
-        follows: a change of one of these fields of a preset brings the default back.
+        follows: names of fields; if a config changes one of them in a preset, the field takes its default
+            again.
     """
     return field(default=None, metadata={"follows": follows})
 
 
 def check_fields(instance: Any, *names: str) -> None:
-    """Check the declared limits and choices of a dataclass that was built in Python.
+    """Check a dataclass that was built in Python against its declared limits and choices.
 
     Args:
-        names: the fields; none: all.
+        names: the fields to check; all if none is given.
 
     Raises:
-        Problem: names the first field with a wrong value.
+        Problem: for the first field with a wrong value.
     """
     for name, item in declared(type(instance)).items():
         about, value = item.field, getattr(instance, name)
@@ -161,10 +162,11 @@ def check_fields(instance: Any, *names: str) -> None:
 
 
 def from_plain(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass with the values of a record in JSON, in which parts are mappings and tuples lists.
+    """Return a dataclass built from a JSON record, in which nested dataclasses are mappings and tuples are
+    lists.
 
     Raises:
-        TypeError: a name that is no field.
+        TypeError: the record has a name that is not a field.
     """
     built = dict[str, Any](values)
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Which parameters training changes; the others are frozen."""
+"""Which parameters are trained and which are frozen."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TrainedParameters:
     freeze: Annotated[
         tuple[str, ...],
         Field(
-            "Patterns of names of parameters that are not trained, which then have no gradient and no "
-            "optimiser state; `*` stands for any text.",
+            "Name patterns of parameters that are frozen, which then have no gradient and no optimiser "
+            "state; `*` stands for any text.",
             examples=('["embed.*", "blocks.0.*"]',),
         ),
     ] = ()
@@ -40,7 +40,7 @@ class TrainedParameters:
         return not self.freeze and not self.adapters
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Patterns that match none of these names."""
+        """Return the patterns that match none of the names."""
         parameters = list(names)
         return [p for p in self.freeze if not any(fnmatchcase(name, p) for name in parameters)]
 
@@ -49,8 +49,8 @@ ALL_TRAINED = TrainedParameters()
 
 
 def is_router_correction(name: str) -> bool:
-    """True if a parameter is set by a rule of its own after each step, without a gradient: the correction of
-    expert scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank keeps it whole, in float32 at
+    """True if a parameter is the bias of expert scores that is set after each step by a rule without a
+    gradient (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2). Every rank stores all of it, in float32 at
     least.
     """
     return name.endswith("router.correction")

@@ -1,7 +1,7 @@
-"""What every layer of a model costs beside the others, for cutting the model into stages of equal work.
+"""FLOPs of a model and of each of its layers.
 
-With an encoder, `sequence` counts the tokens of its sample, and `target` those of the decoder's (0: as many);
-costs "per token" of the whole model are then per token of the encoder's sample.
+If the model has an encoder, `sequence` is the length of the encoder's sample and `target` that of the
+decoder's (0: the same); costs "per token" of the whole model are then per token of the encoder's sample.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def attention_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
-    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it; of a decoder's
-    block also that of cross-attention.
+    """Return the forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it; a
+    decoder's block includes cross-attention.
 
-    Where blocks differ it is their mean; ask for one with `shape.block(index)`.
+    If blocks differ, this is their mean; pass `shape.block(index)` for a single one.
 
     Args:
         sequence: tokens of the block's sample.
-        memory: tokens that cross-attention sees; 0: as many.
+        memory: tokens that cross-attention attends to; 0: `sequence`.
     """
     return _mean(shape, lambda kind: _attention(kind, sequence, causal, memory))
 
 
 def block_flops(shape: ModelShape, sequence: int, causal: bool = False, memory: int = 0) -> float:
-    """Forward FLOPs per token of one block; where blocks differ, their mean; see `attention_flops`."""
+    """Return the forward FLOPs per token of one block, or the mean if blocks differ; see
+    `attention_flops`.
+    """
     return _mean(shape, lambda kind: _block(kind, sequence, causal, memory))
 
 
@@ -43,7 +45,7 @@ def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
 
 
 def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
-    """Scores, and their product with the values, of the positions that one is scored against."""
+    """Return the FLOPs of one query's scores and of their product with the values."""
     context = kind.attention.mean_context(sequence, causal and kind.attention.causal)
     if kind.encoder_layers:
         context += memory or sequence
@@ -51,13 +53,13 @@ def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -
 
 
 def _block(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
-    # weights of a block's linears that a token is multiplied with
+    # the weights that one token uses
     stacked = expert_shapes(kind)
     plain = [sizes for name, sizes in block_shapes(kind).items() if name not in stacked]
     routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
     top_k = 0 if kind.moe is None else kind.moe.top_k
     linears = 2.0 * (sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed)
-    if kind.encoder_layers and memory:  # keys and values of cross-attention are of the encoder's tokens
+    if kind.encoder_layers and memory:  # keys and values of cross-attention come from the encoder's tokens
         linears += 2.0 * prod(block_shapes(kind)["cross.kv.weight"]) * (memory / sequence - 1.0)
     return linears + _attention(kind, sequence, causal, memory)
 
@@ -69,10 +71,10 @@ def recomputed_flops(
     operators: Sequence[Operator] = CORE,
     causal: bool = False,
 ) -> float:
-    """FLOPs per token that one block repeats in its backward; where blocks differ, their mean.
+    """Return the FLOPs per token that one block recomputes in its backward, or the mean if blocks differ.
 
     Args:
-        operators: what "selective" repeats; norms and activation functions have no FLOPs here.
+        operators: the operators that "selective" recomputes; norms and activation functions count no FLOPs.
     """
     if recompute != "selective":
         return block_flops(shape, sequence, causal) if recompute == "full" else 0.0
@@ -81,7 +83,7 @@ def recomputed_flops(
 
 
 def _repeated_weights(shape: ModelShape, operators: Sequence[Operator]) -> Iterator[float]:
-    """Weights of linears that run again, of those that a token is multiplied with."""
+    """Yield the number of weights of each recomputed linear that one token uses."""
     ffn, gates = shape.ffn, 3 if shape.gated else 2
     if shape.moe is not None:
         routed = shape.moe.top_k * shape.expert_ffn
@@ -98,17 +100,17 @@ def _repeated_weights(shape: ModelShape, operators: Sequence[Operator]) -> Itera
             sum(prod(sizes[name]) for name in ("attn.q_up.weight", "attn.kv_up.weight") if name in sizes)
         )
     if "alternate_mm" in operators:
-        # keys, the projection, and of the MLP the second product
+        # keys, the projection, and the MLP's second product
         yield shape.hidden * (shape.kv_width + shape.heads * shape.value_dim + (ffn if shape.gated else 0))
 
 
 def head_flops(shape: ModelShape) -> float:
-    """Forward FLOPs per token of the logits."""
+    """Return the forward FLOPs per token of the logits."""
     return 2.0 * shape.hidden * shape.vocab
 
 
 def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
-    """FLOPs per token of one forward pass over rows of `sequence` tokens."""
+    """Return the FLOPs per token of one forward pass over samples of `sequence` tokens."""
     if not shape.encoder_layers:
         blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
         return blocks + head_flops(shape)
@@ -119,7 +121,7 @@ def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = Fal
 
 
 def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
-    """FLOPs per token of forward and backward, nothing recomputed.
+    """Return the FLOPs per token of forward and backward, without recomputation.
 
     Model FLOPs utilisation, MFU = model_flops_per_token * tokens per second / (devices * peak FLOPs per
     second).
@@ -130,7 +132,9 @@ def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False
 def model_flops_per_step(
     shape: ModelShape, sequence: int, batch: int, causal: bool = False, target: int = 0
 ) -> float:
-    """Model FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    """Return the model FLOPs of one step over `batch` samples of `sequence` tokens, summed over all
+    devices.
+    """
     return batch * sequence * model_flops_per_token(shape, sequence, causal, target)
 
 
@@ -141,7 +145,7 @@ def hardware_flops_per_token(
     causal: bool = False,
     operators: Sequence[Operator] = CORE,
 ) -> float:
-    """FLOPs per token that the devices do, with what is recomputed in the backward pass.
+    """Return the FLOPs per token that the devices perform, including recomputation in the backward pass.
 
     "full" runs every block's forward twice: for GPT 96 L h^2 (1 + s/(6h) + V/(16 h L)), equation 3 of
     Narayanan et al. 2021. "selective" repeats `operators`, by default only the forward of softmax(q k^T) v;
@@ -154,17 +158,21 @@ def hardware_flops_per_token(
 def hardware_flops_per_step(
     shape: ModelShape, sequence: int, batch: int, recompute: Recompute = "none", causal: bool = False
 ) -> float:
-    """Hardware FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    """Return the hardware FLOPs of one step over `batch` samples of `sequence` tokens, summed over all
+    devices.
+    """
     return batch * sequence * hardware_flops_per_token(shape, sequence, recompute, causal)
 
 
 def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
-    """Share of the peak: model FLOPs done in `seconds` over devices * peak FLOPs per second * seconds."""
+    """Return MFU: model FLOPs per second over devices * `peak_flops` (FLOPs per second)."""
     return flops / (devices * peak_flops * seconds)
 
 
 def layer_costs(shape: ModelShape, sequence: int, target: int = 0) -> list[float]:
-    """Forward FLOPs per token of the layers that `layer_names` names; embeddings, look-ups, cost none."""
+    """Return the forward FLOPs per token of each layer in `layer_names`; embeddings are lookups and
+    cost 0.
+    """
     if not shape.encoder_layers:
         blocks = shape.each(lambda kind: block_flops(kind, sequence))
         return [0.0, *blocks, head_flops(shape)]
@@ -175,7 +183,7 @@ def layer_costs(shape: ModelShape, sequence: int, target: int = 0) -> list[float
 
 
 def layer_names(shape: ModelShape) -> list[str]:
-    """Names of the layers of the model, in the order in which they are cut into stages."""
+    """Return the names of the model's layers, in the order in which they are cut into stages."""
     encoder = [*(f"encoder.{i}" for i in range(shape.encoder_layers)), "decoder_embed"]
     blocks = [f"blocks.{i}" for i in range(shape.layers)]
     return ["embed", *(encoder if shape.encoder_layers else []), *blocks, "head"]

@@ -1,5 +1,5 @@
-"""What other frameworks keep, fuse and recompute where Stretto does not. Only predictions know it, to count
-the memory of such runs; no config can name it.
+"""How other frameworks differ from Stretto in what they store, fuse and recompute. Only predictions use it,
+to count the memory of such runs; no config can name it.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Operator = Literal[
 ]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 CORE: tuple[Operator, ...] = ("core_attn",)
-_BUCKET = 10**9  # bytes of DeepSpeed's buffer for reductions: 5e8 elements of 16 bits
+_BUCKET = 10**9  # bytes of DeepSpeed's reduction buffer: 5e8 elements of 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What a training framework keeps; the defaults are Stretto's own ways.
+    """What a training framework stores; the defaults are Stretto's behaviour.
 
     Attributes:
-        operators: what selective recomputation repeats of each block.
-        inputs_on_host: full recomputation copies the inputs of blocks to host memory as soon as a block has
-            run, as DeepSpeed's `cpu_checkpointing` does.
+        operators: the operators of each block that selective recomputation repeats.
+        inputs_on_host: full recomputation copies a block's input to host memory as soon as the block has run,
+            as DeepSpeed's `cpu_checkpointing` does.
         fused_softmax: one kernel scales, masks and normalises the scores of explicit attention, and dropout
             stores no random numbers.
-        fused_activation: one kernel makes the input of a gated MLP's second linear from the output of the
-            first, and keeps nothing between them.
-        wide_shards: sharded parameters are kept in float32 and gathered in 16 bits, as FSDP does; otherwise
-            float32 masters stay beside shards of 16 bits.
-        lasting_gradients: gradients of 16 bits stay beside the float32 ones that they are added to, as with
-            DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
-        buckets: bytes of buffers for reductions that are there all the time: DeepSpeed's
-            `reduce_bucket_size`, by default 5e8 elements.
-        torch_loss: the loss of a whole vocabulary is torch's cross-entropy, which keeps log-probabilities and
-            makes its gradient from two float32 tensors of the logits' size; Stretto's overwrites the
-            probabilities with it.
-        dtensor_loss: the loss of a vocabulary that is split over tp is DTensor's, which makes its gradient
-            from three float32 tensors of the logits' size.
+        fused_activation: one kernel computes the input of a gated MLP's second linear from the output of the
+            first and saves no intermediate.
+        wide_shards: sharded parameters are stored in float32 and gathered in 16 bits, as in FSDP; otherwise
+            16-bit shards are stored in addition to float32 masters.
+        lasting_gradients: 16-bit gradients persist in addition to the float32 ones that they are added to, as
+            in DeepSpeed's BF16Optimizer; otherwise they are freed layer by layer.
+        buckets: bytes of persistent reduction buffers: DeepSpeed's `reduce_bucket_size`, by default 5e8
+            elements.
+        torch_loss: the loss over an unsplit vocabulary is torch's cross-entropy, which saves
+            log-probabilities and computes its gradient from two float32 tensors of the logits' size;
+            Stretto's overwrites the probabilities with the gradient.
+        dtensor_loss: the loss over a vocabulary split over tp is DTensor's, which computes its gradient from
+            three float32 tensors of the logits' size.
         remainders: masters are the 16 bits that bfloat16 weights lack, and the update has no temporaries:
             apex's DistributedFusedAdam, as NeMo uses it.
-        inputs_in_8_bits: linears of 8-bit products keep their inputs in 8 bits, as Transformer Engine does;
-            the output of attention's core, which its backward reads, stays beside it.
+        inputs_in_8_bits: linears with 8-bit products save their inputs in 8 bits, as Transformer Engine does;
+            the output of core attention, which its backward reads, is saved in addition.
     """
 
     operators: tuple[Operator, ...] = CORE
@@ -77,18 +77,18 @@ def framework_behaviour(
     dp: DataParallelSettings,
     precision: Precision,
     compiled: bool = False,
-    again: Framework = STRETTO,
+    recompute: Framework = STRETTO,
 ) -> Framework:
-    """What a framework keeps and fuses of a job.
+    """Return what a framework stores and fuses for a job.
 
     Args:
         name: `megatron`, `nemo`, `fsdp` (torchtitan's and others') or `deepspeed`.
         compiled: a compiler or hand-written kernels fuse a gated MLP's activation.
-        again: what it recomputes.
+        recompute: the framework's recomputation settings.
     """
     sharded = dp.mode == "zero3"
     return replace(
-        again,
+        recompute,
         fused_softmax=True,
         fused_activation=compiled or name in ("megatron", "nemo"),
         wide_shards=name == "fsdp" and sharded,

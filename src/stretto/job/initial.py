@@ -26,13 +26,13 @@ class Initial:
     scaled_init: Annotated[
         bool,
         Field(
-            "That of projections into the residual stream is `init_std / sqrt(2 layers)` (Radford et al. "
-            "2019, section 2.3; Megatron-LM's `scaled_init_method_normal`); false: `init_std` too."
+            "Projections into the residual stream have `init_std / sqrt(2 layers)` (Radford et al. 2019, "
+            "section 2.3; Megatron-LM's `scaled_init_method_normal`); false: `init_std`."
         ),
     ] = True
 
     def std(self, name: str, layers: int) -> float:
-        """Return the standard deviation of a matrix, by its name in a plain model of `layers` blocks."""
+        """Return the standard deviation of a matrix, given its name in a plain model of `layers` blocks."""
         if self.scaled_init and name.endswith(_INTO_RESIDUAL):
             return self.init_std / (2 * layers) ** 0.5
         return self.init_std

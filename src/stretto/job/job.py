@@ -33,12 +33,10 @@ from stretto.program.lower import LOOKAHEAD, RankLowering
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 
-VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
+VOCAB_MULTIPLE = 64  # multiple of each rank's padded share of the vocabulary in training, for fast products
 
-STEPS_BETWEEN_DRAINS = (
-    100.0  # steps between two drains of an asynchronous schedule, where no config says them
-)
-MOST_MICROBATCHES = 1 << 16  # of a replica and step: a program has a Python object for each action
+STEPS_BETWEEN_DRAINS = 100.0  # default for asynchronous schedules
+MOST_MICROBATCHES = 1 << 16  # per replica and step: a program has a Python object for each action
 
 RecomputeMode = Literal["none", "selective", "full", "auto"]
 Compile = Literal["off", "blocks"]
@@ -65,8 +63,8 @@ class Recompute:
     shard_inputs: Annotated[
         bool,
         Field(
-            "With `full`: each tp rank keeps only its part of a block's input, which is gathered again in "
-            "the backward; no effect with sequence_parallel, where the input is split already."
+            "With `full`: each tp rank stores only its part of a block's input, which is gathered again in "
+            "the backward; no effect with sequence_parallel, which splits the input already."
         ),
     ] = False
     memory_gib: Annotated[float | None, Field("With `auto`: the memory that a rank may use, GiB.", gt=0)] = (
@@ -74,12 +72,12 @@ class Recompute:
     )
 
 
-# fields of section `layout` of a config that a job has too
+# fields of a config's section `layout` that a job has too
 ExpertTp = Annotated[int | None, Field("Tensor-parallel ranks within each expert; null: `tp`.", gt=0)]
 EncoderPp = Annotated[
     int | None,
     Field(
-        "Of a model with an encoder, the first so many pipeline ranks hold it and the others the decoder, "
+        "Number of pipeline ranks that hold the encoder, if the model has one; the others hold the decoder, "
         "each rank one stage; null: stages are cut by FLOPs, none with layers of both.",
         gt=0,
     ),
@@ -90,8 +88,8 @@ SequenceParallel = Annotated[
 ContextParallel = Annotated[
     ContextKind,
     Field(
-        "How cp ranks attend to each other's tokens: by passing keys and values around (`ring`), or by "
-        "exchanging heads for positions (`ulysses`)."
+        "How cp ranks attend to each other's tokens: by passing keys and values around a ring (`ring`), or "
+        "by exchanging heads for positions (`ulysses`)."
     ),
 ]
 
@@ -103,24 +101,25 @@ class Execution:
     attention: Annotated[
         AttentionKernel,
         Field(
-            "`auto`: torch's fused kernels, and for what they do not compute FlexAttention where it trains, "
-            "else the formula in tiles; `sdpa`: without FlexAttention; `flex`: FlexAttention alone; "
-            "`explicit`: forms and keeps the matrix of probabilities, as attention dropout always does. See "
-            "docs/accelerators.md."
+            "`auto`: torch's fused kernels, or, for scores that they do not support, FlexAttention if the "
+            "device can train with it, else the formula in tiles; `sdpa`: without FlexAttention; `flex`: "
+            "FlexAttention alone; `explicit`: computes and stores the matrix of probabilities, as attention "
+            "dropout always does. See docs/accelerators.md."
         ),
     ] = "auto"
     compile: Annotated[
         Compile,
         Field(
-            "`blocks`: torch.compile fuses what lies between the matrix products of blocks, once for all "
-            "that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See docs/accelerators.md."
+            "`blocks`: torch.compile fuses the operations between the matrix products of blocks, once for "
+            "all blocks that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See "
+            "docs/accelerators.md."
         ),
     ] = "off"
     graphs: Annotated[
         Graphs,
         Field(
-            "`microbatch`: forward and backward of a microbatch are captured once as a graph of the device "
-            "and replayed, so that the host launches it as a whole. See docs/accelerators.md."
+            "`microbatch`: forward and backward of a microbatch are captured once as a device graph (CUDA "
+            "graph) and replayed, which costs the host one launch. See docs/accelerators.md."
         ),
     ] = "off"
     vocab_multiple: Annotated[
@@ -129,9 +128,8 @@ class Execution:
     loss_chunk: Annotated[
         int | None,
         Field(
-            "Tokens of which logits, loss and their gradients are computed at a time, so that the logits of "
-            "a microbatch never exist at once; 0: of all; null: in chunks where these logits would take much "
-            "memory.",
+            "Tokens whose logits, loss and gradients are computed at a time, so that the logits of a whole "
+            "microbatch never exist; 0: all; null: chunks if these logits would take much memory.",
             ge=0,
         ),
     ] = 0
@@ -139,44 +137,44 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Execution):
-    """One model on one layout, and all that decides what its ranks compute and hold: what the rules check,
-    the planner prices, and training, `verify` and the dry run carry out.
+    """One model on one layout, with everything that determines what its ranks compute and store: the rules
+    check it, the planner prices it, and training, `verify` and the dry run execute it.
 
-    With the defaults it is one process that trains on one sample a step.
+    With the defaults it is one process that trains on one sample per step.
 
     Attributes:
         global_batch: samples of a step, over all replicas.
         micro_batch: samples of a microbatch.
-        sequence: tokens of a sample, of the encoder's where there is one; 0 stands for all positions of the
-            model.
-        target_sequence: tokens of a decoder's sample beside an encoder; 0: as many.
-        encoder_pp: the first pipeline ranks, which encode, each with one stage; None: stages are cut by their
-            cost.
+        sequence: tokens of a sample, of the encoder's if the model has one; 0: the context length of
+            pretraining.
+        target_sequence: tokens of the decoder's sample if the model has an encoder; 0: `sequence`.
+        encoder_pp: number of pipeline ranks that hold the encoder, each with one stage, or None if stages are
+            cut by cost.
         options: keyword arguments of the schedule.
-        stage_layers: how many layers each stage has, embedding and head among them; None: cut evenly by
-            their forward FLOPs.
-        custom_program: the compute actions of a step where they are not a schedule's, as read from a file.
-        world: processes, where others start them.
-        devices: accelerators, where their number limits the ranks.
-        expert_tp: as configured; a layout with one expert-parallel rank does not keep it.
-        context: how context-parallel ranks attend.
-        attention: the kernel; `explicit` forms the matrix of probabilities, which attention dropout always
-            does; `auto` is the fastest that computes what the shape says.
-        loss_chunk: tokens of which the logits, the loss and their gradients are computed at a time; 0: all of
-            a microbatch; None: as many as pay off (`job.loss_chunk`).
+        stage_layers: number of layers of each stage, including embedding and head, or None to balance
+            forward FLOPs.
+        custom_program: the compute actions of a step, read from a file, instead of a schedule's.
+        world: number of processes, if an external launcher starts them.
+        devices: number of accelerators, if it limits the ranks.
+        expert_tp: as configured; a layout with one expert-parallel rank does not store it.
+        context: how context-parallel ranks attend to each other's tokens.
+        attention: the kernel; `explicit` computes the matrix of probabilities, as attention dropout always
+            does; `auto` is the fastest kernel that supports the shape.
+        loss_chunk: tokens whose logits, loss and gradients are computed at a time; 0: all of a microbatch;
+            None: chosen by memory (`job.loss_chunk`).
         fused_loss: one kernel computes the loss from the logits and another their gradient in place;
             Stretto's own loss is not fused.
-        framework: whose ways of keeping and recomputing tensors a prediction follows.
+        framework: the framework whose storing and recomputing of tensors a prediction models.
         vocab_multiple: each rank's share of the vocabulary is padded to a multiple of this.
-        bucket: bytes of weights at which a unit of reduction is full.
+        bucket: bytes of weights per unit of reduction.
         unified_memory: host and device share one memory, as on a CPU.
-        trained: which parameters the optimiser updates; all others are frozen.
-        initial: how new weights begin.
-        steps_between_drains: of an asynchronous schedule, on average over the run: it drains for an
-            evaluation, for a checkpoint and at the end.
-        compile: `blocks`: what lies between the matrix products of blocks is compiled.
+        trained: the parameters that the optimiser updates; all others are frozen.
+        initial: initial values of new weights.
+        steps_between_drains: mean number of steps between drains of an asynchronous schedule, which drains
+            for evaluations, for checkpoints and at the end.
+        compile: `blocks`: operations between the matrix products of blocks are compiled.
         graphs: `microbatch`: the device replays forward and backward of a microbatch as one graph.
-        async_save: checkpoints are copied to host memory, and written from there while training continues.
+        async_save: checkpoints are copied to host memory and written from there while training continues.
     """
 
     shape: ModelShape
@@ -217,21 +215,21 @@ class Job(Execution):
 
     @property
     def microbatches(self) -> int | None:
-        """Microbatches of a step in each replica; None where the batch does not divide."""
+        """Microbatches of a step in each replica, or None if the batch does not divide into them."""
         count, remainder = divmod(self.global_batch, self.layout.dp * self.micro_batch)
         return None if remainder else count
 
     @property
     def copies(self) -> int:
-        """Ranks with the same parameters: those of cp and dp."""
+        """Number of ranks with the same parameters: cp x dp."""
         return self.layout.cp * self.layout.dp
 
     def program(self) -> Program:
-        """The compute actions of a step, and where sharded parameters of stages are gathered.
+        """Return the compute actions of a step, with gathers of sharded parameters of stages.
 
         Raises:
-            StrettoError: there is no such schedule, or not with these ranks, microbatches and options; or the
-                batch does not divide into microbatches.
+            StrettoError: the schedule does not exist, or not with these ranks, microbatches and options; or
+                the batch does not divide into microbatches.
         """
         if self.custom_program is not None:
             return complete(self.custom_program, gathered=self._gathers_stages)
@@ -239,9 +237,9 @@ class Job(Execution):
 
     @property
     def window(self) -> Callable[[int], Program] | None:
-        """The schedule's program of several steps without a drain between them; None where each step drains:
-        under synchronous schedules, with a program of one's own, and where the ranks add up the loads of
-        experts after each step.
+        """Builds the schedule's program of several steps without a drain between them. None if each step
+        drains: under synchronous schedules, with a custom program, and with experts, whose loads are summed
+        over ranks after each step.
         """
         if self.custom_program is not None or self.shape.moe is not None:
             return None
@@ -251,9 +249,9 @@ class Job(Execution):
         return lambda steps: build_program(replace(key, options=(*key.options, ("steps", steps))))
 
     def peak_program(self) -> Program:
-        """The program in which ranks hold the most: that of a step, or, where steps follow one another
-        without a drain, of enough steps that each rank has all the microbatches and versions of weights that
-        it ever holds.
+        """Return the program that reaches peak memory: that of one step, or, if steps follow each other
+        without a drain, of enough steps for each rank to reach its largest number of microbatches and
+        versions of weights.
 
         Raises:
             StrettoError: as `program`.
@@ -266,7 +264,7 @@ class Job(Execution):
         return program if steps == 1 else window(steps)
 
     def delays(self) -> tuple[int, ...]:
-        """For each stage, how many updates late its gradients are once the pipeline is full; 0 under
+        """Return for each stage by how many updates its gradients are late once the pipeline is full; 0 under
         synchronous schedules.
 
         Raises:
@@ -275,8 +273,8 @@ class Job(Execution):
         return tuple(map(max, weight_delays(self.peak_program())))
 
     def short_step(self) -> RankLowering:
-        """The program without the microbatches that make no rank hold more (`program.transforms.shorten`), to
-        be lowered rank by rank.
+        """Return the program without the microbatches that do not raise any rank's peak memory
+        (`program.transforms.shorten`), to be lowered rank by rank.
 
         Raises:
             StrettoError: as `program`.
@@ -309,7 +307,7 @@ class Job(Execution):
             ranks=self.layout.pp,
             microbatches=self.microbatches or 0,
             options=tuple(options),
-            costs=costs if is_searched(self.schedule) else None,  # no other schedule looks at the model
+            costs=costs if is_searched(self.schedule) else None,  # other schedules ignore the model
             gathered=self._gathers_stages,
         )
 
@@ -319,7 +317,9 @@ class Job(Execution):
         return self.schedule if self.custom_program is None else self.custom_program.name
 
     def stages(self, depth: int) -> tuple[range, ...]:
-        """The layers of each of the model's `depth` stages, in the order of `job.flops.layer_names`."""
+        """Return the layers of each of the model's `depth` stages, in the order of
+        `job.flops.layer_names`.
+        """
         return stages_of(
             self.shape,
             self.sequence,
@@ -334,7 +334,9 @@ Rule = Callable[[Job], Iterator[Problem]]
 
 
 def batch_problem(job: Job) -> Problem | None:
-    """A batch that does not divide into microbatches, or into more than a program is built for, if so."""
+    """Return the problem of a batch that does not divide into microbatches, or into more than a program may
+    have, or None.
+    """
     unit = job.layout.dp * job.micro_batch
     if (job.microbatches or 0) > MOST_MICROBATCHES:
         return Problem(
@@ -356,12 +358,12 @@ def batch_problem(job: Job) -> Problem | None:
 
 
 def nearest_values(value: int, legal: Iterable[int]) -> list[int]:
-    """The nearest legal value below and above `value`, the nearer first; at most two."""
+    """Return the nearest legal values below and above `value`, the nearer first; at most two."""
     below = [n for n in legal if n < value][-1:]
     above = [n for n in legal if n > value][:1]
     return sorted(below + above, key=lambda n: abs(n - value))
 
 
 def either(field: str, values: list[int]) -> str | None:
-    """The fix that names the nearest legal values."""
+    """Return a fix that names the nearest legal values, or None if none exists."""
     return f"nearest: {field}={' or '.join(map(str, values))}" if values else None

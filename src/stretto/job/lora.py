@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA"): which linears have them, by their names here and in PEFT.
+"""Low-rank adapters (Hu et al. 2021, "LoRA"): the linears that have them, by Stretto's names and PEFT's.
 
 A linear of several projections, such as that of queries, keys and values, has an adapter for each of them, so
-that adapters are those of PEFT's separate linears.
+its adapters match those of PEFT's separate linears.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "mlp.shared.up": ("up_proj",),
     "mlp.shared.down": ("down_proj",),
 }
-# what GPT-2's linears are called in PEFT
+# PEFT's names of GPT-2's linears
 _ALSO: Mapping[str, tuple[str, ...]] = {
     "c_attn": ("attn.qkv",),
     "c_proj": ("attn.proj", "mlp.down"),
@@ -72,29 +72,29 @@ class LoraShape:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.targets:
-            raise Problem("targets", "empty", "it names what has adapters", "targets: [all-linear]")
+            raise Problem("targets", "empty", "it must name linears", "targets: [all-linear]")
         for target in self.targets:
             if not any(_matches(target, module, name) for module, name in _PAIRS):
                 closest = nearest(target, _NAMES)
                 fix = f"did you mean {closest}?" if closest else f"{EVERY_LINEAR}, or of {', '.join(_NAMES)}"
-                raise Problem("targets", target, "there is no such linear in a block", fix)
+                raise Problem("targets", target, "no block has such a linear", fix)
 
     @property
     def scale(self) -> float:
-        """The factor of B A x."""
+        """Factor that multiplies B A x."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def adapted(self, module: str) -> tuple[str, ...]:
-        """The projections of a linear of a block that have adapters.
+        """Return the projections that have adapters in one linear of a block.
 
         Args:
-            module: its name in the block, "attn.qkv".
+            module: the linear's name in the block, such as "attn.qkv".
         """
         names = PROJECTIONS.get(module, ())
         return tuple(name for name in names if any(_matches(t, module, name) for t in self.targets))
 
     def unmatched(self, modules: Iterable[str]) -> list[str]:
-        """Targets that match none of these linears."""
+        """Return the targets that match none of the linears."""
         pairs = [(module, name) for module in modules for name in PROJECTIONS.get(module, ())]
         return [t for t in self.targets if not any(_matches(t, module, name) for module, name in pairs)]
 
@@ -111,10 +111,11 @@ def is_adapter(name: str) -> bool:
 
 
 def projection_rows(module: str, rows: int, kv_rows: int) -> tuple[int, ...]:
-    """Output features of each projection in a linear of `rows` in all.
+    """Return the output features of each projection in a linear.
 
     Args:
-        kv_rows: of the keys, and of the values.
+        rows: output features of the linear.
+        kv_rows: output features of the keys, and of the values.
     """
     if module == "attn.qkv":
         return rows - 2 * kv_rows, kv_rows, kv_rows

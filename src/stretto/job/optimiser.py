@@ -1,4 +1,4 @@
-"""The optimiser of a job: the rule of the update with its settings, and the learning rate's course."""
+"""The optimiser of a job: the update rule with its settings, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ StateType = Literal["float32", "bfloat16"]
 RateShape = Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"]
 DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
 
-MUON_MOMENTUM = 0.95  # where the job says none
+MUON_MOMENTUM = 0.95  # the default
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateCurve:
-    """The learning rate over the steps, as a ratio of its peak.
+    """The learning rate over the steps, as a ratio to its peak.
 
     `cosine` and `linear` decay from the end of the warm-up to the end of the decay, `constant` never does,
     `inverse-sqrt` (Vaswani et al. 2017, section 5.3) falls as 1/sqrt(step), and `wsd` (warm-up, stable,
     decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last `decay_fraction` of the
-    steps in the shape `decay`. Those that decay stay at `min_ratio` of the peak once the decay has ended.
+    steps in the shape `decay`. After a decay the rate stays at `min_ratio` of the peak.
     """
 
     schedule: Annotated[
@@ -39,26 +39,26 @@ class RateCurve:
     warmup: Annotated[
         int | float,
         Field(
-            "Steps of linear warm-up; as a fraction below 1, such as 0.01: that part of `decay_steps`. A "
-            "warm-up that is longer than the steps before the decay is cut to them.",
+            "Steps of linear warm-up, or, if below 1 such as 0.01, their fraction of `decay_steps`. A "
+            "warm-up longer than the steps before the decay is cut to them.",
             ge=0,
         ),
     ] = 0
     warmup_init: Annotated[
         float | None,
         Field(
-            "Learning rate at the first update over the peak, from which the warm-up rises; null: `1 / "
-            "warmup`, so that the first update already learns. Megatron-LM begins at 0.",
+            "Ratio of the learning rate at the first update to the peak, from which the warm-up rises; null: "
+            "`1 / warmup`, so the first update already learns. Megatron-LM begins at 0.",
             ge=0,
             le=1,
         ),
     ] = None
     min_ratio: Annotated[
-        float, Field("Learning rate over its peak from the end of the decay on.", ge=0, le=1)
+        float, Field("Ratio of the learning rate to its peak after the decay.", ge=0, le=1)
     ] = 0.1
     decay_steps: Annotated[
         int | None,
-        Field("Steps, those of the warm-up among them, until the decay ends; null: `train.steps`.", gt=0),
+        Field("Steps until the decay ends, warm-up included; null: `train.steps`.", gt=0),
     ] = None
     decay_fraction: Annotated[float, Field("Fraction of `decay_steps` in which wsd decays.", ge=0, le=1)] = (
         0.1
@@ -69,21 +69,21 @@ class RateCurve:
 
     def __post_init__(self) -> None:
         if isinstance(self.warmup, float) and self.warmup >= 1:
-            rule = "with a fraction it is a part of the steps, below 1"
+            rule = "a fraction of the steps must be below 1"
             steps = round(self.warmup)
             raise Problem("warmup", self.warmup, rule, f"{steps} for {steps} steps")
 
     def end(self, steps: int) -> int:
-        """The step at which the decay of a run of `steps` ends."""
+        """Return the step at which the decay of a run of `steps` ends."""
         return steps if self.decay_steps is None else self.decay_steps
 
     def decay_length(self, steps: int) -> int:
-        """Steps of the decay of `wsd`."""
+        """Return the steps of `wsd`'s decay."""
         return round(self.decay_fraction * self.end(steps))
 
     def warmup_steps(self, steps: int) -> int | float:
-        """Steps of the warm-up, cut where the decay of `wsd` begins, or else where the decay ends. A part of
-        the steps is not rounded.
+        """Return the steps of the warm-up, cut at the beginning of `wsd`'s decay or at the end of any other.
+        A fraction of the steps is not rounded.
         """
         end = self.end(steps)
         chosen = self.warmup * end if isinstance(self.warmup, float) else self.warmup
@@ -92,14 +92,14 @@ class RateCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class RateSchedule(RateCurve):
-    """The learning rate over the steps, as a ratio of `optim.lr`, and over the stages of a pipeline."""
+    """The learning rate over the steps, as a ratio to `optim.lr`, and over the stages of a pipeline."""
 
     rescheduling_steps: Annotated[
         int | None,
         Field(
             "Learning rate rescheduling for asynchronous pipelines (PipeMare's T1): a stage whose gradients "
-            "are d updates late learns at the rate divided by `d^(1 - step / rescheduling_steps)`, and in "
-            "full from that step on; null: all stages learn in full from the start.",
+            "are d updates late learns at the rate divided by `d^(1 - step / rescheduling_steps)`, and at "
+            "the full rate from that step on; null: all stages learn at the full rate from the start.",
             gt=0,
         ),
     ] = None
@@ -110,7 +110,7 @@ class Optimiser:
     """The optimiser.
 
     Raises:
-        Problem: there is no such optimiser, or a learning rate that is not above 0.
+        Problem: the optimiser does not exist, or the learning rate is not above 0.
     """
 
     name: Annotated[
@@ -142,20 +142,22 @@ class Optimiser:
 
     @property
     def moment_bytes(self) -> int | None:
-        """Bytes of an element of adamw's means; None: as the weights that are updated have them."""
+        """Bytes of an element of adamw's means, or None if it has the type of the weights that are
+        updated.
+        """
         return 2 if self.states == "bfloat16" else None
 
     @property
     def effective_momentum(self) -> float:
-        """The momentum, with muon's usual one where the job says none."""
+        """The momentum, with muon's default if the job sets none."""
         return self.momentum or (MUON_MOMENTUM if self.name == "muon" else 0.0)
 
 
 def optimiser_problems(optimiser: Optimiser, section: str = "optim") -> Iterator[Problem]:
-    """Settings that do not go together.
+    """Yield settings that contradict each other.
 
     Args:
-        section: of the config, which the problems name.
+        section: the config's section that the problems name.
     """
     name, betas = optimiser.name, list(optimiser.betas)
     if optimiser.momentum and name not in ("sgd", "muon"):
@@ -172,6 +174,6 @@ def optimiser_problems(optimiser: Optimiser, section: str = "optim") -> Iterator
         yield Problem(
             f"{section}.betas",
             betas,
-            "bfloat16 states have 8 significant bits, in which means slower than 0.99 stand still",
+            "bfloat16 states have 8 significant bits, in which means with a decay above 0.99 do not change",
             f"{[min(beta, 0.99) for beta in betas]}, or {section}.states=float32",
         )

@@ -21,13 +21,13 @@ class ParameterCount:
     """Parameters of a model, each counted once: a tied head counts with the embedding."""
 
     embedding: int  # tokens, learned positions of every stack, and norms of embeddings
-    per_layer: int  # one block, the last where they are of several kinds
+    per_layer: int  # one block, the last if blocks differ
     layers: int
     norm: int  # the last norm
-    output: int  # the output projection; 0 when tied
-    idle: int = 0  # what a token does not meet, in all blocks: the experts that it is not sent to
-    uneven: int = 0  # what the blocks of other kinds have more than the last, in all, and what blocks share
-    encoder: int = 0  # its blocks, with what they share, and its last norm
+    output: int  # the output projection; 0 if tied
+    idle: int = 0  # parameters that a token does not use, in all blocks: experts that it is not routed to
+    uneven: int = 0  # surplus of all blocks over `per_layer` each, and parameters that blocks share
+    encoder: int = 0  # the encoder's blocks, with parameters that they share, and its last norm
 
     @property
     def total(self) -> int:
@@ -35,22 +35,22 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Parameters that a token meets."""
+        """Parameters that a token uses."""
         return self.total - self.idle
 
     @property
     def blocks(self) -> int:
-        """All blocks of the decoder together."""
+        """Parameters of all blocks of the decoder."""
         return self.layers * self.per_layer + self.uneven
 
     @property
     def non_embedding(self) -> int:
-        """All but embeddings and output projection (Kaplan et al. 2020, section 2.1)."""
+        """All parameters but embeddings and output projection (Kaplan et al. 2020, section 2.1)."""
         return self.encoder + self.blocks + self.norm
 
 
 def count_parameters(shape: ModelShape) -> ParameterCount:
-    """Parameters of the plain model of that shape, vocabulary without padding."""
+    """Return the number of parameters of the plain model, with an unpadded vocabulary."""
     output = 0 if shape.tied else shape.vocab * shape.hidden
     last = _elements(block_shapes(shape.block(shape.layers - 1)))
     second = decoder_embedding_shapes(shape) if shape.encoder_layers else {}
@@ -77,7 +77,7 @@ def _encoder(shape: ModelShape) -> int:
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Name and sizes of every parameter of the plain model, in the order of its layers."""
+    """Return name and sizes of every parameter of the plain model, in the order of its layers."""
     shapes = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
     if shape.encoder_layers:
         shapes |= _stack("encoder", shape.encoder_stack)
@@ -88,18 +88,18 @@ def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def _stack(prefix: str, stack: ModelShape) -> dict[str, Sizes]:
-    """Parameters of all blocks of a stack; what they share has its name in the first."""
+    """Return the parameters of all blocks of a stack; shared ones have their name in the first block."""
     shapes: dict[str, Sizes] = {}
     for i in range(stack.layers):
         block = block_shapes(stack.block(i))
-        if i == 0:  # in the order of the modules: the first norm stands before attention
+        if i == 0:  # in the order of the modules: the first norm precedes attention
             block = {**_norm("norm1", stack), **shared_shapes(stack), **block}
         shapes |= {f"{prefix}.{i}.{name}": sizes for name, sizes in block.items()}
     return shapes
 
 
 def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of the embedding layer."""
+    """Return the parameters of the embedding layer."""
     shapes: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
     if shape.learned:
         shapes["pos.weight"] = (shape.sequence, shape.hidden)
@@ -107,8 +107,8 @@ def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def decoder_embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of the layer between encoder and decoder that are its own: the embedding of the decoder's
-    tokens but for their table, which is the encoder's, and the encoder's last norm.
+    """Return the parameters of the layer between encoder and decoder: the embedding of the decoder's tokens
+    without the token table, which is the encoder's, and the encoder's last norm.
     """
     embedding = embedding_shapes(shape)
     del embedding["tok.weight"]
@@ -116,12 +116,12 @@ def decoder_embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def shared_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters that all blocks of a stack share, by their names in each."""
+    """Return the parameters that all blocks of a stack share, by their name in a block."""
     return {"attn.relative": (shape.heads, shape.attention.buckets)} if shape.relative else {}
 
 
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of one block; where blocks are of several kinds, ask with `shape.block(index)`."""
+    """Return the parameters of one block; if blocks differ, pass `shape.block(index)`."""
     after = shape.block_norms == "sandwich"
     shapes = {
         **_norm("norm1", shape),
@@ -137,7 +137,7 @@ def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def _adapted(shapes: dict[str, Sizes], shape: ModelShape, lora: LoraShape) -> dict[str, Sizes]:
-    """Parameters of a block with those of the adapters, each after its linear's."""
+    """Return a block's parameters with those of adapters, each after its linear's."""
     every: dict[str, Sizes] = {}
     for module, names in groupby(shapes, key=lambda name: name.rpartition(".")[0]):
         every |= {name: shapes[name] for name in names}
@@ -152,7 +152,7 @@ def _adapted(shapes: dict[str, Sizes], shape: ModelShape, lora: LoraShape) -> di
 
 
 def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of the routed experts of one block, all experts stacked; none without experts."""
+    """Return the parameters of one block's routed experts, stacked over experts; empty without experts."""
     if shape.moe is None:
         return {}
     expert = _mlp("mlp.experts", shape, shape.expert_ffn)
@@ -161,13 +161,13 @@ def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of the head that are its own."""
+    """Return the head's parameters, without a tied output projection."""
     output: dict[str, Sizes] = {} if shape.tied else {"out.weight": (shape.vocab, shape.hidden)}
     return {**(_norm("norm", shape) if shape.last_norm else {}), **output}
 
 
 def _attention(shape: ModelShape) -> dict[str, Sizes]:
-    """What stands before softmax(q k^T) v."""
+    """Return the parameters of attention before softmax(q k^T) v."""
     shapes: dict[str, Sizes] = {"attn.sinks": (shape.heads,)} if shape.attention.sinks else {}
     shapes |= _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
     if shape.attention.norm is not None:
@@ -178,7 +178,7 @@ def _attention(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def _cross(shape: ModelShape) -> dict[str, Sizes]:
-    """Attention of the decoder to the encoder's output."""
+    """Return the parameters of the decoder's attention to the encoder's output."""
     return {
         **_norm("norm_cross", shape),
         **_linear("cross.q", shape.attention_width, shape.hidden, shape.qkv_bias),
@@ -188,7 +188,9 @@ def _cross(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:
-    """The same of latent attention: down to narrow vectors, their norms, and up to heads."""
+    """Return the same for latent attention: down projections to latent vectors, their norms, up
+    projections.
+    """
     shapes: dict[str, Sizes] = {}
     queries = ("attn.q", shape.hidden)
     if latent.q_rank is not None:
@@ -245,7 +247,7 @@ def _elements(shapes: dict[str, Sizes]) -> int:
 
 
 def in_linear_of_block(name: str) -> bool:
-    """True if a parameter of the plain model belongs to a block, and neither to a router, nor to a table such
+    """True if a parameter of the plain model belongs to a block, but neither to a router nor to a table such
     as T5's biases by distance.
     """
     parts = name.split(".")
@@ -253,5 +255,5 @@ def in_linear_of_block(name: str) -> bool:
 
 
 def stays_float32(name: str, patterns: Iterable[str]) -> bool:
-    """True if a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
+    """True if a parameter of the plain model matches a pattern (`*`: any text) and stays in float32."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Published models by name, however it is spelt; their sizes are in `presets_data`."""
+"""Published models by name, in any common spelling; their sizes are in `presets_data`."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ ALIASES = {
     "flan-t5-xxl": "t5-v1.1-xxl",
 }
 
-# what says nothing about sizes
+# parts of names that do not affect sizes
 _NOISE = re.compile(r"[-_ ](?:meta|hf|chat|base|instruct|it|v0\.[123]|pretrain)(?=$|[-_ ])|^meta[-_ ]")
 
 
 def preset(name: str) -> ModelShape:
-    """The published shape of that name, as in "llama3-8b", "LLAMA3-70B", "meta-llama/Llama-3.1-405B" or
-    "mixtral_8x7b": case, punctuation, owner and words as "instruct" do not matter.
+    """Return the published shape with a name such as "llama3-8b", "LLAMA3-70B", "meta-llama/Llama-3.1-405B"
+    or "mixtral_8x7b": case, punctuation, owner and words such as "instruct" are ignored.
 
     Raises:
-        UnknownName: no such name.
-        StrettoError: a model of another kind.
+        UnknownName: no model has this name.
+        StrettoError: the model is of a kind that Stretto has no costs for.
     """
     wanted = normalised_name(name)
     names = _preset_names()
@@ -88,7 +88,7 @@ def preset(name: str) -> ModelShape:
     for other, feature in OUT_OF_SCOPE.items():
         if wanted == normalised_name(other):
             raise StrettoError(
-                f"model {name!r} has {feature}, which have no costs here",
+                f"model {name!r} has {feature}, which Stretto has no costs for",
                 hint="transformers of the kinds in `stretto catalogue` can be planned",
             )
     everything = [*PRESETS, *ALIASES]
@@ -98,10 +98,10 @@ def preset(name: str) -> ModelShape:
 
 
 def find_shape(name: str | Path) -> ModelShape:
-    """A model by its name, or by its `config.json` of Hugging Face, or the folder of one.
+    """Return a model's shape, given its name, a Hugging Face `config.json` or the folder of one.
 
     Raises:
-        StrettoError: no such name, or a file of a model that cannot be planned.
+        StrettoError: no model has this name, or the file's model cannot be planned.
     """
     if is_name(name):
         return preset(str(name))
@@ -111,21 +111,21 @@ def find_shape(name: str | Path) -> ModelShape:
 
 
 def is_name(name: str | Path) -> bool:
-    """True if this is meant as a model's name, and not as a file or a folder with a `config.json`."""
+    """True if this is a model's name, not a file or a folder with a `config.json`."""
     path = os.path.expanduser(name)
     # unlike a Path's, these are False for names that no file can have
     return not (path.endswith(".json") or (os.path.isdir(path) and os.path.isfile(f"{path}/config.json")))
 
 
 def normalised_name(name: str) -> str:
-    """Letters and digits of a name, without owner and words that say nothing about sizes."""
+    """Return the letters and digits of a name, without its owner and words that do not affect sizes."""
     base = name.lower().rpartition("/")[2].strip()
     return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", base))
 
 
 @cache
 def _preset_names() -> dict[str, str]:
-    """Every name, normalised_name, and the preset's."""
+    """Return the preset's name for every normalised name."""
     return {
         normalised_name(alias): name
         for alias, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]

@@ -4,11 +4,11 @@ Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.
 Megatron, Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of
 llm-foundry; Llama, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3; Mixtral, Jiang et al.
 2024; T5, Raffel et al. 2020, section 3.7, and t5x for version 1.1; BART, Lewis et al. 2020; Gemma 2, arXiv
-2408.00118, table 1; Gemma 3, arXiv 2503.19786, table 1; Nemotron, NeMo's recipes; and of these and the others
-the published `config.json`.
+2408.00118, table 1; Gemma 3, arXiv 2503.19786, table 1; Nemotron, NeMo's recipes; and the published
+`config.json` of all models.
 
-Dropout is 0 in all. `sequence` is the most positions that the published model sees; where they were stretched
-after the first training, `rope` says from how many.
+Dropout is 0 in all. `sequence` is the context length of the published model; if it was extended after
+pretraining, `rope` has the original one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUT_OF_SCOPE = {"nemotronh-8b": HYBRID, "nemotronh-47b": HYBRID, "nemotronh-56b"
 
 
 def _rows(make: Callable[..., ModelShape], columns: str, rows: dict[str, tuple[Any, ...]]) -> None:
-    """Add a model for each row to the table, its sizes under the columns' names."""
+    """Add a model to the table for each row, whose sizes are named by `columns`."""
     names = columns.split()
     for model, row in rows.items():
         TABLE[model] = partial(make, **dict(zip(names, row, strict=True)))
@@ -168,7 +168,7 @@ TABLE["smollm3-3b"] = partial(
     rope_theta=50000.0,
     tied=True,
     norm_eps=1e-6,
-    beyond=("every fourth block without positions",),
+    unmodelled_features=("every fourth block without positions",),
 )
 
 
@@ -193,7 +193,7 @@ _rows(
         rope_theta=500000.0,
         norm_eps=1e-6,
         attention=AttentionShape(norm="all"),
-        beyond=("norms after each half of a block",),
+        unmodelled_features=("norms after each half of a block",),
     ),
     _SIZES,
     {"olmo2-7b": (32, 4096, 32, 32, 11008), "olmo2-13b": (40, 5120, 40, 40, 13824)},
@@ -285,7 +285,7 @@ _rows(
 
 
 def _gemma3(*, window: int, query_scale: float, **sizes: Any) -> ModelShape:
-    """The language model; the larger ones have positions stretched from 16384 after the first training."""
+    """Return the language model; positions of the larger ones were extended from 16384 after pretraining."""
     stretched = RopeScaling(type="linear", factor=8.0) if sizes["sequence"] > 32768 else None
     attention = AttentionShape(
         norm="head", window=window, full_every=6, local_theta=10000.0, query_scale=query_scale
@@ -308,7 +308,7 @@ _rows(
 
 
 def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int) -> ModelShape:
-    """The square of relu without a gate, layer norms with biases, half of each head turned by position."""
+    """Return a model with squared relu, no gate, layer norms with biases and half of each head rotated."""
     return ModelShape(
         family="llama",
         layers=layers,
@@ -320,7 +320,7 @@ def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int) -> ModelShape
         sequence=4096,
         mlp="relu2",
         norm="layer",
-        beyond=("rotary positions of half of a head",),
+        unmodelled_features=("rotary positions on half of a head",),
     )
 
 
@@ -336,7 +336,7 @@ def _falcon() -> ModelShape:
         sequence=2048,
         mlp="gelu",
         norm="layer",
-        beyond=("attention beside the MLP",),
+        unmodelled_features=("attention parallel to the MLP",),
     )
 
 
@@ -352,7 +352,7 @@ def _neox() -> ModelShape:
         bias=True,
         mlp="gelu",
         norm="layer",
-        beyond=("attention beside the MLP", "rotary positions of a quarter of a head"),
+        unmodelled_features=("attention parallel to the MLP", "rotary positions on a quarter of a head"),
     )
 
 
@@ -374,8 +374,8 @@ def _gpt_oss(layers: int, experts: int) -> ModelShape:
 
 
 def _llama4(experts: int, every: int) -> ModelShape:
-    """The language model of Llama 4. Three of four blocks see chunks of 8192 positions, for which a window of
-    as many stands: of longer sequences chunks see half as much on average.
+    """Return the language model of Llama 4. Three of four blocks attend within chunks of 8192 positions,
+    modelled as a window of 8192: for longer sequences, chunks attend to half as many positions on average.
     """
     moe = ExpertShape(
         experts=experts, top_k=1, ffn=8192, shared_ffn=8192, score="sigmoid", normalise=False, every=every
@@ -393,7 +393,7 @@ def _llama4(experts: int, every: int) -> ModelShape:
         rope_theta=500000.0,
         moe=moe,
         attention=AttentionShape(window=8192, full_every=4),
-        beyond=("every fourth block without positions", "weights of experts on their inputs"),
+        unmodelled_features=("every fourth block without positions", "weights of experts on their inputs"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The program of a job: its schedule by name, with the options and, where it is searched, the costs."""
+"""Builds the program of a job from its schedule's name, options and, for searched schedules, costs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from stretto.program.replay import Costs, simulate
 from stretto.program.transforms.sharding import gather
 from stretto.program.transforms.shorten import shorten
 
-_CHUNKS = (1, 2, 4)  # looked at where a searched schedule may choose
+_CHUNKS = (1, 2, 4)  # candidates of a searched schedule without configured chunks
 
-Times = tuple[float, float, float]  # of F, I, W
+Times = tuple[float, float, float]  # durations of F, I and W
 
 
 @lru_cache(maxsize=4096)
@@ -33,13 +33,13 @@ def stages_of(
     target: int = 0,
     encoder_stages: int | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each of the model's `depth` stages, in the order of `layer_names`.
+    """Return the layers of each of the model's `depth` stages, in the order of `layer_names`.
 
     Args:
-        stage_layers: how many each stage has; None: cut so that the stage with most forward FLOPs has as few
-            as possible, and where there is an encoder, that no stage has layers of both stacks.
+        stage_layers: number of layers of each stage; by default the cut minimises the largest forward FLOPs
+            of a stage, and no stage has layers of both an encoder and a decoder.
         target: tokens of the decoder's sample; 0: as many as the encoder's.
-        encoder_stages: how many the encoder has; None: by the same costs.
+        encoder_stages: number of stages of the encoder; by default chosen by the same costs.
     """
     if stage_layers is not None:
         ends = list(accumulate(stage_layers))
@@ -62,12 +62,12 @@ def stages_of(
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSearchKey:
-    """What the costs of a searched schedule depend on.
+    """The values that determine the costs of a searched schedule.
 
     Attributes:
-        sequence, target: tokens of a sample, and of the decoder's beside an encoder.
-        recompute: of all blocks, which makes backwards longer ("auto" counts as "none", since what it
-            recomputes is chosen for the program).
+        sequence, target: tokens of a sample, and of the decoder's sample if the model has an encoder.
+        recompute: mode of all blocks, which lengthens backwards ("auto" counts as "none", since its choice
+            depends on the program).
         stage_layers, encoder_stages: as in `stages_of`.
     """
 
@@ -81,13 +81,13 @@ class ScheduleSearchKey:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramKey:
-    """All that the program of a schedule depends on.
+    """The values that determine the program of a schedule.
 
     Attributes:
-        options: of the schedule, but for `costs`.
-        costs: of a schedule that is searched for.
-        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
-            step, which the rules of a job refuse.
+        options: the schedule's options except `costs`.
+        costs: the key of the costs of a searched schedule.
+        gathered: parameters are sharded and gathered stage by stage; not if weights change within the step,
+            which the rules of a job reject.
     """
 
     name: str
@@ -100,31 +100,28 @@ class ProgramKey:
 
 @lru_cache(maxsize=512)
 def build_program(key: ProgramKey) -> Program:
-    """The program of a schedule for one model, the same on every rank.
+    """Return the program of a schedule for one model, the same on every rank.
 
-    A schedule that takes `costs` gets those of the stages that the model is cut into; where it takes `chunks`
-    too and none are given, it is made with 1, 2 and 4, and that of least makespan is taken.
+    A schedule that takes `costs` gets those of the model's stages; if it also takes `chunks` and none are
+    given, 1, 2 and 4 are tried and the program with the smallest makespan is used.
 
     Raises:
-        StrettoError: there is no such schedule, or not with these options.
+        StrettoError: the schedule does not exist, or not with these options.
     """
     return complete(_generate(replace(key, gathered=False)), gathered=key.gathered)
 
 
 @lru_cache(maxsize=64)
 def short_step(key: ProgramKey) -> RankLowering:
-    """The program of `build_program` without the microbatches that make no rank hold more
+    """Return the program of `build_program` without the microbatches that do not raise any rank's peak memory
     (`program.transforms.shorten`), to be lowered rank by rank.
     """
     return shortened(_generate(replace(key, gathered=False)), gathered=key.gathered)
 
 
 def complete(program: Program, *, gathered: bool) -> Program:
-    """The program with the gathers of sharded parameters, those of the stages that a rank works with and of
-    the next one.
-
-    Args:
-        gathered: as in `build_program`.
+    """Return the program with gathers of sharded parameters, if `gathered`: a rank has the parameters of the
+    stages that it works with and of the next one.
     """
     if gathered and program.trains and not program.versions:
         at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
@@ -133,7 +130,7 @@ def complete(program: Program, *, gathered: bool) -> Program:
 
 
 def shortened(program: Program, *, gathered: bool) -> RankLowering:
-    """The short step of a program, complete."""
+    """Return the short step of a program, complete."""
     return RankLowering(complete(shorten(program), gathered=gathered), lookahead=LOOKAHEAD)
 
 
@@ -164,11 +161,11 @@ def _generate(key: ProgramKey) -> Program:
 
 
 def stage_times(of: ScheduleSearchKey, stages: int) -> list[Times]:
-    """(F, I, W) of every stage, in blocks' forwards: the cost of its layers.
+    """Return (F, I, W) of every stage: the summed costs of its layers, in units of a block's forward.
 
-    A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
-    What is recomputed costs another forward, in I.
-    With fewer layers than stages, which no job may have, all stages are alike.
+    A product with a weight costs the same in F, I and W; products of attention have no weight and cost twice
+    as much in I. Recomputation adds another forward to I. With fewer layers than stages, which no job may
+    have, all stages cost the same.
     """
     shape = of.shape
     if stages > shape.chain:

@@ -1,4 +1,4 @@
-"""When gradients are reduced, where a rank does not keep all of them."""
+"""When gradients are reduced if a rank does not store all of them (`zero2`, `zero3`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _BACKWARDS = frozenset({ActionKind.B, ActionKind.I, ActionKind.W})
 
 
 def choose(program: Program, mode: Mode) -> Reduce:
-    """What `dp.reduce=auto` is.
+    """Return the meaning of `dp.reduce=auto` for a program; the same on all ranks.
 
-    A stage's gradients are open from its first backward to its last. Reduced once a step, they are whole for
-    so long; reduced with each microbatch they never are, but are reduced as often as there are microbatches.
-    So once a step where gradients are whole anyway, and where every rank finishes one stage before it begins
-    the backwards of the next, as in breadth-first schedules (Lamy-Poirier 2023), since there only a part of
-    the gradients is whole at a time. Where weights change within the step, a reduction is one of an update.
-    All ranks choose alike.
+    A stage's gradients are open from its first backward to its last. If they are reduced once a step, the
+    rank stores them unsharded during that time; if they are reduced with each microbatch, it never does, but
+    each microbatch costs a reduction. Hence "step" for modes that store unsharded gradients anyway, and if
+    every rank finishes one stage before it begins the backwards of the next, as in breadth-first schedules
+    (Lamy-Poirier 2023), since then only one stage's gradients are unsharded at a time. If weights change
+    within the step, gradients are reduced for each update.
     """
     if mode not in ("zero2", "zero3") or program.versions:
         return "step"
@@ -30,10 +30,10 @@ def choose(program: Program, mode: Mode) -> Reduce:
 
 
 def reduction(program: Program, mode: Mode, choice: str = "auto") -> Reduce:
-    """`dp.reduce` as it will be.
+    """Return when gradients are reduced.
 
     Args:
-        choice: "auto", "step" or "microbatch", as the config has it.
+        choice: "auto", "step" or "microbatch", as configured.
     """
     if choice == "auto":
         return choose(program, mode)
@@ -41,7 +41,7 @@ def reduction(program: Program, mode: Mode, choice: str = "auto") -> Reduce:
 
 
 def most_open_stages(program: Program, rank: int) -> int:
-    """The most stages of a rank whose gradients are open at once."""
+    """Return the largest number of a rank's stages whose gradients are open at once."""
     count = largest = 0
     for change in _changes(program.orders[rank]):
         count += change
@@ -50,15 +50,15 @@ def most_open_stages(program: Program, rank: int) -> int:
 
 
 def _changes(order: Sequence[Action]) -> Iterator[int]:
-    """1 where a stage's first backward of a step or an update is, -1 after its last."""
-    last = {action.stage: at for at, action in enumerate(order) if action.kind in _BACKWARDS}
+    """Yield 1 for a stage's first backward of a step or an update, and -1 after its last."""
+    last = {action.stage: index for index, action in enumerate(order) if action.kind in _BACKWARDS}
     open_ = set[int]()
-    for at, (stage, kind, _) in enumerate(order):
+    for index, (stage, kind, _) in enumerate(order):
         if kind in _BACKWARDS:
             if stage not in open_:
                 open_.add(stage)
                 yield 1
-            if last[stage] == at:
+            if last[stage] == index:
                 open_.remove(stage)
                 yield -1
         elif kind is ActionKind.UPDATE and stage in open_:

@@ -1,6 +1,6 @@
-"""Which jobs are legal: the rules that tie model, layout, schedule and batch together.
+"""The rules of legal jobs, which relate model, layout, schedule and batch.
 
-The config is checked by them before a process starts, and the planner proposes nothing that breaks one.
+A config is checked against them before a process starts, and the planner proposes only legal jobs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from stretto.program.program import Program
 
 
 def problems(job: Job) -> list[Problem]:
-    """Every broken rule; empty for a legal job."""
+    """Return a problem for every broken rule; empty for a legal job."""
     return [problem for rule in RULES for problem in rule(job)]
 
 
 def fits_tp(shape: ModelShape, tp: int) -> bool:
-    """True if heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
-    `tp` ranks.
+    """True if heads, key/value heads, vocabulary and MLP (or the shared expert) can be split over `tp`
+    ranks.
     """
     return (
         shape.heads % tp == 0
@@ -38,8 +38,8 @@ def fits_tp(shape: ModelShape, tp: int) -> bool:
 
 
 def _mlps(shape: ModelShape) -> list[tuple[str, int]]:
-    """The MLPs that every token goes through, of each kind of block: the field of the width, and the width,
-    0 where there is none.
+    """Return for each kind of block the MLP that every token passes: the field of its width, and the width, 0
+    if no such MLP exists.
     """
     return [
         ("ffn", kind.ffn) if kind.moe is None else ("moe.shared_ffn", kind.moe.shared_ffn)
@@ -96,7 +96,7 @@ def _expert_axes(job: Job) -> Iterator[Problem]:
         rule = f"it must divide model.moe.experts, which is {moe.experts}"
         yield Problem("layout.ep", layout.ep, rule, either("layout.ep", nearest_values(layout.ep, legal)))
     elif layout.ep == 1 and job.expert_tp not in (None, layout.tp):
-        rule = f"with layout.ep=1 experts are split as all else is, over layout.tp={layout.tp}"
+        rule = f"with layout.ep=1 experts are split over layout.tp={layout.tp}, like all other weights"
         yield Problem("layout.expert_tp", job.expert_tp, rule, "layout.expert_tp=null, or layout.ep above 1")
 
 
@@ -132,8 +132,8 @@ def _context(job: Job) -> Iterator[Problem]:
         yield Problem(
             "layout.context",
             "ulysses",
-            f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: each rank attends "
-            "with whole heads",
+            f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: ranks do not share "
+            "heads",
             f"layout.context=ring, or nearest: layout.cp={nearest_cp}",
         )
 
@@ -143,14 +143,14 @@ def _attention(job: Job) -> Iterator[Problem]:
     if kernel not in ("sdpa", "flex"):
         return
     rules = {
-        "dropout of attention needs the probabilities, which no fused kernel forms": job.shape.dropout > 0.0,
-        f"torch's fused kernels do not cap scores, as model.attention.softcap={special.softcap} says": (
+        "attention dropout needs the probabilities, which no fused kernel stores": job.shape.dropout > 0.0,
+        f"torch's fused kernels do not support model.attention.softcap={special.softcap}": (
             kernel == "sdpa" and special.softcap is not None
         ),
         "FlexAttention is not used for encoders and biases by distance": (
             kernel == "flex" and bool(job.shape.encoder_layers or job.shape.relative or not special.causal)
         ),
-        "the rounds of layout.context=ring have kernels of their own; ulysses has not": (
+        "layout.context=ring has its own kernels; ulysses can use FlexAttention": (
             kernel == "flex" and job.layout.cp > 1 and job.context == "ring"
         ),
     }
@@ -165,18 +165,18 @@ def _recompute(job: Job) -> Iterator[Problem]:
         yield Problem(
             "recompute.blocks",
             recompute.blocks,
-            f"recompute.mode={recompute.mode} chooses no number of blocks",
+            f"recompute.mode={recompute.mode} does not select a number of blocks",
             "recompute.blocks=null, or recompute.mode=full",
         )
     if recompute.memory_gib is not None and recompute.mode != "auto":
         yield Problem(
             "recompute.memory_gib",
             recompute.memory_gib,
-            f"recompute.mode={recompute.mode} goes by no budget",
+            f"recompute.mode={recompute.mode} has no memory budget",
             "recompute.memory_gib=null, or recompute.mode=auto",
         )
     if recompute.memory_gib is None and recompute.mode == "auto":
-        rule = "it chooses by what a rank may hold, and recompute.memory_gib does not say"
+        rule = "it needs the memory that a rank may use, and recompute.memory_gib is not set"
         yield Problem("recompute.mode", "auto", rule, "recompute.memory_gib=16, or recompute.mode=full")
 
 
@@ -186,10 +186,10 @@ def _shard_inputs(job: Job) -> Iterator[Problem]:
         return
     off = "recompute.shard_inputs=false"
     if recompute.mode != "full":
-        rule = f"recompute.mode={recompute.mode} keeps no inputs of whole blocks"
+        rule = f"recompute.mode={recompute.mode} does not store inputs of whole blocks"
         yield Problem("recompute.shard_inputs", "true", rule, f"{off}, or recompute.mode=full")
     elif job.sequence_parallel and job.layout.tp > 1:
-        rule = "layout.sequence_parallel has split the inputs of blocks over tp already"
+        rule = "layout.sequence_parallel already splits the inputs of blocks over tp"
         yield Problem("recompute.shard_inputs", "true", rule, off)
 
 
@@ -206,7 +206,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         yield Problem(
             "schedule.file",
             custom.name,
-            f"its program is a window of {custom.steps} steps, and training decides itself when to drain",
+            f"its program is a window of {custom.steps} steps, but training itself decides when to drain",
             "a program of one step, written without --steps",
         )
         return
@@ -214,7 +214,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         yield Problem(
             "schedule.file",
             custom.name,
-            f"its program is of {custom.ranks} ranks and {custom.microbatches} microbatches, the job has "
+            f"its program has {custom.ranks} ranks and {custom.microbatches} microbatches, the job has "
             f"layout.pp={pp} and {job.microbatches} microbatches",
             f"layout.pp={custom.ranks} and "
             f"batch.global_size={custom.microbatches * job.micro_batch * job.layout.dp}",
@@ -230,7 +230,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
     if not program.trains:
         yield Problem("schedule", job.schedule_name, "it has no backwards, so it cannot train", "use 1f1b")
         return
-    # cut as embedding, blocks and head, each stage at least one of them
+    # each stage needs at least one of embedding, blocks and head
     layers, stages = job.shape.chain, program.depth
     chunks = max(1, stages // pp)
     if stages > layers:
@@ -252,8 +252,8 @@ def _pipeline(job: Job) -> Iterator[Problem]:
         yield Problem(
             "optim.rate.rescheduling_steps",
             job.optimiser.rate.rescheduling_steps,
-            f"gradients of schedule {job.schedule_name} on {pp} ranks are {late} late, so that there is "
-            "nothing to reschedule",
+            f"gradients of schedule {job.schedule_name} on {pp} ranks are {late} late, so no rate needs "
+            "rescheduling",
             "optim.rate.rescheduling_steps=null, or schedule.name=pipedream on 3 ranks or more",
         )
 
@@ -270,19 +270,19 @@ def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
         yield Problem("layout.stages", shown, rule, fix)
     elif sum(counts) != layers:
         rule = f"they add up to {sum(counts)}, the model has {layers} layers: "
-        if sum(counts) == job.shape.layers:  # only the blocks were counted
+        if sum(counts) == job.shape.layers:  # embedding and head were forgotten
             counted = list(counts)
             counted[0] += 1
             counted[-1] += 1
             fix = f"layout.stages={counted}, if the embedding and the head go with the first and last blocks"
         yield Problem("layout.stages", shown, rule + _described(job.shape), fix)
     elif job.encoder_pp is not None:
-        rule = "layout.encoder_pp says how the stacks are cut already"
+        rule = "layout.encoder_pp already determines how the stacks are cut"
         yield Problem("layout.stages", shown, rule, "layout.stages=null, or layout.encoder_pp=null")
 
 
 def _described(shape: ModelShape) -> str:
-    """The layers that are cut into stages, in words."""
+    """Describe the layers that are cut into stages."""
     if not shape.encoder_layers:
         return f"embedding, {shape.layers} blocks, head"
     stacks = f"{shape.encoder_layers} of the encoder, the decoder's embedding, {shape.layers} of the decoder"
@@ -290,7 +290,7 @@ def _described(shape: ModelShape) -> str:
 
 
 def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
-    """True if the first pipeline ranks can hold the encoder, and nothing else."""
+    """Check that the first pipeline ranks can hold the encoder and nothing else."""
     pp, first = job.layout.pp, job.encoder_pp or 0
     if program.stages > pp:
         rule = (
@@ -310,19 +310,19 @@ def _encoder_ranks(job: Job, program: Program) -> Iterator[Problem]:
 
 
 def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
-    """What an asynchronous schedule asks for: stages that update by themselves."""
+    """Check what asynchronous schedules require: that each stage can update separately."""
     if stages > 1 and job.shape.encoder_layers:
         yield Problem(
             "schedule",
             job.schedule_name,
-            "it updates each stage by itself, but the stages of an encoder and its decoder share embeddings",
+            "it updates each stage separately, but the stages of an encoder and its decoder share embeddings",
             "layout.pp=1, or a schedule that updates after the step, such as 1f1b",
         )
     elif stages > 1 and job.shape.tied:
         yield Problem(
             "model.tied",
             "true",
-            f"schedule {job.schedule_name} updates each stage by itself, but the first and the last would "
+            f"schedule {job.schedule_name} updates each stage separately, but the first and the last would "
             "share the embedding",
             "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
         )
@@ -330,14 +330,14 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
         yield Problem(
             "optim.clip",
             job.optimiser.clip,
-            f"schedule {job.schedule_name} updates each stage by itself, so no rank knows the norm of all "
-            "gradients",
+            f"schedule {job.schedule_name} updates each stage separately, so the norm of all gradients is "
+            "not available",
             "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
         )
 
 
 def _encoder(job: Job) -> Iterator[Problem]:
-    """What is not done beside an encoder, and what only an encoder has."""
+    """Check settings that an encoder rules out, and those that need one."""
     layout, stacks = job.layout, job.shape.encoder_layers > 0
     if not stacks:
         if job.encoder_pp is not None:
@@ -349,13 +349,13 @@ def _encoder(job: Job) -> Iterator[Problem]:
         rule = "with layout.pp=1 one rank holds both stacks"
         yield Problem("layout.encoder_pp", job.encoder_pp, rule, "layout.encoder_pp=null, or layout.pp=2")
     if layout.cp > 1:
-        rule = "the attention of an encoder, and to its output, is not split over context-parallel ranks"
+        rule = "attention of an encoder and cross-attention are not split over context-parallel ranks"
         yield Problem(
             "layout.cp", layout.cp, rule, "layout.cp=1, and layout.tp with layout.sequence_parallel"
         )
     if job.dp.mode == "server":
-        rule = "a server sends samples of one sequence, and those of a model with an encoder have two"
-        yield Problem("dp.mode", "server", rule, "dp.mode=zero")
+        rule = "a server sends samples of one sequence, but a model with an encoder has two"
+        yield Problem("dp.mode", "server", rule, "dp.mode=zero1")
     if job.sequence_parallel and layout.tp > 1:
         lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
         for name, length in lengths.items():
@@ -368,7 +368,7 @@ def _encoder(job: Job) -> Iterator[Problem]:
 def _sequence(job: Job) -> Iterator[Problem]:
     lengths = {"data.sequence": job.sequence, "data.target_sequence": job.target_sequence}
     for name, length in list(lengths.items())[: 2 if job.shape.encoder_layers else 1]:
-        if length > job.shape.sequence and not job.shape.relative:  # distances have no end
+        if length > job.shape.sequence and not job.shape.relative:  # relative positions are unbounded
             yield Problem(
                 name,
                 length,
@@ -383,7 +383,7 @@ _ELSE = "or a schedule that updates after the step, such as 1f1b"
 
 
 def _shard_modes(job: Job) -> Iterator[Problem]:
-    """A size is given only for what the mode shards."""
+    """Check that sizes are set only for tensors that the mode shards."""
     mode = job.dp.mode
     for field, first_mode in SHARDS.items():
         size = job.dp.shards[field]
@@ -398,7 +398,9 @@ def _shard_modes(job: Job) -> Iterator[Problem]:
 
 
 def _shard_sizes(job: Job) -> Iterator[Problem]:
-    """States over a part of the copies, gradients over a part of these ranks, parameters of those."""
+    """Check that states are sharded over a divisor of the copies, gradients over a divisor of those ranks,
+    and parameters over a divisor of those.
+    """
     dp, layout = job.dp, job.layout
     if dp.mode not in _SHARDED:
         return
@@ -411,7 +413,7 @@ def _shard_sizes(job: Job) -> Iterator[Problem]:
             legal = [n for n in range(1, largest + 1) if largest % n == 0]
             rule = f"it must divide {product}" + (f", which is {largest}" if " x " in product else "")
             yield Problem(f"dp.{field}", size, rule, either(f"dp.{field}", nearest_values(size, legal)))
-            return  # what the next must divide is not known
+            return  # the bound of the next size is unknown
         largest, product = size, f"dp.{field}={size}"
 
 
@@ -421,11 +423,11 @@ def _reduce_and_gather(job: Job) -> Iterator[Problem]:
         yield Problem(
             "dp.reduce",
             "microbatch",
-            f"with dp.mode={dp.mode} ranks keep all gradients, which are reduced once a step",
+            f"with dp.mode={dp.mode} ranks store all gradients, which are reduced once a step",
             "dp.reduce=auto, or dp.mode=zero2",
         )
     if dp.gather != "auto" and dp.mode != "zero3":
-        rule = f"dp.mode={dp.mode} keeps parameters whole"
+        rule = f"dp.mode={dp.mode} does not shard parameters"
         yield Problem("dp.gather", dp.gather, rule, "dp.gather=auto, or dp.mode=zero3")
 
 
@@ -435,7 +437,7 @@ def _offload(job: Job) -> Iterator[Problem]:
         yield Problem(
             "dp.offload_parameters",
             dp.offload_parameters,
-            f"dp.mode={dp.mode} keeps parameters whole, and uses them all the time",
+            f"dp.mode={dp.mode} does not shard parameters and uses them all the time",
             "dp.offload_parameters=none, or dp.mode=zero3",
         )
     away = [f"dp.{name}" for name in ("offload", "offload_parameters") if getattr(dp, name) == "nvme"]
@@ -444,21 +446,21 @@ def _offload(job: Job) -> Iterator[Problem]:
 
 
 def _versions(job: Job) -> Iterator[Problem]:
-    """What a schedule that updates each stage in the middle of the step leaves no time for."""
+    """Check settings that conflict with a schedule that updates each stage in the middle of the step."""
     dp = job.dp
     needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch"
     if not needs_whole_weights or not _has_versions(job):
         return
-    within = f"schedule {job.schedule_name} updates each stage by itself in the middle of the step"
+    within = f"schedule {job.schedule_name} updates each stage separately, in the middle of the step,"
     if dp.mode == "zero3":
         yield Problem(
             "dp.mode",
             "zero3",
-            f"{within} and computes with older weights too, which cannot be gathered from shards",
+            f"{within} and also computes with older weights, which cannot be gathered from shards",
             f"dp.mode=zero2, {_ELSE}",
         )
     elif dp.mode == "zero2" and dp.reduce == "microbatch":
-        rule = f"{within}, where gradients are reduced for each update"
+        rule = f"{within} and reduces gradients for each update"
         yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
 
 
@@ -466,14 +468,14 @@ def _has_versions(job: Job) -> bool:
     try:
         return bool(job.program().versions)
     except StrettoError:
-        return False  # which the rules of batches and schedules report
+        return False  # the rules of batches and schedules report the error
 
 
 def _precision(job: Job) -> Iterator[Problem]:
-    """Fields that mean something with 16 bits alone; float64 is for proofs of any job."""
+    """Check fields that are meaningful only for 16-bit types; float64 is for proofs and accepts any job."""
     precision, plain = job.precision, Precision()
     if precision.dtype == "float32":
-        rule = "train.dtype=float32 has weights and gradients of one type"
+        rule = "with train.dtype=float32 weights and gradients have one type"
         for field, value in (("gradients", precision.gradients), ("keep", precision.keep)):
             if value != getattr(plain, field):
                 default = "float32" if field == "gradients" else list(KEEP)
@@ -485,14 +487,14 @@ def _precision(job: Job) -> Iterator[Problem]:
         for field in ("loss_scale", "loss_scale_steps"):
             value, default = getattr(precision, field), getattr(plain, field)
             if value != default:
-                rule = f"train.dtype={precision.dtype} needs no scale of the loss"
+                rule = f"train.dtype={precision.dtype} needs no loss scaling"
                 yield Problem(
                     f"precision.{field}", value, rule, f"precision.{field}={default}, or train.dtype=float16"
                 )
 
 
 def _keep(job: Job) -> Iterator[Problem]:
-    """A pattern that is no default names some parameter."""
+    """Check that every pattern in addition to the defaults matches a parameter."""
     added = [pattern for pattern in job.precision.keep if pattern not in KEEP]
     names = parameter_shapes(job.shape) if added else {}
     for pattern in added:
@@ -506,8 +508,8 @@ def _keep(job: Job) -> Iterator[Problem]:
 
 
 def _eight_bits(job: Job) -> Iterator[Problem]:
-    """Sides of each product of a block's linear layers, as a rank has them; and what scales would not be
-    those of one process for: key heads that several ranks hold, and padding.
+    """Check the sizes of a rank's 8-bit products, and reject layouts whose scales would differ from those of
+    one process: key heads that several ranks hold, and padding.
     """
     if job.precision.fp8 == "none":
         return
@@ -523,10 +525,10 @@ def _eight_bits(job: Job) -> Iterator[Problem]:
         return
     unit = (2 * job.layout.cp if job.layout.cp > 1 else 1) * (tp if job.sequence_parallel else 1)
     if job.precision.fp8 == "tensor" and job.sequence % unit:
-        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
+        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would affect the scales"
         yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
         return
-    # features that linear layers of a block take and give, on one rank; rounded where tp does not divide
+    # input and output features of a block's linears on one rank; rounded if tp does not divide them
     keys = max(shape.kv_heads // tp, 1) * shape.head_dim
     heads = shape.attention_width // tp
     ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
@@ -549,7 +551,7 @@ def _eight_bits(job: Job) -> Iterator[Problem]:
 
 
 def _freeze(job: Job) -> Iterator[Problem]:
-    """Every pattern freezes something, and something is left to train."""
+    """Check that every pattern freezes a parameter and that some parameter remains trained."""
     if job.trained.everything:
         return
     names = list(parameter_shapes(job.shape))
@@ -563,7 +565,7 @@ def _freeze(job: Job) -> Iterator[Problem]:
 
 
 def _adapters(job: Job) -> Iterator[Problem]:
-    """Every target is a linear of some block."""
+    """Check that every target is a linear of some block."""
     shape, lora = job.shape, job.shape.lora
     if lora is None:
         return
@@ -571,25 +573,27 @@ def _adapters(job: Job) -> Iterator[Problem]:
     for target in lora.unmatched(modules):
         names = dict.fromkeys(name for module in sorted(modules) for name in PROJECTIONS.get(module, ()))
         rule = "no block of the model has it" + ("; routed experts take no adapters" if shape.moe else "")
-        yield Problem("lora.targets", target, rule, f"of {', '.join(names)}")
+        yield Problem("lora.targets", target, rule, f"choose from {', '.join(names)}")
     if job.precision.fp8 != "none":
-        rule = "linears with adapters have no products in 8 bits"
+        rule = "linears with adapters do not support 8-bit products"
         yield Problem("precision.fp8", job.precision.fp8, rule, "precision.fp8=none, or lora.rank=null")
 
 
 def _graphs(job: Job) -> Iterator[Problem]:
-    """A graph has the memory of one microbatch; nothing in it waits for the host or depends on values."""
+    """Check that a graph can be captured: it has the memory of one microbatch, and nothing in it waits for
+    the host or depends on values.
+    """
     if job.graphs != "off":
         for rule, fix in _graph_obstacles(job):
             yield Problem("train.graphs", job.graphs, rule, f"train.graphs=off, or {fix}")
 
 
 def _graph_obstacles(job: Job) -> Iterator[tuple[str, str]]:
-    """Each rule that is broken, and what else would mend it."""
+    """Yield each broken rule and a setting that would satisfy it."""
     layout, shape = job.layout, job.shape
     if layout.pp > 1:
         yield (
-            f"layout.pp={layout.pp} has several microbatches in flight, and a graph is of one",
+            f"layout.pp={layout.pp} has several microbatches in flight, and a graph captures one",
             "layout.pp=1",
         )
     elif batch_problem(job) is None:
@@ -600,7 +604,10 @@ def _graph_obstacles(job: Job) -> Iterator[tuple[str, str]]:
             "layout.cp=1",
         )
     if shape.moe is not None:
-        yield "the host counts the tokens of each expert, and a graph cannot wait for it", "a dense model"
+        yield (
+            "the host counts the tokens of each expert, and a graph cannot wait for the host",
+            "a dense model",
+        )
     if shape.encoder_layers:
         yield "the decoder reads samples of another length with each microbatch", "a model without an encoder"
     if shape.drops:
@@ -609,28 +616,28 @@ def _graph_obstacles(job: Job) -> Iterator[tuple[str, str]]:
             "model.dropout=0 and lora.dropout=0",
         )
     if job.dp.mode == "zero3":
-        yield "dp.mode=zero3 gathers weights into memory that it frees, and a graph's stays", "dp.mode=zero2"
+        yield "dp.mode=zero3 frees gathered weights, and a graph needs fixed memory", "dp.mode=zero2"
     if job.dp.mode == "server":
         yield (
-            "dp.mode=server sends samples and weights in ways that were never tried with graphs",
+            "dp.mode=server was never tested with graphs",
             "dp.mode=ddp",
         )
 
 
 def _program_obstacles(job: Job) -> Iterator[tuple[str, str]]:
-    """Obstacles in the order of a step's actions, and in when gradients are reduced."""
+    """Yield obstacles in the order of a step's actions and in the time of gradient reductions."""
     try:
         program = job.program()
     except StrettoError:
-        return  # which the rule of schedules reports
+        return  # the rule of schedules reports the error
     if not in_turn(program):
         yield (
-            f"schedule {job.schedule_name} does not end a microbatch before it begins the next one",
+            f"schedule {job.schedule_name} does not finish a microbatch before it begins the next",
             "schedule.name=1f1b",
         )
     elif job.dp.mode == "zero2" and reduction(program, "zero2", job.dp.reduce) == "microbatch":
         yield (
-            "dp.mode=zero2 reduces gradients in the backward of each microbatch, by hooks that a graph does "
+            "dp.mode=zero2 reduces gradients in the backward of each microbatch by hooks, which a graph does "
             "not run",
             "dp.reduce=step",
         )

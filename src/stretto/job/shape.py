@@ -30,21 +30,21 @@ LARGEST_LAYERS = 10_000  # far above any model: code that counts layer by layer 
 class ModelShape:
     """A transformer: a decoder, or an encoder and a decoder that attends to the encoder's output.
 
-    `family` names a set of default values (`job/families.py`): fields that are left out or None take them,
-    so every field of a built shape has a value. A model with `unsupported_parts` can be planned, but not
-    built yet. `dataclasses.replace` keeps values that were filled in: with a new `hidden`, set `ffn` and
-    `head_dim` too.
+    `family` names a set of default values (`job/families.py`) for fields that are left out or None, so every
+    field of a built shape has a value. A model with `unsupported_parts` can be planned, but not built yet.
+    `dataclasses.replace` copies values that were filled in: with a new `hidden`, set `ffn` and `head_dim`
+    too.
 
     Raises:
-        StrettoError: a value out of its limits, or sizes that do not fit each other.
+        StrettoError: a value is outside its limits, or sizes do not fit each other.
     """
 
     family: Annotated[
         Family,
         Field(
-            "The usual values of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, "
-            "dropout). `llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The "
-            "others are in docs/models.md."
+            "The defaults of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "
+            "`llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The others are in "
+            "docs/models.md."
         ),
     ]
     layers: Annotated[
@@ -102,7 +102,7 @@ class ModelShape:
     ]
     sequence: Annotated[
         int,
-        Field("Most tokens of context.", gt=0, largest=1 << 40, null="the preset's, else `data.sequence`"),
+        Field("Context length, in tokens.", gt=0, largest=1 << 40, null="the preset's, else `data.sequence`"),
     ]
     dropout: Annotated[
         float,
@@ -124,7 +124,7 @@ class ModelShape:
     position_embedding: Annotated[
         PositionEmbedding,
         Field(
-            "Positions are `learned` and added to the embedding, or `rotary` or `relative`, in the attention "
+            "Positions are `learned` and added to the embedding, or `rotary` or `relative`, within attention "
             "(`relative`: a bias of the scores by head and distance, one table for all blocks of a stack "
             "(T5); only with an encoder)."
         ),
@@ -143,8 +143,8 @@ class ModelShape:
     block_norms: Annotated[
         BlockNorms,
         Field(
-            "Norms before attention and MLP (`pre`), before and after (`sandwich`, Gemma), or of the sum "
-            "with the residual stream, without a last norm (`post`, BART)."
+            "Norms before attention and MLP (`pre`), before and after them (`sandwich`, Gemma), or after "
+            "their sum with the residual stream, without a last norm (`post`, BART)."
         ),
     ] = derived("family")
     embedding_scale: Annotated[
@@ -171,14 +171,14 @@ class ModelShape:
     ] = derived("family", "hidden")
     attention: Annotated[AttentionShape, Field("Attention options other than head counts.")] = derived()
     rope: Annotated[
-        RopeScaling | None, Field("How rotary positions reach beyond those of the first training.")
+        RopeScaling | None, Field("Scaling of rotary positions for contexts longer than that of pretraining.")
     ] = None
     moe: Annotated[
-        ExpertShape | None, Field("A mixture of experts in place of the MLP of every block, or of some.")
+        ExpertShape | None, Field("A mixture of experts in place of the MLP of all or some blocks.")
     ] = None
     lora: LoraShape | None = None
-    beyond: tuple[str, ...] = ()
-    """Features without a module here, for display; they change no size and hardly a cost."""
+    unmodelled_features: tuple[str, ...] = ()
+    """Features that Stretto has no module for, for display; they affect no size, and costs hardly."""
 
     def __post_init__(self) -> None:
         check_fields(self, "family", "layers", "hidden", "heads")
@@ -205,24 +205,24 @@ class ModelShape:
             rule = f"it must be below head_dim, which is {self.head_dim} and includes it"
             raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
         if latent is not None and self.kv_heads != self.heads:
-            rule = "latent attention makes keys and values of every head"
+            rule = "latent attention has keys and values for every head"
             raise Problem("kv_heads", self.kv_heads, rule, f"kv_heads: {self.heads}")
         if self.rotary and self.rope_dim % 2:
             name = "head_dim" if latent is None else "rope_dim"
-            rule = "it must be even: rotary positions turn pairs of features"
+            rule = "it must be even: rotary positions rotate pairs of features"
             raise Problem(name, self.rope_dim, rule, f"nearest: {name}: {self.rope_dim + 1}")
         if self.rotary and self.dropout:
-            rule = "models with rotary positions have none"
+            rule = "models with rotary positions have no dropout"
             raise Problem("dropout", self.dropout, rule, "dropout: 0, or family: gpt")
 
     @property
     def gated(self) -> bool:
-        """True if the MLP has a gate beside its up projection."""
+        """True if the MLP has a gate projection."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def drops(self) -> bool:
-        """True if training drops anything at random."""
+        """True if training uses dropout, of the model or of adapters."""
         return self.dropout > 0.0 or (self.lora is not None and self.lora.dropout > 0.0)
 
     @property
@@ -244,17 +244,17 @@ class ModelShape:
 
     @property
     def rotary(self) -> bool:
-        """True if attention turns queries and keys by their positions."""
+        """True if attention rotates queries and keys by their positions."""
         return self.position_embedding == "rotary"
 
     @property
     def learned(self) -> bool:
-        """True if positions have embeddings, which are added to those of tokens."""
+        """True if position embeddings are added to those of tokens."""
         return self.position_embedding == "learned"
 
     @property
     def relative(self) -> bool:
-        """True if attention adds a bias to its scores by distance."""
+        """True if attention adds a bias by distance to its scores."""
         return self.position_embedding == "relative"
 
     @property
@@ -264,37 +264,37 @@ class ModelShape:
 
     @property
     def chain(self) -> int:
-        """Layers that are cut into stages: embedding, blocks and head, and with an encoder its blocks and the
-        decoder's embedding.
+        """Number of layers that are cut into stages: embedding, blocks and head, and with an encoder also its
+        blocks and the decoder's embedding.
         """
         return self.layers + 2 + (self.encoder_layers + 1 if self.encoder_layers else 0)
 
     @property
     def encoder_stack(self) -> ModelShape:
-        """A model with nothing but the encoder's blocks; only of a model that has any."""
+        """A model that consists of the encoder's blocks alone; the model must have an encoder."""
         return _encoder_stack(self)
 
     @property
     def pretraining_sequence(self) -> int:
-        """Tokens of a sample in the first training: `sequence`, unless positions were stretched later."""
+        """Tokens of a sample in pretraining: `sequence`, unless positions were scaled afterwards."""
         if self.rope is None:
             return self.sequence
         return min(self.sequence, self.rope.original_positions or round(self.sequence / self.rope.factor))
 
     @property
     def rope_dim(self) -> int:
-        """Features of a head that are turned by position."""
+        """Features of a head that rotary positions rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def attention_scale(self) -> float:
-        """By which attention multiplies its scores before the softmax."""
+        """Factor that multiplies the scores before the softmax."""
         scale = (self.attention.query_scale or self.head_dim) ** -0.5
         return scale if self.latent is None or self.rope is None else scale * self.rope.score_factor
 
     @property
     def latent(self) -> LatentShape | None:
-        """The narrow vectors of latent attention."""
+        """Latent attention, if the model has it."""
         return self.attention.latent
 
     @property
@@ -304,43 +304,49 @@ class ModelShape:
 
     @property
     def unsupported_parts(self) -> tuple[str, ...]:
-        """What the modules here cannot do yet, in words; empty: the model can be built and trained."""
+        """Features that Stretto's modules lack, for messages; if empty, the model can be built and
+        trained.
+        """
         attention, stacks = self.attention, self.encoder_layers > 0
         parts = [
             ("one norm of queries and keys over all heads", attention.norm == "all"),
             ("an MLP of kind relu2", self.mlp == "relu2"),
-            ("layer norms beside rotary positions", self.norm == "layer" and self.rotary),
-            ("sinks beside latent attention", self.latent is not None and attention.sinks),
-            ("norms of heads beside latent attention", self.latent is not None and attention.norm),
+            ("layer norms with rotary positions", self.norm == "layer" and self.rotary),
+            ("sinks with latent attention", self.latent is not None and attention.sinks),
+            ("norms of heads with latent attention", self.latent is not None and attention.norm),
             ("relative positions without an encoder", self.relative and not stacks),
             ("bidirectional attention without an encoder", not attention.causal),
             ("rotary positions in an encoder", stacks and self.rotary),
-            ("latent attention beside an encoder", stacks and self.latent is not None),
-            ("experts beside an encoder", stacks and self.moe is not None),
-            ("adapters beside an encoder", stacks and self.lora is not None),
-            ("attention windows beside an encoder", stacks and attention.window is not None),
-            ("soft-capped scores beside an encoder", stacks and attention.softcap is not None),
-            ("attention sinks beside an encoder", stacks and attention.sinks),
-            ("norms of heads beside an encoder", stacks and attention.norm is not None),
-            ("sandwich norms beside an encoder", stacks and self.block_norms == "sandwich"),
+            ("latent attention with an encoder", stacks and self.latent is not None),
+            ("experts with an encoder", stacks and self.moe is not None),
+            ("adapters with an encoder", stacks and self.lora is not None),
+            ("attention windows with an encoder", stacks and attention.window is not None),
+            ("soft-capped scores with an encoder", stacks and attention.softcap is not None),
+            ("attention sinks with an encoder", stacks and attention.sinks),
+            ("norms of heads with an encoder", stacks and attention.norm is not None),
+            ("sandwich norms with an encoder", stacks and self.block_norms == "sandwich"),
         ]
-        return (*[part for part, present in parts if present], *self.beyond)
+        return (*[part for part, present in parts if present], *self.unmodelled_features)
 
     def block(self, index: int) -> ModelShape:
-        """A model with nothing but blocks like the one at `index`: the model itself where all are alike."""
+        """Return a model that consists of blocks like the one at `index`: the model itself if all are
+        alike.
+        """
         alike = _block(self, index)  # cached by value: it may come from an equal shape
         return self if alike == self else alike
 
     def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
-        """Its kinds of blocks, in the order of their first, and how many there are of each."""
+        """Return the kinds of blocks, in the order of their first blocks, each with its count."""
         return _kinds(self)
 
     def block_counts(self, layers: range) -> tuple[int, ...]:
-        """How many blocks of each of `kinds` are among some layers; 0 is the embedding, 1 the first block."""
+        """Return how many of the layers (0 is the embedding, 1 the first block) are blocks of each of
+        `kinds`.
+        """
         return _block_counts(self, layers)
 
     def each(self, count: Callable[[ModelShape], T]) -> list[T]:
-        """`count` of every block, asked once for each kind."""
+        """Return `count` of every block, called once for each kind."""
         kinds = self.kinds()
         if len(kinds) == 1:
             return [count(kinds[0][0])] * self.layers
@@ -349,27 +355,27 @@ class ModelShape:
 
     @property
     def expert_ffn(self) -> int:
-        """Inner width of each routed expert; only of a model that has any."""
+        """Inner width of each routed expert; the model must have experts."""
         assert self.moe is not None
         return self.ffn if self.moe.ffn is None else self.moe.ffn
 
     @property
     def attention_width(self) -> int:
-        """Features of all query heads together."""
+        """Features of all query heads, summed."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Features of all key heads together; as many again are values."""
+        """Features of all key heads, summed, which equal those of all value heads."""
         return self.kv_heads * self.head_dim
 
 
 def check_built(shape: ModelShape) -> None:
-    """Raises StrettoError for a model that can be planned and not yet built."""
+    """Raise StrettoError if a model can be planned but not built."""
     if shape.unsupported_parts:
         raise StrettoError(
             f"this model has {', '.join(shape.unsupported_parts)}: it can be planned, not yet built",
-            hint="`stretto catalogue NAME` says whether a model trains here",
+            hint="`stretto catalogue NAME` shows whether Stretto can train a model",
         )
 
 
@@ -418,7 +424,7 @@ def _block_counts(shape: ModelShape, layers: range) -> tuple[int, ...]:
     return tuple(alike.count(kind) for kind in kinds)
 
 
-# fields of the first records; all others are left out if they have the family's default
+# fields that every record has; all others are left out if they have the family's default
 _FIRST_RECORDS = frozenset(
     re.findall(
         r"\w+",
@@ -429,7 +435,7 @@ _FIRST_RECORDS = frozenset(
 
 
 def shape_to_record(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of a shape as JSON has them."""
+    """Return the fields of a shape as a JSON record."""
     defaults = FAMILY_DEFAULTS[shape.family]
     default = ModelShape(
         family=shape.family, layers=1, hidden=shape.hidden, heads=1, head_dim=256, vocab=1, sequence=1
@@ -445,15 +451,15 @@ def shape_to_record(shape: ModelShape) -> dict[str, Any]:
 
 
 def shape_from_record(record: Mapping[str, Any]) -> ModelShape:
-    """Return the shape with these fields; a field that older records lack takes its default.
+    """Return the shape of a JSON record; fields that older records lack have their defaults.
 
     Raises:
-        TypeError: a name that is no field of a shape.
+        TypeError: the record has a name that is not a field of a shape.
         StrettoError: the sizes do not fit each other.
     """
     return from_plain(ModelShape, record)
 
 
 def fields_of(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields by name; parts such as `attention` are not taken apart."""
+    """Return the fields by name; parts such as `attention` remain objects."""
     return {name: getattr(shape, name) for name in declared(ModelShape)}

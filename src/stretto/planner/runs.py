@@ -343,7 +343,9 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
             job,
             dp=replace(dp, reduce="step" if keeps_gradients else "auto"),
             loss_chunk=0,
-            framework=framework_behaviour(name, dp=dp, precision=precision, compiled=compiled, again=again),
+            framework=framework_behaviour(
+                name, dp=dp, precision=precision, compiled=compiled, recompute=again
+            ),
             vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
         )
     forwards = (job.microbatches or 1) * stages

@@ -276,7 +276,7 @@ _CHECKS: Sequence[tuple[object, Callable[[JobValues], None]]] = (
 
 def _as_run(job: Job, settings: Settings) -> Job:
     result = as_run(job, settings)
-    ways = framework_behaviour("nemo", dp=job.dp, precision=job.precision, again=result.framework)
+    ways = framework_behaviour("nemo", dp=job.dp, precision=job.precision, recompute=result.framework)
     return replace(result, framework=ways)
 
 

@@ -243,7 +243,7 @@ def test_a_folder_goes_in_and_out(name: str, tmp_path: Path) -> None:
     [
         ({"encoder_layers": 0}, "relative positions without an encoder"),
         ({"position_embedding": "rotary"}, "rotary positions in an encoder"),
-        ({"attention": AttentionShape(window=4)}, "attention windows beside an encoder"),
+        ({"attention": AttentionShape(window=4)}, "attention windows with an encoder"),
     ],
 )
 def test_what_is_not_built_is_said(changed: dict[str, Any], says: str) -> None:

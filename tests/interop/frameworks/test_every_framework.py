@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "schedule.split": (False,),
     "schedule.chunks": (2,),
     "model.family": ("gpt", "llama"),
-    "model.beyond": (("a clamped gate",),),
+    "model.unmodelled_features": (("a clamped gate",),),
     "model.mlp": ("gelu", "relu2", "swiglu", "geglu", "swiglu_clamped"),
     "model.norm": ("layer", "rms", "rms1p"),
     "model.position_embedding": ("learned", "rotary"),

@@ -46,7 +46,11 @@ def test_a_legal_job_passes() -> None:
             "nearest ep is 2",
         ),
         ("layout.context=ulysses layout.cp=8", "layout.tp=1 x layout.cp=8 must divide", "layout.cp=4"),
-        ("recompute.blocks=1", "recompute.blocks is 1: recompute.mode=none chooses", "recompute.mode=full"),
+        (
+            "recompute.blocks=1",
+            "recompute.blocks is 1: recompute.mode=none does not select",
+            "recompute.mode=full",
+        ),
         ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
         (
@@ -61,7 +65,7 @@ def test_a_legal_job_passes() -> None:
         ("model.hidden=65", "model.hidden is 65: it must be a multiple of heads, which is 4", "64"),
         (
             "model.family=llama model.dropout=0.1",
-            "model.dropout is 0.1: models with rotary positions have none",
+            "model.dropout is 0.1: models with rotary positions have no dropout",
             None,
         ),
         ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),

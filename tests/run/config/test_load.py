@@ -71,7 +71,7 @@ def test_vocab_and_positions_of_the_model_win() -> None:
         (MODEL + "lr: 1.0\n", "job.yaml:2: there is no field lr", "did you mean optim.lr?"),
         (
             MODEL + "optim:\n  rate:\n    warmup: 1.5\n",
-            "job.yaml:4: optim.rate.warmup is 1.5: with a fraction it is a part of the steps, below 1",
+            "job.yaml:4: optim.rate.warmup is 1.5: a fraction of the steps must be below 1",
             "2 for 2 steps",
         ),
         (

@@ -1,4 +1,4 @@
-"""A shape as a flat record of fields, and where two shapes compute different functions."""
+"""A shape as a flat mapping of fields, and the fields in which the functions of two shapes differ."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stretto.job.families import Family
 from stretto.job.field import declared
 from stretto.job.shape import ModelShape, fields_of
 
-ShapeFields = dict[str, Any]  # fields of a shape by name, those of its parts with a dot: `moe.experts`
+ShapeFields = dict[str, Any]  # fields of a shape by name; names in parts have a dot: `moe.experts`
 
 _PARTS = {"attention": AttentionShape, "latent": LatentShape, "moe": ExpertShape, "rope": RopeScaling}
-# a shape's values if a description does not set them, whatever the family
+# defaults of fields that a description does not set, for all families
 _DEFAULTS: ShapeFields = {
     "position_embedding": "rotary",
     "mlp": "swiglu",
@@ -26,14 +26,12 @@ _DEFAULTS: ShapeFields = {
     "logit_scale": 1.0,
     "encoder_layers": 0,
 }
-_TRAINING = ("balance", "z", "capacity", "drop", "correction_rate")  # of experts: no part of the function
+_TRAINING = ("balance", "z", "capacity", "drop", "correction_rate")  # `moe` fields outside the function
 _OF_TYPE = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "truncate")}
 
 
 def fields_by_name(shape: ModelShape) -> ShapeFields:
-    """Return every field of the shape and of its parts; those that are None by default have the value that
-    this stands for.
-    """
+    """Return every field of the shape and of its parts, with the effective value where None is a default."""
     named = {
         name: value
         for name, value in fields_of(shape).items()
@@ -51,10 +49,10 @@ def fields_by_name(shape: ModelShape) -> ShapeFields:
 
 
 def shape_from_fields(named: ShapeFields, family: Family) -> ModelShape:
-    """Return the shape with these fields; others have the same defaults in all families.
+    """Return the shape with these fields; other fields have defaults that do not depend on the family.
 
     Raises:
-        StrettoError: the values do not fit each other.
+        StrettoError: the values contradict each other.
     """
     values = {**_DEFAULTS, **{name: value for name, value in named.items() if "." not in name}}
     parts = {
@@ -90,7 +88,7 @@ def differences(shape: ModelShape, other: ModelShape) -> dict[str, tuple[Any, An
     differing = dict[str, tuple[Any, Any]]()
     for name in functions[0] | functions[1]:
         values = functions[0].get(name), functions[1].get(name)
-        # if all blocks of one have experts and those of the other have not, `moe` shows it
+        # if all blocks of one shape have experts and those of the other do not, `moe` shows it
         if values[0] == values[1] or (name == "ffn" and None in values):
             continue
         source = every if name in _DETERMINED_BY else functions
@@ -128,7 +126,7 @@ def _adapters(shape: ModelShape) -> ShapeFields:
 
 
 def _function(shape: ModelShape) -> ShapeFields:
-    """Return the values that the shape's function depends on, each in one form only."""
+    """Return the values that determine the shape's function, in a canonical form."""
     values = fields_by_name(shape) | _adapters(shape)
     del values["lora"]
     blocks = [shape.block(i) for i in range(shape.layers)]

@@ -1,4 +1,4 @@
-"""The keys of a `config.json`, read by type, with an account of those that nothing has read."""
+"""Typed access to the keys of a `config.json`, with a record of the keys that were not read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST = 60  # characters of a value in a message
 
 
 class KeyType(NamedTuple):
-    """The type of a key's value: in words, and as a test."""
+    """The type of a key's value: a description and a test."""
 
     rule: str
     holds: Callable[[object], bool]
@@ -42,7 +42,7 @@ FLAG: Final = KeyType("true or false", lambda value: isinstance(value, bool))
 WORD: Final = KeyType("a word", lambda value: isinstance(value, str))
 
 
-REQUIRED: Final[Any] = object()  # in place of the default of a key that must be given
+REQUIRED: Final[Any] = object()  # the default of a required key
 
 
 class ConfigKeys:
@@ -58,18 +58,19 @@ class ConfigKeys:
         return key in self._values
 
     def name(self, key: str) -> str:
-        """The key as messages name it, with the section that it is in."""
+        """Return the key's full name for messages, prefixed by its section."""
         return f"{self._section}.{key}" if self._section else key
 
     def get(self, key: str, type: KeyType, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
         """Return the value of a key.
 
         Args:
-            default: the value of an absent key; `REQUIRED`: that is an error.
-            null: the value of a key that is null, which `transformers` takes as a value; likewise.
+            default: the value if the key is absent; `REQUIRED` makes that an error.
+            null: the value if the key is null, which `transformers` takes as a value; `REQUIRED` makes that
+                an error.
 
         Raises:
-            StrettoError: a value of another type, or none.
+            StrettoError: the value has another type, or is missing.
         """
         self._used.add(key)
         value = self._values.get(key)
@@ -86,20 +87,20 @@ class ConfigKeys:
         return value
 
     def raw(self, key: str) -> Any:
-        """The value of a key as it stands, or None."""
+        """Return the unchecked value of a key, or None."""
         self._used.add(key)
         return self._values.get(key)
 
     def strings(self, key: str) -> list[str] | None:
-        """A list of words, or None where there is none."""
+        """Return a list of words, or None if the key is absent or null."""
         return self._list(key, WORD, "a list of words")
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of whole numbers, or None where there is none."""
+        """Return a list of whole numbers, or None if the key is absent or null."""
         return self._list(key, COUNT, "a list of whole numbers")
 
     def section(self, key: str) -> ConfigKeys | None:
-        """A mapping within; None where it is absent or empty."""
+        """Return a nested mapping, or None if it is absent or empty."""
         self._used.add(key)
         value = self._values.get(key)
         if value is None or value == {}:
@@ -111,21 +112,21 @@ class ConfigKeys:
         return self._sections[key]
 
     def joined(self, other: ConfigKeys | None) -> ConfigKeys:
-        """This section with the keys of another, which win."""
+        """Return this section with the keys of another added; the other's take precedence."""
         if other is None or not self._values:
             return other or self
         both = ConfigKeys({**self._values, **other._values}, self._section)
-        other._sections[""] = both  # it reports what is unused of either
+        other._sections[""] = both  # which reports the unused keys of both
         self._used |= self._values.keys()
         other._used |= other._values.keys()
         return both
 
     def with_default(self, key: str, value: Any) -> ConfigKeys:
-        """This section with a value for a key that it may lack."""
+        """Return this section with a value for a key if it lacks the key."""
         return ConfigKeys({key: value, **self._values}, self._section) if value is not None else self
 
     def problem(self, key: str, rule: str, fix: str | None = None) -> Problem:
-        """The error of a key's value."""
+        """Return an error about a key's value."""
         return Problem(self.name(key), shown(self._values.get(key)), rule, fix)
 
     def use(self, keys: Iterator[str] | frozenset[str]) -> None:
@@ -137,7 +138,7 @@ class ConfigKeys:
         self._used |= self._values.keys()
 
     def unused(self) -> list[str]:
-        """Names of the keys with a value that nothing has read, those of sections too."""
+        """Return the full names of keys with a value that were not read, including those of sections."""
         unread = self._values.keys() - self._used
         names = [self.name(key) for key in self._values if key in unread and self._values[key] is not None]
         return names + [name for section in self._sections.values() for name in section.unused()]
@@ -154,7 +155,7 @@ class ConfigKeys:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: hostile ones are cut."""
+    """Return a value as messages show it, with large values abbreviated."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, list | tuple | Mapping):

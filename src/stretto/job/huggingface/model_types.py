@@ -1,7 +1,7 @@
 """Every kind of model at Hugging Face that can be planned, and the meaning of its `config.json`, as data.
 
 Defaults are those that `transformers` 5.23 takes for absent keys (its `configuration_*.py`); sizes that every
-published file has must be there.
+published file has are required.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ModelType:
     """A kind of model.
 
     Attributes:
-        name: its `model_type`.
-        family: of the shapes that are read from it.
+        name: the `model_type`.
+        family: the family of the shapes that are read.
         architecture: the class in `transformers`.
-        rules: its keys; later rules may use fields of earlier ones.
-        implied: fields that are the same in all models of the kind, and have no key.
-        silent: keys of its published files that change nothing that is computed.
-        planned_only: it has parts without a module here.
-        also: keys that are written in addition, for generation.
+        rules: the rules of its keys; later rules may use fields of earlier ones.
+        implied: fields without a key, the same in all models of the kind.
+        silent: keys of published files that do not affect the computation.
+        planned_only: the model has parts that Stretto has no module for.
+        also: additional keys to write, for generation.
     """
 
     name: str = field(kw_only=False)
@@ -59,8 +59,8 @@ _NO_DROPOUT = Fixed("attention_dropout", (0.0, None))
 
 
 def _sizes(*changed: Key) -> tuple[KeyRule, ...]:
-    """Return the keys of sizes that all kinds with rotary positions share; `changed` replaces those of the
-    same fields.
+    """Return the keys of sizes that all kinds with rotary positions share; a key in `changed` replaces the
+    one of the same field.
     """
     keys = (
         Key("num_hidden_layers", "layers", LAYERS),
@@ -77,8 +77,8 @@ def _sizes(*changed: Key) -> tuple[KeyRule, ...]:
 
 
 def _head_dim(config: ConfigKeys, fields: ShapeFields) -> ShapeFields:
-    """Return hidden / heads if a file has no `head_dim`; None if that is no whole number, for the shape to
-    report.
+    """Return hidden / heads if a file has no `head_dim`, or None if that is not a whole number, which the
+    shape reports.
     """
     divides = fields["hidden"] % fields["heads"] == 0
     return {"head_dim": fields["head_dim"] or (fields["hidden"] // fields["heads"] if divides else None)}
@@ -91,7 +91,7 @@ def _llama(
 
     Args:
         changed: as in `_sizes`.
-        activations: values of `hidden_act`; none: the key is not read.
+        activations: allowed values of `hidden_act`; if empty, the key is not read.
     """
     by_field = {key.field: key for key in changed}
     heads = (
@@ -125,8 +125,9 @@ def _norm_eps(key: str) -> Key:
 
 
 def _experts(count: str, *, ffn: str, balance: tuple[str, float]) -> tuple[KeyRule, ...]:
-    """Return the keys of the routed experts' number and width, and of the balance loss. Its coefficient is
-    taken unchanged, though theirs is of means over all layers at once, ours a sum over layers and samples.
+    """Return the keys of the number and width of routed experts, and of the balance loss. Its coefficient is
+    taken unchanged, although transformers takes means over all layers at once, and Stretto a sum over layers
+    and samples.
     """
     other = "num_experts" if count != "num_experts" else "num_local_experts"
     return (
@@ -142,14 +143,14 @@ def _normalise(default: bool) -> Key:
 
 
 def _attention_bias(default: bool) -> tuple[KeyRule, ...]:
-    """Return the keys of the biases of queries, keys, values and attention's projection: one key for all."""
+    """Return the rules of the one key for biases of queries, keys, values and attention's projection."""
     fields = ("attention.qkv_bias", "attention.proj_bias")
     return tuple(Key("attention_bias", name, FLAG, default=default) for name in fields)
 
 
 def _more_unbuilt(fields: ShapeFields, *features: str) -> ShapeFields:
-    """Return the features without a module here, with these added."""
-    return {"beyond": (*fields.get("beyond", ()), *features)}
+    """Return the features that Stretto has no module for, with these added."""
+    return {"unmodelled_features": (*fields.get("unmodelled_features", ()), *features)}
 
 
 def _without_positions(config: ConfigKeys, fields: ShapeFields) -> ShapeFields:
@@ -160,7 +161,7 @@ def _without_positions(config: ConfigKeys, fields: ShapeFields) -> ShapeFields:
 
 def _parallel_residual(config: ConfigKeys, fields: ShapeFields) -> ShapeFields:
     parallel = config.get("use_parallel_residual", FLAG, True)
-    return _more_unbuilt(fields, *(["attention beside the MLP"] if parallel else []))
+    return _more_unbuilt(fields, *(["attention parallel to the MLP"] if parallel else []))
 
 
 _ALL_BIASES = (Key("mlp_bias", "bias", FLAG, default=False), *_attention_bias(False))
@@ -449,13 +450,13 @@ _TYPES = (
         silent=BART,
         also={"is_encoder_decoder": True, "pad_token_id": 1, "decoder_start_token_id": 2},
     ),
-    # of these there are costs, and no modules
+    # Stretto has costs of these, but no modules
     ModelType(
         "olmo2",
         "llama",
         "Olmo2ForCausalLM",
         rules=(*_llama(_norm_eps("rms_norm_eps")), Fixed("attention_bias", (False,))),
-        implied={"attention.norm": "all", "beyond": ("norms after each half of a block",)},
+        implied={"attention.norm": "all", "unmodelled_features": ("norms after each half of a block",)},
         planned_only=True,
     ),
     ModelType(

@@ -1,4 +1,4 @@
-"""Rotary positions and windows: what `rope_parameters`, `layer_types` and their older names say."""
+"""Rotary positions and windows: `rope_parameters`, `layer_types` and their older names."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ _SETTINGS: Mapping[str, tuple[Key, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Base and scaling of the rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and
-    `rope_scaling` of older files, which is written too, so that older versions read the same.
+    """Base and scaling of the rotary frequencies: `rope_parameters` of transformers 5, and `rope_theta` and
+    `rope_scaling` of older files. Both forms are written, so that older versions read the same.
 
     Attributes:
         theta: the default base.
-        local: the default base in blocks with a window (`rope_local_base_freq`); None: one base for all.
+        local: the default base in blocks with a window (`rope_local_base_freq`), or None if all blocks have
+            one base.
         scaling: the default `rope_parameters`.
-        partial: the default share of a head's features that are turned (`partial_rotary_factor`), of kinds
-            that may turn fewer than all; such models can only be planned.
+        partial: the default fraction of a head's features that are rotated (`partial_rotary_factor`), for
+            kinds that may rotate fewer than all; such models can only be planned.
     """
 
     theta: float = 10000.0
@@ -81,8 +82,11 @@ class Rope:
         share = scaled.get("partial_rotary_factor", NUMBER, share, share)
         if share != 1.0:
             if self.partial is None:
-                raise config.problem("partial_rotary_factor", "our modules turn all features of a head")
-            fields["beyond"] = (*fields.get("beyond", ()), f"rotary positions of {share} of a head")
+                raise config.problem("partial_rotary_factor", "our modules rotate all features of a head")
+            fields["unmodelled_features"] = (
+                *fields.get("unmodelled_features", ()),
+                f"rotary positions on {share} of a head",
+            )
 
     def write(self, fields: ShapeFields, config: KeyValues) -> None:
         kind = fields.get("rope.type", "default")
@@ -122,7 +126,7 @@ def _type(section: ConfigKeys) -> str:
 
 
 def _scaling(config: ConfigKeys, section: ConfigKeys, positions: int) -> ShapeFields:
-    """Return the fields of a section's scaling; `positions`: the most that the model sees."""
+    """Return the fields of a section's scaling; `positions` is the model's context length."""
     kind = _type(section)
     if kind not in _SETTINGS:
         allowed = ", ".join(("default", *ROPE_TYPES))
@@ -132,8 +136,8 @@ def _scaling(config: ConfigKeys, section: ConfigKeys, positions: int) -> ShapeFi
     for setting in _SETTINGS[kind]:
         default = setting.default
         if setting is _ORIGINAL:
-            default = config.get(setting.key, SIZE, positions, positions)  # Phi-3 has it outside
-        elif setting is _FACTOR and kind == "yarn":  # of DeepSeek, says transformers
+            default = config.get(setting.key, SIZE, positions, positions)  # Phi-3 has it at the top level
+        elif setting is _FACTOR and kind == "yarn":  # transformers derives it for DeepSeek
             original = section.get(_ORIGINAL.key, SIZE, positions, positions)
             default = positions / original
         value = section.get(setting.key, setting.type, default, default)
@@ -155,20 +159,20 @@ def _scaling(config: ConfigKeys, section: ConfigKeys, positions: int) -> ShapeFi
     return {"rope.type": kind, **fields}
 
 
-Sliding = Callable[[int, int], bool]  # whether a block has a window: its index, and max_window_layers
+Sliding = Callable[[int, int], bool]  # (index of a block, max_window_layers) -> True if it has a window
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Which blocks see only a window of positions before them: `sliding_window` and `layer_types`.
+    """Which blocks attend only to a window of positions: `sliding_window` and `layer_types`.
 
     Attributes:
-        default: of `sliding_window`.
-        switched: there is a window only if `use_sliding_window` is true.
-        by_block: `layer_types` tells which blocks have a window; if it is absent, `pattern` does.
-        period: the default `sliding_window_pattern`, the distance of blocks with full attention; None: kinds
-            without this key.
-        layers_with: the default `max_window_layers`; None: kinds without this key.
+        default: the default `sliding_window`.
+        switched: the window applies only if `use_sliding_window` is true.
+        by_block: `layer_types` lists the blocks with a window; if it is absent, `pattern` decides.
+        period: the default `sliding_window_pattern`, the distance between blocks with full attention, or
+            None for kinds without this key.
+        layers_with: the default `max_window_layers`, or None for kinds without this key.
     """
 
     default: int | None = None
@@ -193,7 +197,7 @@ class Windows:
         if full != [i + 1 for i in range(len(sliding)) if every and (i + 1) % every == 0]:
             key = "layer_types" if "layer_types" in config else "max_window_layers"
             rule = "our modules have full attention in every n-th block, or in none"
-            raise config.problem(key, rule, "layer_types with full_attention at every n-th place")
+            raise config.problem(key, rule, "layer_types with full_attention for every n-th block")
         fields |= {"attention.window": window, "attention.full_every": every}
 
     def write(self, fields: ShapeFields, config: KeyValues) -> None:
@@ -210,7 +214,7 @@ class Windows:
             config["max_window_layers"] = fields["layers"] if window is None else 0
 
     def _blocks(self, config: ConfigKeys, layers: int, window: int | None) -> Sequence[bool]:
-        """True if each block has a window."""
+        """Return for each block whether it has a window."""
         bound = 0
         if self.layers_with is not None:
             bound = config.get("max_window_layers", COUNT, self.layers_with, self.layers_with)

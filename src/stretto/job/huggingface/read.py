@@ -1,4 +1,4 @@
-"""A `config.json` to a shape and back, by the description of its kind."""
+"""Converts a `config.json` to a shape and back, by the rules of its model type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.job.huggingface.rules import Key, KeyValues
 from stretto.job.huggingface.silent import SILENT, VISION
 from stretto.job.shape import ModelShape
 
-LARGEST = 16 * 2**20  # bytes of a config.json; published ones have kilobytes
+LARGEST = 16 * 2**20  # bytes of a config.json; published ones have some kilobytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Reading:
     """A model as its `config.json` describes it.
 
     Attributes:
-        kind: its `model_type`; of a model of language and pictures, that of its language model.
-        unknown: keys that no rule reads; they may change what the model computes.
+        kind: its `model_type`; for a multimodal model, that of its language model.
+        unknown: keys that no rule reads; they may affect what the model computes.
         notes: sentences about parts that are left out.
     """
 
@@ -37,11 +37,11 @@ class Reading:
 
 
 def read_config(values: Mapping[str, Any]) -> Reading:
-    """Read a `config.json` that is a dictionary already.
+    """Read a parsed `config.json`.
 
     Raises:
-        StrettoError: an unknown kind of model or of a part; a value of the wrong type, or one that our
-            modules cannot compute.
+        StrettoError: the kind of model or of a part is unknown, or a value has the wrong type or is one that
+            Stretto's modules cannot compute.
     """
     name = values.get("model_type")
     if name == "gemma3" and "text_config" in values:
@@ -65,10 +65,10 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def read_file(path: Path) -> Reading:
-    """Read a `config.json`, or that of a folder.
+    """Read a `config.json`, given as a file or its folder.
 
     Raises:
-        StrettoError: no such file, no JSON, or an unknown model.
+        StrettoError: the file does not exist, is not JSON or describes an unknown model.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -80,9 +80,9 @@ def read_file(path: Path) -> Reading:
     except (ValueError, RecursionError) as error:
         if isinstance(error, StrettoError):
             raise
-        raise StrettoError(f"{file} is not JSON", hint="a config.json of Hugging Face is wanted") from None
+        raise StrettoError(f"{file} is not JSON", hint="use a config.json of Hugging Face") from None
     if not isinstance(values, dict):
-        raise StrettoError(f"{file} is no mapping", hint="a config.json of Hugging Face is wanted")
+        raise StrettoError(f"{file} is not a mapping", hint="use a config.json of Hugging Face")
     try:
         return read_config(cast("dict[str, Any]", values))
     except StrettoError as error:
@@ -91,10 +91,10 @@ def read_file(path: Path) -> Reading:
 
 def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
     """Return the `config.json` of a shape, without the tokeniser's special tokens. Its kind is that of the
-    shape's family, or else the first that can express the shape.
+    shape's family if this can express the shape, else the first that can.
 
     Raises:
-        StrettoError: no kind of model in `transformers` computes the same.
+        StrettoError: no kind of model in `transformers` computes the same function.
     """
     kind = kind_of(shape)
     about = {"model_type": kind.name, "architectures": [kind.architecture], **kind.also}
@@ -103,11 +103,11 @@ def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def kind_of(shape: ModelShape) -> ModelType:
-    """Return the kind of model that computes the same as a shape: that of its family, or else the first in
-    the table. Its `config.json` must read back as the same function.
+    """Return the kind of model that computes the same function as a shape: that of its family, or else the
+    first in the table whose `config.json` reads back as the same function.
 
     Raises:
-        StrettoError: there is none; names a difference to the nearest kind.
+        StrettoError: no kind does; the message names a difference from the nearest one.
     """
     built = [kind for kind in MODEL_TYPES.values() if not kind.planned_only]
     order = sorted(built, key=lambda kind: kind.family != shape.family)
@@ -134,7 +134,7 @@ def kind_of(shape: ModelShape) -> ModelType:
 
 
 def _read_gemma3(values: Mapping[str, Any]) -> Reading:
-    """Read the language model of a Gemma 3 for text and pictures."""
+    """Read the language model of a multimodal Gemma 3."""
     config = ConfigKeys(values)
     text = config.section("text_config")
     if text is None:

@@ -1,4 +1,4 @@
-"""Rules of a kind of model: keys of a `config.json`, and the fields of a shape that they set."""
+"""Rules that map keys of a `config.json` to fields of a shape and back."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ KeyValues = dict[str, Any]
 
 
 class KeyRule(Protocol):
-    """Some keys of a `config.json`, and the fields of a shape that they set."""
+    """Maps some keys of a `config.json` to fields of a shape and back."""
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
-        """Add the fields that the keys set; those of the rules before this one are there.
+        """Add the fields that the keys set to `fields`, which has those of all earlier rules.
 
         Raises:
-            StrettoError: a value of the wrong type, or one that our modules cannot compute.
+            StrettoError: a value has the wrong type or is one that Stretto's modules cannot compute.
         """
         ...
 
     def write(self, fields: ShapeFields, config: KeyValues) -> None:
-        """Add the keys of the fields. What they cannot express shows when they are read again."""
+        """Add the keys for the fields. Values that keys cannot express are detected by reading them back."""
         ...
 
 
@@ -48,9 +48,9 @@ class Key:
 
     Attributes:
         default: the value that transformers takes if the key is absent.
-        null: the field's value for a key that is null, or whose default is None.
+        null: the field's value for a key that is null or has the default None.
         other: another name of the key.
-        words: the field's values by the words of the key; the first word of a value is written.
+        values: the field's value for each word that the key may have; the first word for a value is written.
     """
 
     key: str = dataclass_field(kw_only=False)
@@ -92,7 +92,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key with the values that our modules compute; the first is transformers' default."""
+    """A key with the values that Stretto's modules compute; the first is transformers' default."""
 
     key: str
     allowed: tuple[Any, ...]
@@ -114,7 +114,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class EqualSize:
-    """A key that must be equal to a field that another key has set."""
+    """A key whose value must equal a field that another key has set."""
 
     key: str
     field: str
@@ -131,7 +131,7 @@ class EqualSize:
 
 @dataclass(frozen=True)
 class Derived:
-    """Fields that follow from others, or from keys that are not written."""
+    """Fields derived from other fields, or from keys that are not written."""
 
     rule: Callable[[ConfigKeys, ShapeFields], ShapeFields]
 
@@ -144,11 +144,11 @@ class Derived:
 
 @dataclass(frozen=True)
 class HiddenScale:
-    """A flag that multiplies by a power of `hidden`: sqrt(d_model) of BART's embedding, or one over it of the
-    input of T5's head, by default if that is tied.
+    """A flag that scales by a power of `hidden`: BART's embedding by sqrt(d_model), the input of T5's head by
+    1 / sqrt(d_model), by default if the head is tied.
 
     Attributes:
-        default: the flag's default; None: the field `tied`.
+        default: the flag's default, or None if it is the value of the field `tied`.
     """
 
     key: str
@@ -183,7 +183,6 @@ class Dropout:
         config |= dict.fromkeys(self.keys, fields["dropout"])
 
 
-@dataclass(frozen=True)
 class SparseBlocks:
     """Which blocks have experts: `mlp_only_layers` and `decoder_sparse_step` of the Qwen models."""
 
@@ -205,7 +204,7 @@ class SparseBlocks:
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """DeepSeek's shared experts, as wide together as `n_shared_experts` routed ones."""
+    """DeepSeek's shared experts, with the combined width of `n_shared_experts` routed ones."""
 
     default: int
 
@@ -219,8 +218,8 @@ class SharedExperts:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Group-limited choice of experts. DeepSeek-V2 has it if `topk_method` is group_limited_greedy, and
-    scores a group by its best expert; V3 (method noaux_tc) always, by its two best.
+    """Group-limited routing. DeepSeek-V2 uses it if `topk_method` is group_limited_greedy and scores a group
+    by its best expert; V3 (noaux_tc) always uses it and scores a group by its two best.
     """
 
     switch: bool
@@ -242,16 +241,15 @@ class ExpertGroups:
             config["topk_method"] = greedy if self.switch else "noaux_tc"
 
 
-@dataclass(frozen=True)
 class LatentAttentionRule:
-    """DeepSeek's latent attention; a shape's `head_dim` is both parts of a query's features together."""
+    """DeepSeek's latent attention; a shape's `head_dim` is the sum of both parts of a query head."""
 
     def read(self, config: ConfigKeys, fields: ShapeFields) -> None:
         heads = fields["heads"]
         if config.get("num_key_value_heads", SIZE, heads, heads) != heads:
             rule = f"latent attention has as many as num_attention_heads, {heads}"
             raise config.problem("num_key_value_heads", rule, f"num_key_value_heads: {heads}")
-        config.use(frozenset(("head_dim", "qk_head_dim")))  # transformers writes what follows from the others
+        config.use(frozenset(("head_dim", "qk_head_dim")))  # transformers writes these derived values
         rope = config.get("qk_rope_head_dim", EXPERTS)
         fields |= {
             "kv_heads": heads,

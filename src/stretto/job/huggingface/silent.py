@@ -1,4 +1,4 @@
-"""Keys of a `config.json` that change nothing that a model computes, whatever its kind."""
+"""Keys of a `config.json` that do not affect what a model computes."""
 
 _SAVED = """
 model_type architectures auto_map transformers_version dtype torch_dtype _name_or_path name_or_path
@@ -30,11 +30,11 @@ image_token_id
 _T5 = """
 initializer_factor classifier_dropout dense_act_fn is_gated_act output_past num_hidden_layers
 """
-# in training our models have one dropout rate, for all but activations
+# Stretto's models have one dropout rate, which is not applied to activations
 _BART = """
 attention_dropout activation_dropout classifier_dropout classif_dropout encoder_layerdrop decoder_layerdrop
 init_std add_bias_logits extra_pos_embeddings num_hidden_layers output_past force_bos_token_to_be_generated
 """
 SILENT = frozenset(f"{_SAVED} {_TRAINING} {_TOKENS} {_GENERATION} {_TASKS}".split())
-VISION = frozenset(_VISION.split())  # of a model that sees pictures too, beside its language model
+VISION = frozenset(_VISION.split())  # of multimodal models, in addition to their language model's
 T5, BART = frozenset(_T5.split()), frozenset(_BART.split())

@@ -340,7 +340,7 @@ def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget:
 
 def _no_cut(sums: StageSums) -> StrettoError:
     return StrettoError(
-        f"schedule {sums.program.name} updates each stage by itself, and no cut was found that keeps layers "
+        f"schedule {sums.program.name} updates each stage separately, and no cut was found that keeps layers "
         "with shared weights in one stage",
         hint="untie them, or use a schedule that updates at the end, such as 1f1b",
     )

@@ -24,7 +24,7 @@ from stretto.run.launch.restart import restart_count
 MAY_DIFFER: Mapping[str, str] = {
     "dropout": "acts in training only, and may change between two stages of it",
     "positions": "limits the context; of learned positions it is a size, and compared",
-    "beyond": "says what a model does that is planned and never built",
+    "unmodelled_features": "says what a model does that is planned and never built",
     "lora.dropout": "acts in training only",
 }
 # overrides that remove a part or a value

@@ -128,7 +128,7 @@ def as_run(job: Job, settings: Settings) -> Job:
         modules = ["moe"] if settings.get("recompute-granularity") != "selective" else [*modules, "moe"]
     operators: tuple[Operator, ...] = tuple(name for name in OPERATORS if name in modules) or CORE
     ways = framework_behaviour(
-        "megatron", dp=job.dp, precision=job.precision, again=Ways(operators=operators)
+        "megatron", dp=job.dp, precision=job.precision, recompute=Ways(operators=operators)
     )
     fused = "cross-entropy-loss-fusion" in settings
     return replace(job, framework=ways, fused_loss=fused, loss_chunk=0)

@@ -687,7 +687,7 @@ def _family_notes(values: JobValues) -> Iterable[str]:
 
 
 def _beyond_notes(values: JobValues) -> Iterable[str]:
-    for feature in values[MODEL.beyond]:
+    for feature in values[MODEL.unmodelled_features]:
         yield f"the model also has {feature}: no size depends on it, and no argument is written for it"
 
 
@@ -778,7 +778,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda settings: {MODEL.bias: "disable-bias-linear" not in settings},
     ),
     rule(MODEL.norm, "normalization apply-layernorm-1p", _write_norm, _read_norm),
-    rule(MODEL.beyond, notes=_beyond_notes),
+    rule(MODEL.unmodelled_features, notes=_beyond_notes),
     rule(ATTENTION.norm, "qk-layernorm", _write_head_norm, _read_head_norm),
     rule(ATTENTION.qkv_bias, "add-qkv-bias", _write_qkv_bias, _read_qkv_bias),
     rule(
