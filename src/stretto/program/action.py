@@ -35,7 +35,7 @@ class ActionKind(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """F, B, I or W: what a schedule orders. Repeated forwards are added by lowering."""
+        """True for F, B, I and W, the kinds that a schedule orders."""
         return self in COMPUTE
 
     @property
@@ -50,9 +50,7 @@ class ActionKind(StrEnum):
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 TRANSFER = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
-MEMORY_SAVING = frozenset(
-    {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD}
-)  # what saves the memory of activations
+MEMORY_SAVING = frozenset({ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD})
 
 
 class Action(NamedTuple):

@@ -1,4 +1,4 @@
-"""Lowering: add to a schedule's compute actions the communications that they need."""
+"""Lowering: adds the communications that a schedule's compute actions need."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
     - `SEND_F` follows its F, `SEND_B` its B or I, when the neighbouring stage is on another rank. It starts a
       send and does not block.
     - `RECV_F`, `RECV_B` post a receive; the compute action that consumes the message waits for it. Receives
-      are posted `lookahead` compute actions before their consumer, earlier where the channel's order of
-      sending asks for it: on every channel (source, destination, direction) receives are posted in the order
-      of the sends.
-    - `REDUCE_GRAD` follows the last B or W of each stage; where weights change within the step, it comes
-      before each `U` instead.
+      are posted `lookahead` compute actions before their consumer, or earlier if the channel's order requires
+      it: on every channel (source, destination, direction) receives are posted in the order of the sends.
+    - `REDUCE_GRAD` follows the last B or W of each stage; if weights change within the step, it comes before
+      each `U` instead.
     - `REDUCE_TIED`, at the end, one for each stage of each tied set, set after set in the order of `tied` on
       every rank. A stage in two sets has it twice, in that order. With several copies of the weights, tied
-      sets reach over all copies, and the copies of every stage are one set more: their gradients are summed.
+      sets extend over all copies, and the copies of every stage form another set: their gradients are summed.
 
     Neighbouring stages on one rank pass tensors locally. Reductions in the given program are replaced.
 
     Args:
         program: a program that is not lowered.
         tied: sets of stages that share a parameter, such as ((0, 7),), numbered in the first copy.
-        lookahead: how many compute actions of the rank a receive is posted ahead of its consumer.
+        lookahead: number of the rank's compute actions between a receive and its consumer.
 
     Raises:
-        StrettoError: a tied set or `lookahead` is out of range, or the program is lowered already.
+        StrettoError: a tied set or `lookahead` is out of range, or the program is already lowered.
         ScheduleError: the program does not do a step's work.
     """
     lowering = RankLowering(program, tied, lookahead)
@@ -47,16 +46,17 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
 
 
 def unlower(program: Program) -> Program:
-    """The program without communications, as a schedule gives it; what `lower` would add again is left out,
-    and so are `UNSHARD` and `RESHARD`. For a lowered program from a file, such as torch's compute + comms.
+    """Return the program without the communications that `lower` adds, and without `UNSHARD` and `RESHARD`.
+
+    For a lowered program from a file, such as torch's compute + comms.
     """
     orders = (tuple(a for a in order if a.kind not in _COMMUNICATION) for order in program.orders)
     return replace(program, orders=tuple(orders), tied=(), lowered=False)
 
 
 class RankLowering:
-    """Lowers a program rank by rank, so that a few ranks of many can be lowered alone; each is lowered
-    at most once.
+    """Lowers a program rank by rank, so that a few of many ranks can be lowered; each is lowered at most
+    once.
 
     Args:
         program, tied, lookahead: as `lower` takes them.
@@ -73,7 +73,7 @@ class RankLowering:
         if lookahead < 0:
             raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
         self.program, self._lookahead = program, lookahead
-        # the sets in ascending stages, checked; then one for each stage that has copies
+        # tied sets with ascending stages, then one set for each stage that has copies
         sets = tuple(tuple(sorted(set(tie))) for tie in tied)
         for tie in sets:
             if len(tie) < 2 or tie[0] < 0 or tie[-1] >= program.depth:
@@ -92,15 +92,15 @@ class RankLowering:
         self._orders: dict[int, tuple[Action, ...]] = {}
 
     def lowered(self, ranks: Iterable[int]) -> Program:
-        """The program with the lowered orders of these ranks and of those they exchange messages with; the
-        orders of all others are empty.
+        """Return the program with the lowered orders of these ranks and of the ranks they exchange messages
+        with; the orders of all others are empty.
         """
         wanted = {peer for rank in ranks for peer in (rank, *self._peers(rank))}
         orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
         return replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
 
     def _peers(self, rank: int) -> list[int]:
-        """The ranks with neighbours of the rank's stages, in order."""
+        """Return the ranks that hold neighbours of the rank's stages, in order."""
         placement = self.program.placement
         stages = [stage + step for stage in self.program.stages_of(rank) for step in (-1, 1)]
         return sorted({placement[s] for s in stages if 0 <= s < len(placement)} - {rank})
@@ -139,7 +139,7 @@ class RankLowering:
         return self._orders[rank]
 
     def _sends(self, rank: int) -> dict[Channel, list[Action]]:
-        """The receives that a rank's sends meet, by channel, in the order of the sends."""
+        """Return the receives that match a rank's sends, by channel, in the order of the sends."""
         if rank not in self._sent:
             sending: dict[Channel, list[Action]] = defaultdict(list)
             for action in self._compute[rank]:
@@ -156,9 +156,10 @@ _COMMUNICATION = TRANSFER | _PLACED_HERE | {ActionKind.UNSHARD, ActionKind.RESHA
 def _posts(
     program: Program, order: Sequence[Action], arriving: Iterable[Sequence[Action]], lookahead: int
 ) -> dict[int, list[Action]]:
-    """The receives to post before each of a rank's compute actions, by its index among them.
+    """Return the receives to post before each of a rank's compute actions, by the action's index.
 
-    `arriving` has this rank's receives, channel by channel, in the order of the sends.
+    Args:
+        arriving: this rank's receives, by channel, in the order of the sends.
     """
     consumed: dict[Action, int] = {}
     compute = (action for action in order if action.kind.is_compute)
@@ -167,7 +168,7 @@ def _posts(
             consumed[receive] = at
     receives: list[tuple[int, Action]] = []
     for messages in arriving:
-        # a message is wanted no later than any that follows it on its channel
+        # a message is needed no later than any that follows it on its channel
         wants: list[tuple[int, Action]] = []
         earliest = len(order)
         for receive in reversed(messages):
@@ -181,11 +182,11 @@ def _posts(
 
 
 def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
-    """For each send of `rank`, its first action by whose start the send is known to be complete.
+    """Return for each send of `rank` the rank's first action before which the send is certainly complete.
 
-    A send is complete once the receiver has consumed the message. This rank knows so when it has waited for
-    any message that the receiver sent after that: the executor can then wait for the send at no cost and free
-    its buffer. None if no such message comes; the executor waits for such a send at the end of the step.
+    A send is complete once the receiver has consumed the message. After this rank has waited for any message
+    that the receiver sent later, it can wait for the send at no cost and free the buffer. None if no such
+    message follows; the executor then waits for the send at the end of the step.
 
     Args:
         program: a lowered program.
@@ -208,11 +209,11 @@ def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
 def _replies(
     program: Program, peer: int, consumer: dict[Action, Action], position: dict[Action, int]
 ) -> tuple[dict[Action, int], list[int], list[Action]]:
-    """What `peer` does with another rank's messages, and sends to that rank.
+    """Find where `peer` consumes another rank's messages and where it sends to that rank.
 
     Returns:
-        where in its order it consumes each receive; where it sends to the rank; and for each of these sends,
-        the rank's first action that consumes this message of the peer or a later one.
+        the index in the peer's order at which it consumes each receive; the indices of its sends to the rank;
+        and for each of these sends, the rank's first action that consumes this or a later message.
     """
     consumed: dict[Action, int] = {}
     sent: list[int] = []

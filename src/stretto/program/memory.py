@@ -1,4 +1,4 @@
-"""How many activations a program makes each rank hold."""
+"""The number of activations that a program makes each rank hold."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from collections.abc import Sequence
 from stretto.program.action import MEMORY_SAVING, Action, ActionKind
 from stretto.program.program import Program
 
-# held from the forward until the weight gradient is there: I alone frees nothing
+# held from the forward until the weight gradient is computed: I alone frees nothing
 _STEP = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}
 
 
 def peak_held(program: Program) -> list[int]:
-    """Per rank, the most (stage, microbatch) pairs whose activations it holds at once.
+    """Return per rank the peak number of (stage, microbatch) pairs whose activations it holds.
 
-    A pair is held from its F to its B or W. With `RECOMPUTE` it is held from there only, for its forward
-    keeps no more than its input (`peak_inputs`). While it is offloaded it is not held.
+    A pair is held from its F to its B or W, but with `RECOMPUTE` only from there on, since its forward saves
+    only the input (`peak_inputs`). While it is offloaded it is not held.
     """
     return [max((full for full, _ in holdings(program, rank)), default=0) for rank in range(program.ranks)]
 
 
 def peak_inputs(program: Program) -> list[int]:
-    """Per rank, the most (stage, microbatch) pairs of which it holds the input alone at once: from F to
-    `RECOMPUTE`, and not while it is offloaded. 0 where nothing is recomputed."""
+    """Return per rank the peak number of (stage, microbatch) pairs of which it holds only the input: from F
+    to `RECOMPUTE`, except while it is offloaded. 0 if nothing is recomputed.
+    """
     return [
         max((inputs for _, inputs in holdings(program, rank)), default=0) for rank in range(program.ranks)
     ]
 
 
 def peak_activations(program: Program) -> list[float]:
-    """`peak_held` in rank units: one microbatch through the rank's stages of one copy counts 1."""
+    """Return `peak_held` in rank units: one microbatch through the rank's stages of one copy counts 1."""
     chunks = [program.placement.count(rank) / program.copies for rank in range(program.ranks)]
     return [peak / (count or 1) for peak, count in zip(peak_held(program), chunks, strict=True)]
 
 
 def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
-    """After each action of the rank, how many (stage, microbatch) pairs it holds: with all activations, and
-    with the input alone.
+    """Return the number of (stage, microbatch) pairs that the rank holds after each action: with all
+    activations, and with only the input.
 
     In a forward-only program activations are freed when the forward ends, so the counts are those during each
     action.
@@ -54,7 +55,7 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
 
 
 def _with_recompute_or_offload(order: Sequence[Action]) -> list[tuple[int, int]]:
-    """`holdings` of an order that recomputes or offloads activations."""
+    """Return `holdings` of an order that recomputes or offloads activations."""
     repeated = {(a.stage, a.microbatch) for a in order if a.kind is ActionKind.RECOMPUTE}
     full = inputs = 0
     counts: list[tuple[int, int]] = []

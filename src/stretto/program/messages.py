@@ -1,4 +1,4 @@
-"""Messages between ranks, and what a rank may have to wait for: how far another rank has come."""
+"""Messages between ranks, and dependencies of a rank on the progress of another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Channel = tuple[int, int, ActionKind]
 
 
 def sent_by(program: Program, action: Action) -> Action | None:
-    """The send that follows a compute action, or None if its result stays on the rank or is not passed on."""
+    """Return the send that follows a compute action, or None if its result is not sent to another rank."""
     stage, kind, microbatch = action
     placement = program.placement
     if kind is ActionKind.F:
@@ -25,7 +25,7 @@ def sent_by(program: Program, action: Action) -> Action | None:
 
 
 def needed_by(program: Program, action: Action) -> Action | None:
-    """The receive that a compute action waits for, or None if its input is on the rank already."""
+    """Return the receive that a compute action waits for, or None if its input is already on the rank."""
     stage, kind, microbatch = action
     placement = program.placement
     if kind is ActionKind.F:
@@ -38,21 +38,21 @@ def needed_by(program: Program, action: Action) -> Action | None:
 
 
 def receive_of(send: Action) -> Action:
-    """The receive that a send meets."""
+    """Return the receive that matches a send."""
     if send.kind is ActionKind.SEND_F:
         return Action(send.stage + 1, ActionKind.RECV_F, send.microbatch)
     return Action(send.stage - 1, ActionKind.RECV_B, send.microbatch)
 
 
 def send_of(receive: Action) -> Action:
-    """The send that a receive meets."""
+    """Return the send that matches a receive."""
     if receive.kind is ActionKind.RECV_F:
         return Action(receive.stage - 1, ActionKind.SEND_F, receive.microbatch)
     return Action(receive.stage + 1, ActionKind.SEND_B, receive.microbatch)
 
 
 def channel_of(program: Program, transfer: Action) -> Channel:
-    """The channel that a send or a receive uses; its stages must exist."""
+    """Return the channel of a send or a receive, whose stages must exist."""
     stage, kind, _ = transfer
     placement = program.placement
     if kind is ActionKind.SEND_F:
@@ -65,7 +65,7 @@ def channel_of(program: Program, transfer: Action) -> Channel:
 
 
 class RankDependency(NamedTuple):
-    """`rank` must have completed its first `completed` actions; `action` is what messages of errors name."""
+    """`rank` must have completed its first `completed` actions; errors name `action`."""
 
     rank: int
     completed: int
@@ -73,9 +73,8 @@ class RankDependency(NamedTuple):
 
 
 def tied_waits(program: Program) -> dict[tuple[int, int], list[RankDependency]]:
-    """For each (rank, index in its order) that joins a reduction of tied parameters, the ranks to wait for.
-
-    A rank with several stages of one set joins with the last of them.
+    """Return for each (rank, index in its order) that joins a reduction of tied parameters the dependencies
+    on other ranks. A rank with several stages of one set joins with the last of them.
     """
     joins: list[dict[int, int]] = [{} for _ in program.tied]
     for rank, order in enumerate(program.orders):

@@ -8,16 +8,16 @@ from itertools import pairwise
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program, ScheduleError
 
-# what may stand between the two, and where it goes when they run as one block
+# kinds that may come between the two, and move before or after them when they run as one block
 _BEFORE = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 _AFTER = frozenset({ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.OFFLOAD})
 
 
 def check_pairs(program: Program) -> None:
-    """Check that each of `program.pairs` is an F and a B or I, neighbours in this order on one rank.
+    """Check that each of `program.pairs` is an F and a B or I, adjacent in this order on one rank.
 
-    Only transfers and offloads may stand between the two. No action is in two pairs, and no backward is
-    paired with its own forward.
+    Only transfers and offloads may come between the two. No action is in two pairs, and no backward is paired
+    with its own forward.
 
     Raises:
         ScheduleError: naming the pair.
@@ -37,7 +37,7 @@ def check_pairs(program: Program) -> None:
     adjacent: set[tuple[Action, Action]] = set()
     for rank, order in enumerate(program.orders):
         last: Action | None = None
-        other: Action | None = None  # since `last`, of a kind that cannot be in a pair
+        other: Action | None = None  # an action after `last` that may not be within a pair
         for action in order:
             if not action.kind.is_compute:
                 if action.kind not in _BEFORE | _AFTER:
@@ -55,15 +55,15 @@ def check_pairs(program: Program) -> None:
 
 
 def _in_order(pair: tuple[Action, Action]) -> tuple[tuple[int, str, int], ...]:
-    """A sort key, so that the same pair is named in every run."""
+    """Return a sort key, so that errors name the same pair in every run."""
     return tuple((stage, kind, -1 if i is None else i) for stage, kind, i in pair)
 
 
 def as_blocks(program: Program) -> Program:
-    """The program with nothing between the two of a pair: receives come before the block, sends
-    and offloads after it, as around torch's `OVERLAP_F_B`.
+    """Return the program with nothing between the two actions of a pair: receives come before the block,
+    sends and offloads after it, as around torch's `OVERLAP_F_B`.
 
-    Takes a program whose pairs are in order (`check_pairs`).
+    The program must satisfy `check_pairs`.
     """
     if not program.pairs:
         return program
@@ -71,7 +71,7 @@ def as_blocks(program: Program) -> Program:
     orders: list[tuple[Action, ...]] = []
     for order in program.orders:
         out: list[Action] = []
-        first: Action | None = None  # of the block that is open
+        first: Action | None = None  # of the current block
         after: list[Action] = []
         for action in order:
             if first is None:
@@ -90,15 +90,15 @@ def as_blocks(program: Program) -> Program:
     return replace(program, orders=tuple(orders))
 
 
-Step = tuple[int, ...]  # places in a rank's order that are done as one
+Step = tuple[int, ...]  # indices in a rank's order of actions that run as one
 
 
 def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
-    """The places of a rank's order, in the order in which they are done.
+    """Return the indices of a rank's actions in the order in which they run.
 
-    With `blocks` the two actions of a pair are one step. Of what stands between them, what follows from the
-    first comes after the block: sending or moving its results, releasing parameters. The rest, such as the
-    receive of the second's input, comes before it.
+    With `blocks` the two actions of a pair are one step. Actions between them that depend on the first come
+    after the block: sending or moving its results, releasing parameters. All others, such as the receive of
+    the second's input, come before it.
     """
     order = program.orders[rank]
     if not (blocks and program.pairs):
@@ -124,6 +124,6 @@ def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
 
 
 def _follows(first: Action, between: Action) -> bool:
-    """True if an action between the two of a pair needs the first to be over."""
+    """True if an action between the two of a pair depends on the first."""
     same_input = (between.stage, between.microbatch) == (first.stage, first.microbatch)
     return same_input or between.kind is ActionKind.RESHARD

@@ -1,4 +1,4 @@
-"""A program, what every pipeline rank does between two drains, and the error of one that cannot run."""
+"""A program, the actions of every pipeline rank between two drains, and the error of an invalid program."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stretto.program.action import Action, ActionKind
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What every pipeline rank does in one training step, in order.
+    """The actions of every pipeline rank in one training step, in order.
 
     An asynchronous pipeline does not drain between steps. Its program is a window of `steps` steps: it fills,
-    runs through all their microbatches, numbered from the first step's on, and drains once.
+    runs all their microbatches, numbered through from the first step, and drains once.
 
-    A schedule gives compute actions only (and `U`, where weights change within the step); `lower` adds
+    A schedule generates compute actions only (and `U` if weights change within the step); `lower` adds
     communications and sets `lowered`.
 
-    Stages are numbered along the model. Where ranks hold several copies of the weights (bidirectional
+    Stages are numbered along the model. If ranks hold several copies of the weights (bidirectional
     pipelines), stage s of copy c is `c * depth + s`; a microbatch goes through one copy.
     """
 
@@ -29,19 +29,19 @@ class Program:
     microbatches: int  # of all steps
     orders: tuple[tuple[Action, ...], ...]  # one per rank
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])  # chunks, group, ...
-    tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share a parameter; known once lowered
+    tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share a parameter; set by lowering
     lowered: bool = False
     trains: bool = True  # False: forwards only
     copies: int = 1  # of the weights
     # (F, B) neighbours in an order that may run as one overlapped block
     pairs: frozenset[tuple[Action, Action]] = frozenset()
-    # asynchronous schedules: for each stage and microbatch, how many updates (`U`) within the program the
-    # weights of its forward, and so of its backward, have had; empty: updated after the last action only
+    # asynchronous schedules: for each stage and microbatch, the number of updates (`U`) within the program
+    # that its forward's weights, and so its backward's, include; empty: updated after the last action only
     versions: tuple[tuple[int, ...], ...] = ()
-    steps: int = 1  # training steps of as many microbatches each, one after another without a drain
+    steps: int = 1  # training steps without a drain in between, all with the same number of microbatches
 
     def __repr__(self) -> str:
-        """A summary: orders of thousands of actions are not for reading."""
+        """Return a summary, since orders may have thousands of actions."""
         actions = sum(map(len, self.orders))
         stages = f", {self.stages} stages" if self.stages != self.ranks else ""
         steps = f" of {self.steps} steps" if self.steps > 1 else ""
@@ -60,7 +60,7 @@ class Program:
 
     @property
     def depth(self) -> int:
-        """Stages of the model, which is one copy."""
+        """Stages of one copy of the model."""
         return len(self.placement) // self.copies
 
     @property
@@ -73,11 +73,11 @@ class Program:
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """True if the stage has the loss."""
+        """True if the stage computes the loss."""
         return (stage + 1) % self.depth == 0
 
     def updates(self, stage: int) -> int:
-        """How often a stage is updated: once, after the last action, in a synchronous program."""
+        """Return the number of updates of a stage: one, after the last action, in a synchronous program."""
         if not self.versions:
             return 1
         order = self.orders[self.placement[stage]]
@@ -85,7 +85,7 @@ class Program:
 
     @cached_property
     def copy_of(self) -> tuple[int, ...]:
-        """The copy that each microbatch goes through; -1 where no first stage has its F."""
+        """The copy that each microbatch goes through, or -1 if no first stage has its F."""
         copies = [-1] * self.microbatches
         for stage in range(0, self.stages, self.depth):
             for action in self.orders[self.placement[stage]]:
@@ -95,9 +95,9 @@ class Program:
         return tuple(copies)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that `rank` holds, in model order."""
+        """Return the stages that `rank` holds, in model order."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
 
 class ScheduleError(StrettoError):
-    """The program cannot be run to its end, or does not do a step's work; names the rank and the action."""
+    """The program deadlocks or does not do a step's work; the message names the rank and the action."""

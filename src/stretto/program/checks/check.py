@@ -1,4 +1,4 @@
-"""The checker: proves that a program does the work of a step without deadlock, or names what is wrong."""
+"""The checker: proves that a program does the work of a step without deadlock, or reports the error."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from stretto.program.program import Program, ScheduleError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What the checker found in a program that completes."""
+    """Properties of a program that the checker accepts."""
 
     ranks: int
     stages: int
     actions: int
     transfers: int  # messages between ranks in one step
-    peak_held: tuple[int, ...]  # per rank, most (stage, microbatch) activations held at once
+    peak_held: tuple[int, ...]  # per rank, peak number of (stage, microbatch) activations
     peak_activations: tuple[float, ...]  # the same in rank units: a microbatch through the whole rank is 1
-    peak_inputs: tuple[int, ...]  # per rank, most (stage, microbatch) of which only the input is held
-    weight_versions: tuple[int, ...]  # per stage, most versions of its weights at once; 1: synchronous
+    peak_inputs: tuple[int, ...]  # per rank, peak number of (stage, microbatch) with only the input held
+    weight_versions: tuple[int, ...]  # per stage, peak number of versions of its weights; 1: synchronous
     weight_delays: tuple[
         tuple[int, ...], ...
     ]  # per stage and microbatch, updates between its F and the U that applies it
@@ -35,17 +35,18 @@ class CheckReport:
 def check(program: Program, transport: str = "rendezvous") -> CheckReport:
     """Prove that every rank completes its order, and that together they do the work of one step.
 
-    Takes programs before lowering (messages implied by the placement) and after (messages as written).
-    Overlapped pairs must work both as two actions in turn and as one block.
+    Accepts programs before lowering (messages implied by the placement) and after (explicit messages).
+    Overlapped pairs must work both as two consecutive actions and as one block.
 
     Args:
         program: any program.
-        transport: how transfers behave: see `stretto.program.checks.transport.check_transport` for the five.
+        transport: behaviour of transfers, one of the five of
+            `stretto.program.checks.transport.check_transport`.
 
     Raises:
-        ScheduleError: naming the rank and the action that block or are wrong; for a deadlock, the circle of
+        ScheduleError: naming the rank and the action that block or are wrong; for a deadlock, the cycle of
             waits.
-        StrettoError: no such transport.
+        StrettoError: the transport does not exist.
     """
     check_structure(program)
     position = {action: at for order in program.orders for at, action in enumerate(order)}
@@ -96,7 +97,9 @@ def check(program: Program, transport: str = "rendezvous") -> CheckReport:
 
 
 def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
-    """What must come earlier in the same rank's order, beyond what `check_structure` covers."""
+    """Return the action that must come earlier in the same rank's order, or None; `check_structure` covers
+    other dependencies.
+    """
     stage, kind, i = action
     if kind is ActionKind.SEND_F:
         return Action(stage, ActionKind.F, i)
@@ -112,9 +115,9 @@ def _local_dependency(program: Program, action: Action, position: dict[Action, i
 
 
 def _check_channels(program: Program, transport: str) -> None:
-    """On every channel, receives are posted in the order of the sends.
+    """Check that receives are posted in the order of the sends on every channel.
 
-    Where both directions share a communicator, all messages from one rank to another are one sequence.
+    If both directions share a communicator, all messages from one rank to another are one sequence.
     """
     shared = transport in ("paired", "batched")
     sends: dict[Channel, list[Action]] = defaultdict(list)
@@ -146,11 +149,11 @@ def _check_channels(program: Program, transport: str) -> None:
 
 
 def check_reductions(program: Program) -> None:
-    """In a lowered program that trains:
+    """Check the reductions of a lowered program that trains.
 
     - synchronous: `REDUCE_GRAD` once for each stage that has a backward, after its last B or W; then
-      `REDUCE_TIED` once for each tied set of the stage, before which the stage's own reduction stands. With
-      several copies of the weights, the copies of every stage are a tied set.
+      `REDUCE_TIED` once for each tied set of the stage, after the stage's own reduction. With several copies
+      of the weights, the copies of every stage are a tied set.
     - asynchronous: `REDUCE_GRAD` right before each `U` of its stage and nowhere else; no tied sets and no
       copies, since stages would apply their shares of one parameter's gradient at different times.
 
@@ -177,7 +180,7 @@ def check_reductions(program: Program) -> None:
 
 
 def _check_updates(program: Program, rank: int, stage: int) -> None:
-    """REDUCE_GRAD and U of an asynchronous program."""
+    """Check REDUCE_GRAD and U of one stage of an asynchronous program."""
     order = program.orders[rank]
     for at, action in enumerate(order):
         if action.stage != stage:
@@ -194,10 +197,10 @@ def _check_updates(program: Program, rank: int, stage: int) -> None:
 
 
 def _check_stage(program: Program, rank: int, stage: int) -> None:
-    """The reductions of one stage at the end of a synchronous step."""
+    """Check the reductions of one stage at the end of a synchronous step."""
     order = program.orders[rank]
     actions = [(at, a.kind) for at, a in enumerate(order) if a.stage == stage]
-    # a copy that no microbatch goes through has nothing to reduce, but joins the sum over the copies
+    # a copy without microbatches has no gradients to reduce, but joins the sum over copies
     last = max((at for at, kind in actions if kind in (ActionKind.B, ActionKind.W)), default=-1)
     reduced = [at for at, kind in actions if kind is ActionKind.REDUCE_GRAD]
     times = int(last >= 0)

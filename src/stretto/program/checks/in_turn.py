@@ -7,8 +7,8 @@ from stretto.program.program import Program
 
 
 def in_turn(program: Program) -> bool:
-    """True if a single rank does each microbatch whole, forward and backward of one stage, before it begins
-    the next, and does nothing else between them.
+    """True if a single rank runs forward and backward of each microbatch, of one stage, before it begins the
+    next, with nothing else between the two.
     """
     if program.ranks != 1 or program.versions:
         return False

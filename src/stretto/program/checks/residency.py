@@ -1,4 +1,4 @@
-"""What an action uses is resident on its rank: recomputed or reloaded activations, gathered parameters."""
+"""Checks that recomputed and reloaded activations and gathered parameters are resident when they are used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _BACKWARD = (ActionKind.B, ActionKind.I)
 
 
 def check_memory_saving(program: Program) -> None:
-    """Check where activations are recomputed, offloaded and reloaded.
+    """Check the positions of `RECOMPUTE`, `OFFLOAD` and `RELOAD`.
 
-    - `RECOMPUTE` stands after the F and right before the B or I of its (stage, microbatch): no F, B, I, W or
-      other `RECOMPUTE` comes between, except the F with which that B is paired.
-    - `OFFLOAD` stands after the F; `RELOAD` after the `OFFLOAD` and before the first use, which is
-      `RECOMPUTE`, B or I. Neither stands without the other.
+    - `RECOMPUTE` comes after the F and right before the B or I of its (stage, microbatch): no F, B, I, W or
+      other `RECOMPUTE` in between, except the F with which that B is paired.
+    - `OFFLOAD` comes after the F; `RELOAD` after the `OFFLOAD` and before the first use, which is
+      `RECOMPUTE`, B or I. Neither occurs without the other.
 
-    Takes programs in which every action with a microbatch occurs once, on its rank.
+    The program must have every action with a microbatch once, on its rank.
 
     Raises:
         ScheduleError: naming the rank and the action.
@@ -52,8 +52,8 @@ def check_memory_saving(program: Program) -> None:
 
 
 def _check_recomputed(rank: int, order: Iterable[Action], partner: dict[Action, Action]) -> None:
-    """What each RECOMPUTE is followed by."""
-    pending: Action | None = None  # the last RECOMPUTE, until its backward has come
+    """Check the actions between each RECOMPUTE and its backward."""
+    pending: Action | None = None  # the last RECOMPUTE, until its backward
     begun: set[tuple[int, int | None]] = set()  # forwards done
     over: set[tuple[int, int | None]] = set()  # backwards done
     for action in order:
@@ -86,11 +86,11 @@ _MOVES = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
 def check_gathered(program: Program) -> None:
     """Check that parameters are gathered whenever they are used.
 
-    A stage has either no `UNSHARD` and `RESHARD` at all, and its parameters are always resident; or the two
-    alternate, `UNSHARD` first and `RESHARD` last, with every use (F, B, I, W, RECOMPUTE) between.
+    Either a stage has no `UNSHARD` and `RESHARD`, and its parameters are always resident; or the two
+    alternate, `UNSHARD` first and `RESHARD` last, with every use (F, B, I, W, RECOMPUTE) between them.
 
-    An update works on the shards and needs no gathering. All data parallel ranks of a pipeline rank run the
-    same order, so they gather in one order.
+    An update works on the shards and needs no gathering. All data-parallel ranks of a pipeline rank run the
+    same order, so they gather in the same order.
 
     Raises:
         ScheduleError: naming the rank and the action; also for a program with weight versions, whose older

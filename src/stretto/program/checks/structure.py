@@ -1,4 +1,4 @@
-"""What holds whatever the order between ranks: every piece of work is there once, on the right rank."""
+"""Checks that do not depend on the order between ranks: every action occurs once, on the right rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from stretto.program.program import Program, ScheduleError
 
 
 def check_structure(program: Program) -> None:
-    """Every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's rank; and
-    what the program says of pairs, weight versions, kept activations and gathered parameters holds.
+    """Check that every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's
+    rank, and that pairs, weight versions, recomputed or offloaded activations and gathered parameters are
+    consistent.
 
     A microbatch goes through the stages of one copy of the weights only.
 
     Raises:
-        ScheduleError: naming the first rank and action that break this.
+        ScheduleError: naming the first rank and action that violate this.
     """
     if program.microbatches < 1:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
@@ -36,7 +37,7 @@ def check_structure(program: Program) -> None:
     for tie in program.tied:
         if not all(0 <= stage < program.stages for stage in tie):
             raise ScheduleError(f"tied set is {tie}, must name stages 0 to {program.stages - 1}")
-    # a number from a file may be huge: nothing of its size is made before this
+    # a number from a file may be huge: nothing is allocated in proportion to it before this check
     actions = sum(map(len, program.orders))
     if program.microbatches > max(1, actions):
         raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
@@ -52,7 +53,7 @@ def check_structure(program: Program) -> None:
     # every stage does every microbatch of its copy
     for stage, rank in enumerate(program.placement):
         for i, copy in enumerate(program.copy_of):
-            # a microbatch that no copy starts is missed at the first
+            # a microbatch that no copy starts is reported for the first copy
             if max(copy, 0) != stage // program.depth:
                 continue
             missing = None
@@ -73,7 +74,7 @@ def check_structure(program: Program) -> None:
 
 
 def _placement_problem(program: Program, rank: int, action: Action) -> str | None:
-    """What is wrong with the action's stage, kind or microbatch on this rank; None if nothing is."""
+    """Return the error in the action's stage, kind or microbatch on this rank, or None."""
     stage, kind, microbatch = action
     if not 0 <= stage < program.stages:
         return f"but stages are 0 to {program.stages - 1}"
@@ -93,7 +94,7 @@ def _placement_problem(program: Program, rank: int, action: Action) -> str | Non
 
 
 def _order_problem(done: set[Action], action: Action) -> str | None:
-    """What is wrong unless F precedes B or I, I precedes W, and B excludes I and W; else None."""
+    """Return an error unless F precedes B or I, I precedes W, and B excludes I and W."""
     stage, kind, microbatch = action
     before = _BEFORE.get(kind)
     if before is not None and (need := Action(stage, before, microbatch)) not in done:

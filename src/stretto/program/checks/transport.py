@@ -1,8 +1,8 @@
-"""Deadlock freedom under different transports: how sends and receives may behave.
+"""Deadlock freedom under different transports, which define how sends and receives behave.
 
-Every rank is an agent whose steps are its actions. Where transfers proceed on their own, each queue of them
-is an agent too. A step waits only for other agents to have completed a number of steps. Such a system is
-confluent: how far it gets does not depend on the speed of its agents, so one execution proves all of them.
+Every rank is an agent whose steps are its actions. If transfers proceed independently, each queue of them is
+an agent too. A step waits only for other agents to complete a number of steps. Such a system is confluent:
+how far it gets does not depend on the speed of its agents, so one execution proves all executions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TRANSPORTS = {
 
 @dataclass
 class Agent:
-    """A rank or a queue of transfers: its steps by the action that stands for each, and what they wait for.
+    """A rank or a queue of transfers: the action of each of its steps, and the waits before steps, by index.
 
-    `Wait.rank` is the number of an agent, `Wait.completed` a number of its steps.
+    In a wait, `rank` is the index of an agent and `completed` a number of its steps.
     """
 
     name: str
@@ -54,20 +54,20 @@ def check_transport(program: Program, transport: str = "rendezvous", blocks: boo
       communicator for each pair: `isend` and `irecv` of torch.distributed.
     - `batched`: transfers that directly follow one another are one group. A group starts when its rank has
       reached its last transfer and the rank's group before it is complete; a transfer completes when the
-      groups of both sides have started. NCCL with one communicator for all ranks: `batch_isend_irecv` of
-      torch.distributed.
+      groups of both sides have started. NCCL with one communicator for all ranks: torch.distributed's
+      `batch_isend_irecv`.
 
     A reduction of tied parameters blocks a rank until all ranks of the set have reached it.
 
     Args:
         program: a program that is correct within each rank (`check`).
         transport: one of `TRANSPORTS`; all but the first two are for lowered programs.
-        blocks: run the two of each pair as one block: it starts when both inputs are there, and its results
-            leave when both are done.
+        blocks: run each pair as one block, which starts when both inputs have arrived and sends its results
+            when both actions are done.
 
     Raises:
-        StrettoError: no such transport, or one that only applies to a lowered program.
-        ScheduleError: a deadlock; names the circle of waits.
+        StrettoError: the transport does not exist, or needs a lowered program.
+        ScheduleError: the program deadlocks; the message names the cycle of waits.
     """
     if transport not in TRANSPORTS:
         close = nearest(transport, TRANSPORTS)
@@ -84,12 +84,12 @@ def check_transport(program: Program, transport: str = "rendezvous", blocks: boo
 
 
 def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
-    """The ranks, then the queues of their transfers."""
+    """Return the ranks, then the queues of their transfers."""
     agents = [
         Agent(f"rank {rank}", ("waits", "reaches"), list(order)) for rank, order in enumerate(program.orders)
     ]
     position = {action: at for order in program.orders for at, action in enumerate(order)}
-    done: dict[Action, RankDependency] = {}  # when the message of a receive is there
+    done: dict[Action, RankDependency] = {}  # when the message of a receive has arrived
     if transport in ("paired", "batched"):
         done = _add_queues(agents, program, position, transport == "batched")
     partner = dict(program.pairs) if blocks else {}
@@ -118,14 +118,14 @@ def _arrival(
     done: dict[Action, RankDependency],
     receive: Action,
 ) -> list[RankDependency]:
-    """What has to have happened for the message of `receive` to be there."""
+    """Return the conditions under which the message of `receive` has arrived."""
     if transport == "blocking":
         return []  # the rank has not passed the receive without it
     if receive in done:
         return [done[receive]]
     source = send_of(receive)
     if not program.lowered:
-        # the forward of a block is past only when the whole block can be: it waits for both inputs
+        # the forward of a block completes only with the block, which waits for both inputs
         stage, kind, i = source
         source = (
             Action(stage, ActionKind.F, i) if kind is ActionKind.SEND_F else backward_of(position, stage, i)
@@ -134,7 +134,7 @@ def _arrival(
 
 
 def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
-    """The action that yields the gradient of the stage's input: its I where it has one, or else its B."""
+    """Return the action that computes the gradient of the stage's input: its I if it has one, else its B."""
     split = Action(stage, ActionKind.I, microbatch)
     return split if split in position else Action(stage, ActionKind.B, microbatch)
 
@@ -148,9 +148,9 @@ def _counterpart(transfer: Action) -> Action:
 def _add_queues(
     agents: list[Agent], program: Program, position: dict[Action, int], batched: bool
 ) -> dict[Action, RankDependency]:
-    """Add the agents that carry transfers; when each receive's message is there.
+    """Add the agents that carry transfers; return when the message of each receive arrives.
 
-    A queue has two steps a group: its start and its end.
+    A queue has two steps per group: its start and its end.
     """
     groups: dict[int, list[list[Action]]] = {}  # by agent
     at: dict[Action, tuple[int, int]] = {}  # agent and group of each transfer
@@ -191,7 +191,7 @@ def _add_queues(
 
 
 class _Execution:
-    """An execution without times: how far each agent is, and what it waits for."""
+    """An execution without times: the number of completed steps of each agent."""
 
     def __init__(self, agents: list[Agent]) -> None:
         self.agents = agents
@@ -218,7 +218,7 @@ class _Execution:
                 raise ScheduleError(self._circle(number), hint="do one of the awaited actions earlier")
 
     def _advance(self, number: int) -> RankDependency | None:
-        """Move the agent on until it has to wait; what it waits for, None at its end."""
+        """Advance the agent until it has to wait; return that wait, or None at the agent's end."""
         agent, done = self.agents[number], self.done
         for at in range(done[number], len(agent.steps)):
             for wait in agent.waits.get(at, ()):
@@ -229,7 +229,7 @@ class _Execution:
         return None
 
     def _circle(self, number: int) -> str:
-        """The waits from a stuck agent on, until one comes round again."""
+        """Describe the cycle of waits that a stuck agent leads to."""
         lines: dict[int, str] = {}
         while number not in lines:
             agent, at = self.agents[number], self.done[number]

@@ -1,4 +1,4 @@
-"""Weights that change within the step: which version each microbatch uses, how late its gradient comes."""
+"""Weights that change within the step: the version that each microbatch uses, the delay of its gradient."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _GRADIENT = frozenset({ActionKind.B, ActionKind.W})  # what completes a microbat
 
 
 def check_versions(program: Program) -> None:
-    """The weights that `program.versions` promises exist when they are used, and every gradient is applied.
+    """Check that the weights in `program.versions` exist when they are used, and that every gradient is
+    applied.
 
     A synchronous program has no versions and no `U`. In an asynchronous one, for every stage:
 
-    - each B or W is followed by a `U`, which applies it with all others since the `U` before; a `U` applies
-      at least one, all of one training step, and its microbatch, where it names one, is the last;
-    - the version of a forward is the number of a `U` done before it, or 0; forwards that come later never
-      take an older one.
+    - each B or W is followed by a `U`, which applies it with all others since the previous `U`; a `U` applies
+      at least one, all of one training step, and if it names a microbatch, that is the last one;
+    - the version of a forward is the index of a `U` done before it, or 0; later forwards never use an older
+      version.
 
     Raises:
         ScheduleError: naming the rank and the action.
@@ -44,7 +45,7 @@ def check_versions(program: Program) -> None:
 
 
 def _check_stage(program: Program, rank: int, stage: int) -> None:
-    """One stage's forwards, gradients and updates, in order."""
+    """Check one stage's forwards, gradients and updates, in order."""
     updates = newest = 0  # U's done; version of the last forward
     waiting: list[int] = []  # microbatches whose gradients no U has applied yet
     for action in _of_stage(program, stage):
@@ -78,13 +79,14 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
 
 
 def weight_delays(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each stage and microbatch, how many updates the weights have had between its forward and the one
-    that applies its gradient: w(t+1) = w(t) - rate * gradient(w(t - delay)).
+    """Return for each stage and microbatch the number of updates between its forward and the update that
+    applies its gradient: w(t+1) = w(t) - rate * gradient(w(t - delay)).
 
-    0 throughout for synchronous programs, and where a microbatch goes through another copy of the stage.
+    All are 0 for synchronous programs; an entry is 0 if the microbatch goes through another copy of the
+    stage.
 
     Args:
-        program: one that `check` accepts.
+        program: a program that `check` accepts.
     """
     if not program.versions:
         return ((0,) * program.microbatches,) * program.stages
@@ -102,13 +104,13 @@ def weight_delays(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def weight_versions(program: Program) -> tuple[int, ...]:
-    """For each stage, the most versions of its weights that exist at once: the newest, those that a
-    microbatch between its forward and its B or W uses, and those that a forward to come will use.
+    """Return for each stage the peak number of versions of its weights: the newest, those used by
+    microbatches between their forward and their B or W, and those that later forwards will use.
 
     1 for synchronous programs. PipeDream has p - rank (Narayanan et al. 2019, section 3.3), PipeDream-2BW 2.
 
     Args:
-        program: one that `check` accepts.
+        program: a program that `check` accepts.
     """
     if not program.versions:
         return (1,) * program.stages
@@ -118,7 +120,7 @@ def weight_versions(program: Program) -> tuple[int, ...]:
 def _most_versions(program: Program, stage: int) -> int:
     versions = program.versions[stage]
     actions = list(_of_stage(program, stage))
-    # a version is needed from its making until the last microbatch that uses it is done
+    # a version is needed from its creation until the last microbatch that uses it is done
     users = Counter(versions[i] for _, kind, i in actions if kind is ActionKind.F and i is not None)
     live = {0}
     newest = 0

@@ -1,4 +1,4 @@
-"""Costs applied to one program: the time of every kind of action on every stage, and of every message."""
+"""Costs of one program: the time of every kind of action on every stage, and of every message."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Times of one rank's whole share of one microbatch, in any unit; a full backward takes I + W.
+    """Times of a rank's entire share of one microbatch, in any unit; a full backward takes I + W.
 
     A stage takes its part of its rank's share: 1/chunks on a rank that holds `chunks` stages of a copy of the
-    model. For uneven stages give `per_stage`, the (F, I, W) of every stage in model order, which then stand
-    instead of `F`, `I`, `W`. The other times work alike: one number is a rank's share, a sequence has an
-    entry for each stage. Sequences are over all stages, or over those of one copy if all copies are alike.
+    model. For uneven stages give `per_stage`, the (F, I, W) of every stage in model order, which replaces
+    `F`, `I` and `W`. The other times work likewise: one number is a rank's share, a sequence has an entry for
+    each stage. Sequences cover all stages, or those of one copy if all copies are alike.
 
     A message takes `hop + message_bytes / bandwidth`. A link carries the messages of an ordered pair of
-    ranks, or of all pairs to which `links` gives one name, such as that of a node's network card. With
-    `contention` a link carries one message after another: each has it for bytes / bandwidth and comes `hop`
-    later, so latencies overlap. First come, first served; of messages that become ready at one moment, that
-    of the lower sending rank goes first.
+    ranks, or of all pairs that `links` maps to one name, such as a node's network card. With `contention` a
+    link carries one message at a time: each occupies it for bytes / bandwidth and arrives `hop` later, so
+    latencies overlap. Messages are served in the order in which they become ready; ties go to the lower
+    sending rank.
 
     Attributes:
         F, I, W: forward, input gradient, weight gradient.
         hop: latency of a message between two ranks.
         per_stage: (F, I, W) of each stage.
         recompute: time of RECOMPUTE; by default that of the stage's F.
-        message_bytes: bytes sent from a stage to the next, and as gradient back: a number for all, or one for
-            each of the `depth - 1` boundaries of a copy.
+        message_bytes: bytes sent from a stage to the next, and of the gradient sent back: a number for all,
+            or one for each of the `depth - 1` boundaries of a copy.
         bandwidth: bytes per unit of time; a mapping is by (source rank, destination rank).
         links: names of shared links, by (source rank, destination rank).
-        contention: whether messages on one link queue.
-        blocking: whether a rank does nothing else while a message that it sends is in flight.
+        contention: messages on one link queue.
+        blocking: a rank does nothing else while a message that it sends is in flight.
         reduce: time of the reduction of a stage's gradients (REDUCE_GRAD; in a program that is not lowered it
             starts at the stage's last backward).
-        reduce_overlaps: reductions overlap with compute, those of one rank one after another. If not, they
-            follow one after another once the rank has done all else (before each U in asynchronous programs).
+        reduce_overlaps: reductions overlap with compute, those of one rank in sequence. Otherwise they run in
+            sequence after all of the rank's other work (before each U in asynchronous programs).
         unshard, offload, reload: times of UNSHARD, OFFLOAD and RELOAD. Each overlaps with compute, those of
-            one kind one after another, and what needs it waits.
+            one kind in sequence, and actions that depend on it wait.
         update: time of the optimiser on a stage, which runs once all ranks are done, or at `U` if weights
             change within the step.
-        pair: None runs overlapped pairs one after the other, and F's result leaves before B begins. With a
-            factor, a pair is one block of `pair` times its F and B, which needs both inputs at its start and
-            has both results at its end.
+        pair: if None, overlapped pairs run in sequence, and F's result leaves before B begins. Otherwise a
+            pair is one block that takes `pair` times its F and B, needs both inputs at its start and has both
+            results at its end.
         activations: bytes that a stage holds of one microbatch from its F to its B or W; a number applies to
             every stage.
-        kept_for_w: the part of `activations` that is held after I until W.
+        kept_for_w: fraction of `activations` that is held after I until W.
         inputs: bytes of the input that a stage holds of a microbatch whose forward is repeated (RECOMPUTE).
 
     Raises:
@@ -85,17 +85,17 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, value in self._numbers():
-            # a bool is an int to Python, and text slips in from YAML
+            # bool is a subclass of int, and YAML may contain text
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise StrettoError(
-                    f"cost {name} is {value!r}, must be a number", hint=f"say {name}=0 or more"
+                    f"cost {name} is {value!r}, must be a number", hint=f"use {name}=0 or more"
                 )
             if not (isfinite(value) and value >= 0):
                 raise StrettoError(
                     f"cost {name} is {value}, must be a finite time >= 0"
                     if name not in _SIZES
                     else f"{name} is {value}, must be a finite number >= 0",
-                    hint=f"say {name}=0 or more",
+                    hint=f"use {name}=0 or more",
                 )
         rates = self.bandwidth if isinstance(self.bandwidth, Mapping) else {None: self.bandwidth}
         for pair, rate in rates.items():
@@ -104,12 +104,12 @@ class Costs:
                 raise StrettoError(f"{entry} is {rate}, must be above 0", hint="leave it out for no limit")
         if self.kept_for_w > 1:
             raise StrettoError(
-                f"kept_for_w is {self.kept_for_w}, must be 0 to 1: a part of activations",
+                f"kept_for_w is {self.kept_for_w}, must be 0 to 1: a fraction of activations",
                 hint="nearest is kept_for_w=1",
             )
 
     def _numbers(self) -> Iterator[tuple[str, float]]:
-        """Every number but the bandwidths, with its name."""
+        """Yield every number except the bandwidths, with its name."""
         for name in ("F", "I", "W", "hop", "kept_for_w"):
             yield name, getattr(self, name)
         for stage, share in enumerate(self.per_stage or ()):
@@ -119,7 +119,7 @@ class Costs:
         for name in _PER_STAGE:
             value: PerStage | None = getattr(self, name)
             if isinstance(value, Sequence):
-                yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
+                yield from ((f"{name}[{index}]", entry) for index, entry in enumerate(value))
             elif value is not None:
                 yield name, value
         if self.pair is not None:
@@ -127,7 +127,7 @@ class Costs:
 
     @property
     def B(self) -> float:
-        """Full backward of a rank's share."""
+        """Time of a full backward of a rank's share."""
         return self.I + self.W
 
 
@@ -151,25 +151,25 @@ OVERLAPPED = {
     ActionKind.UNSHARD: "unshard",
     ActionKind.OFFLOAD: "offload",
     ActionKind.RELOAD: "reload",
-}  # on streams of their own
+}  # on separate streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How the messages of one (stage, direction) travel, as seen by the stage that takes them."""
+    """The link and times of the messages of one (stage, direction), from the receiving stage's view."""
 
     source: int  # rank
     destination: int
     link: Hashable
-    occupied: float  # time for which a message has the link
-    delay: float  # from the time both sides are ready until it is there, if nothing is in its way
+    occupied: float  # time for which a message occupies the link
+    delay: float  # time from both sides being ready to arrival, without queueing
 
 
 class Prices:
-    """What everything in `program` costs.
+    """The costs of all actions and messages of a program.
 
     Raises:
-        StrettoError: a sequence has not one entry for each stage, or a bandwidth is missing.
+        StrettoError: a sequence does not have one entry for each stage, or a bandwidth is missing.
     """
 
     def __init__(self, program: Program, costs: Costs) -> None:
@@ -180,7 +180,7 @@ class Prices:
 
     @cached_property
     def overlapped(self) -> dict[ActionKind, list[float]]:
-        """Time of each kind that runs beside the work, stage by stage."""
+        """Time of each kind that overlaps with compute, by stage."""
         return {kind: self._shared(name, getattr(self.costs, name)) for kind, name in OVERLAPPED.items()}
 
     @cached_property
@@ -193,7 +193,7 @@ class Prices:
 
     @cached_property
     def forward(self) -> list[Route | None]:
-        """For each stage, the route of its input, or None if it is on the rank already."""
+        """For each stage, the route of its input, or None if it is already on the rank."""
         return [self._route(s - 1, s) if not self.program.is_first(s) else None for s in self._stages]
 
     @cached_property
@@ -202,7 +202,7 @@ class Prices:
         return [self._route(s + 1, s) if not self.program.is_last(s) else None for s in self._stages]
 
     def times(self, stage: int) -> dict[ActionKind, float]:
-        """What the stage's actions keep its rank busy for, kind by kind."""
+        """Return the time for which each kind of the stage's actions keeps its rank busy."""
         return self.compute[stage] | {ActionKind.UPDATE: self.update[stage]}
 
     def _compute(self) -> list[dict[ActionKind, float]]:
@@ -231,13 +231,13 @@ class Prices:
 
     @cached_property
     def _chunks(self) -> list[int]:
-        """For each stage, how many stages of its copy its rank holds."""
+        """For each stage, the number of stages of its copy that its rank holds."""
         depth, placement = self.program.depth, self.program.placement
         copies = [placement[at : at + depth] for at in range(0, len(placement), depth)]
         return [copies[stage // depth].count(rank) for stage, rank in enumerate(placement)]
 
     def _shared(self, name: str, value: PerStage) -> list[float]:
-        """A rank's share cut up into its chunks, or as given stage by stage."""
+        """Return a rank's share divided among its chunks, or the values given by stage."""
         if isinstance(value, Sequence):
             return self._listed(name, value)
         return [value / n for n in self._chunks]
@@ -248,7 +248,7 @@ class Prices:
         return [value] * self.program.stages
 
     def _every(self, name: str, value: Sequence[_T], hint: Callable[[int], str]) -> list[_T]:
-        """The entries of all stages: one copy's, repeated for the other copies."""
+        """Return the entries of all stages; those of one copy are repeated for the others."""
         stages, depth = self.program.stages, self.program.depth
         if len(value) not in (stages, depth):
             raise StrettoError(
@@ -280,7 +280,7 @@ class Prices:
 
     @cached_property
     def _bytes(self) -> Sequence[float]:
-        """What crosses from each stage of a copy to the next."""
+        """Bytes sent from each stage of a copy to the next."""
         size, boundaries = self.costs.message_bytes, self.program.depth - 1
         if not isinstance(size, Sequence):
             return [size] * boundaries

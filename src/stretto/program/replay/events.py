@@ -1,12 +1,12 @@
 """Discrete-event replay of a program, for costs that `sweep` cannot handle.
 
-These are costs that make the order of events depend on times, or a rank's clock on more than its last action
-and one message: links with contention, blocking sends, overlapped pairs as blocks, and work that overlaps
-with compute (gathers, offloads).
+With these costs the order of events depends on times, or a rank's clock on more than its last action and one
+message: links with contention, blocking sends, overlapped pairs as blocks, and work that overlaps with
+compute (gathers, offloads).
 
-Ranks run ahead of one another: all that a rank needs of others are messages and their part in reductions of
-tied parameters, and it waits only where the time of one is not known yet. Once all ranks wait, the earliest
-of the messages that ask for a link is the next on it, since whatever asks later waits for one of them.
+Ranks run ahead of one another: a rank depends on others only for messages and reductions of tied parameters,
+and waits only if the time of one is not known yet. Once all ranks wait, the earliest message that requests a
+link is the next on it, since any later request waits for one of these messages.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _T = TypeVar("_T")
 
 
 class Messages:
-    """Numbers of a program's messages: (direction, stage that takes it, microbatch), forwards first."""
+    """Indices of a program's messages: by direction, receiving stage and microbatch, forwards first."""
 
     def __init__(self, program: Program) -> None:
         self.stages, self.microbatches = program.stages, program.microbatches
         self.count = 2 * self.stages * self.microbatches
 
     def first(self, stage: int, kind: ActionKind) -> int:
-        """The message of microbatch 0 that `stage` receives as RECV_F or RECV_B."""
+        """Return the index of the message of microbatch 0 that `stage` receives as RECV_F or RECV_B."""
         return (self.stages * (kind is ActionKind.RECV_B) + stage) * self.microbatches
 
     def name(self, number: int) -> Action:
-        """The receive that takes the message."""
+        """Return the receive that takes the message."""
         group, i = divmod(number, self.microbatches)
         backward, stage = divmod(group, self.stages)
         return Action(stage, ActionKind.RECV_B if backward else ActionKind.RECV_F, i)
 
 
 class _OnDemand(Mapping[Action, _T]):
-    """A mapping that is made when it is first read, which most replays' are not."""
+    """A mapping that is built when it is first read; most replays never read it."""
 
     def __init__(self, make: Callable[[], dict[Action, _T]]) -> None:
         self._make = make
@@ -70,41 +70,41 @@ class _OnDemand(Mapping[Action, _T]):
 class _Link(NamedTuple):
     """How messages of one direction reach one stage."""
 
-    number: int  # of the link, the same for all that share it; `_NONE` without contention
+    number: int  # index of the link, shared by all routes on it; `_NONE` without contention
     source: int  # rank
     destination: int
     occupied: float
     delay: float
-    waits: bool  # whether messages may ask for it in another order than that in which they are found
+    waits: bool  # whether requests may be simulated in another order than they occur in time
 
 
 class _Rule(NamedTuple):
-    """What holds for all actions of one stage and kind that keep their rank busy, or that are transfers.
+    """Costs and messages of all actions of one stage and kind that keep their rank busy or are transfers.
 
-    Messages are those of microbatch 0, `_NONE` where there are none.
+    Messages are those of microbatch 0, or `_NONE`.
     """
 
     cost: float
-    need: int = _NONE  # the message that it takes
-    message: int = _NONE  # the message that it sends, or whose side it is
-    side: int = _NONE  # of a transfer, 0: of the sender, 1: of the receiver
-    link: _Link | None = None  # of `message`
+    need: int = _NONE  # the message that the action consumes
+    message: int = _NONE  # the message that it sends, or that the transfer is a side of
+    side: int = _NONE  # for transfers: 0 for the sender, 1 for the receiver
+    link: _Link | None = None  # link of `message`
 
 
 @dataclass
 class _Stream:
-    """One kind of work beside the ranks' own."""
+    """One kind of work that overlaps with the ranks' compute."""
 
     costs: list[float]  # by stage
-    free: list[float]  # when each rank's stream is
-    done: list[float]  # when each piece is, by stage and microbatch
+    free: list[float]  # time at which each rank's stream is free
+    done: list[float]  # end of each piece of work, by stage and microbatch
 
 
 class Events:
-    """A replay; after `run`, starts and ends of every rank's actions, as far as it came.
+    """A replay. After `run` it has starts and ends of every rank's completed actions.
 
     Args:
-        kinds: of the program's actions.
+        kinds: kinds of actions in the program.
     """
 
     def __init__(self, program: Program, prices: Prices, kinds: Set[ActionKind]) -> None:
@@ -114,7 +114,7 @@ class Events:
         self.starts = [[0.0] * len(order) for order in program.orders]
         self.ends = [[0.0] * len(order) for order in program.orders]
         self.messages = Messages(program)
-        # by direction and stage, as messages are numbered
+        # by direction and stage, like messages
         routes = [*self.prices.forward, *self.prices.backward]
         senders: dict[Hashable, set[int]] = {}
         for route in filter(None, routes):
@@ -130,22 +130,22 @@ class Events:
                 destination=route.destination,
                 occupied=route.occupied,
                 delay=route.delay,
-                # One rank's results come in its order, but of a send and a receive either is the later; what
-                # a message that takes no time leads to comes after all that ask when it does.
+                # A rank's results come in its order, but either side of a transfer may be the later one; and
+                # consequences of a message that takes no time come after all requests of the same moment.
                 waits=contention and (lowered or len(senders[route.link]) > 1 or route.link in immediate),
             )
             for route in routes
         ]
         self._rules = [self._rules_of(stage) for stage in range(program.stages)]
         self._arrival_times = [_UNKNOWN] * self.messages.count
-        # of both sides of each message, if there are transfers: when it is ready, its place in the order
+        # for both sides of each message in lowered programs: the time it is ready, its index in the order
         self._ready = [_UNKNOWN] * (2 * self.messages.count * program.lowered)
         self._places = [_NONE] * (2 * self.messages.count * program.lowered)
-        self._free = [0.0] * len(self._links)  # when each link is
-        self._last = [_NONE] * len(self._links)  # the message that had it
-        self._behind: dict[int, int] = {}  # message to the one whose end it waited for
-        self._requests: list[tuple[float, int, int, int]] = []  # when, sending rank, its place, message
-        # how far each rank has come, the message that it waits for, and the ranks that can go on
+        self._free = [0.0] * len(self._links)  # time at which each link is free
+        self._last = [_NONE] * len(self._links)  # the last message on each link
+        self._behind: dict[int, int] = {}  # a message and the one it queued behind
+        self._requests: list[tuple[float, int, int, int]] = []  # time, sending rank, its index, message
+        # each rank's next action, the message that it waits for, and the ranks that can continue
         self._reached = [0] * program.ranks
         self._awaited = [_NONE] * program.ranks
         self._runnable = list(range(program.ranks))
@@ -161,7 +161,7 @@ class Events:
         }
 
     def _rules_of(self, stage: int) -> dict[ActionKind, _Rule]:
-        """The rule of every kind that keeps the stage's rank busy, and of its transfers."""
+        """Return the rule of every kind that keeps the stage's rank busy, and of its transfers."""
         program, first = self.program, self.messages.first
 
         def rule(cost: float, need: Action | None, taken: Action | None, side: int = _NONE) -> _Rule:
@@ -193,7 +193,7 @@ class Events:
 
     @property
     def arrivals(self) -> Mapping[Action, float]:
-        """When each message is there, by the receive that takes it."""
+        """The arrival time of each message, by its receive."""
         return _OnDemand(self._arrivals)
 
     def _arrivals(self) -> dict[Action, float]:
@@ -202,7 +202,7 @@ class Events:
 
     @property
     def queued(self) -> Mapping[Action, Action]:
-        """Message to the one whose end it waited for, by their receives."""
+        """For each message that queued, the message before it on the link; both by their receives."""
         return _OnDemand(self._queued)
 
     def _queued(self) -> dict[Action, Action]:
@@ -211,18 +211,18 @@ class Events:
 
     @property
     def stuck(self) -> dict[int, Action]:
-        """Ranks that have not come to their end, and where they stand."""
+        """The ranks that have not completed their order, with the action that they wait at."""
         positions = enumerate(zip(self._reached, self.program.orders, strict=True))
         return {rank: order[at] for rank, (at, order) in positions if at < len(order)}
 
     def run(self) -> None:
-        """Advance all ranks to their ends, or until none can go on."""
+        """Advance all ranks to their ends, or until none can continue."""
         walks = [self._walk(rank) for rank in range(self.program.ranks)]
         runnable, requests = self._runnable, self._requests
         while runnable or requests:
             while runnable:
                 next(walks[runnable.pop()], None)
-            # what the arrivals of one moment lead to comes after all that ask at that moment
+            # consequences of arrivals come after all requests of the same moment
             moment = requests[0][0] if requests else 0.0
             served: list[int] = []
             while requests and requests[0][0] == moment:
@@ -233,7 +233,7 @@ class Events:
                 self._serve(message, link, moment)
 
     def _walk(self, rank: int) -> Iterator[None]:
-        """Go through the rank's order; yields where it has to wait."""
+        """Run the rank's order; yields when the rank has to wait."""
         order = self.program.orders[rank]
         starts, ends = self.starts[rank], self.ends[rank]
         rules, arrivals = self._rules, self._arrival_times
@@ -272,7 +272,7 @@ class Events:
             if side < 0:
                 self._request(message, link, now, at)
             else:
-                # A send or a receive; the message leaves when both are there
+                # a transfer: the message leaves when both sides are ready
                 index, other = 2 * message + side, 2 * message + 1 - side
                 self._ready[index], self._places[index] = now, at
                 if self._ready[other] >= 0.0:
@@ -285,7 +285,7 @@ class Events:
         reached[rank] = len(order)
 
     def _block(self, rank: int, step: Step, now: float) -> Generator[None, None, float]:
-        """The two of a pair as one: it needs both inputs at its start and has both results at its end."""
+        """Run a pair as one block, which needs both inputs at its start and has both results at its end."""
         actions = [self.program.orders[rank][at] for at in step]
         rules = [self._rules[stage][kind] for stage, kind, _ in actions]
         for action, rule in zip(actions, rules, strict=True):
@@ -306,14 +306,16 @@ class Events:
         return end
 
     def _wait(self, rank: int, message: int, now: float) -> Generator[None, None, float]:
-        """Until the message is there."""
+        """Wait until the message has arrived; return the time."""
         if self._arrival_times[message] < 0.0:
             self._awaited[rank] = message
             yield
         return max(now, self._arrival_times[message])
 
     def _join(self, rank: int, at: int, now: float) -> Generator[None, None, float]:
-        """A reduction of tied parameters starts when all ranks have reached it, and takes no time."""
+        """Run a reduction of tied parameters, which starts when all ranks have reached it and takes no
+        time.
+        """
         self._joined[rank, at] = now
         self._runnable += self._joining
         self._joining.clear()
@@ -325,10 +327,12 @@ class Events:
         self.starts[rank][at] = self.ends[rank][at] = now
         return now
 
-    # --- beside the work
+    # --- work that overlaps with compute
 
     def _released(self, rank: int, action: Action, now: float) -> float:
-        """When the gathers, reloads and reductions that the action needs are done; all have been started."""
+        """Return when the gathers, reloads and reductions that the action needs are done; all have
+        started.
+        """
         stage, kind, i = action
         streams, piece = self._streams, stage * self.program.microbatches
         if kind is ActionKind.UPDATE:
@@ -342,14 +346,14 @@ class Events:
         return now
 
     def _start_beside(self, rank: int, at: int | None, action: Action, now: float) -> float:
-        """Start work on a separate stream; `at` is its position in the order, or None if it is not in one.
+        """Start work on a separate stream; `at` is its index in the order, or None if it is not in one.
 
         Returns:
-            when the rank goes on.
+            the time at which the rank continues.
         """
         stage, kind, i = action
         start = end = now
-        # releases take no time, and where there are no updates reductions are timed after the step
+        # releases take no time, and in synchronous programs reductions are timed after the step
         if (stream := self._streams.get(kind)) is not None:
             piece, cost = stage * self.program.microbatches + (i or 0), stream.costs[stage]
             if cost:
@@ -366,14 +370,14 @@ class Events:
     # --- messages
 
     def _request(self, message: int, link: _Link, ready: float, at: int) -> None:
-        """Both sides of the message are ready; its sender's is at place `at` in the order."""
+        """Request the link of a message whose sides are ready; the sender's has index `at` in its order."""
         if link.waits:
             heappush(self._requests, (ready, link.source, at, message))
         else:
             self._serve(message, link, ready)
 
     def _serve(self, message: int, link: _Link, ready: float) -> None:
-        """The message is the next on its link, or has no need of one."""
+        """Transfer a message that is the next on its link or needs none."""
         number, source, destination, occupied, delay, _ = link
         if number >= 0:
             if self._free[number] > ready:

@@ -1,4 +1,4 @@
-"""A lower bound on the time of a step, whatever the order of its work."""
+"""A lower bound on the time of a step over all orders of its work."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from stretto.program.replay.costs import Costs, Prices
 
 
 def bound(program: Program, costs: Costs | None = None, memory: float | None = None) -> float:
-    """No order of the program's work on these ranks, whole or split backwards, ends earlier than this.
+    """Return a lower bound on the end of any order of the program's work on these ranks, with full or split
+    backwards.
 
-    The work is: this placement, these microbatches through these copies, and as many recomputed forwards and
-    updates as the program has. The bound is the largest of the following; every order obeys each of them:
+    The work is: this placement, these microbatches through these copies, and the program's numbers of
+    recomputed forwards and updates. The bound is the largest of the following, which hold for every order:
 
-    - **Work.** No input of rank r can arrive before `head(r)`, the least over its stages of the forwards and
-      messages before that stage. After that the rank still has all of its work to do.
-    - **Chain.** The last F, I or B of rank r is an I or B, for every F is followed by its backward. It comes
-      after all F and I of the rank (W may be put off), and is followed by the input gradients of all stages
-      before its own, each after a message, and by the weight gradient of the first stage: head(r) + F and I
-      of the rank + the least such chain over its stages.
+    - **Work.** No input of rank r can arrive before `head(r)`, the minimum over its stages of the forwards
+      and messages before that stage. After that the rank still has all of its work to do.
+    - **Chain.** The last F, I or B of rank r is an I or B, since every F is followed by its backward. It
+      comes after all F and I of the rank (W may be deferred), and is followed by the input gradients of all
+      earlier stages, each after a message, and by the weight gradient of the first stage: head(r) + F and I
+      of the rank + the minimum of this chain over its stages.
     - **Round trip.** One microbatch goes forward through all stages and back, and has its last W.
-    - **Memory.** A stage holds `activations` of a microbatch at least from its F over the round trip to its
-      loss and back until its W, `kept_for_w` of it during W. Bytes times time, summed over all of a rank's
-      microbatches, is at most `memory` times the time from its first F until its last action.
-    - After a rank's last action come at least its stage's reduction, or all of its stages' reductions where
-      they do not overlap; after all ranks, the longest update of a rank.
+    - **Memory.** A stage holds `activations` of a microbatch at least from its F over the round trip to the
+      loss and back until its W, and `kept_for_w` of it during W. Bytes times time, summed over all of a
+      rank's microbatches, is at most `memory` times the time from its first F until its last action.
+    - A rank's last action is followed by at least its stage's reduction, or by all of its stages' reductions
+      if they do not overlap; the end of all ranks is followed by the longest update of a rank.
 
-    Where pairs may run as one block of `pair` < 1 times their parts, every time of F, I and W is taken that
-    much smaller, since a block is at least `pair` times each of its parts and of their sum.
+    If pairs may run as one block of `pair` < 1 times their parts, all times of F, I and W are scaled by
+    `pair`, since a block takes at least `pair` times each of its parts and their sum.
 
     Contention, blocking sends and overlapped work can only delay; they are left out.
 
@@ -48,7 +49,7 @@ def bound(program: Program, costs: Costs | None = None, memory: float | None = N
 
 
 class _Times(NamedTuple):
-    """Of one stage."""
+    """Times of one stage."""
 
     forward: float
     back: float  # I
@@ -89,8 +90,9 @@ class _Bound:
         return end
 
     def _chains(self) -> tuple[list[float], list[float], list[float]]:
-        """Of each stage: least time before its F, after its I, and between the two (its own F and I not
-        included)."""
+        """Return for each stage the minimum time before its F, after its I, and between the two (without its
+        own F and I).
+        """
         program, stages = self.program, range(self.program.stages)
         heads = [0.0] * len(stages)
         tails = [0.0] * len(stages)
@@ -115,7 +117,7 @@ class _Bound:
         return 0.0 if route is None else route.delay
 
     def _goes_back(self, stage: int) -> float:
-        """Time of the message with the gradient of the stage's input."""
+        """Return the time of the message with the gradient of the stage's input."""
         route = self.prices.backward[stage - 1]
         return 0.0 if route is None else route.delay
 
@@ -149,7 +151,7 @@ class _Bound:
         return min(reduce) if self.costs.reduce_overlaps else sum(reduce)
 
     def _occupied(self, rank: int, held_stages: list[int], memory: float | None) -> float:
-        """The least time in which a rank's microbatches fit through its memory."""
+        """Return the minimum time in which a rank's microbatches can pass through its memory."""
         if memory is None or any(a.kind in _KEPT_ELSEWHERE for a in self.program.orders[rank]):
             return 0.0
         area = 0.0

@@ -14,7 +14,7 @@ from stretto.program.replay.timeline import Event, Timeline
 
 
 def finish(timeline: Timeline, prices: Prices) -> Timeline:
-    """`timeline` with the reductions and the update of a step whose weights do not change within it."""
+    """Return the timeline with reductions and update at the end of a synchronous step."""
     program = timeline.program
     if not program.trains or not (any(prices.reduce) or any(prices.update)):
         return timeline
@@ -37,14 +37,14 @@ def finish(timeline: Timeline, prices: Prices) -> Timeline:
 
 
 def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
-    """A rank's reductions one after another: each from its REDUCE_GRAD on, or all after its last action.
+    """Time a rank's reductions, in sequence: each from its REDUCE_GRAD on, or all after its last action.
 
     Those in the order get their times there; the others are returned as events.
     """
     order = timeline.program.orders[rank]
     starts = timeline.starts[rank]
     ends = timeline.ends[rank]
-    reductions: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
+    reductions: list[tuple[float, int, int | None]] = []  # earliest start, stage, index in the order
     if timeline.program.lowered:
         reductions += [
             (starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is ActionKind.REDUCE_GRAD
@@ -71,21 +71,22 @@ def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """When every action of `program` starts and ends, each rank starting its next action as soon as it can.
+    """Return when every action of `program` starts and ends if each rank starts its next action as soon as it
+    can.
 
-    Before lowering, a transfer starts when the result exists; in a lowered program when it has been sent and
-    its receive is posted (rendezvous). `Costs` says what else takes time, and what it occupies.
+    Before lowering, a transfer starts when the result exists; in a lowered program, when it has been sent and
+    its receive is posted (rendezvous). `Costs` defines what else takes time and which resources it occupies.
     Ranks that reduce tied parameters wait for one another; that reduction takes no time.
 
     Raises:
-        ScheduleError: the program deadlocks; names ranks and actions.
+        ScheduleError: the program deadlocks; the message names ranks and actions.
         StrettoError: the costs do not fit the program.
     """
     costs = costs or Costs()
     prices = Prices(program, costs)
     code = encode(program)
     if not code.complete:
-        check(program)  # says why
+        check(program)  # raises with the reason
         raise ScheduleError(f"program {program.name!r} deadlocks")
     work = [0.0] * program.ranks
     for (stage, kind), count in code.counts.items():
@@ -98,7 +99,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         replay_ = Events(program, prices, {kind for _, kind in code.counts})
         replay_.run()
         if replay_.stuck:
-            # a program that completes, but not with the blocking sends or blocks of these costs
+            # the program completes, but not with blocking sends or pairs as blocks
             waits = "; ".join(
                 f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items())
             )
@@ -124,7 +125,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
 
 
 def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> Timeline:
-    """The replay in one pass."""
+    """Replay in one pass."""
     kinds = len(KINDS)
     cost, delay = [0.0] * (program.stages * kinds), [0.0] * (program.stages * kinds)
     for stage in range(program.stages):
@@ -150,7 +151,7 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
 
 
 def _by_events(code: Code, prices: Prices) -> bool:
-    """True if the costs need the replay event by event."""
+    """True if the costs require the discrete-event replay."""
     program, costs = prices.program, prices.costs
     present = {kind for _, kind in code.counts}
     return (

@@ -1,7 +1,7 @@
-"""Replay in one pass, for costs under which the order of events is the same whatever they are.
+"""Replay in one pass, for costs that do not affect the order of events.
 
-A program is encoded once as flat arrays, in an order in which everything comes after what it depends on; a
-pass over these arrays then gives all times. The search of layouts replays one program under many costs.
+A program is encoded once as flat arrays in topological order; one pass over them computes all times. The
+search of layouts replays one program under many costs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stretto.program.program import Program
 
 _KINDS = list(ActionKind)
 KINDS = {kind: at for at, kind in enumerate(_KINDS)}
-"""The actions of one stage and kind are a class, numbered `stage * len(KINDS) + KINDS[kind]`."""
+"""The actions of one stage and kind form a class with index `stage * len(KINDS) + KINDS[kind]`."""
 
 
 class TiedReduction(NamedTuple):
@@ -32,9 +32,9 @@ class TiedReduction(NamedTuple):
 class Code:
     """A program's actions as flat arrays.
 
-    Every action has a slot: rank after rank, in order; one slot before each rank's first action stands for
-    the start of the step. Nodes are the actions that advance a rank's clock: all but sends and receives,
-    which take no time on their rank.
+    Every action has a slot: rank after rank, in order; a slot before each rank's first action represents the
+    start of the step. Nodes are the actions that advance a rank's clock: all but sends and receives, which
+    take no time on their rank.
     """
 
     def __init__(self, program: Program) -> None:
@@ -44,20 +44,20 @@ class Code:
             self.first.append(size)
             size += len(order) + 1
         self.size = size
-        # nodes, in the order of the pass
+        # nodes, in topological order
         self.slots: list[int] = []
         self.predecessors: list[int] = []  # slot of the node before it on its rank
-        self.sources: list[int] = []  # slot after which its message can leave; 0: it takes none
-        self.posts: list[int] = []  # slot after which its receive is posted; 0: not a lowered program
+        self.sources: list[int] = []  # slot after which its message can leave; 0: no message
+        self.posts: list[int] = []  # slot after which its receive is posted; 0: program not lowered
         self.kinds: list[int] = []  # class
         self.tied_reductions: list[TiedReduction] = []
-        # messages of a lowered program, in the order of the nodes that take them
+        # messages of a lowered program, in the order of the nodes that consume them
         self.sends: list[int] = []
         self.receives: list[int] = []
         self.transfers: list[int] = []  # slots of all sends and receives
         self.transfers_before: list[int] = []  # slots of the nodes before them
         self.complete = _Encoder(program, self).run()
-        self.counts = {  # how often there is a node of each (stage, kind)
+        self.counts = {  # number of nodes of each (stage, kind)
             (kind // len(KINDS), _KINDS[kind % len(KINDS)]): count
             for kind, count in Counter(self.kinds).items()
         }
@@ -69,7 +69,7 @@ class Code:
 
 
 def encode(program: Program) -> Code:
-    """The program's encoding, built on first use and cached as long as the program lives."""
+    """Return the program's encoding, built on first use and cached as long as the program lives."""
     cached = _CACHE.get(id(program))
     if cached is not None and cached[0]() is program:
         return cached[1]
@@ -84,18 +84,18 @@ _CACHE: dict[int, tuple[weakref.ref[Program], Code]] = {}
 
 _FREE, _LOCAL, _REMOTE, _RENDEZVOUS, _TRANSFER = range(
     5
-)  # dependency an action waits for, or that it is a transfer
+)  # the dependency that an action waits for, or that it is a transfer
 
 
 class _Rule(NamedTuple):
-    """The dependencies of a class of actions; lists hold slots by microbatch, -1 until it is done."""
+    """The dependencies of a class of actions; lists have a slot per microbatch, -1 until it is done."""
 
     dependency: int
     kind: int
-    need: list[int]  # what must be done, or sent
+    need: list[int]  # the action or send that must be done
     post: list[int]  # receives
     slots: list[int]  # where the action records its slot once done
-    source: int  # rank that does what is needed
+    source: int  # rank of the needed action
 
 
 class _Encoder:
@@ -108,15 +108,15 @@ class _Encoder:
         )
         self.rules = [self._rules(stage) for stage in range(program.stages)]
         self.tied = tied_waits(program) if program.tied else {}
-        self.joined: dict[tuple[int, int], int] = {}  # at a tied reduction: the rank's last node before it
+        self.joined: dict[tuple[int, int], int] = {}  # the rank's last node before a tied reduction
         self.reached = list(code.first)  # slot that each rank waits at
         self.earlier = [0] * code.size  # for each transfer's slot, the node before it
 
     def run(self) -> bool:
-        """Advance every rank as far as possible, again whenever the rank that it waits for has moved.
+        """Advance every rank as far as possible, and again when the rank that it waits for has advanced.
 
         Returns:
-            whether all ranks complete their orders.
+            True if all ranks complete their orders.
         """
         walks = [self._walk(rank) for rank in range(self.program.ranks)]
         runnable = list(range(self.program.ranks))
@@ -137,7 +137,7 @@ class _Encoder:
         return left == 0
 
     def _walk(self, rank: int) -> Iterator[int]:
-        """Go through the rank's order; yields the rank to wait for whenever there is one."""
+        """Run the rank's order; yields each rank to wait for."""
         code = self.code
         rules = self.rules
         earlier = self.earlier
@@ -190,7 +190,7 @@ class _Encoder:
         self.reached[rank] = slot + 1
 
     def _join(self, rank: int, slot: int, last: int) -> Iterator[int]:
-        """Yields the rank to wait for until all have joined, if the action is a tied reduction."""
+        """Yield the ranks to wait for until all have joined, if the action is a tied reduction."""
         at = slot - 1 - self.code.first[rank]
         others = self.tied.get((rank, at))
         if others is None:
@@ -203,7 +203,7 @@ class _Encoder:
         self.code.tied_reductions.append(TiedReduction(len(self.code.slots), slot, members))
 
     def _rules(self, stage: int) -> dict[ActionKind, _Rule]:
-        """The rule of every kind that concerns one microbatch and takes part in the order."""
+        """Return the rule of every kind that concerns one microbatch."""
         program, slots_of = self.program, self.slots_of
         rank = program.placement[stage]
         nothing: list[int] = []
@@ -252,13 +252,13 @@ class _Encoder:
 
 
 def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Start and end of every slot.
+    """Return start and end of every slot.
 
-    A node starts when the one before it on its rank is over and its message is there; a message leaves once
-    what produces it is over and, in a lowered program, its receive is posted.
+    A node starts when the previous one on its rank has ended and its message has arrived; a message leaves
+    once its producer has ended and, in a lowered program, its receive is posted.
 
     Args:
-        code: of a program that completes.
+        code: the encoding of a program that completes.
         cost: time of a node, by class.
         delay: time of its message, by class.
     """
@@ -295,7 +295,7 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
 def _plain(
     code: Code, cost: Sequence[float], delay: Sequence[float], starts: list[float], ends: list[float]
 ) -> None:
-    """Without sends and receives in the orders."""
+    """Compute the times of all nodes of a program that is not lowered."""
     for slot, source, kind in zip(code.slots, code.sources, code.kinds, strict=True):
         start = ends[slot - 1]
         if source:
@@ -316,7 +316,7 @@ def _posted(
     ends: list[float],
     arrivals: list[float],
 ) -> None:
-    """Nodes `begin` to `end` of a lowered program; appends to `arrivals` when their messages arrive."""
+    """Compute the times of nodes `begin` to `end` of a lowered program; append their messages' arrivals."""
     nodes = zip(code.slots, code.predecessors, code.sources, code.posts, code.kinds, strict=True)
     for slot, before, source, posted, kind in islice(nodes, begin, end):
         start = ends[before]

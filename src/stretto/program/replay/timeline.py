@@ -1,4 +1,4 @@
-"""A replayed program: when every action starts and ends, idle time, bytes held, the critical path."""
+"""A replayed program: start and end of every action, idle time, memory, the critical path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Curve = list[tuple[float, float]]
 def live_bytes(
     program: Program, costs: Costs, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> list[Curve]:
-    """Per rank, (time, bytes held from then on); of several changes at one time each is listed."""
+    """Return per rank (time, bytes held from then on); simultaneous changes are listed separately."""
     prices = Prices(program, costs)
     return [
         _curve(_Allocations(program, prices, program.orders[rank]), starts[rank], ends[rank])
@@ -51,7 +51,7 @@ def _curve(allocations: _Allocations, starts: Sequence[float], ends: Sequence[fl
 
 
 class _Allocations:
-    """What each action of a rank allocates and frees, in bytes."""
+    """The bytes that each action of a rank allocates and frees."""
 
     def __init__(self, program: Program, prices: Prices, order: Sequence[Action]) -> None:
         self.order = order
@@ -60,15 +60,15 @@ class _Allocations:
         self.repeated = {(s, i) for s, kind, i in order if kind is ActionKind.RECOMPUTE}
 
     def change(self, action: Action) -> tuple[float, float]:
-        """Bytes allocated at the action's start, bytes freed at its end."""
+        """Return the bytes allocated at the action's start and those freed at its end."""
         stage, kind, i = action
         full = self.prices.activations[stage]
-        early = full * (1 - self.prices.costs.kept_for_w)  # what I gives back
+        early = full * (1 - self.prices.costs.kept_for_w)  # freed by I
         repeated = (stage, i) in self.repeated
         inputs = self.prices.inputs[stage] if repeated else 0.0
         if kind is ActionKind.F:
             if repeated:
-                return inputs, 0.0  # nothing but its input is held for the backward
+                return inputs, 0.0  # only its input is saved for the backward
             return full, 0.0 if self.trains else full
         if kind is ActionKind.RECOMPUTE:
             return full, inputs
@@ -87,7 +87,7 @@ class _Allocations:
 
 
 class Event(NamedTuple):
-    """One action in time. A send lasts until its message is there, a receive from its post until then."""
+    """One action in time. A send lasts until its message arrives, a receive from its post until then."""
 
     rank: int
     action: Action
@@ -101,17 +101,17 @@ _MOVING = COMPUTE | {
     ActionKind.RECOMPUTE,
     ActionKind.UPDATE,
     ActionKind.REDUCE_TIED,
-}  # what a rank's clock passes through
+}  # kinds that advance a rank's clock
 _BACKWARD = frozenset({ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.RECOMPUTE})
 
 
 class CriticalEvent(NamedTuple):
-    """An event, and what held it up until the time at which it started: the event before it on the path.
+    """An event on the critical path, and the reason why it did not start before the previous event ended.
 
-    `start`: nothing; `order`: its rank was busy; `message`: its input arrived, or both sides of a message
-    were ready; `queue`: another message on the link; `reduction`: another reduction of gradients on its rank,
-    or ranks that had to join one; `barrier`: all ranks had to finish; `beside`: a gather of parameters or a
-    transfer of activations to or from host memory.
+    `start`: nothing delayed it; `order`: its rank was busy; `message`: its input arrived, or both sides of a
+    message were ready; `queue`: another message on the link; `reduction`: another reduction of gradients on
+    its rank, or ranks that had to join one; `barrier`: all ranks had to finish; `beside`: a gather of
+    parameters or a transfer of activations to or from host memory.
     """
 
     event: Event
@@ -119,14 +119,14 @@ class CriticalEvent(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """An action of an order; of the tail, with rank -1."""
+    """The index of an action in a rank's order, or in the tail, with rank -1."""
 
     rank: int
     at: int
 
 
 class _Blocker(NamedTuple):
-    """Until when `by` held an event up."""
+    """An event that delayed another, and until when."""
 
     until: float
     by: _Place
@@ -134,7 +134,9 @@ class _Blocker(NamedTuple):
 
 
 def critical_path(timeline: Timeline) -> list[CriticalEvent]:
-    """The events from the latest end back, each time to what held the event up longest; in order of time."""
+    """Trace back from the latest end, each time to the event that delayed longest; return events in time
+    order.
+    """
     path = _Path(timeline)
     place: _Place | None = path.last()
     causes: list[CriticalEvent] = []
@@ -153,7 +155,7 @@ def critical_path(timeline: Timeline) -> list[CriticalEvent]:
 
 
 class _Path:
-    """Looks up what could have held an event up."""
+    """Finds the events that could have delayed an event."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.program = timeline, timeline.program
@@ -175,7 +177,7 @@ class _Path:
         )
 
     def last(self) -> _Place | None:
-        """The event with the latest end; of several, one that takes time."""
+        """Return the event with the latest end; among several, one that takes time."""
         tail = [_Place(-1, at) for at in range(len(self.timeline.tail))]
         return max([*self.place.values(), *tail], key=self._by_end, default=None)
 
@@ -184,7 +186,7 @@ class _Path:
         return event.end, event.end - event.start
 
     def blockers(self, place: _Place) -> Iterator[_Blocker]:
-        """All that could have held the event up, with the times until which they did."""
+        """Yield all events that could have delayed the event, and until when."""
         rank, at = place
         if rank < 0:
             yield from self._tail(at)
@@ -193,7 +195,7 @@ class _Path:
             action = self.program.orders[rank][member.at]
             if action.kind in COMPUTE:
                 yield from self._input(action)
-            # what runs beside the work and what it holds up
+            # work that overlaps with compute, and the actions that wait for it
             stage, kind, i = action
             causes: list[tuple[Action, Reason]] = []
             if kind in COMPUTE or kind is ActionKind.RECOMPUTE:
@@ -229,8 +231,8 @@ class _Path:
         return members_of
 
     def _order(self, rank: int, at: int, start: float = inf) -> Iterator[_Blocker]:
-        """The action before on the rank that its clock passes through. A receive between the two of a block
-        is posted before the block, so actions that end after its start are passed over.
+        """Yield the previous action on the rank that advances its clock. A receive between the actions of a
+        block is posted before the block, so actions that end after its start are skipped.
         """
         order, blocking = self.program.orders[rank], self.timeline.costs.blocking
         for before in range(at - 1, -1, -1):
@@ -251,7 +253,7 @@ class _Path:
         return inside and not self.timeline.costs.reduce_overlaps
 
     def _result(self, action: Action) -> Action | None:
-        """The receive on another rank that takes the action's result."""
+        """Return the receive on another rank that takes the action's result, or None."""
         stage, kind, i = action
         if kind is ActionKind.F and not self.program.is_last(stage):
             name = Action(stage + 1, ActionKind.RECV_F, i)
@@ -262,7 +264,7 @@ class _Path:
         return None
 
     def _maker(self, name: Action) -> _Place:
-        """What makes the message that `name` receives."""
+        """Return the action that computes the message of a receive."""
         stage, kind, i = send_of(name)
         if kind is ActionKind.SEND_F:
             return self.place[Action(stage, ActionKind.F, i)]
@@ -270,19 +272,19 @@ class _Path:
         return split or self.place[Action(stage, ActionKind.B, i)]
 
     def _input(self, action: Action) -> Iterator[_Blocker]:
-        """The message that a compute action takes."""
+        """Yield the message that a compute action consumes."""
         name = needed_by(self.program, action)
         if name is None:
             return
         if name in self.timeline.queued:
-            # it held the link up until this message's turn: the longest wait of them all
+            # it occupied the link until this message's turn: the longest wait of all
             before = self.timeline.queued[name]
             yield _Blocker(self._arrival(name), self._side(before), "queue")
         else:
             yield _Blocker(self._arrival(name), self._side(name), "message")
 
     def _side(self, name: Action) -> _Place:
-        """The later of a message's two sides."""
+        """Return the later of a message's two sides."""
         if not self.program.lowered:
             return self._maker(name)
         sent, posted = self.place[send_of(name)], self.place[name]
@@ -301,7 +303,7 @@ class _Path:
     def _latest(
         self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason
     ) -> Iterator[_Blocker]:
-        """The last action before place `at` that matches."""
+        """Yield the last action before index `at` that matches."""
         order = self.program.orders[rank]
         for before in range(at - 1, -1, -1):
             if match(order[before]):
@@ -309,7 +311,7 @@ class _Path:
                 return
 
     def _tail(self, at: int) -> Iterator[_Blocker]:
-        """What holds up a reduction that is in no order, or an update after the step."""
+        """Yield events that delay a reduction that is in no order, or an update after the step."""
         tail = self.timeline.tail
         rank, action, start, _ = tail[at]
         for before in range(at - 1, -1, -1):
@@ -340,7 +342,7 @@ class Bubble(NamedTuple):
     """
 
     barrier: float  # makespan - ideal: idle time of the busiest rank until all ranks meet at the end
-    span: float  # most idle time of a rank between its own first and last action
+    span: float  # largest idle time of a rank between its first and last action
     rate: float  # barrier / makespan
     over_ideal: float  # barrier / ideal
 
@@ -352,12 +354,12 @@ class Timeline:
     program: Program
     starts: tuple[list[float], ...]  # per rank, in its order
     ends: tuple[list[float], ...]
-    work: tuple[float, ...]  # per rank, the sum of the times for which its order's actions keep it busy
+    work: tuple[float, ...]  # per rank, total busy time of the actions in its order
     transfers: int  # messages between ranks
     costs: Costs = field(default_factory=Costs)
-    # after the orders: reductions, where the program is not lowered, and the optimiser
+    # after the orders: reductions, if the program is not lowered, and the optimiser
     tail: tuple[Event, ...] = ()
-    # where messages compete or block: when each is there, by its receive, and the one it queued behind
+    # if messages queue or block: arrival of each, by its receive, and the message it queued behind
     arrivals: Mapping[Action, float] = field(default_factory=dict[Action, float])
     queued: Mapping[Action, Action] = field(default_factory=dict[Action, Action])
 
@@ -376,12 +378,12 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When everything is done: the last rank, and what it started beside its work."""
+        """End of the last rank, of overlapped work and of the tail."""
         return max([0.0, *(max(ends) for ends in self.ends if ends), *(event.end for event in self.tail)])
 
     @cached_property
     def ideal(self) -> float:
-        """The busiest rank's work, its part of the optimiser included."""
+        """The busiest rank's work, including its part of the optimiser."""
         work = list(self.work)
         for rank, action, start, end in self.tail:
             if action.kind is ActionKind.UPDATE:
@@ -401,7 +403,7 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Idle part of all ranks' time together; above the bubble's rate where ranks have unequal work."""
+        """Idle fraction of all ranks' time; larger than the bubble's rate if ranks have unequal work."""
         rank_time = self.makespan * self.program.ranks
         return 1.0 - sum(self.work) / rank_time if rank_time else 0.0
 
@@ -412,8 +414,8 @@ class Timeline:
 
     @property
     def span_rate(self) -> float:
-        """The bubble rate where nothing makes all ranks meet: (cost - work) / cost, cost being the longest
-        time of a rank from its first start to its last end, work that of the busiest rank.
+        """The bubble rate without a barrier of all ranks: (cost - work) / cost, where cost is the longest
+        time of a rank from its first start to its last end, and work that of the busiest rank.
 
         Qi et al. 2024, "Zero bubble pipeline parallelism", section 5.3.
         """
@@ -422,16 +424,16 @@ class Timeline:
 
     @property
     def steady_rate(self) -> float:
-        """The idle part of the steady state, on the rank where it is largest: from a rank's first backward to
-        its last forward, without start-up and drain. 0 where no rank has a steady state.
+        """The largest idle fraction of a rank's steady state, from its first backward to its last forward,
+        without start-up and drain. 0 if no rank has a steady state.
 
-        The limit of an asynchronous schedule that runs for ever (PipeDream: 0 without transfer time).
+        The limit of an asynchronous schedule that runs forever (PipeDream: 0 without transfer time).
         """
         return max((self._steady(rank) for rank in range(self.program.ranks)), default=0.0)
 
     @cached_property
     def peak_activations(self) -> list[float]:
-        """Per rank, the most activations held, in rank units: a microbatch through all its stages is 1."""
+        """Per rank, peak activations, in rank units: a microbatch through all its stages is 1."""
         return peak_activations(self.program)
 
     @cached_property
@@ -445,22 +447,24 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> list[float]:
-        """Per rank, the most activation bytes held at once, at the ends of steps in `live_bytes` included."""
+        """Per rank, peak activation bytes: the largest value in `live_bytes`."""
         return [max((live for _, live in curve), default=0.0) for curve in self.live_bytes]
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per stage, the most versions of its weights that exist at once; 1 in synchronous programs."""
+        """Per stage, the peak number of versions of its weights; 1 in synchronous programs."""
         return weight_versions(self.program)
 
     @cached_property
     def critical_path(self) -> list[CriticalEvent]:
-        """Events from the step's start to its end, each held up by the one before it, and by what."""
+        """Events from the step's start to its end, each delayed by the previous one, with the reason."""
         return critical_path(self)
 
     @cached_property
     def bound(self) -> float:
-        """What no order of this work on these ranks can beat; see `stretto.program.replay.lower_bound`."""
+        """Lower bound over all orders of this work on these ranks; see
+        `stretto.program.replay.lower_bound`.
+        """
         return bound(self.program, self.costs)
 
     def _span(self, rank: int) -> tuple[float, float]:
@@ -485,7 +489,7 @@ class Timeline:
         busy, reached = 0.0, starts[first]
         for at in range(first, last + 1):
             if order[at].kind in _BUSY:
-                # the two of a block have one time
+                # both actions of a block have the same times
                 busy += ends[at] - max(starts[at], reached)
                 reached = ends[at]
         return 1.0 - busy / (ends[last] - starts[first])

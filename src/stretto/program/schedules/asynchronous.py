@@ -1,9 +1,9 @@
-"""Asynchronous schedules: weights are updated within the step, so gradients are of older weights.
+"""Asynchronous schedules: weights are updated within the step, so gradients are those of older weights.
 
-A backward uses the weight version of its forward; `Program.versions` says which that is. Nothing waits for
-the end of a step, so a program is a window of `steps` steps: the pipeline fills at its start, drains at its
-end, and is full in between. With k steps of m microbatches on p ranks its bubble is (p-1) / (km + p-1) where
-all ranks take equally long.
+A backward uses the weight version of its forward, which is in `Program.versions`. Nothing waits for the end
+of a step, so a program is a window of `steps` steps: the pipeline fills at its start, drains at its end, and
+is full in between. With k steps of m microbatches on p ranks its bubble is (p-1) / (km + p-1) if all ranks
+take equally long.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stretto.program.schedules.registry import register
 def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False, steps: int = 1) -> Program:
     """Narayanan et al. 2019, "PipeDream", sections 3.2 and 3.3 (weight stashing, vertical sync).
 
-    There is no bubble but start-up and drain, for stale gradients and stashed weights. A forward uses the
-    newest weights of its rank, which lack the updates of the p-1-rank microbatches before it; rank r stashes
-    p-r versions.
+    The only bubble is start-up and drain, at the price of stale gradients and stashed weights. A forward uses
+    the newest weights of its rank, which lack the updates of the p-1-rank microbatches before it; rank r
+    stashes p-r versions.
 
     Args:
-        microbatches: of one training step.
-        vertical_sync: a microbatch uses on every rank the version that was the newest on rank 0 when it
-            entered: the updates of p-1 microbatches are missing everywhere, alike on all ranks.
+        microbatches: microbatches of one training step.
+        vertical_sync: on every rank a microbatch uses the version that was the newest on rank 0 when it
+            entered, which lacks the updates of p-1 microbatches on all ranks alike.
         steps: training steps between filling and draining the pipeline.
     """
     if not isinstance(vertical_sync, bool):
@@ -61,18 +61,18 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None, steps
     (the last of a step may be short); each rank updates after a batch's last backward. Batch t uses the
     weights after t - 1 updates, so every gradient is exactly one update late on all ranks.
 
-    Those weights must exist when the batch's first forward starts. With at least p - 1 microbatches a batch
-    they do in time (the paper has at least p). Behind a batch of s < p - 1, the next one's forwards wait for
-    the update before: all ranks are idle for the time of p - 1 - s microbatches, at the end of every step
-    where only its last batch is short.
+    Those weights must exist when the batch's first forward starts, which needs at least p - 1 microbatches
+    per batch (the paper has at least p). After a batch of s < p - 1, the next one's forwards wait for the
+    previous update: all ranks are idle for the time of p - 1 - s microbatches, at the end of every step if
+    only its last batch is short.
 
     Args:
-        microbatches: of one training step.
-        group: microbatches of a batch, that is between updates; default p.
+        microbatches: microbatches of one training step.
+        group: microbatches of a batch, that is, between updates; default p.
         steps: training steps between filling and draining the pipeline.
 
     Raises:
-        StrettoError: `group` is more than there are microbatches.
+        StrettoError: `group` exceeds the number of microbatches.
     """
     if group is not None and group > microbatches:
         raise StrettoError(
@@ -103,7 +103,7 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None, steps
 
 
 def _updating(stage: int, before: Sequence[int], ends: Container[int]) -> tuple[Action, ...]:
-    """The order of a stage: forward i comes right after `before[i]` backwards, which never decrease; and an
+    """Return the order of a stage: forward i comes right after `before[i]` backwards (non-decreasing), and an
     update follows the backward of each microbatch in `ends`.
     """
     order = list[Action]()

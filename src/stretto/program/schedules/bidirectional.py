@@ -18,8 +18,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     """DualPipeV (github.com/deepseek-ai/DualPipe, 2025): DualPipe "cut in half", as Sea AI Lab proposed.
 
     DualPipe's overlap of forward and backward on one copy of the weights: the V placement turns the second
-    direction into the way back up. Ranks hold p + 1/2 microbatches. With fewer than 2p microbatches it is the
-    order for 2p with the missing ones left out; backwards that have lost their pair are then split.
+    direction into the way back up. Ranks hold p + 1/2 microbatches. With fewer than 2p microbatches the order
+    is that for 2p without the missing ones; backwards without a pair are then split.
     """
     total = max(2 * ranks, microbatches)
     writers = [OrderWriter(microbatches, splits=microbatches < total) for _ in range(ranks)]
@@ -33,10 +33,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
 def dualpipe(ranks: int, microbatches: int) -> Program:
     """DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1 and figure 5.
 
-    Pairs of a forward and a backward overlap compute with all-to-all, for two copies of the weights and p + 1
-    microbatches held. Even microbatches enter at rank 0, odd ones at the last rank. With fewer than 2p
-    microbatches, or an odd number, it is the order for more with the missing ones left out; backwards that
-    have lost their pair are then split.
+    Pairs of a forward and a backward overlap compute with all-to-all, at the price of two copies of the
+    weights and p + 1 microbatches held. Even microbatches enter at rank 0, odd ones at the last rank. With
+    fewer than 2p microbatches, or an odd number, the order is that for more without the missing ones;
+    backwards without a pair are then split.
 
     Raises:
         StrettoError: `ranks` is odd.
@@ -47,7 +47,7 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
     splits = microbatches < 2 * each
     writers = [OrderWriter(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
     for rank, writer in enumerate(writers):
-        # copy 0 is the near one for the first half of the ranks
+        # copy 0 enters at the near end for the first half of the ranks
         down, up = rank, 2 * ranks - 1 - rank
         if rank >= half:
             down, up = up, down
@@ -76,7 +76,7 @@ def _eight_steps(
         stage_1: the rank's stage of direction 1.
         rank: distance from the near end.
         ranks: ranks between the ends of a direction: half of them in DualPipe, all in DualPipeV.
-        microbatches: of one direction.
+        microbatches: microbatches of one direction.
     """
     before = ranks - rank - 1  # ranks between this one and where the directions turn
     before_end = rank + 1
@@ -102,7 +102,7 @@ def _eight_steps(
     for _ in range(before):
         writer.backward(stage_1)
         writer.pair(stage_1, stage_0)
-    # step 6, nB1B0: backwards alone; the second half split, since W is of use in the drain to come
+    # step 6, nB1B0: backwards alone; the second half split, since W fills the drain that follows
     backwards = [stage_1, stage_0] * before_end
     unsplit = 2 * (before_end // 2) + (0 if rank % 2 else 1)
     for at, stage in enumerate(backwards):
@@ -111,7 +111,7 @@ def _eight_steps(
     for _ in range(before):
         writer.weight_gradient()
         (writer.backward if unsplit >= len(backwards) else writer.input_gradient)(stage_0)
-    # step 8, nW: the W that are left
+    # step 8, nW: the remaining W
     writer.weight_gradients()
 
 
@@ -133,10 +133,10 @@ def _program(
 def chimera(ranks: int, microbatches: int) -> Program:
     """Li and Hoefler 2021, "Chimera", section 3; beyond p microbatches by direct concatenation.
 
-    Half the bubble of 1F1B, and p/2 + 1 to p microbatches held, for two copies of the weights. Even
+    Half the bubble of 1F1B, with p/2 + 1 to p microbatches held and two copies of the weights. Even
     microbatches enter at rank 0, odd ones at the last rank, at most p/2 of each direction at a time. Ranks
-    take the oldest backward that is ready, or else the oldest forward; for this a backward counts as
-    long as a forward, as in the paper's figures.
+    take the oldest backward that is ready, or else the oldest forward, assuming that a backward takes as long
+    as a forward, as in the paper's figures.
 
     Raises:
         StrettoError: `ranks` is odd.

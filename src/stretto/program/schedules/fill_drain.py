@@ -13,7 +13,7 @@ from stretto.program.schedules.registry import register
 def naive(ranks: int, microbatches: int) -> Program:
     """Model parallelism without pipelining (Huang et al. 2019, "GPipe", figure 2b): one rank works at a time.
 
-    The slowest schedule and the one that holds least: one microbatch. A reference for the others.
+    The slowest schedule, with the smallest memory: one microbatch. A reference for the others.
     """
     orders = tuple(
         tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (ActionKind.F, ActionKind.B))
@@ -52,10 +52,10 @@ def gpipe(ranks: int, microbatches: int) -> Program:
 def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     """Lamy-Poirier 2023, "Breadth-first pipeline parallelism".
 
-    A chunk does all its microbatches before the next chunk starts, so with sharded parameters (ZeRO-3) each
-    stage is gathered once a pass, and its gradients are reduced while the next chunk works. It trades memory
-    for that: every microbatch is held. Backwards go from the last chunk to the first, and within a chunk from
-    the last microbatch to the first, whose activations are the most recent.
+    A chunk runs all its microbatches before the next chunk starts, so with sharded parameters (ZeRO-3) each
+    stage is gathered once per pass, and its gradients are reduced while the next chunk works. The price is
+    memory: every microbatch is held. Backwards go from the last chunk to the first, and within a chunk from
+    the last microbatch, whose activations are the most recent, to the first.
 
     Args:
         chunks: stages per rank, placed in a loop.

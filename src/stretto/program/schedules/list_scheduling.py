@@ -1,8 +1,8 @@
 """List scheduling (Graham 1969): simulate orders in time, and let a rank do other work instead of waiting.
 
-Every action depends on one other: F on the F of the stage before, B or I on that of the stage after (at the
-loss: on its F), W on its I. An action is ready when that one has ended, so the simulation needs no more than
-what each end makes ready.
+Every action depends on one other: F on the F of the previous stage, B or I on that of the next stage (at the
+loss: on its F), W on its I. An action is ready when that one has ended, so the simulation only tracks which
+action each end makes ready.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Key = tuple[int, ActionKind, int | None]  # an action; a plain tuple is equal t
 
 
 class Scheduled(NamedTuple):
-    """Orders, and how long they take."""
+    """Orders and their makespan."""
 
     orders: tuple[tuple[Action, ...], ...]  # one per rank
     makespan: int  # in units of one F
@@ -32,18 +32,18 @@ def tighten(
     copies: int = 1,
     backward: int = 2,
 ) -> Scheduled:
-    """Orders in which ranks do later actions while they would wait, within a limit of activations.
+    """Return orders in which ranks run later actions instead of waiting, within a limit of activations.
 
-    Whenever a rank is free it takes the first action of its given order that is ready. A forward is taken out
-    of turn only if the rest of the given order, done after it, still keeps to the limit. What is left is then
-    always part of an order that completes, so there is no deadlock, and no rank holds more than its limit.
+    Whenever a rank is free it takes the first action of its given order that is ready. A forward is taken
+    early only if the remainder of the given order, run after it, still obeys the limit. The remainder is then
+    always part of an order that completes, so no deadlock occurs, and no rank exceeds its limit.
 
     Args:
         placement: rank of each stage, copy after copy.
-        orders: per rank, its compute actions in an order that runs and keeps to the limits.
-        limits: per rank, how many (stage, microbatch) activations it may hold.
-        copies: of the weights.
-        backward: how long a B lasts; everything else lasts one unit.
+        orders: per rank, its compute actions in an order that completes and obeys the limits.
+        limits: per rank, the number of (stage, microbatch) activations that it may hold.
+        copies: copies of the weights.
+        backward: duration of a B, in units of any other action.
     """
     steps = [[_HOLDS[action.kind] for action in order] for order in orders]
     simulation = _Simulation(placement, orders, copies, backward)
@@ -73,17 +73,18 @@ def greedy(
     copies: int = 1,
     backward: int = 2,
 ) -> Scheduled:
-    """Orders in which every free rank starts its most preferred action that is ready.
+    """Return orders in which every free rank starts its most preferred action that is ready.
 
     A microbatch enters its copy of the model when fewer than `in_flight` are between their first forward and
     the end of their last backward there.
 
     Args:
         placement: rank of each stage, copy after copy.
-        preferences: per rank, its compute actions, the most urgent first; they need not run in that order.
-        in_flight: how many microbatches may be in a copy at once, at least 1.
-        copies: of the weights.
-        backward: how long a B lasts; everything else lasts one unit.
+        preferences: per rank, its compute actions, the most urgent first; they need not complete in that
+            order.
+        in_flight: largest number of microbatches in a copy at once, at least 1.
+        copies: copies of the weights.
+        backward: duration of a B, in units of any other action.
     """
     simulation = _Simulation(placement, preferences, copies, backward)
 
@@ -97,13 +98,13 @@ def greedy(
 def replay(
     placement: Sequence[int], orders: Sequence[Sequence[Action]], copies: int = 1, backward: int = 2
 ) -> Scheduled:
-    """The makespan of given orders.
+    """Return given orders with their makespan.
 
     Args:
         placement: rank of each stage, copy after copy.
-        orders: per rank, its compute actions in an order that runs.
-        copies: of the weights.
-        backward: how long a B lasts; everything else lasts one unit.
+        orders: per rank, its compute actions in an order that completes.
+        copies: copies of the weights.
+        backward: duration of a B, in units of any other action.
     """
     simulation = _Simulation(placement, orders, copies, backward)
     simulation.in_order = True
@@ -111,7 +112,7 @@ def replay(
 
 
 class _Simulation:
-    """What each rank is running, what it could start next, and what it has started."""
+    """The running, ready and started actions of each rank."""
 
     def __init__(
         self, placement: Sequence[int], preferences: Sequence[Sequence[Action]], copies: int, backward: int
@@ -130,7 +131,7 @@ class _Simulation:
         }
         self._ready: list[list[int]] = [[] for _ in preferences]
         self._running: list[Action | None] = [None for _ in preferences]
-        # microbatches enter in their order, one being ready at a time
+        # microbatches enter in order, one ready at a time
         self._entering = {
             stage: iter([a for a in preferences[placement[stage]] if a[:2] == (stage, ActionKind.F)])
             for stage in self.inside
@@ -139,7 +140,7 @@ class _Simulation:
             self._enable(next(entering, None))
 
     def first_open(self, rank: int) -> int:
-        """The index of the rank's first action that has not been started."""
+        """Return the index of the rank's first action that has not started."""
         at, started = self._first_open[rank], self.started[rank]
         while at < len(started) and started[at]:
             at += 1
@@ -147,7 +148,9 @@ class _Simulation:
         return at
 
     def run(self, admit: Callable[[int, int], bool]) -> Scheduled:
-        """Run to the end; `admit` says whether a rank may start the forward at an index of its order."""
+        """Run to the end; `admit(rank, index)` is True if a rank may start the forward at an index of its
+        order.
+        """
         orders: list[list[Action]] = [[] for _ in self.preferences]
         ends: list[tuple[int, int]] = []
         clock, touched = 0, set(range(len(orders)))
@@ -161,7 +164,7 @@ class _Simulation:
                 clock = ends[0][0]
             while ends and ends[0][0] == clock:
                 touched.update(self._end(heappop(ends)[1]))
-        assert all(all(started) for started in self.started), "the orders given do not run"
+        assert all(all(started) for started in self.started), "the given orders deadlock"
         return Scheduled(tuple(map(tuple, orders)), clock)
 
     def _take(self, rank: int, admit: Callable[[int, int], bool]) -> Action | None:
@@ -188,7 +191,7 @@ class _Simulation:
         return chosen
 
     def _end(self, rank: int) -> list[int]:
-        """End the rank's running action; returns the ranks that may start something now, itself included."""
+        """End the rank's running action; return the ranks that may now start an action, including itself."""
         action = self._running[rank]
         assert action is not None
         self._running[rank] = None
@@ -211,7 +214,7 @@ class _Simulation:
         return split if split in self._positions else (stage, ActionKind.B, microbatch)
 
     def _enable(self, name: _Key | None) -> list[int]:
-        """Make an action ready; the rank that it is on."""
+        """Make an action ready; return its rank, if any."""
         if name is None:
             return []
         rank = self.placement[name[0]]

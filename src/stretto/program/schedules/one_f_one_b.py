@@ -16,8 +16,8 @@ from stretto.program.schedules.registry import register
 def one_f_one_b(ranks: int, microbatches: int) -> Program:
     """PipeDream-flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2.
 
-    The bubble of GPipe, but rank r holds at most p - r microbatches: after p - 1 - r forwards, which is how
-    long the first gradient takes to arrive, each further forward follows a backward that frees as much.
+    The bubble of GPipe, but rank r holds at most p - r microbatches: after p - 1 - r forwards, the time that
+    the first gradient takes to arrive, each forward follows a backward that frees the same memory.
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
@@ -43,9 +43,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
 def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 
-    Divides the bubble of 1F1B by the number of chunks, for as many times the messages and for more
-    activations held. Microbatches are cut into groups of `group` (the last may be short); a group goes
-    through chunk 0, then chunk 1, ...; backwards take the same order with the chunks reversed.
+    Divides the bubble of 1F1B by the number of chunks, but multiplies the messages by it and holds more
+    activations. Microbatches are cut into groups of `group` (the last may be short); a group goes through
+    chunk 0, then chunk 1, ...; backwards take the same order with the chunks reversed.
 
     Warm-up is 2 (p-1-rank) + (chunks-1) group forwards. The second term takes the first group to the last
     chunk. The first is a round trip: p-1-rank forwards until the last rank has the group's first microbatch,
@@ -54,13 +54,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
 
     A last group shorter than p breaks the textbook order: the next chunk's first forward is due before its
     input can have arrived, and for p >= 4 some such programs deadlock (p=4, m=5, 3 chunks). The order is then
-    written as if the last group were whole, and the missing microbatches are left out; ranks do later actions
-    where they would wait, within the same bound of activations.
+    written as if the last group were full, and the missing microbatches are left out; ranks run later actions
+    instead of waiting, within the same bound of activations.
 
     Args:
         chunks: stages per rank, placed in a loop.
-        group: microbatches that go through a chunk before the next chunk; by default p, the fewest with which
-            the first output of a group is back at rank 0 when the group has left it. More hold more.
+        group: microbatches that go through a chunk before the next chunk; by default p, the smallest number
+            for which a group's first output is back at rank 0 when the group has left it. Larger groups hold
+            more activations.
 
     Raises:
         StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
@@ -116,14 +117,14 @@ def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
 def group_size(ranks: int, microbatches: int, group: int | None) -> int:
-    """The group in use: as given, p by default, never more than there are microbatches."""
+    """Return the size of a group: as given, by default p, at most the number of microbatches."""
     low, high = sorted((ranks, microbatches))
     if group is not None and not low <= group <= high:
         raise StrettoError(

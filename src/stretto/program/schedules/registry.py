@@ -1,9 +1,9 @@
 """Schedules by name.
 
 A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
-`@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
-accepted. What a schedule is like is read from its programs (`program.schedules.traits`), never from its name;
-what no program tells, such as how widely it is used, is declared here.
+`@register`. Its other keyword parameters (`chunks`, `group`) are the schedule's options. Properties of a
+schedule are derived from its programs (`program.schedules.traits`), never from its name; properties that no
+program shows, such as how widely it is used, are declared here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Any
 from stretto.errors import StrettoError, nearest
 from stretto.program.program import Program
 
-PLAIN = "1f1b"  # taken where none is named: every framework has it, and it fits any number of ranks
+PLAIN = "1f1b"  # the default: every framework has it, and it fits any number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredSchedule:
-    """A registered schedule: what it is, and the options it takes with their defaults.
+    """A registered schedule with its options.
 
     Attributes:
+        about: one line for the list of schedules.
+        options: defaults of the options, by name.
         numbers: options that are whole numbers of at least 1.
-        planned: whether `stretto plan` considers it by default.
-        common: whether most frameworks have it; of plans that take equally long, these come first.
-        early: whether `stretto plan` still looks at it when its time is nearly over.
-        groups: sizes of `group` that it also looks at, in pipeline ranks.
+        planned: `stretto plan` considers it by default.
+        common: most frameworks have it; such schedules come first among equally fast plans.
+        early: `stretto plan` considers it even if little time is left.
+        groups: additional sizes of `group` that `stretto plan` considers, in pipeline ranks.
     """
 
     name: str
@@ -54,13 +56,13 @@ def register(
     early: bool = False,
     groups: tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
-    """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules.
+    """Register the decorated function as schedule `name`; `about` is its line in the list of schedules.
 
     Args:
-        planned: False for one that another is never worse than.
+        planned: False if another schedule is never worse.
         common: most frameworks have it.
-        early: its programs are cheap to make and first of its kind to be tried; see `RegisteredSchedule`.
-        groups: sizes of its option `group` worth planning beside the default, in pipeline ranks.
+        early: its programs are cheap to build and tried first among its kind; see `RegisteredSchedule`.
+        groups: sizes of its option `group` to plan in addition to the default, in pipeline ranks.
     """
 
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
@@ -85,12 +87,12 @@ def register(
 
 
 def names() -> dict[str, str]:
-    """Every schedule's name and one line about it."""
+    """Return the name of every schedule, with one line about it."""
     return {entry.name: entry.about for entry in _ENTRIES.values()}
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options that schedule `name` takes, with their defaults (None: derived)."""
+    """Return the options of schedule `name`, with their defaults (None: derived)."""
     return dict(entry(name).options)
 
 
@@ -102,19 +104,19 @@ def schedule(
     group: int | None = None,
     **options: Any,
 ) -> Program:
-    """The program of schedule `name`: compute actions only; `lower` adds the communications.
+    """Return the program of schedule `name`: compute actions only; `lower` adds the communications.
 
     Args:
         name: one of `names()`.
         ranks: pipeline ranks p >= 1.
         microbatches: microbatches m >= 1 of one step.
-        chunks: stages per rank, for schedules that take it; 1 is allowed for all with one stage per rank.
-        group: microbatches that go through one chunk in a row before the next chunk, for schedules that take
-            it.
-        options: what else `options(name)` lists, such as `waves`. None means the default.
+        chunks: stages per rank, for schedules with this option; 1 is allowed for all with one stage per rank.
+        group: consecutive microbatches that go through one chunk before the next, for schedules with this
+            option.
+        options: other options of `options(name)`, such as `waves`. None means the default.
 
     Raises:
-        StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
+        StrettoError: the name is unknown, a number is below 1, or the schedule does not accept an option.
     """
     chosen = entry(name)
     at_least_one("ranks", ranks)
@@ -143,7 +145,7 @@ def schedule(
 
 def at_least_one(field: str, value: int) -> None:
     """Raise unless `value` is a whole number >= 1."""
-    # bool is an int to Python, and a float slips in from YAML
+    # bool is a subclass of int, and YAML may contain a float
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise StrettoError(
             f"{field} is {value!r}, must be a whole number of at least 1", hint=f"nearest is {field}=1"
@@ -151,10 +153,10 @@ def at_least_one(field: str, value: int) -> None:
 
 
 def entry(name: str) -> RegisteredSchedule:
-    """The schedule registered under a name.
+    """Return the schedule registered under a name.
 
     Raises:
-        StrettoError: there is no such schedule.
+        StrettoError: the schedule does not exist.
     """
     registered = _ENTRIES.get(name)
     if registered is None:
@@ -172,7 +174,7 @@ def _no_such_option(chosen: RegisteredSchedule, option: str, value: object) -> S
         every = sorted({name for e in _ENTRIES.values() for name in e.options})
         close = nearest(option, every)
         return StrettoError(
-            f"there is no option {option!r} of a schedule",
+            f"no schedule has an option {option!r}",
             hint=f"did you mean {close!r}?" if close else f"options are {', '.join(every)}",
         )
     without = "chunks=1 or none" if option == "chunks" else f"no {option}"

@@ -1,4 +1,4 @@
-"""What a schedule is like, read from its own small programs and from the options it takes."""
+"""Properties of a schedule, derived from small programs of it and from its options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stretto.errors import StrettoError
 from stretto.program.program import Program
 from stretto.program.schedules.registry import entry
 
-_MOST_RANKS = 8  # of a sample
+_MOST_RANKS = 8  # of a sample program
 
 
 def is_searched(name: str) -> bool:
-    """True if its programs are searched for, for given costs of stages, and none is made without them."""
+    """True if its programs are found by search for given costs of stages."""
     return "costs" in entry(name).options
 
 
@@ -31,8 +31,8 @@ def updates_within(name: str) -> bool:
 
 
 def sweeps(name: str) -> bool:
-    """True if a rank alone has several stages, and does all of one before it turns to the next: parameters
-    that are gathered stage by stage are gathered once for all microbatches.
+    """True if a single rank has several stages and completes all microbatches of one before the next, so that
+    parameters gathered stage by stage are gathered once for all microbatches.
     """
     if is_searched(name):
         return False
@@ -45,13 +45,13 @@ def sweeps(name: str) -> bool:
 
 
 def _sample_of(name: str) -> Program | None:
-    """A small program, or None if it is searched or not defined for so few ranks."""
+    """Return a small program, or None if the schedule is searched or not defined for few ranks."""
     return None if is_searched(name) else _sample(entry(name).build)
 
 
 @lru_cache(maxsize=256)
 def _sample(build: Callable[..., Program]) -> Program | None:
-    """A program of the fewest ranks from two on."""
+    """Return a program of the smallest number of ranks from two on that the schedule accepts."""
     for ranks in range(2, _MOST_RANKS + 1):
         try:
             return build(ranks, 2 * ranks)

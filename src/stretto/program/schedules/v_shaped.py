@@ -23,8 +23,8 @@ def zb_v(ranks: int, microbatches: int) -> Program:
 
     No bubble with equal times of F, I and W, in the memory of 1F1B: the last stage is on rank 0, so a
     microbatch's backward starts where its forward did, and every rank holds p microbatches. Ranks send twice
-    as many messages. With fewer than 2p - 1 microbatches it is the order for 2p - 1, with the missing ones
-    left out.
+    as many messages. With fewer than 2p - 1 microbatches the order is that for 2p - 1, without the missing
+    ones.
     """
     orders = [_zb_v_order(ranks, microbatches, rank) for rank in range(ranks)]
     return Program(
@@ -102,7 +102,7 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
     """Repeat a building block, one microbatch every six slots, then close the gaps.
 
     Six slots are a rank's work on one microbatch with equal times: F, I and W of two stages. A block that
-    claims no slot twice modulo six can be repeated for ever, and what it holds does not grow (section 2).
+    claims no slot twice modulo six can be repeated forever without holding more activations (section 2).
 
     Args:
         starts: per rank, the slots of the first microbatch: F on the way down, F up, I up, I down.
@@ -121,7 +121,7 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
 
 
 def _repeat(down: int, up: int, starts: tuple[int, int, int, int], microbatches: int) -> tuple[Action, ...]:
-    """One rank's order without gaps: its block for every microbatch, with W in the slots left free."""
+    """Return one rank's order without gaps: its block for every microbatch, with W in the free slots."""
     kinds = ((down, ActionKind.F), (up, ActionKind.F), (up, ActionKind.I), (down, ActionKind.I))
     slots = {
         start + _INTERVAL * i: Action(stage, kind, i)

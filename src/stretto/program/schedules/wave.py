@@ -15,11 +15,11 @@ _UNITS = 6  # slots of a rank's work on one microbatch: F (1 slot) and B (2) of 
 
 
 def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, a block of one microbatch repeated without gaps; holds less than p microbatches.
+    """Return orders that repeat a block of one microbatch without gaps; they hold less than p microbatches.
 
-    A microbatch's actions, in the order in which they depend on one another, each take the first free slot of
-    their rank. A backward takes two slots that begin at an even one; to keep such pairs whole, the second
-    forward of a rank takes the slot next to the first.
+    A microbatch's actions, in the order of their dependencies, each take the first free slot of their rank. A
+    backward takes two slots, the first an even one; in order not to split such pairs, the second forward of a
+    rank takes the slot next to the first.
     """
     placement = zigzag(ranks, 2)
     stages = range(len(placement))
@@ -48,7 +48,7 @@ def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def _fits(free: list[bool], slot: int, kind: ActionKind) -> bool:
-    """True if an action may start in that slot of its rank's block."""
+    """True if an action may start in a slot of its rank's block."""
     if kind is ActionKind.B:
         return slot % 2 == 0 and free[slot] and free[slot + 1]
     half_full = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]
@@ -56,13 +56,13 @@ def _fits(free: list[bool], slot: int, kind: ActionKind) -> bool:
 
 
 def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, a block of two microbatches repeated without gaps; for two waves or more.
+    """Return orders that repeat a block of two microbatches without gaps, for two waves or more.
 
-    Time is in slots of two forwards or one backward, so that the block has 6 * waves slots. What moves down
-    the ranks (F of even chunks, B of odd ones) reaches rank r in slots of r's parity, what moves up in the
-    others, so the two never claim the same slot. Passes in the same direction collide only if they start in
-    the same slot of the block; so each leg, the way of one chunk through its ranks, starts at the first slot
-    that no other leg has.
+    Time is in slots of two forwards or one backward, so the block has 6 * waves slots. Passes down the ranks
+    (F of even chunks, B of odd ones) reach rank r in slots of r's parity, passes up the ranks in the others,
+    so the two never claim the same slot. Passes in the same direction collide only if they start in the same
+    slot of the block; so each leg, the pass of one chunk through its ranks, starts at the first slot that no
+    other leg has.
     """
     starts = _legs(ranks, waves)
     orders: list[tuple[Action, ...]] = []
@@ -82,7 +82,7 @@ def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Acti
 
 
 def _legs(ranks: int, waves: int) -> dict[tuple[int, ActionKind, int], int]:
-    """The slot at which each leg starts: (chunk, F, 0) of both microbatches, (chunk, B, 0 or 1) of each."""
+    """Return the start slot of each leg: (chunk, F, 0) for both microbatches, (chunk, B, 0 or 1) for each."""
     used: set[tuple[bool, int]] = set()
 
     def start(earliest: int, down: bool) -> int:
@@ -111,12 +111,12 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
 
     The bubble shrinks with every wave, as with more copies of the weights in Chimera but with one copy; the
     number of messages grows with the waves. Two orders are built, both of which hold at most p microbatches,
-    and the shorter one is taken, with a backward as long as two forwards: ranks take the oldest backward that
-    is ready, or else the oldest forward, which is best for about p microbatches; or they repeat a block
-    without gaps, which is best for many, as its bubble does not grow.
+    and the shorter one is used, with a backward as long as two forwards: either ranks take the oldest
+    backward that is ready, or else the oldest forward, which is best for about p microbatches; or they repeat
+    a block without gaps, which is best for many, since its bubble does not grow.
 
     Args:
-        waves: times that the model goes down and up; ranks hold 2 * waves chunks.
+        waves: number of passes of the model down and up the ranks, which hold 2 * waves chunks.
     """
     chunks = 2 * waves
     placement = zigzag(ranks, chunks)

@@ -1,4 +1,4 @@
-"""Writes one rank's order: the caller names stages, which take their microbatches in ascending order."""
+"""Writes one rank's order: the caller names stages, and each stage takes its microbatches in order."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from stretto.program.action import Action, ActionKind
 
 
 class OrderWriter:
-    """One rank's order while it is being written.
+    """Builds one rank's order.
 
     Every stage takes its microbatches in ascending order, for each kind of action; with several copies of the
     weights, copy c takes microbatches c, c + copies, ... Actions of microbatches beyond the last are counted
-    and left out: leaving microbatches out of an order that completes gives an order that completes, with no
-    more activations held. An order for many microbatches thus also serves for fewer.
+    but not written: without some microbatches, an order that completes still completes and holds no more
+    activations. An order for many microbatches thus also serves for fewer.
 
     Args:
-        microbatches: of the step.
-        depth: stages of one copy; with one copy it may be left out.
-        copies: of the weights.
+        microbatches: microbatches of the step.
+        depth: stages of one copy; optional for a single copy.
+        copies: copies of the weights.
         splits: backwards outside pairs are I and then W, so that the gradient is sent before W.
     """
 
@@ -30,27 +30,27 @@ class OrderWriter:
         self._copies = copies
         self._splits = splits
         self._next: dict[tuple[int, ActionKind], int] = defaultdict(int)
-        self._due: deque[tuple[int, int]] = deque()  # weight gradients put off, oldest first
+        self._due: deque[tuple[int, int]] = deque()  # deferred weight gradients, oldest first
 
     def forward(self, *stages: int) -> None:
-        """F of each stage."""
+        """Write F of each stage."""
         for stage in stages:
             self._write(stage, ActionKind.F, self._take(stage, ActionKind.F))
 
     def backward(self, stage: int) -> None:
-        """B, the whole backward, or I and then W."""
+        """Write B, or I and then W."""
         i = self._take(stage, ActionKind.I)
         for kind in (ActionKind.I, ActionKind.W) if self._splits else (ActionKind.B,):
             self._write(stage, kind, i)
 
     def input_gradient(self, stage: int) -> None:
-        """I; its weight gradient is due from now on."""
+        """Write I; its weight gradient is due from now on."""
         i = self._take(stage, ActionKind.I)
         self._write(stage, ActionKind.I, i)
         self._due.append((stage, i))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """The oldest W that is due, of `stage` if given; nothing if none is due."""
+        """Write the oldest W that is due, of `stage` if given; nothing if none is due."""
         for due in self._due:
             if stage is None or due[0] == stage:
                 self._due.remove(due)
@@ -58,14 +58,16 @@ class OrderWriter:
                 return
 
     def weight_gradients(self, stage: int | None = None) -> None:
-        """Every W that is due, of `stage` if given, the oldest first."""
+        """Write every W that is due, of `stage` if given, the oldest first."""
         for due in list(self._due):
             if stage is None or due[0] == stage:
                 self._write(due[0], ActionKind.W, due[1])
         self._due = deque(due for due in self._due if stage is not None and due[0] != stage)
 
     def pair(self, forward: int, backward: int) -> None:
-        """F of one stage and B of another that may overlap; one alone if the other has no microbatch left."""
+        """Write F of one stage and B of another as a pair, or one alone if the other has no microbatch
+        left.
+        """
         if max(self._peek(forward, ActionKind.F), self._peek(backward, ActionKind.I)) >= self._microbatches:
             self.forward(forward)
             self.backward(backward)

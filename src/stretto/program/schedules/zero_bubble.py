@@ -1,4 +1,4 @@
-"""Zero-bubble schedules of one direction: weight gradients (W) are deferred to where ranks would wait."""
+"""Zero-bubble schedules of one direction: weight gradients (W) are deferred to fill waiting times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.program.schedules.writer import OrderWriter
 
 @register(
     "zb-h1",
-    "1f1b with weight gradients put off: a smaller bubble, every rank holds p microbatches",
+    "1f1b with deferred weight gradients: a smaller bubble, every rank holds p microbatches",
     early=True,
 )
 def zb_h1(ranks: int, microbatches: int) -> Program:
@@ -78,15 +78,14 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
     )
 
 
-@register("interleaved-zb", "interleaved with half the warm-up, weight gradients put off")
+@register("interleaved-zb", "interleaved with half the warm-up, weight gradients deferred")
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Interleaved ZB-H1, the order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
     As `interleaved`, with a warm-up of (p-1-rank) + (chunks-1) group forwards, half the rank-dependent part:
-    as in ZB-H1 deferred W fill the waits that the longer warm-up is for, and hold the activations that it
-    would. W lags I by `rank`. A last group shorter than the others is written as if it were whole, and its
-    missing microbatches are left out; ranks then do later actions where they would wait, within the same
-    bound of activations.
+    as in ZB-H1 deferred W fill the waits that the longer warm-up would hide, and hold the same activations. W
+    lags I by `rank`. A last group shorter than the others is written as if it were full, without its missing
+    microbatches; ranks then run later actions instead of waiting, within the same bound of activations.
 
     Args:
         chunks: stages per rank, placed in a loop.

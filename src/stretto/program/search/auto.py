@@ -22,26 +22,26 @@ from stretto.program.search.improve import ScheduleCandidate, Value
 from stretto.program.search.problem import I, SchedulingProblem, W, lower_bound, problem_of
 from stretto.program.search.solve import solve
 
-MOST_CHUNKS = 4  # tried where neither the costs nor the caller say how many
+MOST_CHUNKS = 4  # the largest number tried if neither costs nor caller determine it
 
 
 def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> list[float | None]:
-    """The limit of activations of every rank, in rank units; None for none.
+    """Return the limit of activations of every rank, in rank units, or None for no limit.
 
     Raises:
-        StrettoError: no program keeps to it, or it is not a number or one for each rank.
+        StrettoError: no program obeys it, or it is neither a number nor one for each rank.
     """
-    # text is a sequence too
+    # a string is also a sequence
     if isinstance(memory, str):
         raise StrettoError(
             f"memory is {memory!r}, must be a number of microbatches or one for each rank",
-            hint="say memory=1 or more, or leave it out for no limit",
+            hint="use memory=1 or more, or leave it out for no limit",
         )
     requested = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(requested) != ranks:
         raise StrettoError(
             f"memory has {len(requested)} entries, must be one number or one each for {ranks} ranks",
-            hint=f"give {ranks} numbers, None where a rank has no limit",
+            hint=f"give {ranks} numbers, None for a rank without a limit",
         )
     for rank, limit in enumerate(requested):
         if limit is None:
@@ -49,22 +49,22 @@ def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> l
         if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
             raise StrettoError(
                 f"memory is {limit!r} on rank {rank}, must be a number of microbatches",
-                hint="say memory=1 or more, or leave it out for no limit",
+                hint="use memory=1 or more, or leave it out for no limit",
             )
         # all forwards of a microbatch come before its first backward, on every placement
         if limit < 1:
             raise StrettoError(
                 f"memory is {limit} on rank {rank}, but every program holds a whole microbatch at once",
-                hint="the smallest limit that a program can keep to is memory=1",
+                hint="the smallest possible limit is memory=1",
             )
     return [None if limit == float("inf") else limit for limit in requested]
 
 
 def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
-    """How many stages a rank may hold.
+    """Return the numbers of stages that a rank may hold.
 
     Raises:
-        StrettoError: the costs are of stages that cannot be dealt out evenly, or not of `chunks` a rank.
+        StrettoError: the costs' stages do not divide evenly among ranks, or not into `chunks` per rank.
     """
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise StrettoError(
@@ -82,13 +82,13 @@ def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
     if chunks is not None and chunks * ranks != stages:
         raise StrettoError(
             f"chunks is {chunks}, but per_stage has {stages} entries, {stages // ranks} for each rank",
-            hint=f"say chunks={stages // ranks} or leave it out",
+            hint=f"use chunks={stages // ranks} or leave it out",
         )
     return [stages // ranks]
 
 
 def placements(ranks: int, counts: Iterable[int], only: str | None) -> list[tuple[int, ...]]:
-    """The placements to search, each once; `only` names the single one wanted.
+    """Return the placements to search, without duplicates; `only` restricts them to one name.
 
     Raises:
         StrettoError: `only` is not a placement, or has another number of chunks.
@@ -112,7 +112,7 @@ def placements(ranks: int, counts: Iterable[int], only: str | None) -> list[tupl
 
 
 def choice(name: str, value: object, allowed: Sequence[str]) -> str:
-    """One of a few words."""
+    """Return the value if it is one of the allowed words; raise StrettoError otherwise."""
     if not isinstance(value, str) or value not in allowed:
         suggestion = nearest(str(value), allowed)
         raise StrettoError(
@@ -125,12 +125,12 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> str:
 def fixed_programs(
     ranks: int, microbatches: int, chunks: Sequence[int], memory: Sequence[float | None], split: bool
 ) -> Iterator[tuple[str, Program]]:
-    """Every synchronous training schedule with one copy of the weights that fits, with what to call it.
+    """Yield every synchronous training schedule with one copy of the weights that fits, with its name.
 
     Args:
-        chunks: the stages a rank may hold.
-        memory: per rank, the limit of activations in rank units, None for none.
-        split: whether backwards may be split into I and W.
+        chunks: numbers of stages that a rank may hold.
+        memory: per rank, the limit of activations in rank units, or None.
+        split: backwards may be split into I and W.
     """
     keys: set[tuple[object, ...]] = set()
     for name in names():
@@ -148,7 +148,7 @@ def fixed_programs(
 
 
 def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Option values worth trying for a schedule; the caller skips those that it refuses."""
+    """Yield option values to try for a schedule; the caller skips those that the schedule rejects."""
     accepted = options(name)
     values: dict[str, list[int]] = {}
     if "chunks" in accepted:
@@ -179,14 +179,14 @@ def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSearchResult:
-    """The best program found, and how good it is; times in the unit of the costs."""
+    """The best program found, and its quality; times in the unit of the costs."""
 
     program: Program
-    value: float  # of the objective, as the replay gives it
-    bound: float  # no program on the searched placements is better; counts the plain costs only
+    value: float  # replayed value of the objective
+    bound: float  # lower bound over all programs on the searched placements, from F, I, W and transfers only
     optimal: bool  # proved: no program on the searched placements is better
-    source: str  # what it was made from
-    fixed: str | None  # the best schedule by name that fits, with its options
+    source: str  # the candidate that it was derived from
+    fixed: str | None  # the best named schedule that fits, with its options
     fixed_value: float | None
 
 
@@ -202,10 +202,10 @@ def auto(
     objective: str = "barrier",
     effort: float = 1.0,
 ) -> Program:
-    """The best program found by `search`, whose arguments it takes; the program's parameters describe it.
+    """Return the best program found by `search`, with the same arguments.
 
     Parameters of the program: `chunks`; `warmup`, forwards of rank 0 before its first backward; `optimal`, 1
-    if it is proved that nothing is better; `gap_ppm`, how far it is above the lower bound, in millionths.
+    if it is proved optimal; `gap_ppm`, its distance above the lower bound, in millionths.
     """
     return search(
         ranks=ranks,
@@ -231,25 +231,27 @@ def search(
     objective: str = "barrier",
     effort: float = 1.0,
 ) -> ScheduleSearchResult:
-    """Search for the program of least makespan. The same input gives the same program on every machine.
+    """Search for the program with the smallest makespan. The same input gives the same program on every
+    machine.
 
-    Never worse than the best schedule by name that fits, on any costs; proved optimal for small problems.
-    Costs beyond F, I, W and transfers (contention, reductions, ...) count when the best candidates are
-    compared, not while they are searched for.
+    Never worse than the best named schedule that fits, for any costs; proved optimal for small problems.
+    Costs other than F, I, W and transfers (contention, reductions, ...) count when the best candidates are
+    compared, not during the search.
 
     Args:
-        costs: `per_stage` says how many stages there are; without it, `chunks` does.
-        memory: the most activations that a rank may hold, in rank units (one microbatch through the rank's
-            whole share is 1); one number, or one for each rank with None for no limit.
-        chunks: stages per rank; by default as many as `per_stage` has, else 1, 2 and 4 are tried.
+        costs: costs, whose `per_stage`, if given, determines the number of stages instead of `chunks`.
+        memory: largest activations that a rank may hold, in rank units (one microbatch through the rank's
+            entire share is 1); one number, or one for each rank with None for no limit.
+        chunks: stages per rank; by default the number in `per_stage`, else 1, 2 and 4 are tried.
         placement: one of `layout.placement.PLACEMENTS`; by default all that have that number of chunks.
-        split: whether backwards may be split into I and W.
+        split: backwards may be split into I and W.
         objective: "barrier", the makespan; "span", the longest time of a rank from its first start to its
             last end, for optimisers that do not wait for all ranks.
-        effort: how long to search, 1 for a few seconds at 8 ranks and 32 microbatches.
+        effort: search effort; 1 takes a few seconds for 8 ranks and 32 microbatches.
 
     Raises:
-        StrettoError: an argument is out of range, or no program keeps to `memory`; says which could.
+        StrettoError: an argument is out of range, or no program obeys `memory`; the hint has a limit that one
+            obeys.
     """
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
@@ -259,7 +261,7 @@ def search(
     allowed = placements(ranks, counts, placement)
     by_span = choice("objective", objective, ("barrier", "span")) == "span"
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < float("inf"):
-        raise StrettoError(f"effort is {effort!r}, must be a number >= 0", hint="say effort=1")
+        raise StrettoError(f"effort is {effort!r}, must be a number >= 0", hint="use effort=1")
     value: Value = span if by_span else _barrier
     problems = [problem_of(place, microbatches, costs, memories, split) for place in allowed]
     fixed = _fixed(
@@ -302,7 +304,7 @@ def _barrier(problem: SchedulingProblem, ends: Times) -> float:
 
 
 def _work(problem: SchedulingProblem) -> float:
-    """The work of the busiest rank."""
+    """Return the work of the busiest rank."""
     return problem.microbatches * max(sum(problem.cost[op] for op in ops) for ops in problem.operations)
 
 
@@ -321,7 +323,7 @@ def _fixed(
     costs: Costs,
     by_span: bool,
 ) -> list[tuple[float, str, Program]]:
-    """The schedules by name on the placements that are allowed, the best first."""
+    """Return the named schedules on the allowed placements, the best first."""
     allowed = {problem.placement for problem in problems}
     split = problems[0].split
     fixed = [
@@ -333,12 +335,12 @@ def _fixed(
 
 
 def _rated(candidate: ScheduleCandidate, costs: Costs, by_span: bool) -> tuple[float, Program]:
-    """The candidate's program, with full backwards where that costs nothing, and its replayed value."""
+    """Return the replayed value and the candidate's program, with I and W joined if that costs no time."""
     problem = candidate.problem
     program = problem.program(candidate.orders)
     worth = _objective(simulate(program, costs), by_span)
     if problem.split:
-        # the program with I and the W right behind it as one B, where no rank waits for I's result
+        # join I and the W right after it to one B if no rank waits for I's result
         ends = replay(problem, candidate.orders)
         assert ends is not None
         rows: list[tuple[Action, ...]] = []
@@ -367,6 +369,6 @@ def _rated(candidate: ScheduleCandidate, costs: Costs, by_span: bool) -> tuple[f
 
 
 def _warmup(program: Program) -> int:
-    """Forwards of rank 0 before its first backward."""
+    """Return the number of forwards of rank 0 before its first backward."""
     order = program.orders[0]
     return next((at for at, action in enumerate(order) if action.kind is not ActionKind.F), len(order))

@@ -1,8 +1,8 @@
 """List scheduling: ranks take the most urgent operation that is ready, within a limit of activations.
 
-A forward is taken only if each older microbatch, once those before it are finished, still finds room on this
-rank for all of its forwards that are left. As nothing of a younger microbatch can be freed before these, this
-is both necessary and sufficient: the oldest microbatch can always go on, so there is no deadlock. The
+A forward is taken only if for each older microbatch, once those before it are finished, the rank still has
+memory for all of its remaining forwards. As nothing of a younger microbatch can be freed before these, this
+is both necessary and sufficient: the oldest microbatch can always continue, so no deadlock occurs. The
 smallest limit is thus one microbatch through the rank.
 """
 
@@ -20,18 +20,19 @@ _NEVER = float("inf")
 
 
 def dispatch(problem: SchedulingProblem, urgency: Times, patience: float) -> Orders:
-    """Orders in which every rank, whenever it is free, takes its ready operation of least `urgency`.
+    """Return orders in which every rank, whenever it is free, takes its ready operation of smallest
+    `urgency`.
 
     Args:
-        urgency: by operation and microbatch; smaller goes first.
-        patience: the rank rather waits for a more urgent operation that is on its way if it comes before this
-            part of the operation that it would take is done; 0 never waits, 1 never delays.
+        urgency: priority by operation and microbatch; smaller goes first.
+        patience: the rank waits for a more urgent operation if its input arrives before this fraction of the
+            operation that it would take is done; 0 never waits, 1 never delays.
     """
     return _Dispatch(problem, urgency, patience).run()
 
 
 class _Dispatch:
-    """What each rank has done, and what has arrived."""
+    """The completed operations of each rank, and the inputs that have arrived."""
 
     def __init__(self, problem: SchedulingProblem, urgency: Times, patience: float) -> None:
         self.problem = problem
@@ -85,7 +86,7 @@ class _Dispatch:
         return self.orders
 
     def _choose(self, rank: int, now: float) -> int:
-        """The operation to take, -1 to wait: for what is known to come, or for what is yet to be sent."""
+        """Return the operation to take, or -1 to wait."""
         counts = self.counts
         arrivals = self.arrivals
         urgency = self.urgency
@@ -120,7 +121,7 @@ class _Dispatch:
         return best
 
     def _admits(self, rank: int, op: int) -> bool:
-        """True if the limit allows this forward: whether all microbatches before it can still be finished."""
+        """True if the limit allows this forward: all earlier microbatches can still be finished."""
         counts = self.counts
         finish = self.problem.release
         limit = self.problem.limits[rank]
@@ -145,20 +146,20 @@ _LAST = 1e6  # periods: after everything else
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """How urgent the passes of one microbatch are.
+    """The urgency of the passes of one microbatch.
 
-    `stretch` has the pace of F and I in each direction through the ranks, 1 as fast as the stages can:
-    F of even chunks, F of odd chunks, I of odd chunks, I of even chunks.
+    `stretch` has the relative duration of F and I in each direction through the ranks, at least 1: F of even
+    chunks, F of odd chunks, I of odd chunks, I of even chunks.
     """
 
     stretch: tuple[float, float, float, float]
     backward_first: bool  # I before any F
-    weights_last: bool  # W only where there is nothing else to do or no memory
+    weights_last: bool  # W only if nothing else is ready or no memory is left
     patience: float
 
 
 def blocks(problem: SchedulingProblem) -> Iterator[BuildingBlock]:
-    """The grid, most useful first."""
+    """Yield the grid of building blocks, the most useful first."""
     if problem.stages > problem.ranks:
         one_or_two = (1.0, 2.0)
         paces = sorted(product(one_or_two, one_or_two, one_or_two, one_or_two), key=sum)
@@ -172,7 +173,7 @@ def blocks(problem: SchedulingProblem) -> Iterator[BuildingBlock]:
 
 
 def urgency(problem: SchedulingProblem, block: BuildingBlock) -> Times:
-    """By operation and microbatch, for `dispatch`."""
+    """Return the urgency by operation and microbatch, for `dispatch`."""
     cost = problem.cost
     delay = problem.delay
     ranks = problem.ranks

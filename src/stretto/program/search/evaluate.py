@@ -1,6 +1,6 @@
-"""Orders replayed in time: the inner loop of the search.
+"""Replay of orders in time: the inner loop of the search.
 
-Adds and compares in the order of `stretto.program.replay`, so that its makespans are the same numbers.
+Additions and comparisons are in the order of `stretto.program.replay`, so makespans are bitwise equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Times = list[list[float]]  # by operation, then by microbatch
 
 
 def replay(problem: SchedulingProblem, orders: Orders) -> Times | None:
-    """The time at which every operation ends for every microbatch, or None if the orders deadlock."""
+    """Return the end of every operation for every microbatch, or None if the orders deadlock."""
     source = problem.source
     delay = problem.delay
     cost = problem.cost
@@ -53,12 +53,12 @@ def replay(problem: SchedulingProblem, orders: Orders) -> Times | None:
 
 
 def makespan(ends: Times) -> float:
-    """When the last operation ends."""
+    """Return the end of the last operation."""
     return max(times[-1] for times in ends if times)
 
 
 def span(problem: SchedulingProblem, ends: Times) -> float:
-    """The longest time of a rank from its first start to its last end."""
+    """Return the longest time of a rank from its first start to its last end."""
     longest = 0.0
     for ops in problem.operations:
         first = min(ends[op][0] - problem.cost[op] for op in ops)
@@ -67,13 +67,13 @@ def span(problem: SchedulingProblem, ends: Times) -> float:
 
 
 def latest_starts(problem: SchedulingProblem, orders: Orders, ends: Times) -> Times:
-    """The latest start of every operation with which the orders still end when they do."""
+    """Return the latest start of every operation that does not increase the makespan."""
     follower = problem.follower
     delay = problem.delay
     cost = problem.cost
     rank_of = problem.rank_of
     finish, m = makespan(ends), problem.microbatches
-    starts: Times = [[] for _ in cost]  # last microbatch first, until turned at the end
+    starts: Times = [[] for _ in cost]  # last microbatch first, reversed at the end
     reached = [len(order) for order in orders]
     clocks = [finish] * len(orders)
     waiting: list[list[int]] = [[] for _ in orders]

@@ -1,9 +1,9 @@
 """The best orders of a small problem, by branch and bound.
 
 Actions are started in the order of their start times. A schedule in which an I or a W could start earlier
-without moving anything else need not be looked at, for neither ever takes memory: so the next action starts
-before any I or W that is possible now could be done (Giffler and Thompson 1960). Of two states that have
-started the same actions, one that is later in nothing dominates the other.
+without moving anything else need not be considered, since neither allocates memory: so the next action starts
+before any I or W that is possible now could end (Giffler and Thompson 1960). Of two states that have started
+the same actions, one that is no later in any time dominates the other.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _NEVER = float("inf")
 
 @dataclass
 class ExactSolution:
-    """What came of a search."""
+    """The result of a search."""
 
     orders: Orders | None  # better than the given value, or None if none were found
-    complete: bool  # nothing was left out
+    complete: bool  # the search was exhaustive
 
 
 def exact(problem: SchedulingProblem, value: float, bound: float, nodes: int) -> ExactSolution:
-    """The orders of least makespan below `value`.
+    """Search for the orders with the smallest makespan below `value`.
 
     Args:
-        value: a makespan that is known to be reached.
-        bound: a makespan at which to stop, as nothing is better.
-        nodes: states to visit before giving up.
+        value: a makespan that is known to be reachable.
+        bound: a lower bound, at which the search stops.
+        nodes: number of states to visit before giving up.
     """
     search = _Search(problem, value, bound, nodes)
     search.extend(0.0)
@@ -56,7 +56,7 @@ class _Search:
         self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
         total = problem.microbatches * problem.stages // problem.ranks
         self.free = [limit >= total for limit in problem.limits]
-        # operations whose input may be under way
+        # operations whose input may be in transit
         self.crossing = [
             op for op, d in enumerate(problem.source) if d >= 0 and problem.rank_of[op] != problem.rank_of[d]
         ]
@@ -75,7 +75,7 @@ class _Search:
         if self._lower_bound(now) >= self.value - self.tolerance or self._dominated(now):
             return
         for start, _, op in self._choices(now):
-            # start the operation, search what follows, and undo it
+            # start the operation, search all continuations, and undo it
             problem, rank = self.problem, self.problem.rank_of[op]
             before = self.clocks[rank]
             end = start + problem.cost[op]
@@ -97,7 +97,7 @@ class _Search:
                 self.arrivals[after].pop()
 
     def _choices(self, now: float) -> list[tuple[float, int, int]]:
-        """(start, preference, operation) of what may come next, most promising first."""
+        """Return (start, preference, operation) of possible next operations, the most promising first."""
         choices: list[tuple[float, int, int]] = []
         soonest, soonest_op = _NEVER, -1
         for rank, ops in enumerate(self.problem.operations):
@@ -117,7 +117,9 @@ class _Search:
         return sorted(choice for choice in choices if choice[0] < soonest or choice[2] == soonest_op)
 
     def _admits(self, rank: int, op: int) -> bool:
-        """True if a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""
+        """True if a forward leaves memory for those of the oldest microbatch; otherwise no continuation
+        exists.
+        """
         counts, release = self.counts, self.problem.release
         forwards = self.forwards[rank]
         live = sum(counts[forward] - counts[forward + release] for forward in forwards)
@@ -126,7 +128,9 @@ class _Search:
         return self.problem.limits[rank] - live - 1 >= due - (counts[op] == oldest)
 
     def _dominated(self, now: float) -> bool:
-        """True if an earlier state is as far and no later in anything; otherwise record this one."""
+        """True if a visited state has started the same actions and is no later in any time; otherwise record
+        this one.
+        """
         counts = self.counts
         times = [max(clock, now) for clock in self.clocks]
         for op in self.crossing:
@@ -140,7 +144,7 @@ class _Search:
         return False
 
     def _lower_bound(self, now: float) -> float:
-        """No way on from here is done before this."""
+        """Return a lower bound on the makespan of all continuations."""
         problem = self.problem
         counts = self.counts
         m = self.problem.microbatches

@@ -1,7 +1,7 @@
 """Local search: dispatch again by latest starts, and move operations of the critical path.
 
-Both keep orders free of deadlock and within the limits of memory: `dispatch` by construction, moves by replay
-and by counting.
+Both preserve freedom from deadlock and the limits of memory: `dispatch` by construction, moves by replay and
+by counting.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from stretto.program.search.dispatch import dispatch
 from stretto.program.search.evaluate import Times, latest_starts, replay
 from stretto.program.search.problem import Orders, SchedulingProblem
 
-_MEMORY = 8  # how many steps back a move may be as bad as
-_LONGEST_MOVE = 6  # places by which one move carries an operation
+_MEMORY = 8  # history length of late acceptance, in steps
+_LONGEST_MOVE = 6  # positions by which one move shifts an operation
 
 Value = Callable[[SchedulingProblem, Times], float]
 
@@ -32,12 +32,12 @@ class ScheduleCandidate:
 
 @dataclass
 class Budget:
-    """How many compute actions may still be replayed: the same on every machine, unlike time."""
+    """The number of compute actions that may still be replayed: the same on every machine, unlike time."""
 
     actions: float
 
     def take(self, problem: SchedulingProblem, weight: float = 1.0) -> bool:
-        """Spend one replay of the problem; whether anything is left."""
+        """Spend one replay of the problem; return whether budget is left."""
         self.actions -= weight * problem.actions
         return self.actions > 0
 
@@ -45,7 +45,7 @@ class Budget:
 def redispatch(
     candidate: ScheduleCandidate, value: Value, budget: Budget, random: Random, until: float, tries: int
 ) -> ScheduleCandidate:
-    """Dispatch by latest starts, first as they are, then perturbed, until `tries` in a row do not help."""
+    """Dispatch by latest starts, first unchanged, then perturbed, until `tries` in a row do not help."""
     problem, best = candidate.problem, candidate
     failed = 0
     while failed < tries and best.value > until and budget.take(problem, 3.0):
@@ -68,7 +68,7 @@ def redispatch(
 
 
 def _perturbed(times: list[float], by: float, random: Random) -> list[float]:
-    """One operation a little earlier or later as a whole, and each of its microbatches a little less."""
+    """Shift an operation's times by a common random offset, and each microbatch by a smaller one."""
     common = random.uniform(-by, by)
     return [time + common + random.uniform(-by, by) / 4 for time in times]
 
@@ -76,9 +76,10 @@ def _perturbed(times: list[float], by: float, random: Random) -> list[float]:
 def climb(
     candidate: ScheduleCandidate, value: Value, budget: Budget, random: Random, until: float
 ) -> ScheduleCandidate:
-    """Carry operations along the critical path to other places, late acceptance (Burke and Bykov 2017).
+    """Move operations of the critical path, with late acceptance (Burke and Bykov 2017).
 
-    A move is kept if the result is no worse than the present one, or than the present one some steps ago.
+    A move is accepted if its value is no worse than the current one, or than the current one `_MEMORY` steps
+    ago.
     """
     problem, best = candidate.problem, candidate
     orders = [list(order) for order in candidate.orders]
@@ -115,7 +116,7 @@ def climb(
 
 
 def _target(problem: SchedulingProblem, order: list[int], at: int, random: Random) -> int:
-    """A place to carry the operation to: critical F and I rather go earlier; -1: nowhere."""
+    """Return a new position for the operation, preferably earlier for critical F and I, or -1 for none."""
     op = order[at]
     by = random.randint(1, _LONGEST_MOVE)
     if op % 3 == problem.release and problem.split:
@@ -127,7 +128,7 @@ def _target(problem: SchedulingProblem, order: list[int], at: int, random: Rando
 
 
 def critical(problem: SchedulingProblem, orders: Orders, ends: Times) -> list[tuple[int, int]]:
-    """A longest chain of actions without a pause, last first, each by its rank and its place there."""
+    """Return a longest chain of actions without a pause, last first, each as (rank, index in its order)."""
     cost = problem.cost
     delay = problem.delay
     source = problem.source

@@ -1,10 +1,10 @@
-"""Programs built microbatch after microbatch, each put whole into the gaps that are left.
+"""Programs built by inserting one microbatch after another into the gaps that are left.
 
-Where memory is scarce a microbatch must go to the loss and back without waiting on the way, since it holds
-activations meanwhile. So each is placed as a whole: its passes one after another into the first gaps that
-take them, its forwards then as late as that allows, its W into the gaps behind; and it enters late enough to
-keep to the limits. Repeated with unequal times this makes the building blocks that Qi et al. 2024, "Pipeline
-parallelism with controllable memory", write by hand for equal ones.
+If memory is scarce a microbatch must go to the loss and back without waiting, since it holds activations
+meanwhile. So all of its passes are placed at once: one after another into the first gaps that fit, its
+forwards then as late as that allows, its W into later gaps; and it enters late enough to obey the limits.
+Repeated for unequal times this yields building blocks like those that Qi et al. 2024, "Pipeline parallelism
+with controllable memory", write by hand for equal times.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import NamedTuple
 
 from stretto.program.search.problem import Orders, SchedulingProblem
 
-_TRIES = 400  # entry times for one microbatch
-_FINE = 12  # of them in a period, at least
+_TRIES = 400  # entry times tried for one microbatch
+_FINE = 12  # entry times per period, at least
 
 
 class InsertionRule(NamedTuple):
     """How microbatches enter."""
 
-    spacing: float  # least time between two entries, in periods
+    spacing: float  # minimum time between two entries, in periods
     late: bool  # forwards as late as the first input gradient allows
 
 
 def insertion(problem: SchedulingProblem, entry: InsertionRule) -> Orders | None:
-    """Orders built by insertion; None if a microbatch cannot be placed."""
+    """Return orders built by insertion, or None if a microbatch cannot be placed."""
     build = _Insertion(problem, entry)
     return build.run()
 
 
 class _RankTimeline:
-    """One rank's busy time and what it holds, each as sorted intervals."""
+    """One rank's busy times and the lifetimes of its activations, each as sorted intervals."""
 
     def __init__(self, limit: int) -> None:
         self.busy: list[tuple[float, float, int]] = []  # start, end, operation
@@ -40,7 +40,7 @@ class _RankTimeline:
         self.limit = limit
 
     def first(self, ready: float, time: float) -> float:
-        """The earliest start at or after `ready` of a gap that takes `time`."""
+        """Return the earliest start at or after `ready` of a gap of length `time`."""
         busy = self.busy
         at = max(0, bisect_left(busy, (ready,)) - 1)
         for start, end, _ in busy[at:]:
@@ -50,7 +50,7 @@ class _RankTimeline:
         return ready
 
     def last(self, due: float, time: float) -> float:
-        """The latest start of a gap that takes `time` and ends by `due`."""
+        """Return the latest start of a gap of length `time` that ends by `due`."""
         busy = self.busy
         for at in range(bisect_left(busy, (due,)) - 1, -1, -1):
             start, end, _ = busy[at]
@@ -60,7 +60,9 @@ class _RankTimeline:
         return due - time
 
     def overfull(self, start: float, end: float) -> float | None:
-        """When the activations held first come down again, if holding one more is over the limit."""
+        """Return when the number of activations first decreases, if one more in this interval exceeds the
+        limit; else None.
+        """
         others = [hold for hold in self.holds if hold[1] > start and hold[0] < end]
         if len(others) < self.limit:
             return None
@@ -71,7 +73,7 @@ class _RankTimeline:
 
 
 class _Insertion:
-    """The timeline so far."""
+    """The timelines of all ranks so far."""
 
     def __init__(self, problem: SchedulingProblem, entry: InsertionRule) -> None:
         self.problem, self.entry = problem, entry
@@ -91,9 +93,11 @@ class _Insertion:
         return [[op for _, _, op in timeline.busy] for timeline in self.timelines]
 
     def _place(self, enter: float) -> float | None:
-        """Place the next microbatch at or after `enter`; when it enters."""
+        """Place the next microbatch at or after `enter`; return when it enters, or None if it does not
+        fit.
+        """
         for _ in range(_TRIES):
-            # when each pass of the chain starts
+            # start of each pass of the chain
             cost = self.problem.cost
             delay = self.problem.delay
             rank_of = self.problem.rank_of
@@ -116,7 +120,9 @@ class _Insertion:
         return None
 
     def _add(self, starts: list[float]) -> tuple[list[tuple[int, tuple[float, float, int]]], float | None]:
-        """Put in the chain and its W; what was put in, and how far off the limits it is, if it is."""
+        """Insert the chain and its W; return what was inserted, and the time until memory is free if it
+        exceeds a limit.
+        """
         cost = self.problem.cost
         rank_of = self.problem.rank_of
         timelines = self.timelines

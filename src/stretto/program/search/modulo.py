@@ -1,10 +1,10 @@
 """Modulo scheduling (Rau 1994): building blocks for unequal stages.
 
-A block says when each pass of one microbatch starts; the next microbatch does the same one period later. No
-two passes may claim a rank at the same time modulo the period. The block fixes what is held: for each stage
-the microbatches between F and W, whatever their number. Qi et al. 2024, "Pipeline parallelism with
-controllable memory", write such blocks for passes of equal length; here they are searched for, for ever
-shorter periods, by changing how long single passes wait.
+A block has the start of each pass of one microbatch; the next microbatch repeats it one period later. No two
+passes may claim a rank at the same time modulo the period. The block determines memory: for each stage the
+microbatches between F and W, independent of their total number. Qi et al. 2024, "Pipeline parallelism with
+controllable memory", write such blocks for passes of equal length; here they are searched for, with
+decreasing periods, by changing how long single passes wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TINY = 1e-9
 
 @dataclass
 class Waits:
-    """How much later than possible each operation starts, and which W come right after their I."""
+    """The delay of each operation after its earliest start, and the W that come right after their I."""
 
     times: list[float]  # by operation
     at_once: list[bool]  # by stage
@@ -29,12 +29,12 @@ class Waits:
 @dataclass
 class _Block:
     starts: list[float]  # by operation
-    excess: int  # activations above the limits, over all ranks
-    life: float  # of all activations
+    excess: int  # activations above the limits, summed over ranks
+    life: float  # summed lifetime of all activations
 
 
 def cyclic(problem: SchedulingProblem, tries: int, random: Random) -> list[Orders]:
-    """Orders that repeat a block, for every period orders feasible, the shortest last.
+    """Return orders that repeat a block, for every feasible period that was tried, the shortest last.
 
     Args:
         tries: blocks to try for one period.
@@ -60,7 +60,9 @@ def cyclic(problem: SchedulingProblem, tries: int, random: Random) -> list[Order
 def _search(
     problem: SchedulingProblem, period: float, waits: Waits, tries: int, random: Random
 ) -> _Block | None:
-    """A block of that period that fits; `waits` is where to begin, and is left where the search ended."""
+    """Return a block of this period that fits, or None; `waits` is the start of the search and is updated to
+    its end.
+    """
     now = _place(problem, period, waits)
     for _ in range(tries):
         if now is not None and not now.excess:
@@ -89,7 +91,9 @@ def _changed(problem: SchedulingProblem, period: float, waits: Waits, random: Ra
 
 
 def _place(problem: SchedulingProblem, period: float, waits: Waits) -> _Block | None:
-    """The block: from the loss outwards, F as late and I as early as the ranks are free."""
+    """Build the block from the loss outwards, with F as late and I as early as ranks are free, or return
+    None.
+    """
     cost = problem.cost
     delay = problem.delay
     rank_of = problem.rank_of
@@ -149,9 +153,9 @@ def _put_weight(
 def _free(
     busy: list[tuple[float, float]], ready: float, time: float, period: float, reversed_time: bool = False
 ) -> float | None:
-    """The first start at or after `ready` at which the rank is free for `time`, modulo the period.
+    """Return the first start at or after `ready` at which the rank is free for `time`, modulo the period.
 
-    `reversed_time`: with time running backwards, as do `ready` and the result.
+    With `reversed_time`, `ready` and the result are in reversed time.
     """
     limit = ready + period
     moved = True
@@ -173,7 +177,7 @@ def _free(
 
 
 def _measured(problem: SchedulingProblem, starts: list[float], period: float) -> _Block:
-    """What the block makes ranks hold."""
+    """Return the block with the activations that it makes ranks hold."""
     cost, release = problem.cost, problem.release
     excess, life = 0, 0.0
     for rank, ops in enumerate(problem.operations):
@@ -191,7 +195,7 @@ def _measured(problem: SchedulingProblem, starts: list[float], period: float) ->
 
 
 def _repeat(problem: SchedulingProblem, block: _Block, period: float) -> Orders:
-    """The block for every microbatch, gaps left out."""
+    """Repeat the block for every microbatch, without gaps."""
     orders: Orders = []
     for ops in problem.operations:
         passes = [

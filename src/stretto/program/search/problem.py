@@ -1,9 +1,9 @@
-"""What is searched: one placement of stages with its costs and limits, as flat arrays; and a lower bound.
+"""The search problem: one placement of stages with its costs and limits, as flat arrays; and a lower bound.
 
-An operation is what one stage does to every microbatch: `3 * stage + kind`, kind 0 for F, 1 for I, 2 for W.
-Microbatches are alike, so each operation may take them in ascending order: renumbering the k-th start of
-every operation as microbatch k keeps all times, all dependencies and the number of activations held. A rank's
-order is therefore a sequence of operations alone, and the search space has no microbatches in it.
+An operation is one kind of action of one stage, for all microbatches: `3 * stage + kind`, kind 0 for F, 1 for
+I, 2 for W. Microbatches are alike, so each operation may take them in ascending order: renumbering the k-th
+start of every operation as microbatch k preserves all times, all dependencies and the number of activations
+held. A rank's order is therefore a sequence of operations, and the search space has no microbatches.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SchedulingProblem:
     placement: tuple[int, ...]
     microbatches: int
     times: tuple[tuple[float, float, float], ...]  # F, I, W of each stage
-    delays: tuple[tuple[float, float], ...]  # by stage, of what its F and its I wait for from other ranks
-    limits: tuple[int, ...]  # per rank, the most (stage, microbatch) activations held
+    delays: tuple[tuple[float, float], ...]  # by stage, of the messages that its F and its I wait for
+    limits: tuple[int, ...]  # per rank, the largest number of (stage, microbatch) activations
     split: bool = True
 
     @cached_property
@@ -48,7 +48,7 @@ class SchedulingProblem:
 
     @property
     def tight(self) -> bool:
-        """True if the limits rule anything out."""
+        """True if the limits exclude any order."""
         return min(self.limits) < self.microbatches * self.stages // self.ranks
 
     @cached_property
@@ -67,18 +67,18 @@ class SchedulingProblem:
 
     @cached_property
     def rank_of(self) -> list[int]:
-        """By operation."""
+        """The rank of each operation."""
         return [rank for rank in self.placement for _ in range(3)]
 
     @cached_property
     def cost(self) -> list[float]:
-        """By operation."""
+        """The duration of each operation."""
         split = self.split
         return [t for f, i, w in self.times for t in (f, i if split else i + w, w if split else 0.0)]
 
     @cached_property
     def source(self) -> list[int]:
-        """By operation, the one that it follows from, -1 for the first F."""
+        """For each operation, the one that it depends on, or -1 for the first F."""
         last = self.stages - 1
         return [
             (of_f, of_i, 3 * s + I)[k]
@@ -89,12 +89,12 @@ class SchedulingProblem:
 
     @cached_property
     def delay(self) -> list[float]:
-        """By operation, how long its input is under way."""
+        """For each operation, the transfer time of its input."""
         return [delay for forward, backward in self.delays for delay in (forward, backward, 0.0)]
 
     @cached_property
     def follower(self) -> list[int]:
-        """By operation, the one on the next stage along the way that follows from it; -1 for the last."""
+        """For each operation, the one on the next stage that depends on it, or -1 for the last."""
         followers = [-1] * (3 * self.stages)
         for op, source in enumerate(self.source):
             if source >= 0 and op % 3 != W:
@@ -103,7 +103,7 @@ class SchedulingProblem:
 
     @cached_property
     def release(self) -> int:
-        """The kind that frees an activation."""
+        """The kind of operation that frees an activation."""
         return W if self.split else I
 
     def fits(self, orders: Orders) -> bool:
@@ -125,7 +125,7 @@ class SchedulingProblem:
         return True
 
     def program(self, orders: Orders) -> Program:
-        """The orders as a program named `auto`."""
+        """Return the orders as a program named `auto`."""
         rows: list[tuple[Action, ...]] = []
         for order in orders:
             counts = [0] * (3 * self.stages)
@@ -145,8 +145,9 @@ class SchedulingProblem:
         )
 
     def orders_of(self, program: Program) -> Orders:
-        """A program of one copy on this placement as orders: a full B is I and W in one where backwards are
-        split."""
+        """Return a program of one copy on this placement as orders; if backwards are split, B becomes I and
+        W.
+        """
         orders: Orders = []
         for order in program.orders:
             row: list[int] = []
@@ -170,7 +171,7 @@ def problem_of(
     memory: Sequence[float | None],
     split: bool,
 ) -> SchedulingProblem:
-    """The problem of one placement; `memory` in rank units, one a rank, None for no limit."""
+    """Return the problem of one placement; `memory` is in rank units, one per rank, None for no limit."""
     ranks = len(memory)
     prices = Prices(
         Program(name="auto", placement=placement, microbatches=microbatches, orders=((),) * ranks), costs
@@ -187,27 +188,28 @@ def problem_of(
 
 
 def activations_in(limit: float, chunks: int) -> int:
-    """A limit in rank units as a number of (stage, microbatch) activations."""
+    """Return a limit in rank units as a number of (stage, microbatch) activations."""
     return int(limit * chunks + 1e-9)
 
 
 def lower_bound(problem: SchedulingProblem) -> float:
-    """The largest of three times over all ranks, each of them from when the first input can reach the rank.
+    """Return a lower bound on the makespan: the maximum over ranks of three times, each counted from the
+    first possible input of the rank.
 
     - its work;
-    - its forwards and input gradients, then the last gradient's way to the model's first stage and the weight
-      gradients that it sets free;
-    - its limit of activations: each is held at least for the way of its microbatch to the loss and back, so
-      all of them together for that time over the number that it may hold at once.
+    - its forwards and input gradients, then the chain of the last gradient to the model's first stage and of
+      the weight gradients that depend on it;
+    - its limit of activations: each is held at least while its microbatch goes to the loss and back, so all
+      of them together take at least that time divided by the limit.
     """
     cost = problem.cost
     m = problem.microbatches
     bound = 0.0
-    # by stage, when the first input can be there
+    # by stage, the earliest arrival of the first input
     heads = [0.0]
     for stage in range(1, problem.stages):
         heads.append(heads[-1] + cost[3 * (stage - 1)] + problem.delay[3 * stage])
-    # by stage, the least time from the start of F to the release of its activation
+    # by stage, the minimum time from the start of F to the release of its activation
     lifetimes: list[float] = []
     way = 0.0
     for stage in range(problem.stages - 1, -1, -1):
@@ -229,7 +231,9 @@ def lower_bound(problem: SchedulingProblem) -> float:
 
 
 def tails_of(problem: SchedulingProblem) -> list[float]:
-    """By stage, from the end of its last I to the earliest end of all that follows from it."""
+    """Return for each stage the minimum time from the end of its last I to the end of all that depends
+    on it.
+    """
     tails: list[float] = []
     for stage in range(problem.stages):
         longest = problem.cost[3 * stage + 2]

@@ -1,4 +1,4 @@
-"""The search strategy: many constructive heuristics, local search on the best, exact search where small."""
+"""The search strategy: constructive heuristics, local search on the best, exact search for small problems."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stretto.program.search.insertion import InsertionRule, insertion
 from stretto.program.search.modulo import cyclic
 from stretto.program.search.problem import Orders, SchedulingProblem, lower_bound
 
-_ACTIONS = 2e7  # replayed for effort 1, at most
-_SMALL = 20_000  # states that exact search may visit, for effort 1
-_PROVABLE = 150  # compute actions up to which exact search is tried
-_TRIES = 1500  # building blocks for one period, for effort 1, at most
-_ALL = 5000  # actions of all problems up to which `_TRIES` is not reduced
+_ACTIONS = 2e7  # largest number of replayed actions, for effort 1
+_SMALL = 20_000  # largest number of states that exact search visits, for effort 1
+_PROVABLE = 150  # largest number of compute actions for exact search
+_TRIES = 1500  # largest number of building blocks for one period, for effort 1
+_ALL = 5000  # largest number of actions of all problems for which `_TRIES` is not reduced
 _SEEDS = 3
 _SPACINGS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.3)
 
@@ -40,13 +40,13 @@ def solve(
     effort: float,
     prove: bool,
 ) -> Solution:
-    """The best orders of all problems.
+    """Search for the best orders of all problems.
 
     Args:
-        fixed: programs by name that fit: starting points, not results.
-        value: what to make small.
-        effort: 1 for a few seconds at 8 ranks and 32 microbatches.
-        prove: whether the value is the makespan, which lower bounds and exact search are for.
+        fixed: named programs that fit: starting points, not results.
+        value: the objective, to be minimised.
+        effort: search effort; 1 takes a few seconds for 8 ranks and 32 microbatches.
+        prove: the value is the makespan, so lower bounds and exact search apply.
     """
     bounds = {problem: lower_bound(problem) if prove else 0.0 for problem in problems}
     # the time of a block grows with its stages; all problems share one budget
@@ -73,7 +73,7 @@ def _sort(candidates: list[ScheduleCandidate]) -> None:
 def _candidates(
     problem: SchedulingProblem, orders: Orders | None, value: Value, source: str
 ) -> list[ScheduleCandidate]:
-    """The orders if they run and fit, in a list."""
+    """Return a list of the orders as a candidate, empty if they deadlock or do not fit."""
     if orders is None or sum(map(len, orders)) != problem.actions or not problem.fits(orders):
         return []
     ends = replay(problem, orders)
@@ -81,7 +81,9 @@ def _candidates(
 
 
 def _built(problem: SchedulingProblem, value: Value, bound: float, tries: int) -> list[ScheduleCandidate]:
-    """What the building blocks give; the rest is left out once one reaches the bound."""
+    """Return the candidates of all constructive heuristics; stop at the first building block that reaches the
+    bound.
+    """
     candidates: list[ScheduleCandidate] = []
     for block in blocks(problem):
         orders = dispatch(problem, urgency(problem, block), block.patience)
@@ -105,7 +107,7 @@ def _built(problem: SchedulingProblem, value: Value, bound: float, tries: int) -
 def _improve(
     candidates: list[ScheduleCandidate], bounds: dict[SchedulingProblem, float], value: Value, budget: Budget
 ) -> list[ScheduleCandidate]:
-    """Improve the best of each problem, more and more of the effort on fewer and fewer."""
+    """Improve the best candidates, with increasing effort on fewer of them."""
     random = Random(0)
     # the best 12: at most a third from one problem and source, and no two of a problem with equal value
     pool: list[ScheduleCandidate] = []
@@ -132,7 +134,7 @@ def _improve(
             better = redispatch(candidate, value, part, random, until, tries=6 if width > 1 else 12)
             pool[at] = climb(better, value, part, random, until)
         _sort(pool)
-    # a few of the best of both, the best first: exact costs decide between them
+    # the best improved and original candidates: exact costs decide between them
     both = [*pool, *candidates[:3]]
     _sort(both)
     return both[:6]
@@ -145,7 +147,7 @@ def _prove(
     value: Value,
     effort: float,
 ) -> bool:
-    """Solve the problems that are small enough; whether the first of `best` is optimal after that."""
+    """Solve the problems that are small enough; return whether the first of `best` is then optimal."""
     complete = True
     for problem in sorted(problems, key=bounds.__getitem__):
         value_to_beat = best[0].value

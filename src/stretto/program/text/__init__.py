@@ -1,8 +1,8 @@
-"""Programs as text: single actions, torch's CSV, and JSON that keeps everything.
+"""Programs as text: single actions, torch's CSV, and lossless JSON.
 
-The CSV is that of torch.distributed.pipelining: a row a rank, a cell an action, "compute only" before
-lowering and "compute + comms" after. It says nothing of names, parameters, tied sets, copies and weight
-versions; JSON does.
+The CSV is that of torch.distributed.pipelining: a row per rank, a cell per action, "compute only" before
+lowering and "compute + comms" after. Unlike JSON it does not contain names, parameters, tied sets, copies and
+weight versions.
 """
 
 from stretto.program.text.actions import parse_action

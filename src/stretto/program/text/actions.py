@@ -7,14 +7,14 @@ import re
 from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 
-# nine digits are plenty, and keep int() from endless input
+# nine digits suffice, and bound the input of int()
 _ACTION = re.compile(
     f"(0|[1-9][0-9]{{0,8}})({'|'.join(sorted(ActionKind, key=len, reverse=True))})(0|[1-9][0-9]{{0,8}})?"
 )
 
 
 def parse_action(text: str) -> Action:
-    """The action written as `{stage}{kind}{microbatch}`, such as `2F0`, or `{stage}{kind}`, such as
+    """Parse an action: `{stage}{kind}{microbatch}`, such as `2F0`, or `{stage}{kind}`, such as
     `0REDUCE_GRAD`.
 
     Raises:
@@ -43,7 +43,7 @@ _OVERLAP = "OVERLAP_F_B"
 
 
 def parse_cell(text: str) -> list[Action]:
-    """The one action of a cell, or the forward and the backward of `(4F0;1B3)OVERLAP_F_B`.
+    """Parse a cell: a single action, or the forward and the backward of `(4F0;1B3)OVERLAP_F_B`.
 
     Raises:
         StrettoError: the text is neither.
@@ -63,5 +63,5 @@ def parse_cell(text: str) -> list[Action]:
 
 
 def write_pair(first: Action, second: Action) -> str:
-    """The cell of an overlapped pair."""
+    """Return the cell of an overlapped pair."""
     return f"({first};{second}){_OVERLAP}"

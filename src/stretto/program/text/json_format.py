@@ -1,4 +1,4 @@
-"""Programs as JSON that keeps everything; docs/program-format.md describes it field by field."""
+"""Programs as lossless JSON; docs/program-format.md describes every field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSION = 3
 
 
 def to_json(program: Program) -> str:
-    """All of a program as JSON, versioned; a line for every rank's order. `from_json` reads it."""
+    """Return a program as versioned JSON, with a line for every rank's order. `from_json` reads it."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -38,12 +38,12 @@ def to_json(program: Program) -> str:
 
 
 def from_json(text: str) -> Program:
-    """Read what `to_json` wrote, now or in an earlier version, and check the program.
+    """Read the JSON of this or an earlier version of `to_json`, and check the program.
 
     Raises:
-        StrettoError: no JSON (with line and column), another format or version, an unknown or missing field,
-            a value of the wrong kind, text that is no action.
-        ScheduleError: the program cannot be run.
+        StrettoError: the text is not JSON (with line and column), has another format or version, an unknown
+            or missing field, a value of the wrong type, or text that is not an action.
+        ScheduleError: the program is invalid.
     """
     fields = _fields(text)
     orders: list[tuple[Action, ...]] = []
@@ -72,7 +72,7 @@ def from_json(text: str) -> Program:
     return program
 
 
-# what later versions added, and what a file without it means
+# fields that later versions added, with the values of older files
 _SECOND: dict[str, Any] = {"copies": 1, "pairs": [], "versions": []}
 _THIRD: dict[str, Any] = {"steps": 1}
 _FIRST = ("format", "version", "name", "placement", "microbatches", "parameters", "tied", "lowered", "trains")
@@ -84,7 +84,9 @@ _FIELDS = {
 
 
 def _fields(text: str) -> dict[str, Any]:
-    """The object in the text, with exactly the fields of its version; those added since, as they were."""
+    """Parse the object, which must have exactly the fields of its version, and add the defaults of later
+    ones.
+    """
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:

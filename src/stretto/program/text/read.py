@@ -1,4 +1,4 @@
-"""A program from a file, in either format."""
+"""Reads a program from a file, in either format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stretto.program.text.torch_csv import from_csv
 
 
 def read_program(path: Path, name: str | None = None) -> Program:
-    """The checked program in a file: JSON if it begins with a brace, otherwise CSV.
+    """Read and check the program in a file: JSON if it begins with a brace, otherwise CSV.
 
     Args:
         name: the program's name; by default the one in the JSON, or the file's.
 
     Raises:
-        StrettoError: the file cannot be read, or holds no program.
-        ScheduleError: the program cannot be run.
+        StrettoError: the file cannot be read or does not contain a program.
+        ScheduleError: the program is invalid.
     """
     text = read_text(path)
     try:

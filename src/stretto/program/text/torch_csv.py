@@ -13,14 +13,14 @@ from stretto.program.text.actions import parse_cell, write_pair
 
 
 def to_csv(program: Program) -> str:
-    """A row a rank, a cell an action, in order; ends with a newline.
+    """Return the CSV: a row per rank, a cell per action, in order, with a newline at the end.
 
     An overlapped pair is one cell, `(4F0;1B3)OVERLAP_F_B`: receives that a lowered program has between the
     two come before it, sends after it.
 
-    torch's runtime knows F, B, I, W, the transfers, `UNSHARD`, `RESHARD`, `REDUCE_GRAD` and pairs, one copy
-    of the weights, and no `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`. Where one step of an
-    asynchronous window ends is not in the CSV either.
+    torch's runtime supports F, B, I, W, the transfers, `UNSHARD`, `RESHARD`, `REDUCE_GRAD`, pairs and one
+    copy of the weights, but not `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`. The boundaries of
+    steps in an asynchronous window are not in the CSV either.
 
     Raises:
         ScheduleError: a pair is not in the program.
@@ -40,11 +40,11 @@ _TORCH = frozenset(ActionKind) - {
 
 
 def check_torch(program: Program) -> None:
-    """Check that the runtime of torch.distributed.pipelining (`_PipelineScheduleRuntime`, torch 2.13) has
-    everything that the program does.
+    """Check that the runtime of torch.distributed.pipelining (`_PipelineScheduleRuntime`, torch 2.13)
+    supports the program.
 
     Raises:
-        StrettoError: what it lacks.
+        StrettoError: it lacks an action or feature, which the message names.
     """
     fix = "a synchronous schedule with one copy, such as 1f1b or zb-v"
     if not program.trains:
@@ -75,7 +75,7 @@ def check_torch(program: Program) -> None:
 
 def _written(program: Program, order: Sequence[Action]) -> Iterable[str]:
     partner = dict(program.pairs)
-    second: Action | None = None  # written with its first already
+    second: Action | None = None  # already written with its first
     for action in order:
         if action == second:
             second = None
@@ -100,15 +100,16 @@ def from_csv(
         text: the file's text.
         placement: rank of each stage; by default the row in which the stage appears.
         name: the program's name.
-        lowered: whether communications are in it; by default whether there is any send or receive.
+        lowered: the text has communications; by default true if it has any send or receive.
         tied: sets of stages that share a parameter; by default one set of all stages that have `REDUCE_TIED`.
-        copies: of the weights; stages are numbered copy after copy.
-        versions: `Program.versions`; by default each forward uses the newest weights, if there is any `U`.
-        steps: training steps of the window, each of as many microbatches.
+        copies: copies of the weights; stages are numbered copy after copy.
+        versions: `Program.versions`; by default each forward uses the newest weights, if the text has any
+            `U`.
+        steps: training steps of the window, all with the same number of microbatches.
 
     Raises:
-        StrettoError: a cell that is no action, with its line and column; a stage in two rows.
-        ScheduleError: the program cannot be run.
+        StrettoError: a cell is not an action (with line and column), or a stage is in two rows.
+        ScheduleError: the program is invalid.
     """
     orders, pairs, holder = _rows(text)
     actions = [action for order in orders for action in order]
@@ -141,9 +142,9 @@ def from_csv(
 
 
 def _newest(orders: Sequence[Sequence[Action]], stages: int, microbatches: int) -> list[list[int]]:
-    """The versions if every forward uses the newest weights; none without `U`."""
+    """Return the versions if every forward uses the newest weights; empty without `U`."""
     actions = [action for order in orders for action in order]
-    # a number from a file may be huge; `check` then says that there are too few actions
+    # a number from a file may be huge; `check` then reports too few actions
     if microbatches > len(actions) or not any(action.kind is ActionKind.UPDATE for action in actions):
         return []
     rows, updates = [[0] * microbatches for _ in range(stages)], [0] * stages
@@ -155,7 +156,7 @@ def _newest(orders: Sequence[Sequence[Action]], stages: int, microbatches: int) 
 
 
 def _check_shifted(orders: Sequence[Sequence[Action]]) -> None:
-    """Say what is wrong with the order that torch 2.13's Schedule1F1B exports for its last rank."""
+    """Report the wrong order that torch 2.13's Schedule1F1B exports for its last rank."""
     for rank, order in enumerate(orders):
         forward = sorted(a.microbatch for a in order if a.kind is ActionKind.F and a.microbatch is not None)
         backward = sorted(a.microbatch for a in order if a.kind is ActionKind.B and a.microbatch is not None)
@@ -172,7 +173,7 @@ _Pair = tuple[Action, Action]
 
 
 def _rows(text: str) -> tuple[list[tuple[Action, ...]], list[_Pair], dict[int, int]]:
-    """Every line's order, all overlapped pairs, and the line (from 0) that holds each stage."""
+    """Return every line's order, all overlapped pairs, and the line (from 0) of each stage."""
     orders: list[tuple[Action, ...]] = []
     pairs: list[_Pair] = []
     holder: dict[int, int] = {}
@@ -199,7 +200,7 @@ def _rows(text: str) -> tuple[list[tuple[Action, ...]], list[_Pair], dict[int, i
 
 
 def _cells(line: str, number: int) -> Iterable[tuple[int, list[Action]]]:
-    """The cells of a line with their columns, counted from 1."""
+    """Yield the cells of a line with their columns, counted from 1."""
     column = 1
     for cell in line.split(","):
         inner = cell.strip()

@@ -1,4 +1,4 @@
-"""What torchtitan needs beside a schedule's CSV: the class of the schedule and the modules of each stage.
+"""Settings that torchtitan needs in addition to a schedule's CSV: its class and the modules of each stage.
 
 Fields and rules are those of torchtitan 0.3.0: `ParallelismConfig` in torchtitan/config/configs.py, and
 torchtitan/distributed/pipeline_parallel.py.
@@ -20,8 +20,8 @@ _HEAD = ["norm", "lm_head"]
 
 
 def schedule_class(program: Program) -> str:
-    """The value of `pipeline_parallel_schedule` beside the CSV. It decides which stages a rank builds: those
-    of a V for ZBVZeroBubble, else every p-th.
+    """Return the value of `pipeline_parallel_schedule` for use with the CSV. It determines which stages a
+    rank builds: those of a V for ZBVZeroBubble, otherwise every p-th.
 
     Raises:
         StrettoError: torch cannot run the program, or torchtitan cannot place its stages.
@@ -40,13 +40,13 @@ def schedule_class(program: Program) -> str:
 
 
 def modules_of_stages(stage_layers: Sequence[int]) -> list[list[str]]:
-    """The value of `module_fqns_per_model_part`: the names of each stage's modules.
+    """Return the value of `module_fqns_per_model_part`: the names of each stage's modules.
 
     Args:
-        stage_layers: how many layers each stage has, embedding and head among them.
+        stage_layers: number of layers of each stage, including embedding and head.
 
     Raises:
-        StrettoError: a stage without layers, or no layer beside embedding and head.
+        StrettoError: a stage has no layers, or only embedding and head exist.
     """
     total = sum(stage_layers)
     if total < 3 or min(stage_layers) < 1:
@@ -64,5 +64,5 @@ def modules_of_stages(stage_layers: Sequence[int]) -> list[list[str]]:
 
 
 def modules_json(modules: Sequence[Sequence[str]]) -> str:
-    """The lists as JSON, which is TOML and Python too; a line a stage."""
+    """Return the lists as JSON, which is also valid TOML and Python, with a line per stage."""
     return "[\n" + ",\n".join("  " + json.dumps(names) for names in modules) + "\n]\n"

@@ -1,6 +1,6 @@
-"""Hold fewer activations: recompute them, or offload them to host memory between forward and backward.
+"""Transforms that reduce activation memory: recomputation, and offloading between forward and backward.
 
-Both take a program that is not lowered and return one; lowering leaves what they add in its place.
+Both take a program that is not lowered and return one; lowering preserves the positions of their actions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _BACKWARD = (ActionKind.B, ActionKind.I)
 
 
 def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
-    """Keep only the inputs of `stages` between forward and backward, and repeat the forward: a `RECOMPUTE`
-    right before each B or I, or before the pair that it is in (Chen et al. 2016, "Training deep nets with
-    sublinear memory cost").
+    """Save only the inputs of `stages` between forward and backward, and repeat the forward: a `RECOMPUTE`
+    right before each B or I, or before its pair (Chen et al. 2016, "Training deep nets with sublinear memory
+    cost").
 
-    A backward that is its rank's next compute action after its own forward gets none: there is nothing
-    between the two during which memory could be saved.
+    A backward that directly follows its own forward among its rank's compute actions gets none, since it
+    would save no memory.
 
     Args:
-        program: a program that is not lowered, trains, and repeats nothing yet.
+        program: a program that is not lowered, trains, and has no `RECOMPUTE`.
         stages: stages of the program, of any copy; all by default.
 
     Raises:
-        StrettoError: another program, or no such stage.
+        StrettoError: the program is unsuitable, or a stage does not exist.
     """
     chosen = _chosen(program, stages, {ActionKind.RECOMPUTE})
     orders: list[tuple[Action, ...]] = []
@@ -40,7 +40,7 @@ def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
         for at, (stage, kind, i) in enumerate(compute):
             forward = Action(stage, ActionKind.F, i)
             if stage in chosen and kind in _BACKWARD and (at == 0 or compute[at - 1] != forward):
-                # before the whole pair if it is the second of one
+                # before the pair if it is the second of one
                 paired = at > 0 and (compute[at - 1], compute[at]) in program.pairs
                 before[compute[at - paired]].append(Action(stage, ActionKind.RECOMPUTE, i))
         orders.append(tuple(new for action in order for new in (*before.get(action, ()), action)))
@@ -48,30 +48,28 @@ def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
 
 
 def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
-    """Keep the activations of `stages` in host memory between forward and backward: an `OFFLOAD` right after
+    """Move the activations of `stages` to host memory between forward and backward: an `OFFLOAD` right after
     each F, a `RELOAD` `ahead` compute actions before the first use, which is `RECOMPUTE`, B or I. A pair
-    counts as one action.
-
-    Where nothing would be computed between the two, there is neither.
+    counts as one action. Both are omitted if nothing would be computed between them.
 
     Args:
-        program: a program that is not lowered, trains, and offloads nothing yet.
+        program: a program that is not lowered, trains, and has no `OFFLOAD` or `RELOAD`.
         stages: stages of the program, of any copy; all by default.
         ahead: compute actions that the reload may overlap with; 0 reloads right before the use.
 
     Raises:
-        StrettoError: another program, no such stage, `ahead` below 0.
+        StrettoError: the program is unsuitable, a stage does not exist, or `ahead` is below 0.
     """
     if ahead < 0:
         raise StrettoError(f"ahead is {ahead}, must be at least 0", hint="nearest is ahead=0")
     chosen = _chosen(program, stages, {ActionKind.OFFLOAD, ActionKind.RELOAD})
     orders: list[tuple[Action, ...]] = []
     for order in program.orders:
-        # the order cut before each compute action, or pair, and what is done right before it for its sake
+        # the order cut before each compute action or pair, with the recomputation that belongs to it
         opening = dict(program.pairs)
         blocks: list[list[Action]] = [[]]
-        waiting: list[Action] = []  # actions that belong to the compute action to come
-        inside: Action | None = None  # the second of the pair that is open
+        waiting: list[Action] = []  # actions that belong to the next compute action
+        inside: Action | None = None  # the second action of the current pair
         for action in order:
             if action.kind is ActionKind.RECOMPUTE:
                 waiting.append(action)
@@ -105,7 +103,7 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
 
 
 def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[ActionKind]) -> set[int]:
-    """The stages meant, the program being one that can take such actions."""
+    """Return the chosen stages; raise StrettoError if the program cannot have such actions."""
     names = " and ".join(sorted(kinds))
     if program.lowered:
         raise StrettoError(

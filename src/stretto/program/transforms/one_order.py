@@ -1,4 +1,4 @@
-"""One global order of transfers: every receive moves to where its message is sent."""
+"""One global order of transfers: every receive moves to the time at which its message is sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 def one_order(program: Program) -> Program:
-    """The program with every receive moved to where, in time, its message is sent.
+    """Return the program with every receive moved to the time at which its message is sent.
 
-    All ranks then have their transfers in one common order, so that the program completes under every
-    transport of `check_transport`, also a blocking one, and also where the two directions between two ranks
-    share a communicator. torch's runtime needs that of a compute + comms CSV: on NCCL the transfers of a pair
-    of ranks are one stream, and gloo matches messages of both directions by their order alone. `lower` posts
-    receives ahead of their use instead, which overlaps more where each direction has its own channel.
+    All ranks then have their transfers in one common order, so the program completes under every transport of
+    `check_transport`, including blocking ones and those that share a communicator between the two directions
+    of a pair of ranks. torch's runtime requires this of a compute + comms CSV: on NCCL the transfers of a
+    pair of ranks are one stream, and gloo matches messages of both directions by their order alone. `lower`
+    instead posts receives ahead of their use, which overlaps more if each direction has its own channel.
 
-    In time: F, I, W and a repeated forward take one unit, B two, the two of a pair run as one block.
+    Times: F, I, W and a repeated forward take one unit, B two, and pairs run as one block.
 
     Raises:
         StrettoError: the program is not lowered.
@@ -37,12 +37,12 @@ def one_order(program: Program) -> Program:
     while execution.step():
         pass
     if any(execution.at[rank] < len(order) for rank, order in enumerate(closed.orders)):
-        check_transport(program, blocks=True)  # says why
+        check_transport(program, blocks=True)  # raises with the reason
     return replace(program, orders=tuple(tuple(order) for order in execution.out))
 
 
 class _Execution:
-    """How far each rank is, at what time, and the orders built so far."""
+    """The position and time of each rank, and the orders built so far."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -56,7 +56,9 @@ class _Execution:
             self._skip_receives(rank)
 
     def step(self) -> bool:
-        """Run the action that can start first, ties going to the lowest rank; False if none can start."""
+        """Run the action that can start first, on the lowest rank in a tie; return False if none can
+        start.
+        """
         options = [
             (max(self.clock[rank], ready), rank)
             for rank in range(self.program.ranks)
@@ -84,7 +86,9 @@ class _Execution:
             self.at[rank] += 1
 
     def _ready(self, rank: int) -> int | None:
-        """When what the rank's next action waits for was there; None at the end, or if it is not yet."""
+        """Return when the inputs of the rank's next action arrived, or None if they have not or the order
+        ended.
+        """
         at, order = self.at[rank], self.program.orders[rank]
         if at == len(order):
             return None

@@ -1,4 +1,4 @@
-"""Gather the sharded parameters of a stage before it uses them, and release them after (ZeRO-3, FSDP)."""
+"""Gathers of a stage's sharded parameters before use, and releases after it (ZeRO-3, FSDP)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from stretto.program.program import Program
 
 
 def gather(program: Program, limit: int = 3) -> Program:
-    """Add `UNSHARD` and `RESHARD`: a rank has the whole parameters of at most `limit` stages at once.
+    """Add `UNSHARD` and `RESHARD`: a rank has the unsharded parameters of at most `limit` stages at once.
 
-    An order is cut into runs that use one stage, or the two stages of an overlapped pair. The stage of the
-    next run is prefetched before the current run, so that gathering overlaps with compute, where the limit
-    allows. Of the stages that neither run needs, the one whose next use is furthest away is evicted (Belady
-    1966), and a stage is released as soon as it is not used again. All data-parallel ranks gather in this
-    one order.
+    An order is cut into runs that use one stage, or the two stages of an overlapped pair. If the limit
+    allows, the stage of the next run is prefetched before the current run, so that gathering overlaps with
+    compute. Among the stages that neither run needs, the one with the furthest next use is evicted (Belady
+    1966), and a stage is released after its last use. All data-parallel ranks gather in this order.
 
     Args:
-        program: a program that is not lowered and has no weight versions; after `recompute`, not before.
-        limit: stages, at least 1; 2 where a pair has two.
+        program: a program that is not lowered and has no weight versions; apply `recompute` before, not
+            after.
+        limit: number of stages, at least 1, or 2 if pairs have two stages.
 
     Raises:
-        StrettoError: another program, or a limit too low.
+        StrettoError: the program is unsuitable, or the limit is too low.
     """
     if program.lowered:
         raise StrettoError(
@@ -57,7 +57,7 @@ def gather(program: Program, limit: int = 3) -> Program:
 
 
 def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Action, ...]:
-    """One rank's order with its gathers and releases."""
+    """Return one rank's order with its gathers and releases."""
     runs = _runs(program, order)
     uses: dict[int, list[int]] = {}  # runs that use each stage, the next one last
     for nth in range(len(runs) - 1, -1, -1):
@@ -67,7 +67,7 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
     out: list[Action] = []
 
     def fetch(stages: Sequence[int], keep: set[int], room: int) -> None:
-        """Gather the stages that are not resident, as far as they fit beside those to keep."""
+        """Gather the stages that are not resident, as far as they fit in addition to those to keep."""
         for stage in stages:
             if stage in resident:
                 continue
@@ -94,10 +94,10 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
 
 
 def _runs(program: Program, order: Sequence[Action]) -> list[tuple[tuple[int, ...], list[Action]]]:
-    """The order cut into runs: the stages that each uses, and its actions."""
+    """Cut the order into runs; return the stages that each uses, and its actions."""
     partner = dict(program.pairs)
     runs: list[tuple[tuple[int, ...], list[Action]]] = []
-    inside: Action | None = None  # the second of the pair that is open
+    inside: Action | None = None  # the second action of the current pair
     for action in order:
         if action.kind in USES and action != inside:
             inside = partner.get(action)

@@ -1,10 +1,10 @@
-"""A short step that holds as much at its fullest as a long one: steady periods are cut out of a program.
+"""Shortens a program without changing its peak memory, by removing steady periods.
 
-Once a pipeline is full, most schedules repeat themselves: on every rank each action comes again `length`
-actions later, for the microbatch `shift` later, and in between the rank begins as many microbatches of each
-stage as it finishes. A few of these periods hold whatever all of them do. That is read from the program
-itself, so that it holds for any schedule, under whatever name and with whatever options, and for a program of
-a file; one that does not repeat itself, or that holds more in every period, stays whole.
+Once a pipeline is full, most schedules are periodic: on every rank each action recurs `length` actions later,
+for the microbatch `shift` later, and in between the rank begins as many microbatches of each stage as it
+finishes. A few of these periods reach the peak memory of all. Periods are detected in the program itself, so
+this works for any schedule and options and for programs from files; a program that is not periodic, or whose
+memory grows with every period, is returned unchanged.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from stretto.program.program import Program
 
 @dataclass(frozen=True)
 class _Steady:
-    """The part of a rank's order in which it repeats itself.
+    """The periodic part of a rank's order.
 
     Attributes:
         start, end: positions in the order.
-        length: actions of a period.
-        settled: the position from which on all microbatches at work were begun in the steady part.
+        length: number of actions of a period.
+        settled: position from which on all active microbatches were begun in the periodic part.
     """
 
     start: int
@@ -37,25 +37,25 @@ class _Steady:
 
     @property
     def spare(self) -> int:
-        """Periods that can be left out.
+        """Number of periods that can be removed.
 
-        What stays has the part that settles, in which microbatches from before the steady part are at work
-        too, and then a whole period. So every moment of the long order is one of the short: before the end of
-        that period, what was done before it is the same; from its start on, what is done after it is the same
-        but for the numbers of microbatches; and moments in between repeat the period. Messages need a little
-        more, since receives are posted ahead, here and on the neighbours.
+        The remainder has the part in which microbatches from before the periodic part are still active, and
+        then a full period. So every state of the long order also occurs in the short one: up to the end of
+        that period the orders agree; from its start on they agree up to the indices of microbatches; and
+        states in between repeat the period. Messages need a margin, since receives are posted ahead, on this
+        rank and on its neighbours.
         """
         needed = self.settled - self.start + self.length + 2 * LOOKAHEAD
         return (self.end - self.start - needed) // self.length
 
 
 def shorten(program: Program) -> Program:
-    """The program with as few periods of its steady part as hold as much at once on every rank; itself where
-    nothing can be left out.
+    """Return the program with the fewest periods that preserve the peak memory of every rank, or the program
+    itself if no period can be removed.
 
     Args:
-        program: of a training step; not lowered, nor with gathers of parameters. One that updates weights
-            within the step stays whole.
+        program: a program of a training step, without lowering and gathers of parameters. A program that
+            updates weights within the step is returned unchanged.
     """
     if not program.trains or not all(action.kind.is_compute for order in program.orders for action in order):
         return program
@@ -77,7 +77,7 @@ def shorten(program: Program) -> Program:
     pairs = set[tuple[Action, Action]]()
     for order, part in zip(program.orders, steady, strict=True):
         out = spare * part.length
-        at = part.start + part.length  # within the steady part, so that neighbours stay neighbours
+        at = part.start + part.length  # within the periodic part, so that adjacent actions stay adjacent
         orders.append((*order[:at], *(_later(action, -gone) for action in order[at + out :])))
         if program.pairs:
             stood = chain(pairwise(order[:at]), pairwise(order[at + out - 1 :]))
@@ -89,7 +89,7 @@ def shorten(program: Program) -> Program:
         orders=tuple(orders),
         pairs=frozenset(pairs),
     )
-    # false where microbatches do not pass the ranks in the order of their numbers
+    # fails if microbatches do not pass the ranks in ascending order
     for order in short.orders:
         numbers = [action.microbatch for action in order]
         if len(set(order)) < len(order) or any(i is None or not 0 <= i < short.microbatches for i in numbers):
@@ -117,7 +117,7 @@ def _period(order: Sequence[Action]) -> tuple[int, int] | None:
 
 
 def _balanced(counts: Counter[tuple[int, ActionKind]], stages: Iterable[int]) -> bool:
-    """True if of every stage as many microbatches begin as end."""
+    """True if as many microbatches of every stage begin as end."""
     return all(
         counts[stage, ActionKind.F] == counts[stage, ActionKind.B] + counts[stage, ActionKind.I] > 0
         and counts[stage, ActionKind.I] == counts[stage, ActionKind.W]
@@ -126,7 +126,7 @@ def _balanced(counts: Counter[tuple[int, ActionKind]], stages: Iterable[int]) ->
 
 
 def _steady(order: Sequence[Action], length: int, shift: int) -> _Steady:
-    """How far a period reaches to both sides of the middle."""
+    """Extend a period from the middle of an order to both sides."""
     middle = len(order) // 2
     later = [_later(action, shift) for action in order]
     start = middle - _agree(reversed(order[length : middle + length]), reversed(later[:middle]))
@@ -137,7 +137,7 @@ def _steady(order: Sequence[Action], length: int, shift: int) -> _Steady:
 
 
 def _agree(these: Iterable[Action], those: Iterable[Action]) -> int:
-    """How many actions are the same before the first that is not."""
+    """Return the length of the common prefix."""
     both = takewhile(lambda pair: pair[0] == pair[1], zip(these, those, strict=False))
     return sum(1 for _ in both)
 
