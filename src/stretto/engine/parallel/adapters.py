@@ -1,8 +1,8 @@
 """Linears with low-rank adapters (Hu et al. 2021, "LoRA") that tensor-parallel ranks split.
 
 An adapter adds B A x. If the linear is split by output features, so is B, and A is replicated; if it is split
-by input features, so is A, and B is replicated. The split factor has the linear's own style: ranks exchange
-for an adapter what they exchange for the linear, as narrow as the adapter's rank.
+by input features, so is A, and B is replicated. The split factor has the linear's style: ranks exchange the
+same tensors for an adapter as for the linear, with the adapter's rank as their width.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ADAPTERS = "lora"  # the child that has a linear's adapters
 
 
 class _Adapted(nn.Module):
-    """Mixed into a linear's class."""
+    """Mixin of a linear's class."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the linear, with what its adapters add."""
+        """Apply the linear and add the outputs of its adapters."""
         return getattr(self, ADAPTERS)(x, super().forward(x))  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -59,8 +59,8 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Adapted(ParallelStyle):
-    """A linear of style `base` whose child `lora` has a forward (x, y) that adds the adapters' part to its
-    output y, and `rows`, the output features of each of its projections.
+    """A linear of style `base` with a child `lora`, whose forward (x, y) adds the adapters' output to the
+    linear's output y, and whose `rows` are the output features of each projection.
     """
 
     base: ColumnParallel | RowParallel
@@ -72,7 +72,7 @@ class Adapted(ParallelStyle):
         bare, adapters = _bare("Adapted", module), module.get_submodule(ADAPTERS)
         linear = self.base.replace_module(bare, mesh)
         linear.__class__ = _CLASSES[type(linear)]
-        if isinstance(self.base, ColumnParallel):  # one run for each projection
+        if isinstance(self.base, ColumnParallel):  # one range for each projection
             part = self.base.parts("Adapted", bare, mesh.index("tp"), mesh.size("tp"))["weight"]
             cast(Any, adapters).rows = tuple(run.size for run in part.runs)
         linear.add_module(ADAPTERS, adapters)

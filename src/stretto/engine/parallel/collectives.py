@@ -7,7 +7,7 @@ are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, re
 If the group is None, this rank is alone and nothing is sent. Process groups are called directly, since
 torch's wrappers cost as much as a small message. The result of a `start_...` is complete after its
 `work.wait()`, which on CUDA makes the current stream wait, not the host; until then the input must not be
-written to.
+modified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX = AllreduceOptions()
 _MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 _SCATTER = ReduceScatterOptions()
 _EXCHANGE = AllToAllOptions()
-# Options by which `traffic` recognises what a call is to be counted as
+# options by which `traffic` recognises the kind of collective that a call counts as
 _REGATHER = counted_as("re-gather", AllgatherOptions())
 _GATHER_BY_EXCHANGE = counted_as("all-gather", AllToAllOptions())
 _SCATTER_BY_EXCHANGE = counted_as("reduce-scatter", AllToAllOptions())
@@ -88,7 +88,7 @@ def start_broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Work:
 
 
 def start_sum_at(tensor: Tensor, root: int, group: ProcessGroup) -> Work:
-    """Start summing over the group, in place on its rank `root`; other ranks' tensors are undefined then."""
+    """Start a sum over the group, in place on its rank `root`; other ranks' tensors become undefined."""
     options = ReduceOptions()
     options.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
     options.rootRank = root
@@ -103,7 +103,7 @@ def _all_to_all(
     group: ProcessGroup,
     options: AllToAllOptions = _EXCHANGE,
 ) -> Work:
-    """Exchange rows with every rank; `receive` and `send` count the rows, empty for equal numbers."""
+    """Exchange rows with every rank; `receive` and `send` are row counts, empty if all are equal."""
     return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
 
 
@@ -111,13 +111,13 @@ def _all_to_all(
 
 
 def join(pieces: Tensor, dim: int) -> Tensor:
-    """Concatenate pieces [n, ...] along `dim` of each; without a copy where strides allow."""
+    """Concatenate pieces [n, ...] along `dim` of each; without a copy if strides allow."""
     dim %= pieces.dim() - 1
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensor:
-    """Cut x into n equal pieces along `dim`: [n, ...], contiguous; without a copy where strides allow."""
+    """Cut x into n equal pieces along `dim`: [n, ...], contiguous; without a copy if strides allow."""
     dim %= x.dim()
     return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
 
@@ -147,7 +147,7 @@ def start_gather_into(full: Tensor, part: Tensor, group: ProcessGroup) -> Work:
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
-    """`start_gather` in the backward of a tensor that the forward has gathered already; `traffic` counts it
+    """`start_gather` in the backward, for a tensor that the forward has already gathered; `traffic` counts it
     separately.
     """
     pieces = x.new_empty((group.size(), *x.shape))
@@ -200,7 +200,7 @@ def start_scatter_sum(
     On CPUs this is an all-to-all, since gloo implements reduce-scatter as an all-reduce of twice the bytes.
 
     Args:
-        out: memory for the result, which may be this rank's piece of `pieces`; None: new memory.
+        out: memory for the result, which may be this rank's piece of `pieces`; by default new memory.
     """
     if group is None:
         return pieces.squeeze(0), DONE
@@ -332,7 +332,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def _local_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of x along `dim`, copied."""
+    """Return a copy of this rank's part of x along `dim`."""
     return local_part(x, group, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -402,21 +402,21 @@ def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 
 def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """All-gather along `dim` of a tensor that all ranks then use alike: each has the whole gradient, so the
+    """All-gather along `dim` of a tensor that all ranks then use alike: each has the full gradient, so the
     backward takes this rank's part.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _local_copy))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """This rank's part, along `dim`, of the sum of partial results: reduce-scatter forward, all-gather
+    """Return this rank's part, along `dim`, of the sum of partial results: reduce-scatter forward, all-gather
     backward.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, scatter_sum, gather))
 
 
 def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
+    """Return this rank's part, along `dim`, of a replicated tensor; all-gather backward."""
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _local_copy, gather))
 
 
@@ -438,5 +438,5 @@ def gather_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -
 
 
 def scatter_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """Sum x [sum(sizes), ...] over the ranks; rank i keeps sizes[i] rows of it; all-gather backward."""
+    """Sum x [sum(sizes), ...] over the ranks; rank i gets sizes[i] rows of the sum; all-gather backward."""
     return x if group is None else cast(Tensor, _ScatterUneven.apply(x, sizes, group))

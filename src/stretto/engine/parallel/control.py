@@ -1,8 +1,8 @@
 """The control plane: JSON messages between ranks, and work that succeeds on all ranks or raises on all.
 
-Messages go over the default process group; without one this process is the only rank. Nothing is pickled, so
-nothing that another rank sends can run code here. Messages are signed with the job's key (`signed`) and
-numbered, and their length is bounded before memory is taken for them.
+Messages use the default process group; without one this process is the only rank. Nothing is pickled, so no
+message of another rank can execute code. Messages are signed with the job's key (`signed`) and numbered, and
+their length is bounded before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def world_size() -> int:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on all ranks. Collective.
+    """Return every rank's JSON-serialisable value, in rank order, on all ranks. Collective.
 
     Raises:
         CollectiveError: a message is too long, or is not signed with this job's key.
@@ -85,7 +85,7 @@ def run_on_all(work: Callable[[], T]) -> T:
     """Run `work` on every rank; if it raises on any, all raise the error of the first such rank. Collective.
 
     Raises:
-        StrettoError: if that error is one; its message names the rank if there are several.
+        StrettoError: if that error is one; its message names the rank if several exist.
         CollectiveError: for any other error.
     """
     result: T | None = None
@@ -102,13 +102,15 @@ def run_on_all(work: Callable[[], T]) -> T:
 
 
 def run_on_first(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its JSON-able result on all; if it raises, raise on all. Collective."""
+    """Run `work` on rank 0 and return its JSON-serialisable result on all; if it raises, raise on all.
+    Collective.
+    """
     result = run_on_all(lambda: work() if this_rank() == 0 else None)
     return gather_json(result)[0]
 
 
 def error_of_rank(rank: int, error: BaseException) -> Exception:
-    """The exception to raise here for another rank's error."""
+    """Return the exception to raise on this rank for another rank's error."""
     return _from_record(rank, _to_record(error))
 
 

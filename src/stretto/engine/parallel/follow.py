@@ -1,7 +1,7 @@
-"""Follows the splits of activations through a traced model, and finds where they must be converted.
+"""Propagates the splits of activations through a traced model, and finds where they must be converted.
 
-The plain model is traced with torch.fx. Modules convert what they are called with; functions and methods
-between them cannot, so that their arguments must be split alike, and in a way that they leave as it is.
+The plain model is traced with torch.fx. Modules convert their arguments; functions and methods between them
+cannot, so all of their arguments must have the same split, one that the function preserves.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _ALONG_FIRST = _names(
     """cat concat cumprod cumsum flip gather index_select log_softmax narrow select softmax softmin stack
     unbind unsqueeze"""
 )
-# The position and the default of the dimension along which a function mixes or counts elements; None: all
+# index and default of the argument with the dimension along which a function mixes elements; None: all
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(_REDUCTIONS, (1, None)),
     **dict.fromkeys(_ALONG_FIRST, (1, 0)),
@@ -96,15 +96,16 @@ _SEVERAL = _names("chunk max median min sort split std_mean tensor_split topk un
 
 @dataclass(kw_only=True)
 class Flow:
-    """Where a model's activations change their split.
+    """The places at which a model's activations change their split.
 
-    before: by module, the changes of its arguments, by position or keyword.
-    after: by module, the change of its output.
-    output: changes of the leaves of the model's output, in order.
-    splits: of what each module that was not traced into computes on, with the full size of the last dimension
-        where that is split.
-    terms: layers split by output features whose input gradients are summed by what comes before.
-    rounds: of modules with `GatherBatch` style, the changes of the leaves of their output.
+    Attributes:
+        before: changes of each module's arguments, by position or keyword.
+        after: change of each module's output.
+        output: changes of the leaves of the model's output, in order.
+        splits: split of the activations that each leaf module computes on, with the full size of the last
+            dimension if that is split.
+        terms: layers split by output features whose input gradients the preceding conversion sums.
+        rounds: changes of the leaves of the outputs of modules with `GatherBatch` style.
     """
 
     before: dict[str, dict[int | str | None, Change]] = field(
@@ -117,24 +118,25 @@ class Flow:
     rounds: dict[str, list[Change | None]] = field(default_factory=dict[str, "list[Change | None]"])
 
     def of(self, name: str) -> tuple[Split, int] | None:
-        """Split and full last dimension of what a module computes on."""
+        """Return the split and the full last dimension of the activations of a module, if known."""
         while name and name not in self.splits:
             name = name.rpartition(".")[0]
         return self.splits.get(name)
 
     def only(self, split: Split) -> Flow:
-        """What is known of the modules that compute on such a split."""
+        """Return a flow with only the modules that compute on one split."""
         return Flow(splits={name: entry for name, entry in self.splits.items() if entry[0] == split})
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a node of the graph computes.
+    """The result of a node of the graph.
 
-    split: None: no activation, such as a size or a parameter.
-    size: of the last dimension, where that is split.
-    partial: whether it is a parameter whose gradients are terms, each of a rank's rows; None: no parameter.
-    several: whether it is a tuple of tensors.
+    Attributes:
+        split: split of an activation, or None for other values, such as sizes and parameters.
+        size: full size of the last dimension if that is split.
+        partial: for a parameter, True if each rank's gradient is the term of its rows; None for other values.
+        several: True for a tuple of tensors.
     """
 
     split: Split | None = None
@@ -147,12 +149,11 @@ def follow(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> F
     """Trace the plain model, and find the changes of split between its modules.
 
     Args:
-        styles: by module name.
-        inputs, outputs: how the model's inputs come, and its output is to be left.
+        styles: modules and styles, by module name.
+        inputs, outputs: split of the model's inputs, and the desired split of its output.
 
     Raises:
-        StrettoError: a model that cannot be traced, or a function whose arguments are split in ways that it
-            cannot compute with.
+        StrettoError: the model cannot be traced, or a function cannot compute on the splits of its arguments.
     """
     flow = Flow()
     _Walk(model, "", styles, inputs=inputs, outputs=outputs, flow=flow).run()
@@ -160,10 +161,10 @@ def follow(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> F
 
 
 def declared(styles: Styles) -> Flow:
-    """The changes that the styles themselves say, for a model that is not traced.
+    """Return the changes that the styles declare, for a model that is not traced.
 
     Raises:
-        StrettoError: a style that says how its input or output is split, and cannot be converted.
+        StrettoError: a style declares the split of its input or output, but cannot be converted.
     """
     flow = Flow()
     for name, (_, style) in styles.items():
@@ -188,7 +189,7 @@ def declared(styles: Styles) -> Flow:
 
 
 def defaults(model: nn.Module) -> dict[str, Any] | None:
-    """Arguments of a model's forward that are no tensors by default: it is traced with these values."""
+    """Return the default values of a model's forward that are not tensors, with which it is traced."""
     arguments = signature(model.forward).parameters.values()
     plain = {
         parameter.name: parameter.default
@@ -199,10 +200,10 @@ def defaults(model: nn.Module) -> dict[str, Any] | None:
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """A hook that refuses arguments that a traced model was not traced with.
+    """Reject arguments that a traced model was not traced with; a forward pre-hook.
 
     Raises:
-        StrettoError: one that has a default has another value.
+        StrettoError: an argument differs from the default with which the model was traced.
     """
     called = signature(model.forward).bind(*args, **named).arguments
     for name, value in (defaults(model) or {}).items():
@@ -214,8 +215,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -
 
 
 def _taken(style: ParallelStyle, split: Split) -> Split:
-    """How a module takes a tensor that is split so. The input gradients of a layer that is split by output
-    features are terms of a sum, which the backward of a conversion can be.
+    """Return the split to which a module's input is converted. The input gradients of a layer split by output
+    features are terms of a sum, which the conversion's backward can compute.
     """
     assert style.natural is not None
     input_split = style.natural[0]
@@ -254,7 +255,7 @@ class _Walk:
         self.visits = dict[tuple[str, int | str], set[Change]]()
 
     def run(self) -> list[Change | None]:
-        """The changes of the leaves of the output."""
+        """Trace the module and return the changes of the leaves of its output."""
         location = f"{self.prefix.rstrip('.')!r}" if self.prefix else "the model"
         try:
             graph = _Tracer(self.prefix, self.styles).trace(self.root, concrete_args=defaults(self.root))
@@ -294,7 +295,7 @@ class _Walk:
         return self._function(node)
 
     def _style_over(self, name: str) -> ParallelStyle | None:
-        """The style of the module, or of the nearest that contains it."""
+        """Return the style of the module, or of the nearest module that contains it."""
         while name and name not in self.styles:
             name = name.rpartition(".")[0]
         return self.styles[name][1] if name in self.styles else None
@@ -349,8 +350,8 @@ class _Walk:
         return _Value(output_split, size if output_split == "features" else 0)
 
     def _change(self, name: str, at: int | str, before: Split, after: Split) -> None:
-        """A module's argument is split as `before`, and is to be as `after`: the same each time that it is
-        called, unless nothing is ever to be done.
+        """Record that a module's argument with split `before` needs split `after`: the same at each call,
+        unless no call needs a conversion.
         """
         visited = self.visits.setdefault((name, at), set())
         visited.add((before, after))
@@ -364,7 +365,9 @@ class _Walk:
             self.flow.before.setdefault(name, {})[at] = before, after
 
     def _unstyled(self, name: str, module: nn.Module, tensors: Mapping[int | str, _Value]) -> _Value:
-        """A module without parameters: it computes on what it is handed, where it can."""
+        """Propagate through a module without parameters, which computes on the split of its input if it
+        can.
+        """
         splits = {value.split for value in tensors.values()}
         if not splits:
             return _Value()
@@ -449,7 +452,7 @@ class _Walk:
         return _Value(split, size, several=name in _SEVERAL)
 
     def _at(self, node: fx.Node, name: str) -> str:
-        """The function, and the line of the model's code that calls it."""
+        """Describe the function and the line of the model's code that calls it."""
         lines = (node.stack_trace or "").splitlines()
         calls = [
             line.strip()

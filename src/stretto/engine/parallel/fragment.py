@@ -19,8 +19,8 @@ class TensorBox:
 
     `offsets` and `sizes` place it in the full tensor, `local` is its start in the local tensor. With
     `strides` the local tensor is flat: `local` is then a single offset, and the box is read with these
-    strides. Among the ranks of a model-parallel group (all axes but dp) that hold the same box, one has
-    `owned`: the gradient norm counts and the checkpoint writes owned boxes only.
+    strides. Among the ranks of a model-parallel group (all axes but dp) that hold the same box, `owned` is
+    True on one: the gradient norm counts and the checkpoint writes owned boxes only.
     """
 
     offsets: tuple[int, ...]
@@ -30,11 +30,11 @@ class TensorBox:
     strides: tuple[int, ...] | None = None
 
     def of_full(self, tensor: Tensor) -> Tensor:
-        """The box as a view of the full tensor."""
+        """Return the box as a view of the full tensor."""
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """The box as a view of the local tensor."""
+        """Return the box as a view of the local tensor."""
         if self.strides is not None:
             return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.local[0])
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.sizes, strict=True))]
@@ -56,7 +56,7 @@ class ShardPlacement:
 
     @classmethod
     def unsharded(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> ShardPlacement:
-        """The whole tensor on this rank."""
+        """Return the placement of an unsharded tensor on this rank."""
         start = (0,) * len(shape)
         return cls(name, shape, (TensorBox(offsets=start, sizes=shape, local=start, owned=owned),))
 
@@ -85,7 +85,7 @@ class ShardPlacement:
         return replace(self, pieces=tuple(pieces))
 
     def unowned(self) -> ShardPlacement:
-        """The same boxes, owned by other ranks."""
+        """Return the same boxes, owned by other ranks."""
         return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
 
     @torch.no_grad()
@@ -104,11 +104,11 @@ class ParameterFragment:
         name: name of the parameter in the plain model.
         parameter: values in the optimiser's precision: the module's parameter itself if this rank has all of
             it and it needs no master; otherwise flat, elements of a shard.
-        gradient: reduced gradient of the same elements, in the same shape; None before the first backward.
+        gradient: reduced gradient of the same elements, in the same shape, or None before the first backward.
             Its dtype may differ from that of `parameter`, whose `grad` is set only during the update.
         placed: placement of the elements. Over `holders` each element of the plain tensor is owned once.
-        holders: ranks that together hold one copy of the tensor; None if this rank holds all of it. They have
-            the same fragments in the same order, some perhaps without elements.
+        holders: ranks that together hold one copy of the tensor, or None if this rank holds all of it. They
+            have the same fragments in the same order, some possibly without elements.
         counted_elsewhere: the norm counts and checkpoints write a copy in another pipeline stage instead.
         unit: fragments of one unit are reduced, updated and moved together.
     """
@@ -128,7 +128,7 @@ class ParameterFragment:
 
 
 def unsharded_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParameterFragment]:
-    """Whole parameters as fragments, in one process."""
+    """Return unsharded parameters as fragments, for one process."""
     return [
         ParameterFragment(
             name=name, parameter=p, placed=ShardPlacement.unsharded(name, tuple(p.shape)), gradient=p.grad

@@ -1,18 +1,18 @@
-"""Messages that are as late as they may be, to find what does not wait for them.
+"""Delays messages as long as allowed, to find code that does not wait for them.
 
     with delay_messages(seed=1) as delayed:
         step()
     assert not delayed.broken
 
-Over a fast link a message has arrived before anybody looks, so a missing wait changes nothing, until the
-link is slow. Within the context everything that a communication promises only after its `wait()` is kept back
-until then: it runs on private copies, its results hold NaN (integers: 0) before, and what it sends must be
-unchanged when it is waited for. A missing wait, a buffer that is used twice or freed in flight, or a message
-that is never waited for then gives wrong numbers or an entry in `DelayedMessages.broken` every time.
-Starts, waits, and jobs of the threads that move offloaded tensors are delayed at random as well, so that
-ranks and threads meet in other orders.
+Over a fast link a message arrives before it is used, so a missing wait has no effect until the link is slow.
+Within the context everything that a communication guarantees only after its `wait()` is withheld until then:
+it runs on private copies, its results are NaN (integers: 0) before, and its inputs must be unchanged when it
+is waited for. A missing wait, a buffer that is reused or freed in flight, or a message that is never waited
+for then always gives wrong numbers or an entry in `DelayedMessages.broken`. Starts, waits, and jobs of the
+threads that move offloaded tensors are also delayed at random, so that ranks and threads interleave
+differently.
 
-A program that waits where it must comes to the same bits as without.
+A program with all necessary waits gives bitwise the same results as without delays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ = "read"
 _WRITTEN = "written"
 _BOTH = "both"
 _FROM_ROOT = "from root"
-# what a method does with the tensors of its first arguments
+# the use that a method makes of the tensors in its first arguments
 _ROLES: dict[str, tuple[str, ...]] = {
     "allreduce": (_BOTH,),
     "allreduce_coalesced": (_BOTH,),
@@ -60,14 +60,14 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "recv": (_WRITTEN,),
     "recv_anysource": (_WRITTEN,),
 }
-_DELAY_ONE_IN = 8  # starts, waits or jobs
+_DELAY_ONE_IN = 8  # fraction of starts, waits and jobs that are delayed
 _MAX_DELAY = 1e-3  # seconds
 _THREADS = "stretto-"  # prefix of the names of the threads that move offloaded tensors
 _MAX_VIOLATIONS = 8  # entries of `broken`
 
 
 class DelayedMessages:
-    """Messages that `delay_messages` has held back, and the rules that they broke.
+    """Messages that `delay_messages` has delayed, and the violations it found.
 
     Attributes:
         broken: descriptions of the violations.
@@ -83,7 +83,7 @@ class DelayedMessages:
         self._pending = dict[int, _Message]()
 
     def pause(self) -> None:
-        """Sometimes sleep for a while."""
+        """Sleep for a random time, in one of `_DELAY_ONE_IN` calls."""
         with self._lock:
             seconds = (
                 self._random.random() * _MAX_DELAY if self._random.randrange(_DELAY_ONE_IN) == 0 else 0.0
@@ -92,7 +92,7 @@ class DelayedMessages:
             time.sleep(seconds)
 
     def report_violation(self, violation: str) -> None:
-        """Add to `broken`, once."""
+        """Add a violation to `broken`, unless it is already there."""
         with self._lock:
             if violation not in self.broken and len(self.broken) < _MAX_VIOLATIONS:
                 self.broken.append(violation)
@@ -160,7 +160,7 @@ class _Message:
         for (tensor, copy), memory in zip(read, self.reads, strict=True):
             if any(
                 _overlap(memory, another) for another in self.writes
-            ):  # a part of the result is here already
+            ):  # a part of the result is also an input
                 tensor.data.copy_(copy)
         delayed.start(self)
 
@@ -170,7 +170,7 @@ class _Message:
         return f"the {method} over ranks {ranks} that {self._caller} starts"
 
     def wait(self, *arguments: Any) -> bool:
-        """Complete the message: only now does the caller get the results."""
+        """Complete the message and copy its results to the caller."""
         if self._done:
             return True
         self._delayed.pause()
@@ -188,7 +188,7 @@ class _Message:
         return True
 
     def is_completed(self) -> bool:
-        """True once it has been waited for: it is as late as it may be."""
+        """True once the message has been waited for."""
         return self._done
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +199,7 @@ Memory = tuple[int, int]  # addresses of the first byte and of the byte after th
 
 
 def _memory(tensor: Tensor) -> Memory:
-    """The memory that a tensor spans."""
+    """Return the memory that a tensor spans."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -211,7 +211,7 @@ def _overlap(message: Memory, another: Memory) -> bool:
 
 
 def _allocated(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor has not been given back."""
+    """True if the memory of a tensor has not been freed."""
     if not tensor.numel():
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -222,7 +222,7 @@ def _allocated(tensor: Tensor) -> bool:
 def _same_bits(message: Tensor, another: Tensor) -> bool:
     if not message.numel():
         return True
-    # not equality of numbers: NaN is not equal to itself
+    # compares bytes, since NaN is not equal to itself
     a, b = (
         t.detach().to(another.device).contiguous().flatten().view(torch.uint8) for t in (message, another)
     )
@@ -231,10 +231,10 @@ def _same_bits(message: Tensor, another: Tensor) -> bool:
 
 @contextmanager
 def delay_messages(seed: int) -> Generator[DelayedMessages]:
-    """Keep back what messages bring until they are waited for, on all threads of this process.
+    """Withhold the results of messages until they are waited for, on all threads of this process.
 
     Args:
-        seed: of the random delays, which also depend on the rank.
+        seed: seed of the random delays, which also depend on the rank.
     """
     delayed, replaced = DelayedMessages(seed), dict[str, Any]()
     submit = ThreadPoolExecutor.submit
@@ -266,7 +266,7 @@ def delay_messages(seed: int) -> Generator[DelayedMessages]:
 
 
 def _keeping_back(original: Any, method: str, roles: Sequence[str], delayed: DelayedMessages) -> Any:
-    """The method, on private copies of the tensors in its first arguments."""
+    """Return the method on private copies of the tensors in its first arguments."""
 
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         delayed.pause()
@@ -277,7 +277,7 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], delayed: Del
             if isinstance(value, list | tuple):
                 return [private(role, item) for item in value]  # pyright: ignore[reportUnknownVariableType]
             assert isinstance(value, Tensor)
-            # on the host where the library sends from there, which may not take an accelerator's tensors
+            # on the host if the backend sends from there and does not accept an accelerator's tensors
             copy = torch.empty(value.shape, dtype=value.dtype, device=home).copy_(value.detach())
             (read if role == _READ else written).append((value.detach(), copy))
             return copy
@@ -289,7 +289,7 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], delayed: Del
             changed[at] = private(role, arguments[at])
         message = _Message(delayed, method, group, read, written)
         message.work = original(group, *changed, **named)
-        if message.work is None:  # the method has waited
+        if message.work is None:  # the method is synchronous
             message.wait()
             return None
         return message
@@ -298,7 +298,7 @@ def _keeping_back(original: Any, method: str, roles: Sequence[str], delayed: Del
 
 
 def _is_root(group: ProcessGroup, arguments: Sequence[Any]) -> bool:
-    """Whether this rank is the root of a broadcast, of which the arguments after the tensors say the rank."""
+    """True if this rank is the root of a broadcast, given the arguments after the tensors."""
     root = arguments[0] if arguments else 0
     return group.rank() == getattr(root, "rootRank", root)
 
@@ -307,7 +307,7 @@ _PASSED_ON = (__name__, "stretto.engine.parallel.collectives", "stretto.engine.p
 
 
 def _caller() -> str:
-    """The function that communicates; not those that only pass it on."""
+    """Return the function that communicates, without wrappers."""
     frame = sys._getframe(1)
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""The device mesh: this rank's place in a layout, and its process groups."""
+"""The device mesh: this rank's coordinates in a layout, and its process groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 
-# Every set of axes that some part of a step communicates over. They are created together, since creating a
-# group is collective. The ranks of `tp-cp` share the tokens of a sample.
+# All sets of axes that a step communicates over. Their groups are created together, since creating a group is
+# collective. The ranks of `tp-cp` share the tokens of a sample.
 GROUPS = ("tp", "cp", "dp", "pp", "tp-cp", "cp-dp")
 EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep")
-# For parameters split over these axes, the axes along which the parameters repeat
+# the axes along which parameters that are split over the keys' axes are replicated
 COPIES = {"tp": "cp-dp", "expert_tp-ep": "expert_dp"}
 
 
 def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | None:
-    """Return the group of these ranks; None on other ranks, which must call this too."""
+    """Return the group of these ranks, or None on other ranks, which must also call this."""
     group = dist.new_group(ranks, timeout=timeout)
     if dist.get_rank() not in ranks:
         return None
@@ -34,7 +34,7 @@ def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | No
 
 
 class Mesh:
-    """Process groups of one layout, as seen from this rank. Constructing it is collective.
+    """Process groups of one layout that contain this rank. The constructor is collective.
 
     An axis of size 1 has no group (None): callers then skip the collective.
     """
@@ -62,16 +62,16 @@ class Mesh:
         return f"Mesh({self.layout}: rank {self.rank} of {self.layout.world}, {self.device})"
 
     def _shared(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """As `_new`, created only once for the same sets of ranks."""
+        """Return the group of `_new`, created only once for the same sets of ranks."""
         key = tuple(map(tuple, groups))
         if key not in self._by_ranks:
             self._by_ranks[key] = self._new(groups)
         return self._by_ranks[key]
 
     def _new(self, groups: list[list[int]], separate: bool = False) -> ProcessGroup | None:
-        """Create these groups, all of one size, and return the one with this rank; None if it is alone or in
-        none. All ranks of the job create all groups in the same order, as torch requires. The group of all
-        ranks is the default one, unless it is to be `separate`.
+        """Create these groups, all of one size, and return the one with this rank, or None if it is alone or
+        in none. All ranks of the job create all groups in the same order, as torch requires. The group of all
+        ranks is the default one, unless it must be `separate`.
         """
         if len(groups[0]) == 1:
             return None
@@ -86,7 +86,7 @@ class Mesh:
         return own_group
 
     def group(self, axes: str) -> ProcessGroup | None:
-        """Return this rank's group over `axes` ("tp", "tp-cp", ...); None if the rank is alone."""
+        """Return this rank's group over `axes` ("tp", "tp-cp", ...), or None if the rank is alone."""
         return self._groups[axes]
 
     def split(self, axis: str, parts: int) -> ProcessGroup | None:
@@ -104,18 +104,18 @@ class Mesh:
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the group of the pipeline ranks `holders` of this rank's pipeline; None on its other ranks.
-        Collective.
+        """Return the group of the pipeline ranks `holders` of this rank's pipeline, or None on its other
+        ranks. Collective.
         """
         return self._new([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
     def partition(self, key: Callable[[int], object], *, separate: bool = False) -> ProcessGroup | None:
-        """Return the group of the ranks with this rank's key; None if it is alone. All ranks must compute the
-        same key for a rank, and all keys must have equally many ranks. Collective at first use.
+        """Return the group of the ranks with this rank's key, or None if it is alone. All ranks must compute
+        the same key for a rank, and all keys must have equally many ranks. Collective at first use.
 
         Args:
             separate: create a new group, whose messages do not queue behind those of other groups with the
-                same ranks: on accelerators each group sends on a stream of its own. Collective at each use.
+                same ranks: on accelerators each group has a separate stream. Collective at each use.
         """
         groups = dict[object, list[int]]()
         for rank in range(self.layout.world):
@@ -124,7 +124,7 @@ class Mesh:
         return self._new(rows, separate) if separate else self._shared(rows)
 
     def size(self, axes: str) -> int:
-        """Number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""
+        """Return the number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""
         return self.layout.size(axes)
 
     def index(self, axes: str) -> int:
@@ -141,7 +141,6 @@ class Mesh:
         """Destroy the groups; `verify` builds many meshes in one process."""
         for group in self._created:
             dist.destroy_process_group(group)
-        # drop the references: a group that is still referenced at interpreter exit joins its threads only
-        # then
+        # drop the references: a group that is referenced at interpreter exit joins its threads only then
         for groups in (self._created, self._groups, self._by_ranks, self._splits):
             groups.clear()

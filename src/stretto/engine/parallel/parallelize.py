@@ -60,10 +60,12 @@ SUMMED = "_stretto_summed"  # set on parameters whose gradients are summed over 
 
 @dataclass
 class ShardedParameter:
-    """One parameter of the plain model as this rank holds it.
+    """This rank's part of one parameter of the plain model.
 
-    names: all of the parameter's names (several if it is tied); the first is its name in checkpoints.
-    shared: slices of the gradient to which other ranks contribute.
+    Attributes:
+        names: all of the parameter's names (several if it is tied); the first is its name in checkpoints.
+        placed: placement of this rank's part in the plain tensor.
+        shared: slices of the gradient to which other ranks contribute.
     """
 
     names: tuple[str, ...]
@@ -98,26 +100,26 @@ def parallelize(
     device and gets its values from `materialise`. A module with several names is replaced under all of them.
 
     If the split of activations changes between layers, as from `BatchParallel` to `ColumnParallel`, the
-    model is traced with torch.fx, and every module gets its input in the split that its style takes.
+    model is traced with torch.fx, and every module gets its input in the split that its style requires.
 
     Args:
         convert: trace the model. Default: only if a style is `BatchParallel` or `GatherBatch`. If False, only
             the inputs and outputs that styles declare are converted.
-        inputs: what each rank calls a traced model with: "whole", the same on all ranks, or "batch", its part
+        inputs: split of a traced model's inputs: "whole", the same on all ranks, or "batch", each rank's part
             of the batch.
-        outputs: what a traced model returns. With "whole", the loss of the whole batch is computed on every
-            rank. With "batch" each rank's loss is its term of it: the sum over its samples, divided by the
-            size of the whole batch.
+        outputs: split of a traced model's output. With "whole", the loss of the full batch is computed on
+            every rank. With "batch" each rank's loss is a term of it: the sum over its samples, divided by
+            the size of the full batch.
 
     Returns:
         The placement of each parameter, by plain-model name.
 
     Raises:
-        StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
-            sizes that do not divide, shares that do not add up to the plain model, a style that does not fit
-            its module, a model that cannot be traced, splits that no conversion can match, or, with tp > 1, a
-            module whose random numbers would not be those of one process. If its type does not show that it
-            draws any, it raises in the model's first forward in training.
+        StrettoError: a pattern matches nothing, a module is matched twice, a parameter has no style, sizes do
+            not divide, shares do not add up to the plain model, a style does not fit its module, the model
+            cannot be traced, no conversion matches the splits, or, with tp > 1, a module's random numbers
+            would not be those of one process. If its type does not show that it draws any, the error is
+            raised in the model's first forward in training.
     """
     styles = _assign(model, plan)
     flow = None
@@ -232,12 +234,12 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Parallel
 def _check_random(
     model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow
 ) -> None:
-    """Refuse modules whose random numbers would differ from those of one process under tensor parallelism.
+    """Reject modules whose random numbers would differ from those of one process under tensor parallelism.
 
     A mask from torch's global generator depends on the rank. A keyed mask is the same on every rank, which is
-    right for a replicated activation and wrong for a split one. The modules do not show which it is, so the
-    plan must: by a style of the dropout itself, or by `Replicate` for a module that contains it and nothing
-    that is split.
+    right for a replicated activation and wrong for a split one. The modules do not show the split, so the
+    plan must: by a style of the dropout itself, or by `Replicate` for a module that contains it and no split
+    module.
     """
     for name, module in model.named_modules(remove_duplicate=False):
         if draws(module):
@@ -259,7 +261,7 @@ def _check_random(
 
 
 def _check_statistics(styles: Mapping[str, tuple[nn.Module, ParallelStyle]]) -> None:
-    """Refuse norms over the batch whose statistics would be those of one rank's tokens."""
+    """Reject norms over the batch whose statistics would be those of one rank's tokens."""
     for name, (module, style) in styles.items():
         norms = [
             ".".join(filter(None, (name, inner)))
@@ -372,7 +374,7 @@ def _placed(
 
 
 def _shared(parameter: nn.Parameter, part: ParameterShard, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
-    """Return the slices held by several ranks, each of which computes a part of their gradient."""
+    """Return the slices that several ranks hold, each of which computes a part of their gradient."""
     if part.partial:
         group = mesh.group(axes)
         rows = parameter.shape[0] if parameter.dim() else 1
@@ -409,14 +411,14 @@ def materialise(
     dtype: torch.dtype | Callable[[str], torch.dtype],
     without_storage: bool = False,
 ) -> dict[str, nn.Parameter]:
-    """Give this rank's layers real parameters; the other layers stay on the meta device.
+    """Create the parameters of this rank's layers; the other layers remain on the meta device.
 
     Args:
         layers: (plain name, module) of every layer of this rank.
         values: returns the full initial value of a parameter, from its name and full shape; None leaves
-            parameters uninitialised (a checkpoint follows).
-        dtype: dtype of all parameters, or of each by plain name.
-        without_storage: parameters get no memory yet; `ShardedStates` allocates it.
+            parameters uninitialised, to be loaded from a checkpoint.
+        dtype: dtype of all parameters, or a function from the plain name.
+        without_storage: do not allocate the parameters; `ShardedStates` does.
 
     Returns:
         This rank's parameters by plain-model name; a parameter tied between its layers is one tensor.

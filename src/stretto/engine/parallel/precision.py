@@ -18,23 +18,23 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def weight_dtype(name: str, dtype: torch.dtype, patterns: Iterable[str]) -> torch.dtype:
-    """Return the dtype in which a module holds the parameter `name`.
+    """Return the dtype of a module's parameter `name`.
 
     Args:
         dtype: dtype of training.
-        patterns: patterns of the names that stay in float32 in 16-bit training.
+        patterns: name patterns of parameters that stay in float32 in 16-bit training.
     """
     return torch.float32 if dtype in HALVES and stays_float32(name, patterns) else dtype
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the optimiser's weights and states: that of training, but at least float32."""
+    """Return the dtype of the optimiser's weights and states: that of training, but at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which a parameter's gradient accumulates: that of `parameter.grad` if it is set, else
-    `parameter.grad_dtype`, else the parameter's.
+    """Return the dtype in which a parameter's gradient accumulates: that of `parameter.grad` if it is set,
+    else `parameter.grad_dtype`, else the parameter's.
     """
     if parameter.grad is not None:
         return parameter.grad.dtype

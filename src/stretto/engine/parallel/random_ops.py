@@ -1,10 +1,10 @@
 """Random numbers under tensor parallelism: modules that draw them, and a check of all others.
 
-Every tensor-parallel rank has its own global generator, so a module would not draw from it what one process
-draws, and ranks that hold the same activation would continue with different ones. torch's modules are
-recognised by their type. A random function inside any other module, such as `F.dropout` in an attention of
-transformers, is detected when it is called: the model's first forward in training runs under a dispatch mode
-that refuses it.
+Every tensor-parallel rank has its own global generator, so a module would draw different numbers than one
+process, and ranks with the same activation would continue with different ones. torch's modules are recognised
+by their type. A random function inside any other module, such as `F.dropout` in an attention of transformers,
+is detected when it is called: the model's first forward in training runs under a dispatch mode that rejects
+it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DRAWS: dict[type[nn.Module], Callable[[Any], bool]] = {
 
 
 def draws(module: nn.Module) -> bool:
-    """True if this module of torch draws from the global generator in training."""
+    """True if a module of torch draws from the global generator in training."""
     return any(isinstance(module, kind) and drawn(module) for kind, drawn in _DRAWS.items())
 
 
 def watch_first_forward(model: nn.Module) -> None:
-    """Make the model's first forward in training raise if anything in it draws from the global generator.
+    """Make the model's first forward in training raise if a function draws from the global generator.
 
     Not detected: models that are compiled or whose layers are called without the model itself, as in a
     pipeline, and random numbers from outside of torch.
@@ -48,7 +48,7 @@ def watch_first_forward(model: nn.Module) -> None:
 
 
 class _Watch:
-    """Hooks of a model that put its first training forward under a `_Refuse`."""
+    """Hooks of a model that run its first training forward under `_Refuse`."""
 
     def __init__(self) -> None:
         self._done = False
@@ -68,7 +68,7 @@ class _Watch:
 
 
 class _Refuse(TorchDispatchMode):
-    """Refuses operations that draw from a global generator; an explicit generator is the caller's concern."""
+    """Rejects operations that draw from a global generator; an explicit generator is the caller's concern."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Refuse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _caller(self) -> tuple[str, str]:
-        """The innermost module of the model that is running, and the line of its code."""
+        """Return the innermost running module of the model, and the line of its code."""
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
@@ -101,7 +101,7 @@ class _Refuse(TorchDispatchMode):
 
 
 def _is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True unless the call has its own generator, a probability of 0 or 1, or is made in evaluation."""
+    """True unless the call has an explicit generator, a probability of 0 or 1, or is made in evaluation."""
     arguments = func._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
     values.update(zip((argument.name for argument in arguments), args, strict=False))

@@ -1,11 +1,11 @@
 """Activation recomputation (checkpointing): forwards that save only their inputs and run again in the
 backward (Chen et al. 2016).
 
-Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) repeats
-only softmax(q k^T) v, which takes most of a block's memory and little of its time. Whatever else a forward
-depends on is restored for the backward: the state of torch's random generators and autocast here, the samples
-of keyed dropout and the version of the weights by `engine.pipeline.compute`. Layers that communicate do so
-again, so all ranks of a group must recompute the same layers.
+Full recomputation repeats an entire block; selective recomputation (Korthikanti et al. 2022, section 5)
+repeats only softmax(q k^T) v, which takes most of a block's memory and little of its time. The state that a
+forward depends on is restored for the backward: torch's random generators and autocast by this module, the
+samples of keyed dropout and the version of the weights by `engine.pipeline.compute`. Layers that communicate
+do so again, so all ranks of a group must recompute the same layers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RandomState:
         self._states = list[Tensor]()
 
     def save(self, x: tuple[Any, ...]) -> None:
-        """Save the state of the CPU's generator and of those of the inputs' devices; in a graph, where these
-        cannot be read, of none of them.
+        """Save the state of the CPU's generator and of those of the inputs' devices, unless a graph is being
+        captured, in which these cannot be read.
         """
         self._host = torch.get_rng_state()
         tensors = () if is_capturing() else x
@@ -53,15 +53,15 @@ class RandomState:
 
     @property
     def drawn(self) -> bool:
-        """True if any random number has been drawn since."""
-        assert self._host is not None, "no forward came before"
+        """True if any random number has been drawn since `save`."""
+        assert self._host is not None, "save was not called"
         saved, now = [self._host, *self._states], [torch.get_rng_state(), *map(random_state, self._devices)]
         return not all(map(torch.equal, saved, now))
 
     @contextmanager
     def restored(self) -> Generator[None]:
         """Within this context draw from the saved state; the current state is restored afterwards."""
-        assert self._host is not None, "no forward came before"
+        assert self._host is not None, "save was not called"
         with forked_random(self._devices):
             torch.set_rng_state(self._host)
             for device, state in zip(self._devices, self._states, strict=True):
@@ -76,17 +76,17 @@ def recompute_blocks(
     blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
 ) -> None:
     """Make each block save all its activations, recompute its `attn.core` (and `cross.core`), or recompute
-    completely. In place; may be called again with other modes. Parameter names stay the same; evaluation and
+    completely. In place; may be called again with other modes. Parameter names do not change; evaluation and
     no_grad are unaffected.
 
     Args:
         modes: one mode per block.
         shard_inputs: each tp rank saves only its part, along s, of a block's input [b, s, ...], and gathers
-            it in the backward. Without sequence parallelism only, since all tp ranks must have the whole
-            input. The input of a pipeline stage stays whole, since the pipeline keeps it anyway.
+            it in the backward. Only without sequence parallelism, since all tp ranks must have the full
+            input. The input of a pipeline stage is not sharded, since the pipeline stores it anyway.
 
     Raises:
-        StrettoError: an unknown mode, or a block without `attn.core`.
+        StrettoError: a mode is unknown, or a block has no `attn.core`.
     """
     if len(modes) != len(blocks):
         raise StrettoError(f"{len(modes)} modes of recomputation for {len(blocks)} blocks")
@@ -118,7 +118,7 @@ def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
     """Make the module run again in the backward instead of saving its activations.
 
     Args:
-        shards: ranks that all have the inputs, and each save a part along dimension 1.
+        shards: group of ranks that all have the inputs and each save a part along dimension 1.
     """
     undo_recompute(module)
     module.forward = RecomputedForward(module, shards)
@@ -145,26 +145,26 @@ class RecomputedForward:
         if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
             if not any(p.requires_grad for p in self.module.parameters()):
                 return self.run(*inputs)
-            anchor = torch.empty(0, requires_grad=True)  # without it autograd would skip the parameters
+            anchor = torch.empty(0, requires_grad=True)  # otherwise autograd would skip the parameters
         return _Recomputed.apply(self, anchor, *inputs)
 
     def saved(self, x: Any) -> Tensor | None:
-        """Return the part of an input to save; None if it is not a tensor."""
+        """Return the part of an input to save, or None if it is not a tensor."""
         if not isinstance(x, Tensor) or not self.splits(x):
             return x if isinstance(x, Tensor) else None
         assert self.shards is not None
         length, index = -(-x.shape[1] // self.shards.size()), self.shards.rank()
         part = x[:, index * length : (index + 1) * length]
-        padded = x.new_zeros(x.shape[0], length, *x.shape[2:])  # all ranks' parts must be of one size
+        padded = x.new_zeros(x.shape[0], length, *x.shape[2:])  # all ranks' parts must have one size
         padded[:, : part.shape[1]] = part
         return padded
 
     def restore(self, saved: Tensor, length: int | None) -> Tensor:
-        """Return the input; `length` is the size of its dimension 1 if ranks saved parts of it, else None."""
+        """Return the input; `length` is the size of its dimension 1 if ranks saved parts, else None."""
         return saved if length is None else gather(saved, self.shards, 1)[:, :length]
 
     def splits(self, x: Tensor) -> bool:
-        """True if only a part of x is saved. Leaves are saved whole, since they stay alive anyway."""
+        """True if only a part of x is saved. Leaves are saved completely, since they stay alive anyway."""
         return self.shards is not None and x.dim() > 1 and not x.is_leaf
 
 
@@ -212,7 +212,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Precision:
-    """State of autocast at a forward: on or off, and its dtype."""
+    """The state of autocast at a forward: on or off, and its dtype."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.kind = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")
@@ -221,7 +221,7 @@ class _Precision:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Within this context autocast is as it was at the forward."""
+        """Within this context autocast has the state of the forward."""
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             yield
             return
@@ -230,7 +230,7 @@ class _Precision:
 
 
 def _compact(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs, with views that use only a part of their storage copied: a saved view keeps all of it."""
+    """Copy inputs that are views of a part of their storage, since a saved view keeps all of it alive."""
     used, size = dict[int, int](), dict[int, int]()
     for x in inputs:
         if isinstance(x, Tensor):

@@ -4,11 +4,11 @@ rank attends to the block it currently holds.
 With positions in zigzag order (`tensor/sequence.py`), a rank holds a lower and an upper half of positions,
 and needs no mask for another rank's block: all queries see the lower keys of an earlier rank, and the upper
 queries see all keys of a later rank. Either way half of the scores are computed, so all ranks have equal work
-in every round. With a window, each pair of halves is a round's piece of its own, and pieces without visible
+in every round. With a window, each pair of halves is a separate piece of a round, and pieces without visible
 scores are left out.
 
 Blocks travel to the previous rank, so that the ranks that need only a block's lower keys receive it last.
-From there on only half of the block is sent: a quarter less traffic than with whole blocks.
+From there on only half of the block is sent: a quarter less traffic than with full blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RingMember:
 
     Args:
         group: group of these ranks; messages go to neighbours in it.
-        scores: options of the scores; a window counts positions of the whole sequence.
+        scores: options of the scores; a window counts positions of the entire sequence.
         explicit: compute attention without fused kernels.
         documents: documents of the samples; None if attention does not stop at their boundaries.
     """
@@ -70,7 +70,7 @@ class RingMember:
     documents: DocumentStarts | None = None
 
     def rounds(self, n: int) -> list[RingRound]:
-        """A round for each rank's block of n keys, in the order of arrival; this rank's block is first."""
+        """Return a round for each rank's block of n keys, in the order of arrival; this rank's is first."""
         documents = self.documents
         rounds = [self._round((self.index + step) % self.size, n) for step in range(self.size)]
         if documents is None:
@@ -107,7 +107,9 @@ class RingMember:
         return RingRound(owner, queries, keys, tuple(self._pieces(owner, n, window)))
 
     def _pieces(self, owner: int, n: int, window: int | None) -> Iterator[AttentionTile]:
-        """Tiles of this rank's queries and a block of n keys that they see, by pairs of halves."""
+        """Yield tiles of this rank's queries and the keys that they see in a block of n, by pairs of
+        halves.
+        """
         half, last = n // 2, 2 * self.size - 1
         local_halves, owner_halves = (self.index, last - self.index), (owner, last - owner)
         for i, j in ((1, 0), (0, 0), (1, 1)):  # lower queries see no upper keys
@@ -141,7 +143,7 @@ class RingMember:
             block = coming
 
     def _keys(self, owner: int, rank: int, n: int) -> int:
-        """Number of keys, of a block of n, that a rank other than its owner needs."""
+        """Return the number of keys in a block of n that a rank other than its owner needs."""
         return n // 2 if owner < rank % self.size else n
 
     def pass_on(self, going: Tensor, coming: Tensor) -> list[Work]:
@@ -149,7 +151,7 @@ class RingMember:
         work is done.
         """
         previous, following = (self.index - 1) % self.size, (self.index + 1) % self.size
-        # in one batch: NCCL would run them one after the other, and all ranks would wait in their sends
+        # in one batch: NCCL would serialise them, and all ranks would wait in their sends
         return dist.batch_isend_irecv(
             [
                 P2POp(dist.isend, going, group=self.group, group_peer=previous),
@@ -166,12 +168,12 @@ def attend(
     masks: list[DropoutMask] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """This rank's rows of causal attention over the whole sequence.
+    """Return this rank's rows of causal attention over the entire sequence.
 
     Args:
-        q: [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv]: this rank's positions in
+        q, k, v: [b, heads, n, d], [b, kv_heads, n, d] and [b, kv_heads, n, dv] of this rank's positions, in
             zigzag order.
-        masks: dropout masks of the probabilities in every round; None without dropout.
+        masks: dropout masks of the probabilities in every round, or None without dropout.
         sinks: [heads], as in `CausalAttention`.
 
     Returns:
@@ -199,8 +201,8 @@ class _RingAttention(torch.autograd.Function):
             y, lse = add_sinks(y, lse, sinks)
         y = y.to(q.dtype)
         ctx.ring, ctx.scale = ring, masks[0].scale if masks else 1.0
-        # k and v in the same storage as q cost nothing to save. Otherwise save the message: v may be a view
-        # that keeps a fused product of all three alive.
+        # saving k and v is free if they share q's storage. Otherwise save the message: v may be a view that
+        # keeps a fused product of all three alive.
         ctx.saves_message = len({t.untyped_storage()._cdata for t in (q, k, v)}) > 1
         keys_and_values = (local, None) if ctx.saves_message else (k, v)
         ctx.save_for_backward(q, y, lse, sinks, *keys_and_values, *(m.mask for m in masks or ()))
@@ -235,7 +237,7 @@ def _forward(
 def _mask(
     masks: list[DropoutMask] | None, step: int, round_: RingRound, piece: AttentionTile
 ) -> DropoutMask | None:
-    """Dropout's mask of a piece of a round."""
+    """Return the dropout mask of a piece of a round."""
     if masks is None:
         return None
     first, queries = round_.queries.start, piece.queries
@@ -243,10 +245,10 @@ def _mask(
 
 
 class Backward:
-    """One backward. Keys and values circulate once more; their gradients follow one round behind, and each
-    rank adds its part.
+    """One backward. Keys and values circulate again; their gradients follow one round behind, and each rank
+    adds its part.
 
-    Of this rank's keys, the square below the diagonal is computed while the first keys arrive, the two
+    For this rank's keys, the square below the diagonal is computed while the first keys arrive, and the two
     triangles while the last gradients do.
     """
 
@@ -273,7 +275,7 @@ class Backward:
         self.d_local = torch.zeros_like(local, dtype=exact)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         rounds = self.ring.rounds(self.n)
         work, coming = list[Work](), self.d_local
         for step, block in enumerate(self.ring.blocks(self.local)):
@@ -298,7 +300,7 @@ class Backward:
         return self.dq.to(self.q.dtype), dk, dv
 
     def _gradient_of(self, owner: int) -> Tensor:
-        """New memory for the gradient of a block; only the lower half for the first rank's block."""
+        """Allocate the gradient of a block; only of the lower half for the first rank's block."""
         n = self.n if owner else self.n // 2
         return self.d_local.new_empty(n, *self.d_local.shape[1:])
 
@@ -329,12 +331,12 @@ class Backward:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys [b, kv_heads, n, d] and values [b, kv_heads, n, dv] as one message [n, b, kv_heads, d + dv], in
-    which any range of positions is contiguous.
+    """Pack keys [b, kv_heads, n, d] and values [b, kv_heads, n, dv] into a message [n, b, kv_heads, d + dv],
+    in which any range of positions is contiguous.
     """
     return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], -1)
 
 
 def _unpack(block: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as views [b, kv_heads, n, ...] of a message, with keys of d features."""
+    """Return keys (of d features) and values as views [b, kv_heads, n, ...] of a message."""
     return block[..., :d].permute(1, 2, 0, 3), block[..., d:].permute(1, 2, 0, 3)

@@ -35,11 +35,11 @@ class ContextAttention(ParallelStyle):
     `scores`.
 
     Args:
-        method: "ring", keys and values circulate; or "ulysses", ranks exchange positions for heads.
+        method: "ring": keys and values circulate; "ulysses": ranks exchange positions for heads.
         length: tokens of a sample without padding.
 
     Raises:
-        StrettoError: an unknown method.
+        StrettoError: the method is unknown.
     """
 
     method: str
@@ -63,8 +63,7 @@ class ContextAttention(ParallelStyle):
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         cp, group = mesh.size("cp"), mesh.group("cp")
         if group is None:
-            # where samples are padded for tensor-parallel ranks, the masks are still those of unpadded
-            # samples
+            # if samples are padded for tensor-parallel ranks, masks are still those of unpadded samples
             padded_masks = isinstance(module.drop, KeyedDropout) and self.length % mesh.size("tp")
             return UlyssesAttention(module, None, 0, 1, self.length) if padded_masks else module
         attention = RingAttention if self.method == "ring" else UlyssesAttention
@@ -88,7 +87,7 @@ class _Attention(nn.Module):
 
     @property
     def _dropout(self) -> KeyedDropout | None:
-        """The dropout module; None if it is inactive."""
+        """The dropout module, or None if it is inactive."""
         drop = self.drop
         if isinstance(drop, KeyedDropout):
             return drop if drop.active else None
@@ -108,7 +107,7 @@ class _Attention(nn.Module):
 
 
 class RingAttention(_Attention):
-    """Causal attention of this rank's queries to all keys, which circulate (ring.py).
+    """Causal attention of this rank's queries to all keys, which circulate (`ring.py`).
 
     Attributes:
         explicit: compute attention without fused kernels.
@@ -141,7 +140,7 @@ class RingAttention(_Attention):
             return attend(rows(q), rows(k), rows(v), ring, masks=masks, sinks=sinks)
 
     def _masks(self, q: Tensor, ring: RingMember) -> list[DropoutMask] | None:
-        """Dropout masks of each round; None without dropout."""
+        """Return the dropout masks of each round, or None without dropout."""
         drop = self._dropout
         if drop is None:
             return None
@@ -158,16 +157,16 @@ class RingAttention(_Attention):
 
 
 class UlyssesAttention(_Attention):
-    """Causal attention over the whole sequence with some of the heads, by the plain core (ulysses.py)."""
+    """Causal attention of some of the heads over the entire sequence, by the plain core (`ulysses.py`)."""
 
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__(core, group, index, cp, length)
         self.core = core
-        self._dropout_for: tuple[nn.Module, int, int] | None = None  # that the core's dropout was built for
+        self._dropout_for: tuple[nn.Module, int, int] | None = None  # what the core's dropout was built for
 
     @property
     def explicit(self) -> bool:
-        """Whether the core computes attention without fused kernels."""
+        """True if the core computes attention without fused kernels."""
         return bool(self.core.explicit)
 
     @explicit.setter
@@ -187,7 +186,7 @@ class UlyssesAttention(_Attention):
         return to_positions(y, self.group, self.cp)
 
     def _set_dropout(self, q: Tensor) -> None:
-        """Give the core this module's dropout, with the slice of this rank's heads and all positions."""
+        """Set the core's dropout to this module's, for this rank's heads and all positions."""
         heads = q.shape[1]
         padded = q.shape[2] * self.cp
         drop = self.drop

@@ -1,5 +1,5 @@
 """Attention with the sequence exchanged for heads (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3): each
-context-parallel rank attends with some of the heads over the whole sequence.
+context-parallel rank computes attention of some of the heads over the entire sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.errors import StrettoError
 
 @dataclass(frozen=True)
 class HeadShare:
-    """How heads are distributed over the context-parallel ranks.
+    """The distribution of heads over the context-parallel ranks.
 
     Args:
         heads, kv_heads: numbers of heads on each rank before the exchange.
@@ -37,13 +37,13 @@ class HeadShare:
                 f"layout.context ulysses: {self.heads} attention heads (after tp) do not divide over "
                 f"cp={self.cp} ranks",
                 hint=f"choose cp from {[c for c in range(1, self.heads + 1) if self.heads % c == 0][:8]}, "
-                "or layout.context=ring, which leaves heads whole",
+                "or layout.context=ring, which does not split heads",
             )
 
     @property
     def copies(self) -> int:
-        """How often each key head is repeated, so that all ranks get equally many and each head of a rank
-        serves equally many query heads.
+        """Number of copies of each key head for which all ranks get the same number of them, and each serves
+        the same number of query heads.
         """
         return lcm(self.kv_heads, self.cp) // self.kv_heads
 
@@ -58,18 +58,17 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, cp: int) -> t
     """Exchange this rank's positions of all heads for all positions of this rank's heads.
 
     Args:
-        q: [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv], positions in zigzag order.
+        q, k, v: [b, heads, n, d], [b, kv_heads, n, d] and [b, kv_heads, n, dv], positions in zigzag order.
 
     Returns:
-        q [b, heads / cp, cp n, d], and k and v with the key heads that belong to those, positions in natural
-        order.
+        q [b, heads / cp, cp n, d], and k and v with the corresponding key heads, positions in natural order.
     """
     share = HeadShare(q.shape[1], k.shape[1], cp)
     return cast("tuple[Tensor, Tensor, Tensor]", _ToHeads.apply(q, k, v, share, group))
 
 
 def to_positions(y: Tensor, group: ProcessGroup, cp: int) -> Tensor:
-    """The reverse of `to_heads`: [b, heads / cp, cp n, d] to [b, heads, n, d], in memory [b, n, heads, d]."""
+    """Invert `to_heads`: [b, heads / cp, cp n, d] to [b, heads, n, d], in memory [b, n, heads, d]."""
     return cast(Tensor, _ToPositions.apply(y, group, cp))
 
 
@@ -116,7 +115,7 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all: going[i] goes to rank i; the result is ordered by sender."""
+    """All-to-all: going[i] is sent to rank i; the result is ordered by sender."""
     going = going.contiguous()
     coming = torch.empty_like(going)
     group.alltoall_base(coming, going, [], []).wait()
@@ -124,7 +123,9 @@ def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Each rank's positions, in zigzag order [cp, b, n, ...], to all in natural order [b, cp n, ...]."""
+    """Reorder each rank's positions in zigzag order [cp, b, n, ...] to all in natural order [b, cp n,
+    ...].
+    """
     cp, b, n = x.shape[:3]
     y = x.new_empty(b, 2, cp, n // 2, *x.shape[3:])
     y[:, 0] = x[:, :, : n // 2].transpose(0, 1)
@@ -133,6 +134,8 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def in_zigzag(x: Tensor, cp: int) -> Tensor:
-    """All positions in natural order [b, cp n, ...] to each rank's [cp, b, n, ...], in zigzag order."""
+    """Reorder all positions in natural order [b, cp n, ...] to each rank's [cp, b, n, ...] in zigzag
+    order.
+    """
     lower, upper = x.unflatten(1, (2, cp, -1)).unbind(1)  # [b, cp, n / 2, ...]
     return torch.cat([lower, upper.flip(1)], 2).transpose(0, 1)

@@ -1,8 +1,8 @@
-"""Buffers of a module, such as the running statistics of BatchNorm, kept alike on data-parallel ranks.
+"""Synchronises buffers of a module, such as the running statistics of BatchNorm, on data-parallel ranks.
 
-As torch's DistributedDataParallel does it (`forward_sync_buffers`, torch/nn/parallel/distributed.py): the
-first rank's values are broadcast before a forward, in training and in evaluation, except where nothing can
-have changed them since, and not between the forwards that one step accumulates.
+Follows torch's DistributedDataParallel (`forward_sync_buffers`, torch/nn/parallel/distributed.py): the first
+rank's values are broadcast before a forward, in training and evaluation, unless nothing can have changed them
+since, and not between the forwards that one step accumulates.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class SharedBuffers:
         self._stale = True
 
     def before_forward(self) -> None:
-        """Take the first rank's values if they may differ. Collective."""
+        """Copy the first rank's values if they may differ. Collective."""
         if self._stale:
             self.broadcast()
 
     def after_forward(self, accumulating: bool) -> None:
-        """Note that a forward may have changed the values; not if another one of the same step follows."""
+        """Record that a forward may have changed the values, unless another one of the same step follows."""
         self._stale = not accumulating and (self._module.training or torch.is_grad_enabled())
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Take the first rank's values, all in one message. Collective."""
-        # looked up again each time: modules may replace their buffers. Large elements come first, so that
+        """Copy the first rank's values, all in one message. Collective."""
+        # collected anew each time: modules may replace their buffers. Large elements come first, so that
         # each buffer is aligned within the message
         buffers = sorted(self._module.buffers(), key=lambda buffer: -buffer.element_size())
         if self._group is None or not buffers:
@@ -57,9 +57,9 @@ class SharedBuffers:
     def _take(self, buffers: Sequence[Tensor], values: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         """Copy the values into the buffers that they differ from.
 
-        A forward before this one may have saved a buffer for its backward. Where the new value is the same,
-        or the buffer is of a norm, whose backward in training reads none, that is harmless; any other is
-        changed for autograd to see, which then refuses that backward.
+        An earlier forward may have saved a buffer for its backward. That is harmless if the value does not
+        change, or if the buffer belongs to a norm, whose backward in training reads none; any other change is
+        visible to autograd, which then rejects that backward.
         """
         of_norms = {
             id(buffer)
@@ -85,7 +85,7 @@ def check_alike(module: nn.Module, mesh: Mesh) -> None:
     Collective.
 
     Raises:
-        StrettoError: on all ranks, naming the first that differs.
+        StrettoError: on all ranks; names the first tensor that differs.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     descriptions = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors}

@@ -22,15 +22,15 @@ class FlatGradient:
     """The gradient of one unit.
 
     Attributes:
-        flat: the whole gradient, in which microbatches accumulate; every `parameter.grad` is a view of it.
-            None if every microbatch is reduced.
-        frees_after_reduce: the whole gradient is allocated only from a step's first backward to its
+        flat: the unsharded gradient, in which microbatches accumulate; every `parameter.grad` is a view of
+            it. None if every microbatch is reduced.
+        frees_after_reduce: the unsharded gradient is allocated only from a step's first backward to its
             reduction, and this rank's part of it from then to the next step.
         accumulated: this rank's part, if it has separate memory.
         part: reduced gradient of the elements that this rank's optimiser updates; empty without states.
-        parts: views of it, for each parameter in the shape of its `ParameterFragment.parameter`.
-        norms: norm of each parameter's gradient as this rank has computed it, before a reduction overwrites
-            it; None if no other rank shares the parameters.
+        parts: views of `part`, for each parameter in the shape of its `ParameterFragment.parameter`.
+        norms: norm of each parameter's gradient on this rank, taken before a reduction overwrites it, or None
+            if no other rank shares the parameters.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class FlatGradient:
     ) -> None:
         """
         Args:
-            dtype: that gradients accumulate in.
+            dtype: type in which gradients accumulate.
             per_microbatch: every microbatch is reduced.
-            persistent: the whole gradient stays allocated though ranks share it.
+            persistent: the unsharded gradient stays allocated although it is sharded.
         """
         self.unit, self.dtype = unit, dtype
         groups = unit.groups
@@ -70,7 +70,7 @@ class FlatGradient:
             if parameter.dtype != dtype:
                 parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
             self.views.append((parameter, self._view(at)))
-        if self.frees_after_reduce:  # now that all views are made: there are none of a tensor without memory
+        if self.frees_after_reduce:  # after all views are created: a tensor without memory cannot have any
             _free(self.flat)
             _free(self.accumulated)
         self.set_views()
@@ -91,7 +91,7 @@ class FlatGradient:
                 parameter.grad = view
 
     def zero(self) -> None:
-        """Start a step."""
+        """Zero the gradients at the start of a step."""
         self.norms = None
         if self.frees_after_reduce:
             _free(self.accumulated)
@@ -102,7 +102,7 @@ class FlatGradient:
         self.set_views()
 
     def open(self) -> None:
-        """Allocate the whole gradient, before the step's first backward."""
+        """Allocate the unsharded gradient, before the step's first backward."""
         if self.frees_after_reduce and self.flat is not None and not self.flat.untyped_storage().nbytes():
             _allocate(self.flat)
             self.flat.zero_()
@@ -125,7 +125,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def _measure(self, flat: Tensor) -> None:
-        """Take the norms of this rank's gradients, at the speed of memory; nothing waits for them."""
+        """Compute the norms of this rank's gradients; memory-bound, and the host does not wait."""
         sizes = [parameter.numel() for parameter in self.unit.parameters]
         wide = torch.promote_types(self.dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(flat[: sum(sizes)].split(sizes), 2, wide))
@@ -139,7 +139,7 @@ class FlatGradient:
         return [p for p, finite in zip(self.unit.parameters, good, strict=True) if not finite]
 
     def complete(self) -> Reduction | None:
-        """After the step's reductions: start the one that follows once a step if ranks share gradients."""
+        """After the step's reductions: start the final one of the step, if gradients are sharded."""
         if self.accumulated is None:
             return None
         if self.frees_after_reduce:
@@ -147,7 +147,9 @@ class FlatGradient:
         return Reduction(reduce_to(self.accumulated, self.unit.groups, 2, 4, self._last))
 
     def _packed(self) -> Tensor:
-        """The gradients of the last microbatches in one flat tensor; cleared from the parameters."""
+        """Return the latest microbatches' gradients as one flat tensor, and clear them from the
+        parameters.
+        """
         packed = torch.empty(self.unit.size, dtype=self.dtype, device=self.unit.device)
         at = 0
         for parameter in self.unit.parameters:
@@ -162,19 +164,21 @@ class FlatGradient:
         return packed
 
     def reduced(self, at: int) -> tuple[Tensor, int]:
-        """This rank's flat part of a parameter's reduced gradient, and the index of its first element."""
+        """Return this rank's flat part of a parameter's reduced gradient, and the index of its first
+        element.
+        """
         span = self.unit.groups.span(self.unit.size, 3)
         return self.unit.part(self.last, span, at), self.unit.inside(at, span)[0]
 
     @property
     def last(self) -> Tensor:
-        """This rank's part, even if it has no states."""
+        """This rank's part of the reduced gradient, even if the rank has no states."""
         assert self._last is not None
         return self._last
 
 
 def _free(tensor: Tensor | None) -> None:
-    """Free the memory; views of the tensor are valid again after the next allocation."""
+    """Free the memory; views of the tensor become valid again after the next allocation."""
     if tensor is not None:
         tensor.untyped_storage().resize_(0)
 
@@ -187,11 +191,11 @@ def _allocate(tensor: Tensor | None) -> None:
 class GradientBuffer:
     """The gradients of one stage, in units (buckets), in the order in which the backward produces them.
 
-    Gradients are sums over tokens, so reductions sum and nothing is averaged. With one reduction a step,
+    Gradients are sums over tokens, so reductions sum and nothing is averaged. With one reduction per step,
     microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution has
     arrived. The number of contributions is counted in the first armed backward, which therefore reduces
-    everything at its end. With a reduction every microbatch, a unit is reduced once each of its parameters
-    has received a gradient since the last reduction; later contributions go into the next.
+    everything at its end. With a reduction per microbatch, a unit is reduced once each of its parameters has
+    received a gradient since the last reduction; later contributions go into the next.
     """
 
     def __init__(
@@ -204,9 +208,9 @@ class GradientBuffer:
     ) -> None:
         """
         Args:
-            modules: that hold the parameters; fused layers among them report the gradients that they
-                accumulate outside autograd.
-            dtype, each, lasting: see `FlatGradient`; by default the type of the weights.
+            modules: the modules that hold the parameters; fused layers among them report the gradients that
+                they accumulate outside autograd.
+            dtype, per_microbatch, persistent: as in `FlatGradient`; the default type is that of the weights.
         """
         self.gradients = [
             FlatGradient(unit, dtype or unit.dtype, per_microbatch, persistent) for unit in units
@@ -220,7 +224,7 @@ class GradientBuffer:
             for i, p in enumerate(gradient.unit.parameters)
         }
         self._contributions = Counter[int]()  # contributions of each unit in one backward, once counted
-        self._calls = [0] * len(self.gradients)  # still to come in the last backward
+        self._calls = [0] * len(self.gradients)  # outstanding in the last backward
         self._missing = [self._all(at) for at in range(len(self.gradients))]
         self._armed = self._counted = False
         self._works: list[tuple[int, Reduction]] = []
@@ -266,7 +270,7 @@ class GradientBuffer:
             self._launch(complete=True)
 
     def _launch(self, complete: bool) -> None:
-        """Start reductions in the same order on all ranks, whatever order the units fill in."""
+        """Start reductions in the same order on all ranks, independent of the order in which units fill."""
         while self._launched < len(self.gradients):
             gradient = self.gradients[self._launched]
             if not gradient.per_microbatch:
@@ -293,46 +297,46 @@ class GradientBuffer:
 
     @property
     def flats(self) -> list[Tensor]:
-        """The reduced gradients of this rank, as few flat tensors."""
+        """The reduced gradients of this rank, as flat tensors."""
         return [gradient.last for gradient in self.gradients]
 
     def own_bad(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient was not finite on this rank before the reduction. The host
-        waits for it.
+        waits for the device.
         """
         return [parameter for gradient in self.gradients for parameter in gradient.own_bad()]
 
     @property
     def frees_after_reduce(self) -> bool:
-        """True if whole gradients are allocated only from a step's first backward to their reduction."""
+        """True if unsharded gradients are allocated only from a step's first backward to their reduction."""
         return any(gradient.frees_after_reduce for gradient in self.gradients)
 
     def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
-        """This rank's flat part of a parameter's reduced gradient and the index of its first element; None
-        for parameters of other buffers.
+        """Return this rank's flat part of a parameter's reduced gradient and the index of its first element,
+        or None for parameters of other buffers.
         """
         place = self._of.get(id(parameter))
         return None if place is None else self.gradients[place[0]].reduced(place[1])
 
     def zero(self) -> None:
-        """Start a step."""
+        """Zero the gradients at the start of a step."""
         for gradient in self.gradients:
             gradient.zero()
         self._launched, self._finished = 0, False
 
     def open(self) -> None:
-        """Before the step's first backward: allocate what is freed between steps."""
+        """Before the step's first backward: allocate gradients that are freed between steps."""
         for gradient in self.gradients:
             gradient.open()
 
     def arm(self) -> None:
-        """Before the backward that adds the last contributions of the step."""
+        """Announce the backward that adds the last contributions of the step."""
         self._armed = True
         for at in range(len(self.gradients)):
             self._calls[at] = self._contributions[at] if self._counted else -1
 
     def flush(self) -> None:
-        """After the last backward: start the reductions that have not started yet."""
+        """After the last backward: start all remaining reductions."""
         for at, gradient in enumerate(self.gradients):
             if gradient.per_microbatch and any(p.grad is not None for p in gradient.unit.parameters):
                 self._reduce_microbatch(at)
@@ -353,7 +357,7 @@ class GradientBuffer:
                     self._report(unit)
 
     def _finish(self, at: int, work: Reduction) -> None:
-        """Wait for a reduction; it is the unit's last one where ranks keep whole gradients."""
+        """Wait for a reduction, which is the unit's last one if gradients are not sharded."""
         gradient = self.gradients[at]
         if gradient.per_microbatch:
             self._add(at, work)
@@ -380,11 +384,10 @@ def cut_units(
     """Group parameters into units, last parameters first: the order of the backward.
 
     Args:
-        parameters: in model order.
-        key: parameters with one key may share a unit; the units of different keys follow each other in the
-            order in which they are complete.
-        bucket_bytes: a unit is closed once it has this many; a parameter is never split between units.
-        alone: by id, parameters that each get a separate unit.
+        parameters: parameters in model order.
+        key: only parameters with the same key may share a unit; units are in the order of their completion.
+        bucket_bytes: size at which a unit is complete; a parameter is never split between units.
+        alone: ids of parameters that each get a separate unit.
     """
     open_units, groups = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
     for parameter in reversed(parameters):
@@ -409,10 +412,10 @@ def buffer_of(
     group_of: Groups,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientBuffer:
-    """The buffer of whole gradients on every rank (plain data parallelism), summed once a step.
+    """Return the buffer of plain data parallelism: unsharded gradients on every rank, summed once a step.
 
     Args:
-        group_of: the ranks over which a parameter's gradient is summed.
+        group_of: returns the group over which a parameter's gradient is summed.
     """
 
     def make(members: list[nn.Parameter]) -> FlatParameter:

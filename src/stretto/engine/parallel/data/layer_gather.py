@@ -2,8 +2,8 @@
 
 While a layer computes, the weights of the next one (in the backward, of the previous one) are gathered
 (Rajbhandari et al. 2019, "ZeRO", section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 3.3.2). Weights
-that are gathered already, such as those of a stage between UNSHARD and RESHARD, are neither gathered nor
-released here.
+that are already gathered, such as those of a stage between UNSHARD and RESHARD, are neither gathered nor
+released.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LayerGather:
     """Hooks on the layers of one stage.
 
     Args:
-        layers: of the stage, in order.
-        units: of each layer, the units of its parameters.
-        ahead: whether to prefetch the next layer's weights.
+        layers: layers of the stage, in order.
+        units: units of each layer's parameters.
+        ahead: prefetch the next layer's weights.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LayerGather:
             layer.register_forward_hook(self._after(at))
 
     def release(self) -> None:
-        """Release what these hooks have gathered."""
+        """Release the weights that these hooks have gathered."""
         for unit in self._stage_parameters.values():
             unit.release()
         self._stage_parameters.clear()
@@ -89,7 +89,7 @@ class LayerGather:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a module's arguments or results, through mappings, lists and tuples."""
+    """Yield all tensors in a module's arguments or results, within mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

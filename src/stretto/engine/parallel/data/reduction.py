@@ -1,7 +1,7 @@
 """Hierarchical reduction of one flat gradient over the ranks that hold copies of its parameters.
 
-Level by level of `ShardGroups`: reduce-scatters where ranks keep different parts, then an all-reduce over
-ranks that keep the same part. Only the first starts at once; each of the others starts when the reduction is
+Level by level of `ShardGroups`: reduce-scatters over ranks with different parts, then an all-reduce over
+ranks with the same part. Only the first starts immediately; each of the others starts when the reduction is
 waited for.
 """
 
@@ -25,15 +25,15 @@ class ShardGroups:
     """The groups over which parameters, gradients and states of one kind are sharded and reduced.
 
     Attributes:
-        sizes: of the parts, among `copies` ranks with the same parameters.
-        rank: of this process among them.
-        levels: for each digit of the number (`ShardSizes`), the ranks that differ in it alone: parts of
+        sizes: shard sizes, among `copies` ranks with the same parameters.
+        rank: index of this process among them.
+        levels: for each digit of the index (`ShardSizes`), the ranks that differ only in it: shards of
             parameters, of gradients within them, of states within these, and ranks with the same states.
-        gathers: the ranks of the first level, for the gathers of parameters. On an accelerator it is a group
-            of its own, so that weights fetched ahead in the backward do not queue behind its reductions.
+        gathers: the ranks of the first level, for the gathers of parameters. On an accelerator it is a
+            separate group, so that weights prefetched in the backward do not queue behind its reductions.
         copied: all ranks that hold a copy.
-        holders: ranks of this pipeline place that hold one copy of parameters and states together.
-        counted: ranks of all pipeline places that do.
+        holders: ranks of this pipeline rank that together hold one copy of parameters and states.
+        counted: the same over all pipeline ranks.
     """
 
     sizes: ShardSizes = field(default_factory=ShardSizes)
@@ -46,15 +46,15 @@ class ShardGroups:
     counted: ProcessGroup | None = None
 
     def span(self, size: int, level: int) -> tuple[int, int]:
-        """Start and stop of this rank's part of `size` elements, at levels 0 (all) to 3 (states)."""
+        """Return start and stop of this rank's part of `size` elements, at levels 0 (all) to 3 (states)."""
         return self.sizes.span(size, self.rank, self.copies, level)
 
 
 def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
-    """The groups for parameters that are split over `over` ("tp", or "expert_tp-ep"). Collective.
+    """Create the groups for parameters that are split over `over` ("tp", or "expert_tp-ep"). Collective.
 
     Args:
-        sizes: for dense parameters; experts, of which there may be fewer copies, take what divides.
+        sizes: sizes for dense parameters; experts may have fewer copies and use sizes that divide them.
     """
     rows = mesh.layout.groups(COPIES[over])
     copies = len(rows[0])
@@ -89,7 +89,7 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
 
 
 def one_group(group: ProcessGroup | None) -> ShardGroups:
-    """The groups of plain data parallelism: copies in one group, each with all states."""
+    """Return the groups of plain data parallelism: copies in one group, each with all states."""
     if group is None:
         return ShardGroups()
     return ShardGroups(
@@ -105,7 +105,7 @@ Steps = Generator[Pending, None, Tensor]
 
 
 class Reduction:
-    """A reduction in progress: a chain of collectives, each started when the one before is done."""
+    """A reduction in progress: a chain of collectives, each started when the previous one is done."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -118,7 +118,7 @@ class Reduction:
         while self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
-            del pending  # and the tensors that it holds, before the next begins
+            del pending  # frees its tensors before the next begins
             self._next()
         assert self._result is not None
         return self._result
@@ -131,11 +131,11 @@ class Reduction:
 
 
 def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor | None = None) -> Steps:
-    """Sum x, this rank's part at level `first`, down to its part at level `last`; with `last` 4 over all
+    """Sum x, this rank's part at level `first`, and return its part at level `last`; `last` 4 sums over all
     copies.
 
     Args:
-        out: where the last part goes; by default the memory of x where nothing is split, else new.
+        out: memory for the result; by default that of x if nothing is split, otherwise new memory.
     """
     for level in range(first, min(last, 3)):
         group = groups.levels[level]
@@ -159,13 +159,13 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at the same element of the same storage, allocated or not."""
+    """True if two tensors start at the same element of the same storage, allocated or not."""
     first, second = a.untyped_storage(), b.untyped_storage()
     return first._cdata == second._cdata and a.storage_offset() == b.storage_offset()
 
 
 def reduce_to_first(x: Tensor, group: ProcessGroup) -> Steps:
-    """Sum x on the group's first rank, the parameter server; other ranks' x is left as it is."""
+    """Sum x on the group's first rank, the parameter server; x is unchanged on other ranks."""
     arriving = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else []
     yield group.gather([arriving] if arriving else [], [x])
     for other in arriving[1:]:

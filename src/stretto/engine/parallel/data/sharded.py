@@ -30,15 +30,15 @@ class ShardedStates:
     """All units of one rank: the `StageWeights` of every data-parallel mode.
 
     Args:
-        parameters: of this rank by plain name, without memory yet (see `FlatParameter.allocate`).
-        places: where each lies in the plain model.
+        parameters: this rank's parameters by plain name, not yet allocated (see `FlatParameter.allocate`).
+        places: placement of each in the plain model.
 
     Attributes:
-        units: of each stage, those of frozen parameters after the others.
-        fragments: what the optimiser updates.
-        frozen: this rank's part of the frozen parameters, which checkpoints hold too.
+        units: units of each stage, those of frozen parameters last.
+        fragments: the fragments that the optimiser updates.
+        frozen: this rank's part of the frozen parameters, which checkpoints also contain.
         stage_update: applies the reduced gradients of a stage, for asynchronous schedules; to be set before
-            the pipeline is made.
+            the pipeline is created.
     """
 
     gathers = True
@@ -61,13 +61,13 @@ class ShardedStates:
         """
         Args:
             over: the axes over which parameters of the model are split, the same on all ranks.
-            dp: the mode, its shard sizes, and what is offloaded; None: `ddp`.
-            master: type that the optimiser works in; None: the weights' type.
-            gradients: type that gradients are accumulated in; None: the weights' type.
-            each_microbatch: where gradients are sharded, those of every microbatch are reduced.
-            keep_gradients: whole gradients keep their memory through the step, as weight versions need.
+            dp: mode, shard sizes and offloading; by default `ddp`.
+            master: type of the optimiser's weights; by default that of the weights.
+            gradients: type in which gradients are accumulated; by default that of the weights.
+            each_microbatch: sharded gradients are reduced for every microbatch.
+            keep_gradients: unsharded gradients stay allocated during the step, as weight versions require.
             gather_layers: sharded parameters are gathered layer by layer; otherwise by calls of `gather`.
-            bucket_bytes: of weights, at which a unit of whole parameters is full.
+            bucket_bytes: bytes of weights per unit of unsharded parameters.
         """
         self.mesh = mesh
         self.parameters = dict(parameters)
@@ -123,13 +123,13 @@ class ShardedStates:
         layers: Sequence[nn.Module],
         alone: frozenset[int] = frozenset(),
     ) -> GradientBuffer:
-        """Group the parameters of a stage into units, and make their gradient buffer.
+        """Group the parameters of a stage into units, and create their gradient buffer.
 
         Args:
-            stage: its number, or SHARED.
-            parameters: that are trained, in model order.
-            layers: of the stage, in order.
-            alone: by id, parameters that each get a separate unit, since other stages share them.
+            stage: index of the stage, or SHARED.
+            parameters: trained parameters in model order.
+            layers: layers of the stage, in order.
+            alone: ids of parameters that each get a separate unit, since other stages share them.
         """
         self.units[stage] = units = self._units(parameters, layers, alone)
         self.buffers[stage] = GradientBuffer(
@@ -140,8 +140,8 @@ class ShardedStates:
     def _units(
         self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Module], alone: frozenset[int]
     ) -> list[FlatParameter]:
-        """New units of a stage's parameters, with memory for the weights; see `buffer`."""
-        # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
+        """Create and allocate the units of a stage's parameters; see `buffer`."""
+        # units that are allocated and freed within a step are per layer, to keep the peak low
         by_layer = self.sizes.parameters > 1 or (self._each_microbatch and self.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
 
@@ -188,13 +188,13 @@ class ShardedStates:
         values: Callable[[str], Tensor] | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> Generator[ParameterFragment]:
-        """Make what the optimiser updates: lazily, one unit at a time, so that an optimiser with offloaded
-        states can move each unit away before the next is made.
+        """Create the fragments that the optimiser updates, lazily, one unit at a time, so that an optimiser
+        with offloaded states can move each unit away before the next is created.
 
         Args:
-            values: initial values of this rank's part of a parameter, by plain name; None: a checkpoint
-                follows.
-            elsewhere: by id, parameters whose first copy is on another rank.
+            values: returns the initial values of this rank's part of a parameter, by plain name, or None if a
+                checkpoint is loaded afterwards.
+            elsewhere: ids of parameters whose first copy is on another rank.
         """
         for unit in self._all():
             if unit.frozen:
@@ -218,7 +218,7 @@ class ShardedStates:
         return unit.fragments(names, [self.places[name] for name in names], away, unit.number)
 
     def local_values(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part of a plain tensor, including padding, on the CPU."""
+        """Return this rank's part of a plain tensor, including padding, on the CPU."""
         local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
         self.places[name].fill(local, full)
         return local
@@ -226,19 +226,19 @@ class ShardedStates:
     # ------------------------------------------------------------------ running
 
     def copy_masters(self, number: int) -> None:
-        """After the optimiser updated a unit: copy its masters to the weights, rounding."""
+        """After the optimiser has updated a unit: copy its masters to the weights, rounding."""
         self.unit(number).copy_masters()
 
     def publish(self, number: int) -> None:
-        """After `take`: start sending the weights of a unit to all ranks that hold them."""
+        """After `copy_masters`: start sending the weights of a unit to all ranks that hold them."""
         self.unit(number).publish()
 
     def unit(self, number: int) -> FlatParameter:
-        """A unit by its number (`ParameterFragment.unit`)."""
+        """Return a unit by its index (`ParameterFragment.unit`)."""
         return self._numbered[number]
 
     def ready(self) -> None:
-        """Wait for all weights that are being sent."""
+        """Wait for all weights in transit."""
         for unit in self._all():
             unit.ready()
 
@@ -254,23 +254,23 @@ class ShardedStates:
             unit.ready()
 
     def release(self, stage: int) -> None:
-        """Keep only this rank's part of a stage's weights, except units that another stage still uses."""
+        """Free all but this rank's part of a stage's weights, except units that another stage still uses."""
         self._gathered_stages.discard(stage)
         for unit in self._of(stage) if not self._gathered_stages else self.units[stage]:
             unit.release()
 
     def end_backward(self, stage: int) -> None:
-        """A backward through a stage is done: free what was gathered for it layer by layer."""
+        """After a backward through a stage: free the weights that were gathered for it layer by layer."""
         if (hooks := self._hooks.get(stage)) is not None:
             hooks.release()
 
     def reduce(self, stage: int) -> None:
-        """Start the reductions of a stage's gradients that are not under way yet."""
+        """Start the reductions of a stage's gradients that have not started yet."""
         self.buffers[stage].flush()
 
     @property
     def updates_stages(self) -> bool:
-        """Whether stages are updated within the step."""
+        """True if stages are updated within the step."""
         return self.stage_update is not None
 
     def update(self, stage: int) -> None:
@@ -285,17 +285,17 @@ class ShardedStates:
                 unit.recreate_storage()
 
     def from_server(self, number: Tensor) -> Tensor:
-        """A scalar of the server's, broadcast to all ranks; in other modes unchanged, since all
-        ranks have it.
+        """Return the server's scalar, broadcast to all ranks; in other modes unchanged, since all ranks have
+        it.
         """
-        copied = self.groups["tp"].copied  # the first copy of dense parameters has the whole norm
+        copied = self.groups["tp"].copied  # the first copy of dense parameters has the full norm
         if self.dp.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()
         return number
 
     @contextmanager
     def full_weights(self) -> Generator[dict[str, Tensor]]:
-        """All weights of this rank by plain name, while inside. Collective."""
+        """Gather all weights of this rank, by plain name, within the context. Collective."""
         self.ready()
         gathered = [unit for unit in self._all() if not unit.gathered]
         for unit in gathered:
@@ -306,7 +306,7 @@ class ShardedStates:
             unit.release()
 
     def close(self) -> None:
-        """Remove files."""
+        """Remove the files of offloaded parameters."""
         if self._store is not None:
             self._store.close()
 
@@ -314,5 +314,5 @@ class ShardedStates:
         return [unit for units in self.units.values() for unit in units]
 
     def _of(self, stage: int) -> list[FlatParameter]:
-        """The units that a stage uses, including those shared with other stages."""
+        """Return the units that a stage uses, including those shared with other stages."""
         return [*self.units[stage], *self.units.get(SHARED, [])]

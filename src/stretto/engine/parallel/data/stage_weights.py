@@ -1,6 +1,5 @@
-"""The owner of the weights of a rank's pipeline stages: the protocol, and its plain implementation with whole
-weights on every rank. `ShardedStates` (`data.sharded`) is the other one, for ZeRO, mixed precision and
-offloading.
+"""The owner of the weights of a rank's pipeline stages: the protocol, and an implementation with replicated
+weights. `ShardedStates` (`data.sharded`) is the other one, for ZeRO, mixed precision and offloading.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, Groups, buffer_of
 from stretto.engine.parallel.mesh import Mesh
 
-SHARED = -1  # stands for the parameters that several stages of one rank share, where a stage is named
+SHARED = -1  # index, in place of a stage's, of parameters that several stages of one rank share
 
 
 class StageWeights(Protocol):
@@ -27,19 +26,19 @@ class StageWeights(Protocol):
 
     @property
     def buffers(self) -> Mapping[int, GradientBuffer]:
-        """The gradients of each stage, those that several share under SHARED; filled by `attach`."""
+        """The gradients of each stage, and under SHARED those of shared parameters; filled by `attach`."""
         ...
 
     @property
     def gathers(self) -> bool:
-        """Whether weights may be split, or still on their way. Where they never are, the executor leaves out
-        `gather`, `await_stage`, `release` and `end_backward`.
+        """True if weights may be sharded or in transit; otherwise the executor omits `gather`, `await_stage`,
+        `release` and `end_backward`.
         """
         ...
 
     @property
     def updates_stages(self) -> bool:
-        """Whether `update` has an optimiser to apply, as asynchronous schedules need."""
+        """True if `update` has an optimiser to apply, as asynchronous schedules require."""
         ...
 
     def attach(
@@ -49,17 +48,18 @@ class StageWeights(Protocol):
         shared: Sequence[nn.Parameter],
         separate: frozenset[int],
     ) -> None:
-        """Take charge of the parameters of all stages. Called once, before the first step.
+        """Take ownership of the parameters of all stages. Called once, before the first step.
 
         Args:
             stages: the layers of each stage of this rank, in order.
             shared: parameters that several of these stages share.
-            separate: by id, parameters that are summed with other stages' copies, apart from all others.
+            separate: ids of parameters whose gradients are summed with other stages' copies, separately from
+                all others.
         """
         ...
 
     def gather(self, stage: int) -> None:
-        """Start bringing the stage's whole weights to this rank."""
+        """Start gathering the stage's weights on this rank."""
         ...
 
     def await_stage(self, stage: int) -> None:
@@ -67,15 +67,15 @@ class StageWeights(Protocol):
         ...
 
     def release(self, stage: int) -> None:
-        """Free what `gather` brought."""
+        """Free the weights that `gather` has gathered."""
         ...
 
     def end_backward(self, stage: int) -> None:
-        """A microbatch's backward through the stage is done."""
+        """Called after a microbatch's backward through the stage."""
         ...
 
     def reduce(self, stage: int) -> None:
-        """Start summing the stage's gradients over data-parallel ranks, as far as it has not begun."""
+        """Start the remaining sums of the stage's gradients over data-parallel ranks."""
         ...
 
     def update(self, stage: int) -> None:
@@ -83,21 +83,25 @@ class StageWeights(Protocol):
         ...
 
     def recreate_storage(self, stage: int) -> None:
-        """Move the stage's parameters to new memory, values unchanged; older versions keep the old memory."""
+        """Move the stage's parameters to new memory with the same values; older versions keep the old
+        memory.
+        """
         ...
 
 
 def trained_parameters(
     stages: Mapping[int, Sequence[nn.Module]], shared: Sequence[nn.Parameter]
 ) -> dict[int, list[nn.Parameter]]:
-    """The parameters to train of each stage, each once and in model order; those in `shared` under SHARED."""
+    """Return the trained parameters of each stage, without duplicates, in model order; shared ones under
+    SHARED.
+    """
     return _parameters(stages, shared, trained=True)
 
 
 def frozen_parameters(
     stages: Mapping[int, Sequence[nn.Module]], shared: Sequence[nn.Parameter]
 ) -> dict[int, list[nn.Parameter]]:
-    """As `trained_parameters`, the parameters that are not trained."""
+    """Return the parameters that are not trained, like `trained_parameters`."""
     return _parameters(stages, shared, trained=False)
 
 
@@ -115,15 +119,15 @@ def _parameters(
 
 
 class ReplicatedWeights:
-    """Whole weights and gradients on every data-parallel rank; the owner of plain modules.
+    """Replicated weights and gradients on every data-parallel rank; the owner of plain modules.
 
     Args:
-        optimizer: for asynchronous schedules: from the parameters of a stage to their optimiser.
-        group_of: the ranks over which a parameter's gradient is summed; by default those of cp and dp.
+        optimizer: for asynchronous schedules, creates the optimiser of a stage's parameters.
+        group_of: returns the group over which a parameter's gradient is summed; by default that of cp and dp.
         bucket_bytes: size of one gradient reduction.
 
     Attributes:
-        optimizers: by stage.
+        optimizers: optimisers by stage.
     """
 
     gathers = False
@@ -144,7 +148,7 @@ class ReplicatedWeights:
 
     @property
     def updates_stages(self) -> bool:
-        """Whether there is an optimiser for asynchronous schedules."""
+        """True if an optimiser for asynchronous schedules exists."""
         return self._make_optimizer is not None
 
     def attach(
@@ -154,7 +158,7 @@ class ReplicatedWeights:
         shared: Sequence[nn.Parameter],
         separate: frozenset[int],
     ) -> None:
-        """Make the gradient buffers and optimisers; whole gradients need no separate units."""
+        """Create the gradient buffers and optimisers; replicated gradients need no separate units."""
         group_of = self._group_of or (lambda _: mesh.group("cp-dp"))
         self._parameters = trained_parameters(stages, shared)
         for stage, parameters in self._parameters.items():
@@ -164,19 +168,19 @@ class ReplicatedWeights:
                 self.optimizers[stage] = self._make_optimizer(parameters)
 
     def gather(self, stage: int) -> None:
-        """Weights are always whole."""
+        """Do nothing: weights are never sharded."""
 
     def await_stage(self, stage: int) -> None:
-        """Weights are always here."""
+        """Do nothing: weights are never in transit."""
 
     def release(self, stage: int) -> None:
-        """Weights stay whole."""
+        """Do nothing: weights are never gathered."""
 
     def end_backward(self, stage: int) -> None:
-        """Nothing was gathered for it."""
+        """Do nothing: no layer was gathered."""
 
     def reduce(self, stage: int) -> None:
-        """Start the reductions that are not under way yet."""
+        """Start the reductions that have not started yet."""
         self.buffers[stage].flush()
 
     def update(self, stage: int) -> None:
@@ -185,6 +189,6 @@ class ReplicatedWeights:
             self.optimizers[stage].step()
 
     def recreate_storage(self, stage: int) -> None:
-        """A copy of each parameter."""
+        """Copy each parameter to new memory."""
         for parameter in self._parameters[stage]:
             parameter.data = parameter.data.clone()

@@ -17,20 +17,20 @@ from stretto.layout.shards import ShardSizes, padded
 
 
 class FlatParameter:
-    """Parameters laid out one after the other, that are reduced, updated and gathered together.
+    """Parameters concatenated in one flat tensor, which are reduced, updated and gathered together.
 
     Attributes:
         parameters, starts: parameters in order, and the offset of each.
         size: number of elements, padded to divide evenly.
-        groups: the part of every rank.
-        flat: all weights, of which the parameters are views; None if the parameters keep their own memory,
-            since nothing is split and there are no masters.
-        shard: this rank's part of the weights, which stays allocated; a view of `flat` if it is all of them;
-            None if it is in a store.
+        groups: the groups of ranks that share the unit, with this rank's part.
+        flat: all weights, of which the parameters are views, or None if the parameters have separate memory,
+            because nothing is sharded and no masters exist.
+        shard: this rank's part of the weights, which stays allocated: a view of `flat` if it is all of them,
+            or None if it is in a store.
         optimised: tensors that the optimiser updates and checkpoints store: each parameter's elements in this
-            rank's part, views of `shard` if that has the optimiser's dtype; the parameters themselves if
-            nothing is split.
-        frozen: the parameters are not trained: no part of the unit is a gradient, a master or a state.
+            rank's part, views of `shard` if that has the optimiser's dtype, or the parameters themselves if
+            nothing is sharded.
+        frozen: the parameters are not trained: the unit has no gradient, master or state.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class FlatParameter:
         """
         Args:
             parameters: parameters of one dtype on one device, in the order in which the backward computes
-                their gradients; all trained or all frozen. Of frozen ones only the weights are split, and the
-                arguments below are ignored.
+                their gradients; all trained or all frozen. For frozen ones only the weights are sharded, and
+                the arguments below are ignored.
             master: dtype of the optimiser; by default that of the parameters.
             host: the optimiser and the masters are in host memory.
             server: only the first of the copies has states.
@@ -86,7 +86,7 @@ class FlatParameter:
 
     @property
     def split(self) -> bool:
-        """True if a rank keeps only a part of the weights between uses."""
+        """True if a rank has only a part of the weights between uses."""
         return self.groups.sizes.parameters > 1
 
     @property
@@ -102,7 +102,7 @@ class FlatParameter:
         return self.groups.span(self.size, 3)
 
     def inside(self, index: int, span: tuple[int, int]) -> tuple[int, int]:
-        """Elements of a parameter, counted from its own start, that lie in a span of the unit."""
+        """Return the range of a parameter's elements, from its own start, inside a span of the unit."""
         start, size = self.starts[index], self.parameters[index].numel()
         low = min(max(span[0] - start, 0), size)
         return low, max(low, min(span[1] - start, size))
@@ -110,11 +110,11 @@ class FlatParameter:
     # ------------------------------------------------------------------ memory
 
     def allocate(self, store: ShardStore | None = None, number: int = 0) -> None:
-        """Allocate the weights, of which the parameters become views; their values are lost. `begin` creates
-        the masters.
+        """Allocate the weights, of which the parameters become views, discarding their values. `begin`
+        creates the masters.
 
         Args:
-            store: holds this rank's part between uses, under the unit's number; by default the unit does.
+            store: store of this rank's part between uses, under the unit's index; by default the unit itself.
         """
         self.number = number
         if self.plain:
@@ -195,7 +195,7 @@ class FlatParameter:
             self.store.put(self.number)
 
     def _blank(self) -> Tensor:
-        """Memory for this rank's part, to be overwritten."""
+        """Return memory for this rank's part, to be overwritten."""
         if self.store is not None:
             return self.store.blank(self.number)
         assert self.shard is not None
@@ -267,7 +267,7 @@ class FlatParameter:
             self._coming.wait()
             self._coming = next(self._steps, None)
 
-    # ------------------------------------------------------------------ parameters that are split
+    # ------------------------------------------------------------------ sharded parameters
 
     @property
     def gathered(self) -> bool:
@@ -285,7 +285,7 @@ class FlatParameter:
             self.ready()
             self._gathered = True
             self._start(self._gather_steps())
-            if self.store is not None:  # frees the store's few slots for the next unit at once
+            if self.store is not None:  # frees the store's few slots for the next unit immediately
                 self.ready()
 
     def _gather_steps(self) -> Generator[Pending]:
@@ -300,19 +300,19 @@ class FlatParameter:
             self.store.release(self.number)
 
     def release(self) -> None:
-        """Keep this rank's part only."""
+        """Free all but this rank's part."""
         if self.split and self._gathered:
             self.ready()
             assert self.flat is not None
             self.flat.untyped_storage().resize_(0)
             self._gathered = False
 
-    # ------------------------------------------------------------------ what the optimiser sees
+    # ------------------------------------------------------------------ the optimiser's view
 
     def fragments(
         self, names: Sequence[str], places: Sequence[ShardPlacement], elsewhere: Sequence[bool], number: int
     ) -> list[ParameterFragment]:
-        """A fragment for each parameter; `gradient` is not set."""
+        """Return a fragment for each parameter; `gradient` is not set."""
         fragments = list[ParameterFragment]()
         for at, (name, placed, away) in enumerate(zip(names, places, elsewhere, strict=True)):
             if not self.plain:

@@ -19,15 +19,16 @@ from stretto.errors import StrettoError
 class Auxiliary:
     """Losses and statistics of a rank's mixture-of-experts layers; one object for each rank.
 
-    Everything is counted in the backward, which happens once for each microbatch even where the forward is
+    Everything is counted in the backward, which runs once for each microbatch even if the forward is
     recomputed. Each rank counts its part of the tokens: the model's values are the sums over all ranks.
 
     Attributes:
         scale: gradient of the losses of the current microbatch, such as 1 / tokens of the global batch; set
             before each forward.
-        losses: balance loss and z-loss of the step before `scale`, summed over tokens like the cross-entropy;
-            [2], float64.
-        loads: for each layer, how often each expert was chosen in this step; [experts], float64.
+        losses: balance loss and z-loss of the step, before scaling, summed over tokens like the
+            cross-entropy; [2], float64.
+        loads: for each layer, the number of times that each expert was chosen in this step; [experts],
+            float64.
         dropped: choices dropped because they exceed an expert's capacity; a float64 scalar.
     """
 
@@ -37,7 +38,7 @@ class Auxiliary:
         self.reset()
 
     def reset(self) -> None:
-        """Start a step."""
+        """Reset all counts at the start of a step."""
         self.losses = torch.zeros(2, dtype=torch.float64, device=self._device)
         self.loads = dict[str, Tensor]()
         self.dropped = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -50,7 +51,7 @@ class Auxiliary:
         self.loads[name] = self.loads[name] + load if name in self.loads else load
 
     def table(self, layers: int, experts: int) -> Tensor:
-        """`loads` of this step by block, zero where this rank has none: [layers, experts]."""
+        """Return `loads` of this step by block, zero for blocks of other ranks: [layers, experts]."""
         table = torch.zeros(layers, experts, dtype=torch.float64, device=self._device)
         for name, load in self.loads.items():
             table[int(name.split(".")[1])] += load  # blocks.3.mlp
@@ -61,15 +62,15 @@ class Reporting(nn.Module):
     """A layer with auxiliary losses.
 
     Attributes:
-        auxiliary: what it reports them to; `bind_auxiliary` sets it.
-        name: of the layer in the model.
+        auxiliary: the object that it reports them to; `bind_auxiliary` sets it.
+        name: the layer's name in the model.
     """
 
     auxiliary: Auxiliary | None = None
     name: str = ""
 
     def bound(self) -> Auxiliary:
-        """`auxiliary`.
+        """Return `auxiliary`.
 
         Raises:
             StrettoError: it is not set.
@@ -83,7 +84,7 @@ class Reporting(nn.Module):
 
 
 def bind_auxiliary(model: nn.Module, auxiliary: Auxiliary) -> None:
-    """Let every layer of `model` with auxiliary losses report to `auxiliary`."""
+    """Make every layer of `model` with auxiliary losses report to `auxiliary`."""
     for name, module in model.named_modules():
         if isinstance(module, Reporting):
             module.auxiliary, module.name = auxiliary, name
@@ -105,10 +106,10 @@ class _Inject(torch.autograd.Function):
 
 
 def inject(y: Tensor, losses: Tensor, scale: float | Tensor, report: Callable[[], None]) -> Tensor:
-    """y unchanged; its backward also injects the gradient of scale * losses.sum().
+    """Return y unchanged; its backward also injects the gradient of scale * losses.sum().
 
     Args:
-        losses: any shape, with their graph.
+        losses: losses of any shape, with their graph.
         report: called in the backward.
     """
     return cast(Tensor, _Inject.apply(y, losses, scale, report))

@@ -1,9 +1,9 @@
 """Send tokens to the ranks that hold their experts, and return the results.
 
 A token has `top_k` copies, one for each expert that it is routed to. Copies are sorted by expert, which makes
-those for one rank contiguous; they go to the expert-parallel rank that holds the expert, and from there to
-all ranks that hold a slice of it (expert tensor parallelism). The numbers are uneven: first, one all-gather
-tells every rank how many copies each rank has for each expert. It is the only time that the host waits for
+those for one rank contiguous; they are sent to the expert-parallel rank that holds the expert, and from there
+to all ranks that hold a slice of it (expert tensor parallelism). The counts are uneven, so one all-gather
+first distributes the number of copies that each rank has for each expert. Only then does the host wait for
 the device.
 """
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 class ExpertRanks:
     """The ranks that together hold the experts of a layer.
 
-    ep, ep_index, ep_group: ranks that hold different experts.
-    tp, tp_index, tp_group: ranks that hold slices of the same experts.
-    both: all of them, ordered with tp fastest if `tp_fastest`, else with ep fastest.
+    Attributes:
+        ep, ep_index, ep_group: ranks that hold different experts.
+        tp, tp_index, tp_group: ranks that hold slices of the same experts.
+        both: all of these ranks, ordered with tp fastest if `tp_fastest`, else with ep fastest.
     """
 
     ep: int = 1
@@ -46,7 +47,7 @@ class ExpertRanks:
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertRanks:
-        """The ranks that hold the experts together with this rank."""
+        """Return the ranks that hold the experts together with this rank."""
         return cls(
             ep=mesh.size("ep"),
             ep_index=mesh.index("ep"),
@@ -61,14 +62,16 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """The routes of one microbatch's copies to the experts and back; differentiable both ways.
+    """The routes of one microbatch's copies to the experts and back; both directions are differentiable.
 
-    copies: number of copies of all tokens, including dropped ones.
-    order: indices of the copies that are not dropped, sorted by expert; int64.
-    send, receive: number of copies sent to, and received from, each expert-parallel rank.
-    arrived: number of copies that each expert-tensor-parallel rank received.
-    by_expert: order that sorts the arrived copies by expert, [sum(arrived)], int64; None if they are sorted.
-    groups: groups of the sorted rows, one for every local expert.
+    Attributes:
+        copies: number of copies of all tokens, including dropped ones.
+        order: indices of the copies that are not dropped, sorted by expert; int64.
+        send, receive: number of copies sent to, and received from, each expert-parallel rank.
+        arrived: number of copies that each expert-tensor-parallel rank received.
+        by_expert: order that sorts the arrived copies by expert, [sum(arrived)], int64, or None if they are
+            already sorted.
+        groups: groups of the sorted rows, one for every local expert.
     """
 
     copies: int
@@ -87,18 +90,18 @@ class Dispatch:
         return self.copies - len(self.order)
 
     def to_experts(self, x: Tensor) -> Tensor:
-        """Tokens [n, hidden] to this rank's rows [groups.rows, hidden], sorted by expert."""
+        """Send tokens [n, hidden] and return this rank's rows [groups.rows, hidden], sorted by expert."""
         rows = cast(Tensor, _Copy.apply(x, self.order, self.top_k))
         rows = exchange(rows, self.send, self.receive, self.ranks.ep_group)
         rows = gather_uneven(rows, self.arrived, self.ranks.tp_group)
         return rows if self.by_expert is None else cast(Tensor, _Permute.apply(rows, self.by_expert))
 
     def from_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """The experts' outputs to the weighted sum of each token's copies [n, hidden].
+        """Return the experts' outputs as the weighted sum of each token's copies [n, hidden].
 
         Args:
-            rows: [groups.rows, hidden]; of slices of experts, partial sums.
-            weights: [n, top_k].
+            rows: outputs [groups.rows, hidden], partial sums if experts are split.
+            weights: weights of the copies, [n, top_k].
         """
         if self.by_expert is not None:
             rows = cast(Tensor, _Place.apply(rows, self.by_expert, len(rows)))
@@ -109,7 +112,7 @@ class Dispatch:
 
 
 def mix(copies: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums of copies [n, top_k, hidden] with weights [n, top_k]: [n, hidden]."""
+    """Return the weighted sums [n, hidden] of copies [n, top_k, hidden] with weights [n, top_k]."""
     return cast(Tensor, _Mix.apply(copies, weights))
 
 
@@ -119,8 +122,8 @@ def plan(choices: Tensor, kept_choices: Tensor | None, experts: int, ranks: Expe
 
     Args:
         choices: experts of each token, [n, top_k], int64.
-        kept_choices: bool [n, top_k], False for dropped choices; None if none is dropped.
-        experts: number of experts in the whole layer.
+        kept_choices: bool [n, top_k], False for dropped choices, or None if none is dropped.
+        experts: number of experts of the layer, on all ranks.
     """
     flat = choices.flatten()
     if kept_choices is not None:
@@ -161,7 +164,7 @@ def even_routing() -> Generator[None]:
 
 
 def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[int]]]:
-    """Gather the numbers of copies that rank (ep, tp) has for each expert: [ep][tp][experts].
+    """Gather the number of copies that rank (ep, tp) has for each expert: [ep][tp][experts].
 
     Args:
         counts: this rank's copies for each expert, [experts].
@@ -180,7 +183,7 @@ def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[in
 
 
 def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
-    """Return the order that sorts rows by expert; None if they are sorted.
+    """Return the order that sorts rows by expert, or None if they are sorted.
 
     Args:
         chunks: rows of each local expert in each chunk, [chunks][local experts]; chunks are sorted by expert.
@@ -194,7 +197,7 @@ def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | 
 
 
 class _Mix(torch.autograd.Function):
-    """A batched product whose backward is faster than torch's, which goes token by token on CPUs."""
+    """A batched product whose backward is faster than torch's, which works token by token on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, copies: Tensor, weights: Tensor) -> Tensor:
@@ -211,8 +214,8 @@ class _Mix(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """The rows of some copies of tokens. The gradients of a token's copies are summed in the order of its
-    choices, so that the sum repeats bit by bit.
+    """Selects the rows of some copies of tokens. The gradients of a token's copies are summed in the order of
+    its choices, so the sum is bitwise reproducible.
     """
 
     @staticmethod
@@ -243,7 +246,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """Row i at place order[i] of `size` rows, zeros elsewhere."""
+    """Puts row i at index order[i] of `size` rows, zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, size: int) -> Tensor:

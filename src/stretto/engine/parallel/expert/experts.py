@@ -7,10 +7,10 @@ one of two ways:
 
 together: ep is 1 and the experts are split over the tp ranks like a dense MLP. All tp ranks route the same
     tokens, and each computes a part of every expert's output: one sum in, one sum out, and no all-to-all.
-apart: every rank of tp x cp x dp routes different tokens: under sequence parallelism those that it has,
-    otherwise its part of those that the tp ranks have in common. `dispatch` sends the copies.
+apart: every rank of tp x cp x dp routes different tokens: under sequence parallelism its own, otherwise its
+    part of the tokens that all tp ranks have. `dispatch` sends the copies.
 
-Either way each tp rank computes a part of the router's gradient, so the router's style is
+In both cases each tp rank computes a part of the router's gradient, so the router's style is
 `Replicate(sequence=True)`, which sums it.
 """
 
@@ -54,10 +54,11 @@ class _OnDevice(NamedTuple):
 class SampleTokens:
     """The tokens of each sample on this rank, and the ranks with its other tokens.
 
-    length: tokens of a sample.
-    positions: positions of this rank's tokens, [local tokens], int64; `length` and above are padding.
-    group: ranks that share a sample, with equally many tokens including padding.
-    natural: index of each position in the concatenation of the group's tokens by rank; [length], int64.
+    Attributes:
+        length: tokens of a sample.
+        positions: positions of this rank's tokens, [local tokens], int64; `length` and above are padding.
+        group: ranks that share a sample, with equally many tokens including padding.
+        natural: index of each position in the concatenation of the group's tokens by rank; [length], int64.
     """
 
     length: int
@@ -91,25 +92,25 @@ class SampleTokens:
         return self.group is None and len(self.positions) == self.length
 
     def valid(self, device: torch.device) -> Tensor | None:
-        """Bool [local tokens], False for padding; None if there is no padding."""
+        """Return bool [local tokens], False for padding, or None without padding."""
         return self._on(device).valid
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """Gather x [b, tokens here, ...] of all ranks to [b, length, ...], by position. Not
+        """Gather x [b, local tokens, ...] of all ranks to [b, length, ...], by position. Not
         differentiable.
         """
         return x if self.alone else gather(x, self.group, 1).index_select(1, self._on(x.device).natural)
 
     def to_local(self, x: Tensor) -> Tensor:
-        """This rank's part of x [b, length, ...]; padding gets the values of the last position."""
+        """Return this rank's part of x [b, length, ...]; padding gets the values of the last position."""
         return x if self.alone else x.index_select(1, self._on(x.device).local)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks that share a sample, in new memory."""
+        """Return the sum of x over the ranks that share a sample, in new memory."""
         return x if self.group is None else all_sum(x.clone(), self.group)
 
     def _on(self, device: torch.device) -> _OnDevice:
-        """The tables on a device, copied there once."""
+        """Return the tables on a device, copied once."""
         if device not in self._moved:
             real = self.positions < self.length
             self._moved[device] = _OnDevice(
@@ -121,7 +122,7 @@ class SampleTokens:
 
 
 def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, route_apart: bool) -> Tensor:
-    """Positions of the tokens that a rank routes."""
+    """Return the positions of the tokens that a rank routes."""
     at, tp = mesh.layout.coordinates(rank), mesh.size("tp")
     split = SequenceSplit(
         length=length,
@@ -139,7 +140,7 @@ def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, route_apart: 
 
 
 def even_parts(x: Tensor, parts: int, fill: int | float) -> Tensor:
-    """x [b, s, ...] padded with `fill` at the end of each sample, so that s is a multiple of `parts`."""
+    """Pad x [b, s, ...] with `fill` at the end of each sample to make s a multiple of `parts`."""
     missing = -x.shape[1] % parts
     return x if not missing else torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], 1)
 
@@ -151,8 +152,9 @@ CHILDREN = ("router", "experts", "shared", "shared_gate", "drop")
 class Tokens:
     """Moves tokens from the layer's input to the ranks that route them, and back.
 
-    route_apart: tp ranks route different tokens; otherwise all route the same.
-    sequence: outside of the layer the sequence is split over the tp ranks.
+    Attributes:
+        route_apart: tp ranks route different tokens; otherwise all route the same.
+        sequence: outside of the layer the sequence is split over the tp ranks.
     """
 
     route_apart: bool
@@ -165,7 +167,7 @@ class Tokens:
         return 1.0 if self.route_apart or self.tp_group is None else 1.0 / self.tp_group.size()
 
     def to_routed(self, x: Tensor) -> Tensor:
-        """x [b, s, hidden] to the tokens that this rank routes, [b, s', hidden]."""
+        """Convert x [b, s, hidden] to the tokens that this rank routes, [b, s', hidden]."""
         group = self.tp_group
         if group is None:
             return x
@@ -174,7 +176,7 @@ class Tokens:
         return x if self.sequence else slice_to(even_parts(x, group.size(), 0.0), group, 1)
 
     def from_routed(self, y: Tensor, length: int) -> Tensor:
-        """y [b, s', hidden] of the tokens that this rank routed, to [b, s = length, hidden]."""
+        """Convert y [b, s', hidden] of the tokens that this rank routed to [b, s = length, hidden]."""
         group = self.tp_group
         if group is None:
             return y
@@ -192,8 +194,8 @@ class ParallelMoE(Reporting):
 
     router: Any
     experts: Any
-    shared: Any  # None: there is none
-    shared_gate: Any  # likewise
+    shared: Any  # or None
+    shared_gate: Any  # or None
     drop: Any
 
     def __init__(self, plain: nn.Module, tokens: Tokens, samples: SampleTokens, ranks: ExpertRanks) -> None:
@@ -220,7 +222,7 @@ class ParallelMoE(Reporting):
             router.moe.experts,
             self.ranks,
         )
-        # experts compute in autocast's dtype: no more bytes are sent than needed
+        # experts compute in autocast's dtype, so tokens are sent in it
         kind = tokens.device.type
         sent = tokens.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tokens
         rows = self.experts(dispatch.to_experts(sent.flatten(0, 1)), dispatch.groups)
@@ -234,8 +236,8 @@ class ParallelMoE(Reporting):
         return y if self.drop is None else self.drop(y)
 
     def _kept_choices(self, choice: Any) -> Tensor | None:
-        """Bool [b, s', top_k], False for dropped choices; None if all are kept. An expert's capacity applies
-        to whole samples, so it takes the choices of all ranks that share them.
+        """Return bool [b, s', top_k], False for dropped choices, or None if none is dropped. An expert's
+        capacity applies to entire samples, so the choices of all ranks that share them are gathered.
         """
         router = self.router
         valid = self.samples.valid(choice.experts.device)
@@ -280,8 +282,8 @@ class GroupedExperts(GroupedLayer):
     """The experts of a rank, complete or a slice of the inner width of each.
 
     Args:
-        plain: module with these parameters, and an `activation` that works on slices too.
-        into: name of the first stacked matrix; the second is `down`, biases end in `_bias`.
+        plain: module with these parameters and an `activation` that also works on slices.
+        into: name of the first stacked matrix; the second is `down`, and biases end in `_bias`.
         biased: this rank adds the second bias.
     """
 
@@ -294,7 +296,7 @@ class GroupedExperts(GroupedLayer):
         self.train(plain.training)
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Rows [n, hidden], sorted by expert, to [n, hidden]; of slices of experts, partial sums."""
+        """Map rows [n, hidden], sorted by expert, to [n, hidden], partial sums if experts are split."""
         inner = self.activation(self.product(x, self.into, self._bias(self.into), groups))
         return self.product(inner, "down", self._bias("down"), groups, biased=self.biased)
 
@@ -310,7 +312,8 @@ class GroupedExperts(GroupedLayer):
 class ExpertParallel(ParallelStyle):
     """A mixture of experts with children `router` and `experts`, for samples of `length` tokens.
 
-    sequence: input and output are split along the sequence over the tp ranks.
+    Attributes:
+        sequence: input and output are split along the sequence over the tp ranks.
     """
 
     length: int
@@ -338,9 +341,9 @@ class ExpertParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class ExpertWeights(ParallelStyle):
-    """Stacked experts: whole experts over the ep ranks, the inner width of each over the `expert_tp` ranks.
+    """Stacked experts: split by expert over the ep ranks, and by inner width over the `expert_tp` ranks.
 
-    All expert-tensor-parallel ranks hold the bias of the output: each computes its whole gradient, and one
+    All expert-tensor-parallel ranks hold the bias of the output: each computes its full gradient, and one
     adds it to the output.
     """
 
@@ -388,7 +391,7 @@ class ExpertWeights(ParallelStyle):
 
 
 def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[ShardRange, ...]:
-    """One rank's slice of the inner width in each of `blocks` consecutive blocks."""
+    """Return one rank's slice of the inner width in each of `blocks` consecutive blocks."""
     if width % slices:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
         raise StrettoError(

@@ -1,8 +1,8 @@
 """Grouped matrix products, such as those of many experts, with gradients accumulated in place.
 
-Rows are sorted by group, and every group has its matrix. Torch has one call for all groups; where it does not
+Rows are sorted by group, and every group has its matrix. Torch has one call for all groups; if it does not
 apply (float64, rows that are not multiples of 16 bytes) or is slower (products so large that oneDNN beats
-MKL, see `engine.parallel.tensor.matmul`), there is one product for each group that has rows.
+MKL, see `engine.parallel.tensor.matmul`), each group with rows is a separate product.
 `benchmarks/experts.py` measures both.
 """
 
@@ -23,24 +23,24 @@ from stretto.engine.parallel.precision import HALVES, gradient_dtype
 from stretto.engine.parallel.tensor import matmul
 from stretto.engine.parallel.tensor.linear import AccumulatesOwnGradients, add_sum
 
-ALIGNED = 16  # bytes that rows must be multiples of
+ALIGNED = 16  # required alignment of rows, bytes
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How sorted rows are divided into groups: `counts[i]` rows of group i, known on the host."""
+    """The groups of sorted rows: `counts[i]` rows of group i, known on the host."""
 
     counts: tuple[int, ...]
     device: torch.device
 
     @property
     def rows(self) -> int:
-        """Rows of all groups."""
+        """Number of rows of all groups."""
         return sum(self.counts)
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each group ends, int32, on the rows' device."""
+        """The end of each group, int32, on the rows' device."""
         return moved(torch.tensor(list(accumulate(self.counts)), dtype=torch.int32), self.device)
 
     @cached_property
@@ -50,7 +50,7 @@ class Groups:
         return each.repeat_interleave(moved(torch.tensor(self.counts), self.device), output_size=self.rows)
 
     def filled(self) -> Iterator[tuple[int, int, int]]:
-        """(group, first row, row after the last) of every group that has rows."""
+        """Yield (group, first row, row after the last) for every group that has rows."""
         start = 0
         for group, count in enumerate(self.counts):
             if count:
@@ -60,12 +60,14 @@ class Groups:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether a CUDA device has torch's grouped kernel; otherwise torch loops, and synchronises with it."""
+    """True if a CUDA device has torch's grouped kernel; otherwise torch loops and synchronises with the
+    device.
+    """
     return compute_capability(device) >= (8, 0)
 
 
 def in_one_call(x: Tensor, groups: int, out: int, into: int) -> bool:
-    """Whether one call of torch computes the products of x's rows with matrices [groups, out, into]."""
+    """True if one call of torch computes the products of x's rows with matrices [groups, out, into]."""
     step = ALIGNED // x.element_size()
     if out % step or into % step:
         return False
@@ -76,10 +78,10 @@ def in_one_call(x: Tensor, groups: int, out: int, into: int) -> bool:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """x weight[g]^T + bias[g] for the rows of every group g. Not differentiable.
+    """Return x weight[g]^T + bias[g] for the rows of every group g. Not differentiable.
 
     Args:
-        x: [n, in], sorted by group.
+        x: rows [n, in], sorted by group.
         weight, bias: [groups, out, in] and [groups, out].
     """
     if in_one_call(x, *weight.shape):
@@ -92,7 +94,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Group
 
 
 def grouped_input_gradient(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """dy weight[g] for the rows of every group g; dy [n, out]."""
+    """Return dy weight[g] for the rows of every group g; dy is [n, out]."""
     if in_one_call(dy, *weight.shape):
         return functional.grouped_mm(dy, weight, offs=groups.ends)
     return _stack(
@@ -102,8 +104,8 @@ def grouped_input_gradient(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor
 
 
 def add_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, groups: Groups) -> None:
-    """Add dy^T x of every group's rows to grad [groups, out, in], in place; groups without rows stay as they
-    are.
+    """Add dy^T x of every group's rows to grad [groups, out, in], in place; groups without rows do not
+    change.
     """
     if on_accelerator(x.device) and in_one_call(x, *grad.shape):
         products = functional.grouped_mm(dy.t(), x, offs=groups.ends)
@@ -124,7 +126,7 @@ def _stack(parts: Sequence[Tensor], none: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One product of a layer: the names of its parameters, the rows' groups, and whether to add the bias."""
+    """One product of a layer: names of its parameters, groups of rows, and whether it adds the bias."""
 
     layer: GroupedLayer
     weight: str
@@ -141,7 +143,7 @@ class _Product:
     """The deferred weight gradient of one product."""
 
     call: _Call
-    x: Tensor | None  # None: the weight is frozen, and the bias is not
+    x: Tensor | None  # None if the weight is frozen and the bias is not
     dy: Tensor
 
     def start(self) -> None:
@@ -180,27 +182,25 @@ class _GroupedFunction(torch.autograd.Function):
 
 
 class GroupedLayer(AccumulatesOwnGradients):
-    """A layer of stacked matrices that accumulates their gradients itself. It has no child with
-    parameters.
-    """
+    """A layer of stacked matrices that accumulates their gradients itself. No child has parameters."""
 
     def product(
         self, x: Tensor, weight: str, bias: str | None, groups: Groups, *, biased: bool = True
     ) -> Tensor:
-        """x weight[g]^T + bias[g] for the rows of every group g, [n, in] to [n, out].
+        """Return x weight[g]^T + bias[g] for the rows of every group g, [n, in] to [n, out].
 
         Args:
             weight, bias: names of parameters [groups, out, in] and [groups, out].
-            biased: False where another rank, whose output is summed with this rank's, adds the bias; its
-                gradient, which is the same on both, is computed here too.
+            biased: False if another rank, whose output is summed with this rank's, adds the bias; its
+                gradient, which is the same on both, is still computed.
         """
         call = _Call(layer=self, weight=weight, bias=bias, groups=groups, biased=biased)
         shift = None if bias is None else call.parameter(bias)
         return cast(Tensor, _GroupedFunction.apply(x, call.parameter(weight), shift, call))
 
     def add_weight_gradient(self, call: _Call, x: Tensor | None, dy: Tensor) -> None:
-        """Accumulate a product's weight and bias gradients. `on_gradient` is called even if there are no
-        rows, since gradient buckets count the calls.
+        """Accumulate a product's weight and bias gradients. `on_gradient` is called even without rows, since
+        gradient buckets count the calls.
         """
         weight = call.parameter(call.weight)
         if x is not None and weight.requires_grad:
