@@ -21,8 +21,9 @@ from stretto.job.flops import (
 from stretto.job.parameters import block_shapes, count_parameters, parameter_shapes
 from stretto.job.presets import PRESETS, preset
 from stretto.job.shape import ModelShape, shape_from_record, shape_to_record
-from stretto.planner.counts.activations import ComputeConfig, block_saved, total
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_elements
+from stretto.planner.memory.layer import layer_saved, total
 
 PLAIN = ModelShape(family="llama", layers=6, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=50, sequence=64)
 
@@ -132,16 +133,16 @@ def test_what_is_kept_before_heads() -> None:
     how = ComputeConfig(batch=2, sequence=8, tp=2)
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
     shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
-    kept = {saved.name: saved.bytes for saved in block_saved(shape, how)}
+    kept = {saved.name: saved.bytes for saved in layer_saved("block", shape, how)}
     assert kept["attn.kv_down_norm input"] == 2 * 16 * (10 + 4)
     assert kept["attn.kv_up input"] == 2 * 16 * 10
     assert kept["attn.q_down_norm input"] == kept["attn.q_up input"] == 2 * 16 * 12
-    split = {s.name: s.bytes for s in block_saved(shape, replace(how, sequence_parallel=True))}
+    split = {s.name: s.bytes for s in layer_saved("block", shape, replace(how, sequence_parallel=True))}
     assert split["attn.kv_up input"] == 2 * 8 * 10
     assert kept["attn.core k, v"] == 2 * 16 * 2 * (12 + 6)
     assert kept["attn.proj input"] == 2 * 16 * 2 * 6
     normed = replace(PLAIN, attention=AttentionShape(norm="head"))
-    more = total(block_saved(normed, how)) - total(block_saved(PLAIN, how))
+    more = total(layer_saved("block", normed, how)) - total(layer_saved("block", PLAIN, how))
     assert more == 2 * 16 * (2 + 2 * 1) * 8 + 4 * 16 * (2 + 1)
 
 

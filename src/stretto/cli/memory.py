@@ -87,9 +87,9 @@ def memory(
 
 def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None) -> CommandReport:
     """The memory of every rank, beside what was measured."""
-    from stretto.planner.counts.activations import block_saved, total
     from stretto.planner.counts.published_activations import published_formula
     from stretto.planner.memory.alternatives import advice
+    from stretto.planner.memory.layer import layer_saved, total
     from stretto.planner.memory.ranks import rank_memory
 
     ranks = rank_memory(predicted)
@@ -97,7 +97,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
     # blocks may differ in recomputation: most have this
     recompute = max(predicted.modes, key=predicted.modes.count, default=predicted.compute.recompute)
     compute = replace(predicted.compute, recompute=recompute)
-    saved = block_saved(predicted.shape, compute)
+    saved = layer_saved("block", predicted.shape, compute)
     published = published_formula(predicted.shape, compute)
     settings = advice(predicted)
     compared = [_measured_record(rank, ranks[rank.pipeline]) for rank in measured or ()]

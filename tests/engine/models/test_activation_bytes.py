@@ -34,14 +34,9 @@ from stretto.job.families import Family
 from stretto.job.flops import Recompute
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import (
-    ComputeConfig,
-    block_saved,
-    embedding_saved,
-    head_saved,
-    total,
-)
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.published_activations import published_formula
+from stretto.planner.memory.layer import layer_saved, total
 
 SEQUENCE, BATCH = 64, 2
 # wide enough for what papers leave out, the statistics of norms, to be less than 1% of the rest
@@ -77,7 +72,7 @@ def _table(t: Tensor) -> bool:
 
 
 def expected(shape: ModelShape, compute: ComputeConfig) -> int:
-    return total(block_saved(shape, compute))
+    return total(layer_saved("block", shape, compute))
 
 
 def parallel_model(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> LanguageModel:
@@ -245,11 +240,11 @@ def test_tensor_and_sequence_parallel(tp: int):
             assert bytes_ == expected(shape, compute), (shape, compute)
         for (shape, compute), (first, last) in zip(ends, at_ends, strict=True):
             ids = 8 * compute.tokens  # those of the batch
-            assert first - ids == total(embedding_saved(shape, compute)) - (ids if tp > 1 else 0), (
+            assert first - ids == total(layer_saved("embed", shape, compute)) - (ids if tp > 1 else 0), (
                 shape,
                 compute,
             )
-            assert last == total(head_saved(shape, compute)), (shape, compute)
+            assert last == total(layer_saved("head", shape, compute)), (shape, compute)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -267,7 +262,9 @@ def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recomp
     compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, recompute=mode)
     results, mesh = measured(shape, compute, Mesh(Layout())), Mesh(Layout())
     assert results == expected(shape, compute)
-    statistics = sum(saved.bytes for saved in block_saved(shape, compute) if "statistics" in saved.name)
+    statistics = sum(
+        saved.bytes for saved in layer_saved("block", shape, compute) if "statistics" in saved.name
+    )
     assert measured(shape, replace(compute, element=4), mesh) == 2 * results - statistics
 
 

@@ -15,7 +15,7 @@ from stretto.engine.parallel.styles import padded
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCrossEntropy
-from stretto.planner.counts.activations import loss_chunk_tokens
+from stretto.planner.counts.compute import loss_chunk_tokens
 from stretto.run.train.memory_measured import MemoryTracker
 
 HIDDEN, SAMPLES, LENGTH = 6, 3, 8

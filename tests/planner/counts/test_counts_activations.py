@@ -11,14 +11,9 @@ import pytest
 from stretto.job.flops import Recompute
 from stretto.job.presets import preset
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import (
-    ComputeConfig,
-    block_saved,
-    embedding_saved,
-    head_saved,
-    total,
-)
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.published_activations import published_formula
+from stretto.planner.memory.layer import layer_saved, total
 
 GPT = replace(preset("korthikanti-22b"), dropout=0.1)
 BASE = ComputeConfig(batch=4, sequence=2048, attention="explicit")
@@ -29,7 +24,7 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_tensors_add_up_to_the_published_form(mode: Recompute, tp: int, sequence_parallel: bool):
     compute = replace(BASE, tp=tp, sequence_parallel=sequence_parallel, recompute=mode)
-    closed, saved = published_formula(GPT, compute), block_saved(GPT, compute)
+    closed, saved = published_formula(GPT, compute), layer_saved("block", GPT, compute)
     assert closed is not None
     statistics = sum(s.bytes for s in saved if "norm" in s.name and "statistics" in s.name)
     assert total(saved) - statistics == closed.bytes
@@ -60,7 +55,9 @@ def test_other_models_have_no_published_form(shape: ModelShape, compute: Compute
 def test_every_mode_keeps_less_than_the_one_before(shape: ModelShape):
     for tp, cp, sp in ((1, 1, False), (4, 1, False), (4, 1, True), (2, 2, True)):
         sizes = [
-            total(block_saved(shape, replace(BASE, tp=tp, cp=cp, sequence_parallel=sp, recompute=mode)))
+            total(
+                layer_saved("block", shape, replace(BASE, tp=tp, cp=cp, sequence_parallel=sp, recompute=mode))
+            )
             for mode in MODES
         ]
         assert sizes[0] > sizes[1] > sizes[2]
@@ -68,7 +65,7 @@ def test_every_mode_keeps_less_than_the_one_before(shape: ModelShape):
 
 def test_sequence_parallel_splits_all_of_a_block():
     plain, split = replace(BASE, tp=1), replace(BASE, tp=8, sequence_parallel=True)
-    assert total(block_saved(GPT, plain)) == 8 * total(block_saved(GPT, split))
+    assert total(layer_saved("block", GPT, plain)) == 8 * total(layer_saved("block", GPT, split))
 
 
 def test_padding_is_counted():
@@ -80,7 +77,7 @@ def test_padding_is_counted():
 def test_the_vocabulary_is_counted_padded():
     compute = ComputeConfig(batch=1, sequence=8, tp=2, vocab_multiple=64)
     shape = replace(GPT, vocab=100)
-    probabilities = [s for s in head_saved(shape, compute) if s.name == "loss probabilities"]
+    probabilities = [s for s in layer_saved("head", shape, compute) if s.name == "loss probabilities"]
     assert [s.bytes for s in probabilities] == [4 * 8 * 64]
 
 
@@ -88,19 +85,21 @@ def test_the_vocabulary_is_counted_padded():
 def test_a_fused_loss_keeps_the_16_bit_logits(tp: int):
     compute = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
     kept = {
-        s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), compute) if s.name.startswith("loss")
+        s.name: s.bytes
+        for s in layer_saved("head", replace(GPT, vocab=128), compute)
+        if s.name.startswith("loss")
     }
     assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
 
 
 def test_the_embedding_keeps_a_mask():
-    assert embedding_saved(preset("llama3-8b"), BASE) == ()
-    masks = [s.bytes for s in embedding_saved(GPT, BASE) if s.name == "embed.drop mask"]
+    assert layer_saved("embed", preset("llama3-8b"), BASE) == ()
+    masks = [s.bytes for s in layer_saved("embed", GPT, BASE) if s.name == "embed.drop mask"]
     assert masks == [4 * 2048 * 6144]
 
 
 def test_formulas_name_their_divisors():
     compute = replace(BASE, tp=2, cp=2)
-    texts = {s.name: s.formula for s in block_saved(GPT, compute)}
+    texts = {s.name: s.formula for s in layer_saved("block", GPT, compute)}
     assert texts["norm1 input"] == "2sbh/c"
     assert texts["attn.core q"] == "2sbad/(tc)"

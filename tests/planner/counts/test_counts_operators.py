@@ -22,9 +22,9 @@ from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
 from stretto.job.framework import OPERATORS, Framework, Operator
 from stretto.job.presets import preset
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig, block_saved, total
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.traffic import block_traffic
-from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.layer import layer_memory, layer_saved, total
 from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import MemoryTracker
 
@@ -121,14 +121,16 @@ def measured(run: Callable[[_Block], Callable[[Tensor], Tensor]]) -> int:
 def test_without_the_mlp_a_real_block_keeps_as_little() -> None:
     plain = measured(lambda block: lambda x: block.forward(x, block.mlp))
     freed = plain - measured(lambda block: block.mlp_again)
-    counted = total(block_saved(SHAPE, COMPUTE)) - total(block_saved(SHAPE, selective("mlp")))
+    counted = total(layer_saved("block", SHAPE, COMPUTE)) - total(
+        layer_saved("block", SHAPE, selective("mlp"))
+    )
     assert counted == freed == 4 * BATCH * ROWS * INNER * 4
 
 
 def test_a_real_block_that_repeats_every_second_product_keeps_as_little() -> None:
     """Beside its input, which a block that runs again as a whole keeps, too."""
     alone = measured(lambda block: lambda x: checkpoint(block.forward, x, block.mlp, use_reentrant=False))  # pyright: ignore
-    counted = total(block_saved(SHAPE, selective("alternate_mm"))) - 4 * BATCH * ROWS * HIDDEN
+    counted = total(layer_saved("block", SHAPE, selective("alternate_mm"))) - 4 * BATCH * ROWS * HIDDEN
     assert counted == measured(lambda block: block.alternate_again) - alone
 
 
@@ -142,7 +144,9 @@ def test_a_real_block_that_repeats_every_second_product_keeps_as_little() -> Non
     ],
 )
 def test_dense_operators_free_these_elements_of_a_token(operators: Sequence[Operator], freed: int) -> None:
-    without = total(block_saved(SHAPE, COMPUTE)) - total(block_saved(SHAPE, selective(*operators)))
+    without = total(layer_saved("block", SHAPE, COMPUTE)) - total(
+        layer_saved("block", SHAPE, selective(*operators))
+    )
     assert without == 4 * BATCH * ROWS * freed
 
 
@@ -161,8 +165,8 @@ def test_operators_of_experts_free_these_elements_of_a_token(
     operators: Sequence[Operator], freed: int
 ) -> None:
     compute = replace(COMPUTE, element=2)
-    without = total(block_saved(MOE, compute)) - total(
-        block_saved(MOE, selective(*operators, compute=compute))
+    without = total(layer_saved("block", MOE, compute)) - total(
+        layer_saved("block", MOE, selective(*operators, compute=compute))
     )
     assert without == 2 * BATCH * ROWS * freed
 
@@ -170,7 +174,7 @@ def test_operators_of_experts_free_these_elements_of_a_token(
 def test_recomputed_experts_keep_their_input_alone() -> None:
     compute = selective("moe", compute=replace(COMPUTE, element=2))
     for moe in (MOE, replace(MOE, moe=ExpertShape(experts=8, top_k=2, ffn=96))):
-        kept = {saved.name for saved in block_saved(moe, compute) if saved.name.startswith("mlp")}
+        kept = {saved.name for saved in layer_saved("block", moe, compute) if saved.name.startswith("mlp")}
         assert kept == {"mlp input"}
 
 
@@ -178,7 +182,7 @@ def test_latent_attention_keeps_narrow_vectors_in_place_of_heads() -> None:
     shape = preset("deepseek-v3").block(0)
     compute = ComputeConfig(batch=1, sequence=4096)
     plain, again = (
-        total(block_saved(shape, c)) for c in (compute, selective("mla_up_proj", compute=compute))
+        total(layer_saved("block", shape, c)) for c in (compute, selective("mla_up_proj", compute=compute))
     )
     heads = 2 * 4096 * shape.heads * (2 * shape.head_dim + shape.value_dim)
     assert plain - again == heads
@@ -237,7 +241,7 @@ def test_inputs_of_8_bit_products() -> None:
     """Of the five inputs of linears one is the core's output too, which stays as it is."""
     compute = replace(COMPUTE, element=2)
     plain, small = (
-        total(block_saved(SHAPE, replace(compute, framework=Framework(inputs_in_8_bits=eight))))
+        total(layer_saved("block", SHAPE, replace(compute, framework=Framework(inputs_in_8_bits=eight))))
         for eight in (False, True)
     )
     assert plain - small == BATCH * ROWS * (HIDDEN + HIDDEN + INNER - HIDDEN)

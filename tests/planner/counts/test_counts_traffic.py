@@ -9,7 +9,7 @@ import pytest
 
 from stretto.job.experts import ExpertShape
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.job.framework import Framework
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import MemoryTracker

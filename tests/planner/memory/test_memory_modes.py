@@ -10,7 +10,7 @@ from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.job.program import ProgramKey, build_program
 from stretto.job.shape import ModelShape
 from stretto.layout.shards import Mode, shard_sizes
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.alternatives import compare_modes, parameters_of, published
 from stretto.planner.memory.ranks import MemoryJob

@@ -15,10 +15,10 @@ from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.counts.activations import ComputeConfig, block_saved, total
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.layer import layer_memory, layer_saved, total
 from stretto.planner.memory.ranks import (
     LOOKAHEAD,
     MemoryJob,
@@ -85,7 +85,7 @@ def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_keeps_its_saved_tensors(shape: ModelShape, recompute: Any) -> None:
     compute = replace(COMPUTE, recompute=recompute)
-    assert layer_memory(shape, compute, 1).saved == total(block_saved(shape, compute))
+    assert layer_memory(shape, compute, 1).saved == total(layer_saved("block", shape, compute))
 
 
 def test_weights_gradients_and_states_of_one_rank() -> None:
@@ -142,7 +142,7 @@ def test_the_memory_of_a_stage_adds_up() -> None:
     made = job("1f1b", 2)
     blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
     work = stage_memory_of(made, 1)
-    each = total(block_saved(GPT, COMPUTE))
+    each = total(layer_saved("block", GPT, COMPUTE))
     assert work.saved == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
     assert work.boundary == 4 * 2 * 64 * 64
     assert work.forward > work.saved

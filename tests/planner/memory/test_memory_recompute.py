@@ -11,7 +11,7 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.job.flops import attention_flops, block_flops
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.alternatives import advice
 from stretto.planner.memory.job import GIB, block_modes, choose_modes
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory

@@ -9,7 +9,7 @@ import pytest
 from stretto.job.experts import ExpertShape
 from stretto.job.flops import attention_flops, block_flops, head_flops
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.rank_step.counts import layer_flops
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)

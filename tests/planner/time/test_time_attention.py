@@ -10,7 +10,7 @@ import pytest
 from stretto.job.framework import Framework
 from stretto.job.presets import preset
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.catalogue import entries, find_device
 from stretto.planner.time.kernels import KernelTimes, kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds

@@ -13,7 +13,7 @@ from stretto.job.presets import find_shape
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile, software_profiles
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.estimate import Estimate, estimate, interval
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.time.data_parallel import data_time

@@ -13,7 +13,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.catalogue import find_cluster, find_device
 from stretto.planner.machines.cluster import NodeGroup
 from stretto.planner.machines.describe import save_cluster

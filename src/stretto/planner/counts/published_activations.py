@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stretto.job.framework import CORE
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stretto.job.parameters import (
     shared_shapes,
 )
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
+from stretto.planner.counts.compute import ComputeConfig, vocabulary_rows
 
 Named = dict[str, int]  # elements by parameter name
 

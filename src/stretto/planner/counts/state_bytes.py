@@ -20,7 +20,7 @@ from stretto.job.optimiser import OptimiserName
 from stretto.job.parameters import stays_float32
 from stretto.job.reduction import reduction
 from stretto.layout.shards import Mode, ShardSizes, padded
-from stretto.planner.counts.activations import ELEMENT_BYTES
+from stretto.planner.counts.compute import ELEMENT_BYTES
 from stretto.planner.counts.rank_parameters import Parameter
 from stretto.program.program import Program
 

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Literal
 
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.cluster import Collective
 
 Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradient, weight gradient

@@ -12,19 +12,13 @@ from stretto.job.chain import layer_of
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import (
-    ComputeConfig,
-    Saved,
-    between_saved,
-    block_saved,
-    embedding_saved,
-    head_saved,
-    total,
-)
+from stretto.planner.counts.activations import LayerTensor
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateConfig, state_bytes
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
+from stretto.planner.memory.layer import layer_saved, total
 from stretto.planner.memory.ranks import message_bytes
 from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
@@ -234,11 +228,8 @@ def predicted_profile(
     return ModelProfile(tuple(layers), shared_layers, about), states / weights
 
 
-def _saved(job: Job, layer: int) -> tuple[Saved, ...]:
+def _saved(job: Job, layer: int) -> tuple[LayerTensor, ...]:
     """What a layer keeps for a microbatch."""
     chain_layer, mode = layer_of(job.shape, layer), job.recompute.mode
-    compute = ComputeConfig.of(job).at(chain_layer)
-    if chain_layer.kind == "block":
-        return block_saved(chain_layer.shape, replace(compute, recompute="none" if mode == "auto" else mode))
-    of = {"embed": embedding_saved, "between": between_saved, "head": head_saved}[chain_layer.kind]
-    return of(chain_layer.shape, compute)
+    compute = replace(ComputeConfig.of(job).at(chain_layer), recompute="none" if mode == "auto" else mode)
+    return layer_saved(chain_layer.kind, chain_layer.shape, compute)

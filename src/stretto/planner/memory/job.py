@@ -11,7 +11,7 @@ from stretto.errors import Problem
 from stretto.job.chain import block_count, blocks_among, layer_of
 from stretto.job.flops import Recompute, attention_flops, block_flops
 from stretto.job.job import Job, RecomputeMode
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program

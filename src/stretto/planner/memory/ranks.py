@@ -18,7 +18,7 @@ from stretto.job.data_parallel import Gather
 from stretto.job.flops import Recompute
 from stretto.job.program import stages_of
 from stretto.job.shape import ModelShape
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
 from stretto.planner.memory.layer import layer_memory

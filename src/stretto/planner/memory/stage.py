@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.planner.memory.layer import LayerMemory, LayerTensor
+from stretto.planner.counts.activations import LayerTensor
+from stretto.planner.memory.layer import LayerMemory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from stretto.job.job import Job
 from stretto.job.lora import is_adapter
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import axes_of
-from stretto.planner.counts.activations import ComputeConfig, stores_scores
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import (
@@ -117,7 +117,7 @@ def _linears(shape: ModelShape, compute: ComputeConfig) -> tuple[int, int]:
 def _core(shape: ModelShape, compute: ComputeConfig, index: int) -> tuple[int, int]:
     """Operations of attention, forward and backward, on cp rank `index`."""
     heads, n = shape.heads // compute.tp, compute.tokens // compute.batch
-    explicit = stores_scores(shape, compute)
+    explicit = compute.stores_scores(shape)
     special = shape.attention
     wide, narrow = shape.head_dim, shape.value_dim
     # the formula written out goes through tiles; fused kernels know neither a cap nor narrower values

@@ -23,7 +23,7 @@ from stretto.job.flops import Recompute as Mode
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
+from stretto.planner.counts.compute import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit

@@ -23,7 +23,7 @@ from stretto.job.flops import model_flops_per_step
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import small_program

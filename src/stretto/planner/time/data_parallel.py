@@ -17,7 +17,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
+from stretto.planner.counts.compute import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Parameter, Shares, layer_parameters
 from stretto.planner.machines.cluster import Cluster, Collective, NodeGroup, group_of
 from stretto.planner.machines.device import Device

@@ -12,7 +12,7 @@ from stretto.job.lora import is_adapter
 from stretto.job.parameters import block_shapes
 from stretto.job.shape import ModelShape
 from stretto.planner.assumptions import SoftwareAssumptions
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.constants import chip, flex_speed
 from stretto.planner.time.operators import (

@@ -12,7 +12,7 @@ from stretto.job.framework import Operator
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import SoftwareAssumptions
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.traffic import (
     Message,
     Phase,

@@ -14,7 +14,7 @@ from stretto.job.chain import layer_of
 from stretto.job.flops import Recompute
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic
 from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Device, Precision

@@ -13,7 +13,7 @@ from stretto.job.flops import Recompute
 from stretto.job.job import Job
 from stretto.job.reduction import reduction
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, NetworkLink, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.ranks import largest_message

@@ -20,7 +20,7 @@ from stretto.job.job import VOCAB_MULTIPLE, Job
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.machines.device import Device
 from stretto.planner.time.kernels import kernel_times
 from stretto.run.calibrate.stopwatch import Stopwatch

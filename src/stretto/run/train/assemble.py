@@ -41,7 +41,7 @@ from stretto.job.data_parallel import Precision
 from stretto.job.job import Job
 from stretto.job.lora import is_adapter
 from stretto.job.reduction import reduction
-from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
 from stretto.run.train.rank_model import RankModel, StageOptimizers
