@@ -17,7 +17,7 @@ from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.estimate import Estimate, estimate, interval
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.time.data_parallel import data_time
-from stretto.planner.time.kernels import KernelTimes, kernel_times_of
+from stretto.planner.time.kernels import KernelTimes, kernel_times
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.operators import alignment, attention_seconds, matmul_seconds
 
@@ -44,7 +44,7 @@ def block(
 
 
 def kernels(shape: ModelShape, compute: ComputeConfig, software: SoftwareAssumptions = PLAIN) -> KernelTimes:
-    return kernel_times_of(shape, "block", compute, A100.device, "bf16", software)
+    return kernel_times(shape, "block", compute, A100.device, "bf16", software)
 
 
 def step(software: SoftwareAssumptions = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
@@ -73,7 +73,7 @@ def test_attention_of_all_context_ranks_is_no_less_than_the_unsplit_one(
         cp * (work.core + work.core_back)
         for cp in (1, 2, 4, 8)
         for work in [
-            kernel_times_of(
+            kernel_times(
                 shape=LLAMA,
                 kind="block",
                 compute=ComputeConfig(batch=1, sequence=sequence, cp=cp, context=context),
@@ -177,7 +177,7 @@ def test_products_of_four_bits_are_faster_where_the_device_has_them() -> None:
 def test_products_of_odd_widths_are_slow() -> None:
     compute = ComputeConfig(batch=1, sequence=2048)
     odd, even = (
-        kernel_times_of(replace(GPT, vocab=vocab), "head", compute, A100.device, "bf16", PLAIN).products
+        kernel_times(replace(GPT, vocab=vocab), "head", compute, A100.device, "bf16", PLAIN).products
         for vocab in (50257, 50304)
     )
     assert odd / even == pytest.approx(4, rel=0.05), "GPT-2's vocabulary and its padded one"

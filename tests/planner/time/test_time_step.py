@@ -23,7 +23,7 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import FULL, PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
-from stretto.planner.time.kernels import kernel_times_of
+from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.layer import layer_time
 from stretto.planner.time.step import step_time
 
@@ -366,14 +366,7 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
         )
         for rate in (1e15, 1e9)
     )
-    core = kernel_times_of(
-        shape=SHAPE,
-        kind="block",
-        compute=compute,
-        device=DEVICE,
-        precision="bf16",
-        software=SoftwareAssumptions(),
-    ).core
+    core = kernel_times(SHAPE, "block", compute, DEVICE, "bf16", SoftwareAssumptions()).core
     # attention beside messages is slower while they last, which at this rate is no time
     assert fast.F.get("context", 0.0) < 1e-2 * core
     assert slow.F["context"] > 0

@@ -323,12 +323,12 @@ class LayerWalk:
     def block_norm(self, name: str, alive: int) -> Iterator[LayerTensor]:
         """A norm of the residual stream in a block, in whose forward `alive` other bytes are alive."""
         r, exact = self.residual, self.exact_residual
-        made = 2 * exact if self.halves and self.shape.norm == "rms" else 0  # RMSNorm: input and squares
+        temporaries = 2 * exact if self.halves and self.shape.norm == "rms" else 0  # input and squares
         if self.composed:
-            made = exact + r * self.halves
+            temporaries = exact + r * self.halves
         return self.norm(
             name,
-            forward=alive + made,
+            forward=alive + temporaries,
             normalised=r + 3 * exact + r * self.halves,
             backward=r + 4 * exact if self.composed else self.norm_backward,
         )
@@ -338,7 +338,7 @@ class LayerWalk:
     def attention(self) -> Iterator[LayerTensor]:
         """Self-attention, from the residual stream and back into it."""
         shape, compute = self.shape, self.compute
-        e, tokens, r, beside = compute.element, compute.tokens, self.residual, self.branch_gradient
+        e, tokens, r, pending = compute.element, compute.tokens, self.residual, self.branch_gradient
         q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
         if shape.latent is not None:
             yield from self.latent_vectors(shape.latent)
@@ -346,7 +346,7 @@ class LayerWalk:
             yield LayerTensor(
                 "attn.qkv input",
                 *self.stream(e),
-                backward=self.head_gradients + self.column + self.ordered + beside,
+                backward=self.head_gradients + self.column + self.ordered + pending,
                 product=self.weight * shape.hidden * (q + 2 * kv) + self.ordered,
                 held_until_w=self.q + 2 * self.kv,
                 regathered=self.gathered,
@@ -366,7 +366,7 @@ class LayerWalk:
             "attn.proj input",
             *self.sized(e, tokens * (q * shape.value_dim // shape.head_dim), "sbad"),
             forward=self.output + views + self.kept_input,
-            backward=r + self.dropped + self.y + self.gathered + beside,
+            backward=r + self.dropped + self.y + self.gathered + pending,
             product=self.weight * shape.hidden * shape.attention_width // compute.tp
             + (self.q if self.ordered else 0),
             held_until_w=self.gathered or r,
@@ -441,11 +441,11 @@ class LayerWalk:
             wide = self.wider * size
             tensors = self.norm(
                 f"attn.{name}_norm",
-                compute.tokens * elements // d,
-                d,
-                ("sba" if name == "q" else "sbk", "d"),
-                True,
-                compute.tokens * viewed,
+                rows=compute.tokens * elements // d,
+                width=d,
+                symbols=("sba" if name == "q" else "sbk", "d"),
+                split=True,
+                viewed=compute.tokens * viewed,
                 forward=self.kept_input + product + 2 * wide,
                 normalised=self.head_gradients + 3 * wide,
                 backward=self.head_gradients + (4 * wide if self.composed else 3 * wide + size),
@@ -478,25 +478,26 @@ class LayerWalk:
                     backward=mask_backward,
                 )
         else:
-            stored, made = self.sized(e, elements, "as^2b"), self.softmax + 2 * self.q
+            stored, forward = self.sized(e, elements, "as^2b"), self.softmax + 2 * self.q
             if shape.attention.softcap is not None:
                 yield LayerTensor(
                     "attn.core capped",
                     *stored,
-                    forward=made + self.kept_input,
+                    forward=forward + self.kept_input,
                     backward=3 * self.scores + gradients,
                 )
-            consumed = (2 if compute.framework.fused_softmax else 3) * self.scores + self.residual
+            backward = (2 if compute.framework.fused_softmax else 3) * self.scores + self.residual
             if shape.relative:  # beside: the product that heads are views of, and the bias of the scores
-                made = self.scores + self.q + 2 * self.kv + self.scores // compute.batch
-                consumed = 2 * self.scores + self.residual
+                forward = self.scores + self.q + 2 * self.kv + self.scores // compute.batch
+                backward = 2 * self.scores + self.residual
                 if compute.stores_cross_scores(shape):  # written out
-                    made, consumed = made + self.scores, consumed + self.scores + self.residual
+                    forward += self.scores
+                    backward += self.scores + self.residual
             yield LayerTensor(
                 "attn.core probabilities",
                 *stored,
-                forward=made + self.kept_input,
-                backward=consumed + self.branch_gradient,
+                forward=forward + self.kept_input,
+                backward=backward + self.branch_gradient,
             )
             if shape.dropout:
                 yield LayerTensor(
@@ -567,7 +568,7 @@ class LayerWalk:
         compute = self.compute
         heads, kv_heads = self.shape.heads // compute.tp, compute.kv_heads(self.shape)
         if compute.cp > 1 and compute.context == "ulysses":
-            heads, kv_heads = heads // compute.cp, max(kv_heads // compute.cp, 1)
+            heads, kv_heads = max(heads // compute.cp, 1), max(kv_heads // compute.cp, 1)
         rounds = compute.cp > 1 and compute.context == "ring"  # where queries see whole blocks of keys
         largest = 0
         for start in range(0, length, _TILE):
@@ -581,13 +582,13 @@ class LayerWalk:
     def cross_attention(self) -> Iterator[LayerTensor]:
         """Attention to the encoder's output, which is kept once for all blocks of a stage."""
         shape, compute, encoder = self.shape, self.compute, self.compute.of_memory
-        e, tokens, r, beside = compute.element, compute.tokens, self.residual, self.memory_gradient
+        e, tokens, r, pending = compute.element, compute.tokens, self.residual, self.memory_gradient
         q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
         heads, length = shape.heads // compute.tp, encoder.tokens // compute.batch
         scores, keys_and_values = e * heads * tokens * length, 2 * e * encoder.tokens * kv
         product = self.weight * shape.hidden * shape.attention_width // compute.tp
         column = 2 * self.memory_gathered + self.memory if self.memory_gathered else self.memory
-        gradients = r + self.q + keys_and_values + beside
+        gradients = r + self.q + keys_and_values + pending
         yield LayerTensor(
             "cross.q input",
             *self.stream(e),
@@ -600,7 +601,7 @@ class LayerWalk:
             "cross.kv input",
             0,
             "0",
-            backward=r + keys_and_values + column + beside,
+            backward=r + keys_and_values + column + pending,
             product=self.weight * shape.hidden * 2 * kv,
             held_until_w=keys_and_values,
             regathered=self.memory_gathered,
@@ -613,7 +614,7 @@ class LayerWalk:
                     "cross.core probabilities",
                     *self.sized(e, heads * tokens * length, "asmb"),
                     forward=(4 if self.halves else 2) * scores + 2 * self.q + self.kept_input,
-                    backward=3 * scores + r + beside,
+                    backward=3 * scores + r + pending,
                 )
                 if shape.dropout:
                     mask = self.sized(1, heads * tokens * length, "asmb")
@@ -631,7 +632,7 @@ class LayerWalk:
             "cross.proj input",
             *self.sized(e, tokens * q, "sbad"),
             forward=self.output + self.kept_input,
-            backward=2 * r + self.q + self.gathered + beside,
+            backward=2 * r + self.q + self.gathered + pending,
             product=product,
             held_until_w=self.gathered or r,
             is_residual=self.gives_residual_gradient,
@@ -643,27 +644,27 @@ class LayerWalk:
 
     def mlp(self) -> Iterator[LayerTensor]:
         """A dense MLP."""
-        shape, compute, inner, beside = self.shape, self.compute, self.inner, self.branch_gradient
+        shape, compute, inner, pending = self.shape, self.compute, self.inner, self.branch_gradient
         alive = 3 * self.kept_input  # and the sum after attention, and attention's output
         product = self.weight * shape.hidden * shape.ffn // compute.tp
         yield LayerTensor(
             f"mlp.{self.first} input",
             *self.stream(compute.element),
-            backward=self.wide + self.column + beside,
+            backward=self.wide + self.column + pending,
             product=self.weight * shape.hidden * (2 if shape.gated else 1) * shape.ffn // compute.tp,
             held_until_w=self.wide,
             regathered=self.gathered,
         )
         output, activated, down = self.inner_tensors("mlp", compute.tokens, shape.ffn, compute.tp, "sbf")
         if output is not None:
-            yield replace(output, forward=self.gathered + alive, backward=self.wide + inner + beside)
+            yield replace(output, forward=self.gathered + alive, backward=self.wide + inner + pending)
         if activated is not None:
-            yield replace(activated, backward=3 * inner + beside)
-        made = inner + self.residual if shape.mlp == "swiglu_clamped" else inner * (shape.mlp == "relu")
+            yield replace(activated, backward=3 * inner + pending)
+        activation = inner + self.residual if shape.mlp == "swiglu_clamped" else inner * (shape.mlp == "relu")
         yield replace(
             down,
-            forward=max(self.output, made) + alive,
-            backward=inner + self.dropped + self.gathered + beside,
+            forward=max(self.output, activation) + alive,
+            backward=inner + self.dropped + self.gathered + pending,
             product=product,
             held_until_w=self.gathered or self.residual,
             is_residual=self.gives_residual_gradient,

@@ -24,7 +24,7 @@ from stretto.planner.counts.traffic import (
 from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
-from stretto.planner.time.kernels import KernelTimes, kernel_times_of, kernels_back
+from stretto.planner.time.kernels import KernelTimes, kernel_times, kernels_back
 
 _COUNTED = 0.5  # share of a forward's launches that follow the counts of tokens
 # more in a recomputed forward: the states of random numbers are saved, set back, and set again
@@ -82,7 +82,7 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is that of `job.chain`."""
     software = software or SoftwareAssumptions()
-    work = kernel_times_of(
+    work = kernel_times(
         shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software
     )
     talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in TRAFFIC[kind](shape, compute)]

@@ -21,7 +21,7 @@ from stretto.planner.machines.device import Device, Precision
 from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import DataTime
-from stretto.planner.time.kernels import kernel_times_of
+from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.layer import TRAFFIC
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
@@ -214,7 +214,7 @@ def layer_seconds(
     """
     chain_layer = layer_of(job.shape, layer)
     kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).at(chain_layer), recompute=mode)
-    work = kernel_times_of(
+    work = kernel_times(
         shape=chain_layer.shape,
         kind=kind,
         compute=compute,

@@ -71,15 +71,7 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> HostOverhead
     compute = ComputeConfig(batch=1, sequence=_SEQUENCE, element=4)
 
     def kernels(kind: str) -> float:
-        work = kernel_times(
-            shape=shape,
-            kind=kind,
-            compute=compute,
-            device=device,
-            precision="fp32",
-            causal=True,
-            attention=1.0,
-        )
+        work = kernel_times(shape, kind, compute, device, "fp32")
         return work.forward + work.back + work.weight
 
     microbatch = each[few] - few * block - kernels("embed") - kernels("head")
