@@ -35,6 +35,17 @@ class Message:
     overlaps: bool = False
 
 
+def layer_traffic(
+    kind: str, shape: ModelShape, compute: ComputeConfig, cp_index: int | None = None
+) -> tuple[Message, ...]:
+    """Return the messages of a layer: `kind` is that of `job.chain`. Between an encoder and its decoder they
+    are those of the embedding of the decoder's tokens.
+    """
+    if kind == "block":
+        return block_traffic(shape, compute, cp_index)
+    return head_traffic(shape, compute) if kind == "head" else embedding_traffic(shape, compute)
+
+
 def block_traffic(
     shape: ModelShape, compute: ComputeConfig, cp_index: int | None = None
 ) -> tuple[Message, ...]:
@@ -71,11 +82,6 @@ def embedding_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Messag
         Message(axis="tp", kind="reduce-scatter", size=size, phase="F"),
         Message(axis="tp", kind="all-gather", size=size, phase="I"),
     )
-
-
-def between_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:
-    """Traffic of the layer between an encoder and its decoder: of the embedding of the decoder's tokens."""
-    return embedding_traffic(shape, compute)
 
 
 def head_traffic(shape: ModelShape, compute: ComputeConfig) -> tuple[Message, ...]:

@@ -55,7 +55,9 @@ class CutSearch:
 
     def offer(self, cut: Cut) -> bool:
         """Evaluate a cut; return True if it is better than all before."""
-        if cut in self._offered or not self._may_be_better(cut):
+        if cut in self._offered or any(row.of(cut) > limit for row, limit in self.limits):
+            return False
+        if self.best < inf and any(row.of(cut) >= self.best * _CLOSE for row in self.rows):
             return False
         self._offered.add(cut)
         value, row = self.value(cut)
@@ -65,11 +67,6 @@ class CutSearch:
             return False
         self.best, self.cut = value, cut
         return True
-
-    def _may_be_better(self, cut: Cut) -> bool:
-        return all(row.of(cut) <= limit for row, limit in self.limits) and (
-            self.best == inf or all(row.of(cut) < self.best * _CLOSE for row in self.rows)
-        )
 
     def descend(self) -> None:
         """Move boundaries, alone and neighbours together, as long as that helps."""
@@ -190,20 +187,20 @@ class Partition:
     def timeline(self) -> Timeline:
         """The step replayed."""
         profile = self.profile.layers
+        times = list[tuple[float, float, float]]()
+        for stage in self.stages:
+            layers = [profile[layer] for layer in stage]
+            back, weight = (sum(layer.halves[half] for layer in layers) for half in range(2))
+            times.append((sum(layer.forward for layer in layers), back, weight))
         return simulate(
             self.program,
             Costs(
-                per_stage=[self._time(stage) for stage in self.stages],
+                per_stage=times,
                 hop=self.hop,
                 message_bytes=[profile[stage.stop - 1].output for stage in self.stages[:-1]],
                 bandwidth=self.bandwidth,
             ),
         )
-
-    def _time(self, stage: range) -> tuple[float, float, float]:
-        layers = [self.profile.layers[at] for at in stage]
-        back, weight = (sum(layer.halves[half] for layer in layers) for half in range(2))
-        return sum(layer.forward for layer in layers), back, weight
 
 
 def partition(
@@ -238,9 +235,24 @@ def partition(
             f"{layers} layers over {depth} stages", hint=f"use at most {layers} stages, or split layers"
         )
     sums = StageSums(profile, program, states, hop, bandwidth)
-    starts = _starts(profile, depth) | {name: marks(stages) for name, stages in (others or {}).items()}
+    # cuts that ignore the schedule
+    costs = {
+        "layers": [1.0] * layers,
+        "parameters": [1.0 + layer.parameters for layer in profile.layers],
+        "work": [layer.forward + layer.backward for layer in profile.layers],
+    }
+    starts = {name: marks(even_cut(weights, depth)) for name, weights in costs.items()}
+    starts |= {name: marks(stages) for name, stages in (others or {}).items()}
+
+    def value(cut: Cut) -> tuple[float, Callable[[], Row] | None]:
+        """The time of a cut, inf if it is not allowed, and its critical path."""
+        if not _shared_in_one_stage(sums, cut) or (memory is not None and max(sums.memory(cut)) > memory):
+            return inf, None
+        seconds, counts = sums.replay(cut)
+        return seconds, lambda: sums.chain(counts)
+
     limits: list[tuple[Row, float]] = []
-    fitting, value = None, _timed(sums, memory)
+    fitting = None
     if memory is not None:
         fitting = _least_memory(sums, starts.values(), memory, budget)
         limits = [(row, memory) for rank in range(program.ranks) for row in sums.memory_rows(rank)]
@@ -252,7 +264,11 @@ def partition(
     search.descend()
     search.prove()
     if search.cut is None:
-        raise _no_cut(sums)
+        raise StrettoError(
+            f"schedule {program.name} updates each stage separately, and no cut was found that keeps layers "
+            "with shared weights in one stage",
+            hint="untie them, or use a schedule that updates at the end, such as 1f1b",
+        )
     return Partition(
         profile=profile,
         program=program,
@@ -267,17 +283,6 @@ def partition(
     )
 
 
-def _starts(profile: ModelProfile, depth: int) -> dict[str, Cut]:
-    """Cuts that ignore the schedule."""
-    layers = profile.layers
-    costs = {
-        "layers": [1.0] * len(layers),
-        "parameters": [1.0 + layer.parameters for layer in layers],
-        "work": [layer.forward + layer.backward for layer in layers],
-    }
-    return {name: marks(even_cut(weights, depth)) for name, weights in costs.items()}
-
-
 def _stages(cut: Cut) -> tuple[range, ...]:
     return tuple(range(i, j) for i, j in pairwise(cut))
 
@@ -285,18 +290,6 @@ def _stages(cut: Cut) -> tuple[range, ...]:
 def marks(stages: Sequence[range]) -> Cut:
     """The first layer of each stage, and the number of layers."""
     return (*(stage.start for stage in stages), stages[-1].stop)
-
-
-def _timed(sums: StageSums, memory: float | None) -> Callable[[Cut], tuple[float, Callable[[], Row] | None]]:
-    """A function from a cut to its time, inf if it is not allowed, and its critical path."""
-
-    def value(cut: Cut) -> tuple[float, Callable[[], Row] | None]:
-        if not _shared_in_one_stage(sums, cut) or (memory is not None and max(sums.memory(cut)) > memory):
-            return inf, None
-        seconds, counts = sums.replay(cut)
-        return seconds, lambda: sums.chain(counts)
-
-    return value
 
 
 def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
@@ -336,11 +329,3 @@ def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget:
             hint=f"smaller microbatches, shorter samples, more ranks, or {1.01 * needs:.3g} GiB",
         )
     return search.cut
-
-
-def _no_cut(sums: StageSums) -> StrettoError:
-    return StrettoError(
-        f"schedule {sums.program.name} updates each stage separately, and no cut was found that keeps layers "
-        "with shared weights in one stage",
-        hint="untie them, or use a schedule that updates at the end, such as 1f1b",
-    )

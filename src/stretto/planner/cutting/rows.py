@@ -230,15 +230,15 @@ class StageSums:
         return total
 
     def _activations(self, cut: Cut, counts: Counts) -> float:
-        return sum(count * self._of(cut, s, kind) for (s, kind), count in counts.items())
-
-    def _of(self, cut: Cut, s: int, kind: ActionKind) -> float:
-        i, j = cut[s], cut[s + 1]
-        return (
-            self.entering[i]
-            if kind is ActionKind.RECOMPUTE
-            else self.cumulative_activations[j] - self.cumulative_activations[i] + self.extra[i]
-        )
+        total = 0.0
+        for (s, kind), count in counts.items():
+            i, j = cut[s], cut[s + 1]
+            if kind is ActionKind.RECOMPUTE:
+                total += count * self.entering[i]
+            else:
+                sums = self.cumulative_activations
+                total += count * (sums[j] - sums[i] + self.extra[i])
+        return total
 
     def memory_rows(self, rank: int) -> list[Row]:
         """What the rank holds at each point where it may be fullest; never above `memory`."""
@@ -291,12 +291,12 @@ def _held_microbatches(program: Program, rank: int) -> list[Counts]:
         if not program.trains:
             in_flight.clear()
     counts = [dict(point) for point in points]
+
+    def dominates(larger: Counts, smaller: Counts) -> bool:
+        return all(larger.get(key, 0) >= count for key, count in smaller.items())
+
     return [
         point
         for point in counts
-        if not any(_dominates(other, point) for other in counts if other is not point)
+        if not any(dominates(other, point) for other in counts if other is not point)
     ]
-
-
-def _dominates(larger: Counts, smaller: Counts) -> bool:
-    return all(larger.get(key, 0) >= count for key, count in smaller.items())

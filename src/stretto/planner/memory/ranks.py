@@ -114,17 +114,17 @@ class RankMemory:
     """
 
     rank: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    ends: int
-    messages: int
-    transient: int
-    versions: int
-    batch: int
-    between_actions: int
-    at: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    ends: int = 0
+    messages: int = 0
+    transient: int = 0
+    versions: int = 0
+    batch: int = 0
+    between_actions: int = 0
+    at: str = "the step"
     masters: int = 0
     saving: int = 0
     host: int = 0

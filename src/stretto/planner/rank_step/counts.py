@@ -22,15 +22,12 @@ from stretto.job.lora import is_adapter
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import axes_of
 from stretto.planner.counts.compute import ComputeConfig
-from stretto.planner.counts.rank_parameters import Shares, layer_parameters
+from stretto.planner.counts.rank_parameters import Parameter, Shares, layer_parameters
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import (
     Message,
-    between_traffic,
-    block_traffic,
-    embedding_traffic,
-    head_traffic,
     into_columns,
+    layer_traffic,
     loss_traffic,
     out_of_rows,
     output_traffic,
@@ -191,7 +188,6 @@ _OVER = {
     "tp": "cp-dp",
     "expert_tp-ep": "expert_dp",
 }  # axes of the ranks with the same part of tensors split so
-_TRAFFIC = {"embed": embedding_traffic, "between": between_traffic, "head": head_traffic}
 
 
 @dataclass(frozen=True)
@@ -348,11 +344,9 @@ class _Counting:
         kind, block = chain_layer.kind, chain_layer.shape
         compute = compute.at(chain_layer)
         flops = layer_flops(block, kind, compute, self.coordinates["cp"])
-        if kind == "block":  # an input that came from another stage is kept whole
-            sharded = compute.shard_inputs and not received
-            traffic = block_traffic(block, replace(compute, shard_inputs=sharded), self.coordinates["cp"])
-        else:
-            traffic = _TRAFFIC[kind](block, compute)
+        # an input that came from another stage is kept whole
+        sharded = replace(compute, shard_inputs=compute.shard_inputs and not received)
+        traffic = layer_traffic(kind, block, sharded, self.coordinates["cp"])
         trained = self.memory.state_config.trained
         # frozen parameters of experts and of latent attention count as trained
         if not (trained.everything or block.moe or block.latent):
@@ -566,6 +560,24 @@ class _Counting:
 _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input features
 
 
+def _matrices(
+    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
+) -> Iterator[tuple[Parameter, bool, bool]]:
+    """The matrices of a layer's linears and adapters in order, each with whether something before its module
+    is trained, and whether it is trained itself.
+    """
+    reached, inside, module = upstream, False, ""
+    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
+        name = parameter.name
+        base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
+        if base != module:
+            reached, inside, module = reached or inside, False, base
+        update = trained(name)
+        inside = inside or update
+        if len(parameter.plain) == 2 and not name.endswith("pos.weight"):
+            yield parameter, reached, update
+
+
 def frozen_flops(
     shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
 ) -> tuple[int, int]:
@@ -578,19 +590,7 @@ def frozen_flops(
         upstream: something before this layer is trained.
     """
     forward = backward = 0
-    reached, inside = upstream, False
-    module = ""
-    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
-        base = parameter.name.partition(".lora.")[0].rpartition(".")[0]
-        if is_adapter(parameter.name):
-            base = parameter.name.partition(".lora.")[0]
-        if base != module:
-            reached, inside = reached or inside, False
-            module = base
-        update = trained(parameter.name)
-        inside = inside or update
-        if len(parameter.plain) != 2 or parameter.name.endswith("pos.weight"):
-            continue
+    for parameter, reached, update in _matrices(shape, layer, compute, trained, upstream):
         # a factor that every rank has whole sees a rank's own tokens only
         replicated = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
         flops = 2 * (compute.shard if replicated else compute.tokens) * parameter.elements
@@ -654,19 +654,8 @@ def _frozen_linears(
     shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
 ) -> Iterator[Message]:
     """Messages of the linears and their adapters, in order."""
-    reached, inside = upstream, False
-    module = ""
-    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
-        name = parameter.name
-        base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
-        if base != module:
-            reached, inside = reached or inside, False
-            module = base
-        update = trained(name)
-        inside = inside or update
-        if len(parameter.plain) != 2 or name.endswith("pos.weight"):
-            continue
-        rows, columns = parameter.plain
+    for parameter, reached, update in _matrices(shape, layer, compute, trained, upstream):
+        name, (rows, columns) = parameter.name, parameter.plain
         if not is_adapter(name):
             flow = into_columns(compute, columns) if is_column(name) else out_of_rows(compute, rows)
             needed = reached

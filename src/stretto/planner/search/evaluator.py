@@ -18,7 +18,7 @@ from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.memory_bounds import filling_microbatches
-from stretto.planner.search.space import depth_of, small_program
+from stretto.planner.search.space import depth_of, existing_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import step_time
@@ -145,8 +145,7 @@ class CandidateEvaluator:
             modes = None
         else:  # of each stage, only the first blocks
             partial: list[Mode] = ["none"] * block_count(task.shape)
-            program = small_program(candidate.schedule, job.layout.pp)
-            assert program is not None
+            program = existing_program(candidate.schedule, job.layout.pp)
             for stage in task.stages(program.depth):
                 for layer in blocks_among(task.shape, stage)[: job.recompute.blocks]:
                     partial[layer_of(task.shape, layer).block or 0] = "full"

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from stretto.errors import StrettoError
-from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
+from stretto.job.chain import is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.finetune import TrainedParameters
 from stretto.job.flops import Recompute as Mode
@@ -30,7 +30,7 @@ from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_memory
-from stretto.planner.search.space import small_program
+from stretto.planner.search.space import existing_program, first_blocks
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
@@ -143,21 +143,8 @@ class MemoryBound:
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
         """How the bound fits the device: if even this does not fit, no such candidate does."""
-        nothing = RankMemory(
-            rank=0,
-            weights=self.states,
-            gradients=0,
-            optimizer=0,
-            activations=self.activations,
-            ends=0,
-            messages=0,
-            transient=0,
-            versions=0,
-            batch=0,
-            between_actions=0,
-            at="the step",
-        )
-        return fit([nothing], device, reserve)
+        least = RankMemory(rank=0, weights=self.states, activations=self.activations)
+        return fit([least], device, reserve)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +185,7 @@ class MemoryBounds:
     def __init__(self, task: SearchTask) -> None:
         self.task = task
         # the first layer of each kind of block
-        self._kinds = tuple(_first_of_kind(task.shape, kind) for kind, _ in block_kinds(task.shape))
+        self._kinds = first_blocks(task.shape)
         self.ends = non_blocks_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
@@ -293,8 +280,7 @@ class MemoryBounds:
         microbatches = filling_microbatches(choice, layout.pp, microbatches)
         key = choice, layout.pp, microbatches
         if key not in self._ranks:
-            program = small_program(choice, layout.pp)
-            assert program is not None
+            program = existing_program(choice, layout.pp)
             stages, head = task.stages(program.depth), task.shape.chain - 1
             full = peak_states(choice, layout.pp, microbatches)
             ranks = list[_Rank]()
@@ -403,15 +389,11 @@ def _elements_of(
     ends = {layer for stage in stages for layer in non_blocks_among(shape, stage)}
     total = stage_elements(shape, tuple(sorted(ends)), shares, trained)
     for stage in stages:
-        for (kind, _), count in zip(block_kinds(shape), kind_counts(shape, stage), strict=True):
+        for first, count in zip(first_blocks(shape), kind_counts(shape, stage), strict=True):
             if count:
-                each = stage_elements(shape, (_first_of_kind(shape, kind),), shares, trained)
+                each = stage_elements(shape, (first,), shares, trained)
                 total = sum([each] * count, total)
     return total
-
-
-def _first_of_kind(shape: ModelShape, kind: ModelShape) -> int:
-    return next(at for at in range(shape.chain) if is_block(shape, at) and layer_of(shape, at).shape == kind)
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:

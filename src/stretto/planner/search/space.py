@@ -16,9 +16,11 @@ from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.job.attention import ContextKind
+from stretto.job.chain import block_kinds, is_block, layer_of
 from stretto.job.data_parallel import DataParallelSettings, Mode
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
+from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
@@ -333,6 +335,23 @@ def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Pro
         return schedule(choice.name, pp, microbatches, **options)
     except StrettoError:
         return None
+
+
+def existing_program(choice: ScheduleChoice, pp: int) -> Program:
+    """The small program of a schedule that exists for these ranks."""
+    program = small_program(choice, pp)
+    assert program is not None
+    return program
+
+
+@lru_cache(maxsize=64)
+def first_blocks(shape: ModelShape) -> tuple[int, ...]:
+    """The first layer of each kind of block."""
+    blocks = [layer for layer in range(shape.chain) if is_block(shape, layer)]
+    return tuple(
+        next(layer for layer in blocks if layer_of(shape, layer).shape == kind)
+        for kind, _ in block_kinds(shape)
+    )
 
 
 def depth_of(choice: ScheduleChoice, pp: int) -> int:

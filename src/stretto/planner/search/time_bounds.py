@@ -26,7 +26,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.search.space import small_program
+from stretto.planner.search.space import existing_program, first_blocks, small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import layer_time
@@ -77,8 +77,7 @@ def rank_layers(
     """The layers of the first, the middle and the last rank, and of the one with the most blocks; without
     duplicates.
     """
-    program = small_program(choice, pp)
-    assert program is not None
+    program = existing_program(choice, pp)
     counts = [kind_counts(shape, stage) for stage in stages]
     ends = non_blocks_among(shape, range(shape.chain))
     distinct = dict[RankLayers, None]()
@@ -136,7 +135,7 @@ class _RankStages(NamedTuple):
     data: tuple[DataTime, ...]
 
 
-_USUAL_TOKENS = 8192  # of a microbatch
+_TYPICAL_TOKENS = 8192  # of a microbatch
 
 
 @dataclass(frozen=True)
@@ -166,14 +165,7 @@ class TimeBounds:
 
     def __init__(self, task: SearchTask) -> None:
         self.task = task
-        self._kinds = tuple(
-            next(
-                at
-                for at in range(task.shape.chain)
-                if layer_of(task.shape, at).shape == kind and is_block(task.shape, at)
-            )
-            for kind, _ in block_kinds(task.shape)
-        )
+        self._kinds = first_blocks(task.shape)
         self._ends = non_blocks_among(task.shape, range(task.shape.chain))
         self._all = tuple(count for _, count in block_kinds(task.shape))
         self._sized = dict[int, Cluster]()
@@ -261,7 +253,7 @@ class TimeBounds:
         """
         each = self.task.global_batch // layout.dp or 1
         tokens = self.task.sequence // layout.cp
-        micro = max(n for n in (1, 2, 4, 8) if n == 1 or (each % n == 0 and n * tokens <= _USUAL_TOKENS))
+        micro = max(n for n in (1, 2, 4, 8) if n == 1 or (each % n == 0 and n * tokens <= _TYPICAL_TOKENS))
         typical = Parallelism(
             layout=layout,
             expert_tp=expert_tp,
@@ -288,7 +280,7 @@ class TimeBounds:
 
     def _schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         layout, shape = parallelism.layout, self.task.shape
-        program = _program(choice, layout.pp)
+        program = existing_program(choice, layout.pp)
         stages = self.task.stages(program.depth)
         backwards = _backwards(choice, layout.pp)
         layers = self.layers(parallelism, "none", backwards)
@@ -346,7 +338,7 @@ class TimeBounds:
         key = parallelism, choice, candidate.saving.recompute.mode
         if key not in self._stages:
             self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in ranks]
-        count, odd = divmod(self._microbatches(parallelism), _program(choice, layout.pp).copies)
+        count, odd = divmod(self._microbatches(parallelism), existing_program(choice, layout.pp).copies)
         layers = self.layers(parallelism, "none", _backwards(choice, layout.pp))
         for rank, stages in zip(ranks, self._stages[key], strict=True):
             reduces = [time.reduce for time in rank.data]
@@ -407,7 +399,7 @@ class TimeBounds:
         layout = candidate.parallelism.layout
         key = layout, candidate.schedule, job.dp
         if key not in self._data:
-            program, cluster = _program(candidate.schedule, layout.pp), self.cluster(layout.world)
+            program, cluster = existing_program(candidate.schedule, layout.pp), self.cluster(layout.world)
             cut = self.task.stages(program.depth)
             ranks = list[_RankStages]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
@@ -433,9 +425,3 @@ def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 def _round_trip(layer: LayerSeconds) -> float:
     return layer.forward + layer.back
-
-
-def _program(choice: ScheduleChoice, pp: int) -> Program:
-    program = small_program(choice, pp)
-    assert program is not None
-    return program

@@ -13,14 +13,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import SoftwareAssumptions
 from stretto.planner.counts.compute import ComputeConfig
-from stretto.planner.counts.traffic import (
-    Message,
-    Phase,
-    between_traffic,
-    block_traffic,
-    embedding_traffic,
-    head_traffic,
-)
+from stretto.planner.counts.traffic import Message, Phase, layer_traffic
 from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
@@ -41,12 +34,6 @@ _AXES = {
     "expert_tp": "expert",
     "expert_tp-ep": "expert",
     "tp-cp": "expert",
-}
-TRAFFIC = {
-    "embed": embedding_traffic,
-    "block": block_traffic,
-    "between": between_traffic,
-    "head": head_traffic,
 }
 
 
@@ -85,7 +72,7 @@ def layer_time(
     work = kernel_times(
         shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software
     )
-    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in TRAFFIC[kind](shape, compute)]
+    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in layer_traffic(kind, shape, compute)]
     again = _again(work, shape, kind, compute)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
     blocking = software.blocking if compute.tp > 1 else 0.0

@@ -15,14 +15,13 @@ from stretto.job.flops import Recompute
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.compute import ComputeConfig
-from stretto.planner.counts.traffic import Message, block_traffic
+from stretto.planner.counts.traffic import Message, block_traffic, layer_traffic
 from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import DataTime
 from stretto.planner.time.kernels import kernel_times
-from stretto.planner.time.layer import TRAFFIC
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
 
@@ -228,7 +227,7 @@ def layer_seconds(
         host_code *= 1 + _FORWARD  # the forward is repeated
     if compute.cp > 1 and compute.context == "ring":
         host_code *= 1 + _ROUND * compute.cp
-    talk = sum(_seconds(m, job, cluster) for m in TRAFFIC[kind](chain_layer.shape, compute))
+    talk = sum(_seconds(m, job, cluster) for m in layer_traffic(kind, chain_layer.shape, compute))
     if kind == "block" and compute.cp > 1:  # ranks do not send equally much
         each = [block_traffic(chain_layer.shape, compute, index) for index in range(compute.cp)]
         talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / compute.cp

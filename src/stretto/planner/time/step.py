@@ -20,7 +20,7 @@ from stretto.planner.memory.ranks import largest_message
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import exposed_seconds, layer_time
 from stretto.planner.time.shared_cores import SharedStep, beside_kernels, shared_step
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
 from stretto.program.replay.timeline import Timeline
@@ -230,26 +230,16 @@ def stage_time(
         if unsplit:
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
-    if data is not None:
-        _add_exposed(job, assumptions, (forward, back, weight), data, each)
+    if data is not None:  # what waits for weights gathered by layers, and gradients of each microbatch
+        slowdown = assumptions.software.slowdown
+        gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
+        if gather:
+            computation = sum(forward.values()) if assumptions.overlap else 0.0
+            forward["data"] += exposed_seconds(gather, computation, slowdown)
+        if gather or each:
+            busy = sum(back.values()) + sum(weight.values()) if assumptions.overlap else 0.0
+            back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
     return StageTime(*(dict(parts) for parts in phases))
-
-
-def _add_exposed(
-    job: Job, assumptions: Assumptions, times: Sequence[dict[str, float]], data: DataTime, each: bool
-) -> None:
-    """Add what a microbatch waits for where gradients are reduced with each, or weights
-    gathered by layers.
-    """
-    forward, back, weight = times
-    slowdown = assumptions.software.slowdown
-    gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
-    if gather:
-        computation = sum(forward.values()) if assumptions.overlap else 0.0
-        forward["data"] += exposed_seconds(gather, computation, slowdown)
-    if gather or each:
-        busy = sum(back.values()) + sum(weight.values()) if assumptions.overlap else 0.0
-        back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
 
 
 def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
@@ -338,18 +328,28 @@ def _on_shared_cores(
     replay = shared.compute
     busiest = max(range(program.ranks), key=lambda rank: replay.busy(program.orders[rank]))
     order = program.orders[busiest]
-    forward, backward = (
+
+    def scaled(phase: Mapping[str, float], *kinds: ActionKind) -> dict[str, float]:
         # time of reductions and gathers on the cores is in `shared.data`
-        _scaled({name: taken for name, taken in phase.items() if name != "data"}, replay.busy(order, kinds))
-        for phase, kinds in zip(_phases(program, busiest, times), (_FORWARD, _BACKWARD), strict=True)
-    )
+        parts = {name: taken for name, taken in phase.items() if name != "data"}
+        total, seconds = sum(parts.values()), replay.busy(order, kinds)
+        return {name: seconds * taken / total for name, taken in parts.items()}
+
+    phases = _phases(program, busiest, times)
+    forward = scaled(phases[0], ActionKind.F)
+    backward = scaled(phases[1], ActionKind.B, ActionKind.I, ActionKind.W)
     shares = _total((forward, backward))
     shares |= {
         "data": shared.data,
         "optimiser": shared.update,
         "bubble": replay.makespan - replay.busy(order),
     }
-    spans = [_placed(order, replay.spans) for order in program.orders]
+    spans = list[list[tuple[float, float]]]()
+    for order_of_rank in program.orders:
+        spans.append([])
+        for action in order_of_rank:  # one without a span takes no time when the one before it ends
+            last = spans[-1][-1][1] if spans[-1] else 0.0
+            spans[-1].append(replay.spans.get(action, (last, last)))
     timeline = replace(
         line,
         starts=tuple([start for start, _ in each] for each in spans),
@@ -360,26 +360,6 @@ def _on_shared_cores(
     return StepTime(
         seconds=shared.seconds, parts=shares, forward=forward, backward=backward, timeline=timeline
     )
-
-
-_FORWARD, _BACKWARD = (ActionKind.F,), (ActionKind.B, ActionKind.I, ActionKind.W)
-
-
-def _scaled(parts: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """The parts in proportion, so that they add up to `seconds`."""
-    total = sum(parts.values())
-    return {name: seconds * taken / total for name, taken in parts.items()}
-
-
-def _placed(
-    order: Sequence[Action], spans: Mapping[Action, tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Start and end of each action; one without a span takes no time when the one before it ends."""
-    placed = list[tuple[float, float]]()
-    for action in order:
-        last = placed[-1][1] if placed else 0.0
-        placed.append(spans.get(action, (last, last)))
-    return placed
 
 
 def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
