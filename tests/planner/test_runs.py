@@ -282,7 +282,7 @@ def test_an_empty_zero_shards_as_much_as_fits() -> None:
         ({"zero": "7"}, "zero is '7', allowed: 0, 1, 2, 3"),
         ({"flops_counted": "both"}, "allowed: model, hardware"),
         ({"tensor": "8"}, "no column 'tensor'"),
-        ({"micro": "1"}, "micro_batch is there under two names"),
+        ({"micro": "1"}, "micro_batch is given under two names"),
         ({"vp": "3"}, "no column 'vp'"),
         ({"offload": "sometimes"}, "allowed: none, optimizer, parameters, both"),
         ({"network": "the lab's"}, "names no kind and no speed"),

@@ -88,7 +88,7 @@ def memory(
 def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None) -> CommandReport:
     """The memory of every rank, beside what was measured."""
     from stretto.planner.counts.published_activations import published_formula
-    from stretto.planner.memory.alternatives import advice
+    from stretto.planner.memory.alternatives import memory_suggestions
     from stretto.planner.memory.layer import layer_saved, total
     from stretto.planner.memory.ranks import rank_memory
 
@@ -99,7 +99,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
     compute = replace(predicted.compute, recompute=recompute)
     saved = layer_saved("block", predicted.shape, compute)
     published = published_formula(predicted.shape, compute)
-    settings = advice(predicted)
+    settings = memory_suggestions(predicted)
     compared = [_measured_record(rank, ranks[rank.pipeline]) for rank in measured or ()]
 
     report = CommandReport(

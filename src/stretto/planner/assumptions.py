@@ -1,5 +1,5 @@
-"""How the software executes a job: launch overheads, kernel efficiency, overlap, and memory beside
-tensors.
+"""How the software executes a job: launch overheads, kernel efficiency, overlap, and memory that tensors
+do not take.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from stretto.planner.machines.reading import shipped
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareAssumptions:
-    """How software of a generation runs kernels and collectives: the cost of a step beside what model and
-    device explain.
+    """How software of a generation runs kernels and collectives: the cost of a step that model and device do
+    not explain.
 
     Attributes:
         host: seconds that the host takes to launch one kernel; shorter kernels wait for it.
-        action: seconds that the host takes for a stage's forward or backward beside its kernels.
-        blocking: share of the shorter of kernels and launches that adds to the longer where collectives over
-            tp split a layer: ranks wait for one another at each, so that no host runs far ahead.
+        action: seconds that the host takes for a stage's forward or backward in addition to its kernels.
+        blocking: share of the shorter of kernels and launches that adds to the longer if collectives over tp
+            split a layer: ranks wait for one another at each, so that no host runs far ahead.
         hidden: share of the backward's collectives over tp that overlap with products.
-        pipelined: share of the gathers and reduce-scatters over tp that run in parts, beside the parts of
-            their products (Transformer Engine's user buffers; Wang et al. 2023, "Overlap communication with
-            dependent computation via decomposition").
-        slowdown: factor on the time of computation beside communication; 1.0: none. Measured factors of
+        pipelined: share of the gathers and reduce-scatters over tp that run in parts, overlapped with the
+            parts of their products (Transformer Engine's user buffers; Wang et al. 2023, "Overlap
+            communication with dependent computation via decomposition").
+        slowdown: factor on the time of computation during communication, 1.0 for none. Measured factors of
             common kernels are 1.1 to 1.4 (docs/planning.md).
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
             A100, and on Hopper and later. On A100 FlashAttention 1 reaches half the speed of 2 (Dao 2023,
             section 4.1); on H100 FlashAttention 2 reaches half the speed of 3 (Shah et al. 2024, section
             4.1).
-        passes: bytes that norms, activations and rotations move over those of fused kernels, where the device
+        passes: bytes that norms, activations and rotations move over those of fused kernels, if the device
             was not measured. Unfused operations of PyTorch move several times as many (counted:
             RMSNorm 34 bytes an element for 4, rotation 20 for 4, SwiGLU 10 for 6).
-        softmax: one kernel does scale, mask and softmax where scores are stored.
+        softmax: one kernel does scale, mask and softmax of stored scores.
         loss: `passes` of the loss, whose fused kernels move 24 bytes a logit. Megatron's vocabulary-parallel
             loss of 2021 (megatron/mpu/cross_entropy.py) moves 52: a cast, a maximum, a difference, an
             exponential, a sum, a quotient, and two passes of the backward.
@@ -50,8 +50,8 @@ class SoftwareAssumptions:
             of their size; implementations of 2021 were far below it.
         alone, alone_hopper: time of a kernel within a step over its time alone, on devices up to A100, and on
             Hopper and later; clocks drop under sustained power and heat.
-        scattered: where every tp rank would send the same activation to the next stage, each sends a part,
-            and they are gathered there (Narayanan et al. 2021, section 4.1).
+        scattered: instead of the same activation, each tp rank sends a part of it to the next stage, where
+            the parts are gathered (Narayanan et al. 2021, section 4.1).
         causal: fused attention skips what is masked.
     """
 
@@ -110,13 +110,13 @@ def _today() -> SoftwareAssumptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """How the software executes a job: what times and memory depend on beside the job and the cluster.
+    """How the software executes a job: what times and memory depend on besides the job and the cluster.
 
     Attributes:
         overlap: reductions and gathers of data parallelism overlap with computation.
         blocking: a rank waits until what it sends to the next stage has arrived.
-        products: type of matrix products where training here has none such ("fp4"); None: the job's.
-        reserve: bytes that the process keeps beside tensors; None: the defaults of the device.
+        products: type of matrix products that Stretto itself cannot train in ("fp4"), or None for the job's.
+        reserve: bytes of the process besides tensors, or None for the defaults of the device.
         software: launch overheads, kernel efficiency and overlap.
     """
 

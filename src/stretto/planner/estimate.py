@@ -56,7 +56,7 @@ def interval(
     """The interval of a step with these seconds by part.
 
     Args:
-        scale: factor on all widths; None: the calibrated one.
+        scale: factor on all widths, or None for the calibrated one.
     """
     constants = _constants()
     factor: float = constants["scale"] if scale is None else scale
@@ -100,7 +100,7 @@ PARTS = (
     "tensor",  # collectives over tp; the next two: over cp, and for experts
     "context",
     "expert",
-    "bubble",  # the rank waits for other stages: for their work, and for messages on the way
+    "bubble",  # the rank waits for other stages: for their work, and for their messages
     "data",  # reductions and gathers that computation does not hide
     "optimiser",
     "offload",
@@ -193,7 +193,7 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def usual_dtype(device: Device) -> Dtype:
-    """The type of weights where none is given: float16 on devices before Ampere, which have no bfloat16."""
+    """The default type of weights: bfloat16, or float16 on devices before Ampere, which lack it."""
     return "float16" if "fp16" in device.tflops and "bf16" not in device.tflops else "bfloat16"
 
 

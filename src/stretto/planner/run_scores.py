@@ -81,11 +81,11 @@ def read_table(path: Path, column_name: Callable[[str], str] = column_name) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRow:
-    """A row of a table: its cells, the run that they describe, and the prediction or why there is none.
+    """A row of a table: its cells, the run that they describe, and the prediction or why none was made.
 
     Attributes:
-        number: of the row, from 1.
-        refused: the reason why there is no prediction.
+        number: index of the row, from 1.
+        refused: the reason why no prediction was made.
     """
 
     number: int
@@ -96,7 +96,7 @@ class PredictedRow:
 
     @property
     def name(self) -> str:
-        """Model and layout, for people."""
+        """Model and layout, for display."""
         model = self.cells.get("model", "")
         if self.run is None:
             return f"row {self.number}: {model}"
@@ -111,7 +111,7 @@ def predict_rows(
     memory: bool = True,
     start: int = 1,
 ) -> Iterator[PredictedRow]:
-    """Yield each row with its prediction, or with the reason why there is none.
+    """Yield each row with its prediction, or with the reason why none was made.
 
     Args:
         read: returns the run of a row, or raises StrettoError.
@@ -244,7 +244,7 @@ class MeasuredPoint:
     """One measured run with its prediction.
 
     Attributes:
-        name: the run, for people.
+        name: the run, for display.
         group: equal for layouts that are alternatives: same model, GPUs and batch.
         layout: equal for measurements of one layout.
         low, high: the predicted interval, or None without one.
@@ -273,7 +273,7 @@ class Scores:
         bias: mean error; above 0: times are predicted too long.
         worst: the largest error, with its sign, of the row `worst_row`.
         coverage: share of measured times inside the predicted interval, or None without intervals.
-        groups: number of groups with more than one layout, where a choice exists.
+        groups: number of groups with more than one layout, in which a choice exists.
         regret: the fraction by which the layout predicted best is slower than the one measured best, mean
             over groups. A layout's time is the mean of its measurements.
         regret_worst: the same in the worst group.

@@ -204,7 +204,7 @@ def read_cells(row: Mapping[str, str]) -> Cells:
             continue
         name = column_name(spelling)
         if name in values:
-            raise StrettoError(f"{name} is there under two names", hint=f"leave {spelling} out")
+            raise StrettoError(f"{name} is given under two names", hint=f"leave {spelling} out")
         values[name] = read_value(name, cell.strip())
     return Cells(values)
 
@@ -214,7 +214,7 @@ def read_cells(row: Mapping[str, str]) -> Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a row says about its run.
+    """The measurements in a row.
 
     Attributes:
         seconds: seconds of a step, or None if no column gives them.

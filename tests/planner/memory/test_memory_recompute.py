@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 from stretto.job.flops import attention_flops, block_flops
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
-from stretto.planner.memory.alternatives import advice
+from stretto.planner.memory.alternatives import memory_suggestions
 from stretto.planner.memory.job import GIB, block_modes, choose_modes
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
 from stretto.program import schedule
@@ -119,7 +119,7 @@ def test_auto_needs_a_budget() -> None:
 
 def test_advice_states_the_bytes_saved() -> None:
     made = block_modes(replace(job(), compute=replace(COMPUTE, tp=2)), "none")
-    saved = {one.setting: one.saved for one in advice(made)}
+    saved = {one.setting: one.saved for one in memory_suggestions(made)}
     now = max(totals(made))
     assert saved["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))
     assert set(saved) == {

@@ -1,10 +1,10 @@
-"""The tensors of one layer on one rank: what its backward needs, and what else is alive beside each of them.
+"""The tensors of one layer on one rank: what its backward needs, and what else is alive with each of them.
 
 The forward makes these tensors in their order, the backward consumes them in reverse. Counted is what
 autograd saves, each storage once, without parameters and without the batch itself. For GPT with explicit
 attention and dropout these are the terms of Korthikanti et al. 2022, section 4, who count 2 bytes an element
 and 1 byte a dropout mask, and neglect the statistics of norms (8 bytes a token in all, 1/h of an activation).
-Beside a tensor are outputs that have not been handed on, gradients of activations, and products of weight
+Alive with a tensor are outputs that have not been handed on, gradients of activations, and products of weight
 gradients before they are accumulated, as PyTorch runs the operators.
 
 Symbols in formulas: s tokens of a sample, b samples of a microbatch, h hidden size, a heads, k key heads, d
@@ -66,11 +66,11 @@ class LayerWalk:
     Attributes are bytes, of tensors that several operations see:
         residual, exact_residual: the residual stream of this rank's tokens; in the type that norms, routers
             and losses compute in.
-        gathered: the residual stream of all tp ranks' tokens where sequence parallelism gathers it, else 0.
+        gathered: the residual stream of all tp ranks' tokens if sequence parallelism gathers it, else 0.
         ordered: the same in the order of samples, which attention and loss need; one sample is in order.
         column: input gradient of a column-split linear before, during and after its reduce-scatter.
         q, kv, v, y: queries; keys or values as wide as keys; values; attention's output.
-        scores, softmax: probabilities, and what is beside them while they are made.
+        scores, softmax: probabilities, and the temporaries that make them.
         inner, wide: input of an MLP's second linear, output of its first.
     """
 
@@ -92,7 +92,7 @@ class LayerWalk:
         self.y = self.q * shape.value_dim // shape.head_dim
         self.wider = compute.statistic // e  # elements that norms, scores and losses compute in over these
         self.scores = e * (shape.heads // tp) * t * (t * compute.cp // compute.batch)
-        # beside the scores: scaled scores, and with 16 bits two tensors in float32
+        # scaled scores, and with 16 bits two tensors in float32
         self.softmax = (1 if compute.framework.fused_softmax else 4 if self.halves else 2) * self.scores
         # the random numbers of a sample's mask, of all heads; PyTorch's own dropout stores none
         self.draw = _RATE * shape.heads * (t * compute.cp // compute.batch) ** 2
@@ -106,12 +106,12 @@ class LayerWalk:
         # input in float32: those with a gain of 1 + weight (Gemma's)
         self.composed = shape.norm == "rms1p" and compute.framework == STRETTO
         self.keeps_input = not (self.composed and self.halves)  # a norm keeps its input, and not a copy of it
-        # where norms keep copies, the block's input lives as long as its forward, whatever norms keep
+        # if norms keep copies, the block's input lives as long as its forward, whatever norms keep
         self.kept_input = 0 if self.keeps_input else self.residual
-        # the gradients of attention's heads beside that of the residual stream
+        # gradients of attention's heads and of the residual stream
         self.head_gradients = self.residual + self.q + 2 * self.kv
-        # alive beside all of a block's backward: the gradient of the encoder's output, from the backward of
-        # the first cross-attention on; and where a branch has a norm at its end, a gradient of its own
+        # alive during all of a block's backward: the gradient of the encoder's output, from the backward of
+        # the first cross-attention on; and if a branch has a norm at its end, a gradient of its own
         self.memory_gradient = self.memory if shape.encoder_layers else 0
         self.branch_gradient = self.memory_gradient
         self.branch_gradient += self.residual if shape.block_norms == "sandwich" else 0
@@ -215,7 +215,7 @@ class LayerWalk:
         )
 
     def loss(self, columns: int) -> Iterator[LayerTensor]:
-        """What the loss of all logits at once keeps; its first tensor has its temporaries beside it."""
+        """What the loss of all logits at once keeps."""
         shape, compute, size = self.shape, self.compute, self.compute.statistic
         e, tokens = compute.element, compute.tokens
         logits, exact = e * tokens * columns, size * tokens * columns
@@ -240,7 +240,7 @@ class LayerWalk:
     def block(self) -> tuple[LayerTensor, ...]:
         """Attention and MLP, between them attention to an encoder, each with its norms."""
         shape, before = self.shape, self.kept_input
-        # beside norms is the block's input, and attention's output until the MLP's exists
+        # alive with norms: the block's input, and attention's output until the MLP's exists
         after = 3 * self.residual if before else self.residual
         branches = [("norm1", self.attention(), before, before + self.residual)]
         if shape.encoder_layers:
@@ -293,8 +293,8 @@ class LayerWalk:
         Args:
             symbols: of rows and width.
             viewed: elements of the tensor that the input is a view of; by default of the input itself.
-            forward, normalised, backward: bytes beside its statistics in the forward, and beside what was
-                normalised and its input in the backward.
+            forward: bytes alive with its statistics in the forward.
+            normalised, backward: bytes alive with what was normalised, and with its input, in the backward.
         """
         compute, exact = self.compute, self.compute.statistic
         rows = compute.shard if rows is None else rows
@@ -399,7 +399,7 @@ class LayerWalk:
             held_until_w=narrow + (0 if latent.q_rank else self.q),
             regathered=self.gathered if latent.q_rank is None else 0,
         )
-        # width of each vector, features beside it, features that it is projected to, and the gradients of
+        # width of each vector, further features, features that it is projected to, and the gradients of
         # keys, values and of the residual stream that are alive until those of queries are done
         features = heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
         vectors = [("kv", latent.kv_rank, latent.rope_dim, features, r + (r if latent.q_rank else self.q))]
@@ -453,7 +453,7 @@ class LayerWalk:
             yield from (tensor for tensor in tensors if tensor.bytes)
 
     def core(self) -> Iterator[LayerTensor]:
-        """What softmax(q k^T) v keeps beside its inputs."""
+        """What softmax(q k^T) v keeps in addition to its inputs."""
         shape, compute, size = self.shape, self.compute, self.compute.statistic
         e, tokens, gradients = compute.element, compute.tokens, self.head_gradients + self.branch_gradient
         heads, length = shape.heads // compute.tp, tokens // compute.batch
@@ -487,7 +487,7 @@ class LayerWalk:
                     backward=3 * self.scores + gradients,
                 )
             backward = (2 if compute.framework.fused_softmax else 3) * self.scores + self.residual
-            if shape.relative:  # beside: the product that heads are views of, and the bias of the scores
+            if shape.relative:  # with the product that heads are views of, and the bias of the scores
                 forward = self.scores + self.q + 2 * self.kv + self.scores // compute.batch
                 backward = 2 * self.scores + self.residual
                 if compute.stores_cross_scores(shape):  # written out
@@ -522,7 +522,7 @@ class LayerWalk:
             yield LayerTensor("attn.core output", *self.sized(e, tokens * q, "sbad"))
 
     def core_temporaries(self) -> tuple[int, int]:
-        """Bytes alive beside the statistics of attention that keeps no probabilities: in its forward the
+        """Bytes alive with the statistics of attention that keeps no probabilities: in its forward the
         product that heads are views of, and queries in another order; in its backward the gradients.
 
         Kernels for soft-capped scores, for values narrower than keys, and for windows on CPUs accumulate in
@@ -554,7 +554,7 @@ class LayerWalk:
             backward = copied + max(backward, scores * (5 * compute.statistic + 2 * halves))
         if special.sinks:
             backward = max(backward, 2 * wider * self.y)
-        if ring:  # one round's part beside the sum, keys and values on their way, and the gradients of these
+        if ring:  # one round's part and the sum, keys and values on their way, and the gradients of these
             moved = self.kv + self.v
             forward += y + moved
             # half of the queries see all keys of a later rank; nothing is rounded before all rounds are done
@@ -569,7 +569,7 @@ class LayerWalk:
         heads, kv_heads = self.shape.heads // compute.tp, compute.kv_heads(self.shape)
         if compute.cp > 1 and compute.context == "ulysses":
             heads, kv_heads = max(heads // compute.cp, 1), max(kv_heads // compute.cp, 1)
-        rounds = compute.cp > 1 and compute.context == "ring"  # where queries see whole blocks of keys
+        rounds = compute.cp > 1 and compute.context == "ring"  # whose queries see whole blocks of keys
         largest = 0
         for start in range(0, length, _TILE):
             queries = min(_TILE, length - start)
@@ -680,13 +680,13 @@ class LayerWalk:
     def inner_tensors(
         self, name: str, rows: int, width: int, ranks: int, symbols: str
     ) -> tuple[LayerTensor | None, LayerTensor | None, LayerTensor]:
-        """What an MLP keeps beside its input, for this many rows and a slice of its width on each of `ranks`:
+        """What an MLP keeps besides its input, for `rows` rows and a slice of its width on each of `ranks`:
         the output of its first linear, the activated gate, and the input of its second linear.
         """
         shape, e = self.shape, self.compute.element
         elements, split = rows * width // ranks, ranks > 1
         output = activated = None
-        if shape.mlp != "relu":  # whose backward looks at its result
+        if shape.mlp != "relu":  # relu's backward needs its result alone
             size = self.sized((2 if shape.gated else 1) * e, elements, symbols, split)
             output = LayerTensor(f"{name}.{self.first} output", *size)
         if shape.gated and not self.compute.framework.fused_activation:
@@ -711,7 +711,7 @@ class LayerWalk:
         if e < 4:
             backward = self.exact_residual + self.residual
             yield LayerTensor("mlp.router input", *self.routed(exact, n * h, "nh"), backward=backward)
-        scores = (4 if moe.score == "sigmoid" else 2) * exact  # log-sigmoids too, and a number beside each
+        scores = (4 if moe.score == "sigmoid" else 2) * exact  # log-sigmoids too, and one more number each
         numbers = (scores * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
         formula = f"({scores}E+{16 + exact}k+{exact})n"
         yield LayerTensor("mlp.router scores, choices, order", numbers, formula)

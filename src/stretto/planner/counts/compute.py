@@ -13,22 +13,21 @@ from stretto.job.framework import STRETTO, Framework, Operator
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape
 
-LOGITS_BYTES = 64 * 2**20  # of a microbatch in float32: those of fewer are not worth chunks
-SMALLEST_CHUNK = (
-    256  # tokens of a chunk that keep products efficient and gradients of weights from being read often
-)
+LOGITS_BYTES = 64 * 2**20  # logits of a microbatch in float32 up to which chunks do not pay off
+# tokens of a chunk that keep products efficient and gradients of weights from being read often
+SMALLEST_CHUNK = 256
 
 
 def loss_chunk_tokens(choice: int | None, tokens: int, columns: int, hidden: int) -> int:
-    """Tokens of a chunk; 0: the loss is not computed in chunks.
+    """Tokens of a chunk, or 0 if the loss is not computed in chunks.
 
-    Where it is left open, a chunk is half as many tokens as there are features: its logits in float32 then
+    Without a choice, a chunk is half as many tokens as a token has features: its logits in float32 then
     take half the memory of the layer's weights in float32, an eighth of theirs and their states'. Fewer would
     read and write the gradient of the weights more often than its product takes.
 
     Args:
         choice: `Job.loss_chunk`.
-        tokens: of a microbatch on this rank.
+        tokens: tokens of a microbatch on this rank.
         columns: entries of the vocabulary on this rank.
         hidden: features of a token.
     """
@@ -49,16 +48,17 @@ class ComputeConfig:
 
     Attributes:
         batch: samples of a microbatch.
-        sequence: tokens of a sample, on all ranks together; with an encoder, of the encoder's.
-        target: tokens of a decoder's sample beside an encoder; 0: there is none.
-        memory: where a decoder's layer computes, tokens of the encoder's sample, which cross-attention sees.
+        sequence: tokens of a sample, on all ranks together; in an encoder-decoder model of the encoder's.
+        target: tokens of the decoder's sample in an encoder-decoder model, else 0.
+        memory: in a decoder's layer, tokens of the encoder's sample, which cross-attention sees.
         element: bytes of an activation's element: 2, 4 or 8.
-        expert_tp: ranks that split each expert; None: tp.
+        expert_tp: ranks that split each expert, or None for tp.
         attention: `explicit` forms the matrix of probabilities; dropout always does.
-        context: kind of attention where cp > 1.
+        context: kind of attention if cp > 1.
         shard_inputs: with full recomputation the input of a block is kept split over tp.
         vocab_multiple: each rank's share of the vocabulary is a multiple of it.
-        loss_chunk: tokens of which logits and loss are computed at a time; 0: all; None: as many as pay off.
+        loss_chunk: tokens whose logits and loss are computed at a time, 0 for all, or None for as many as pay
+            off.
         fused_loss: one kernel computes the loss from the 16-bit logits, another their gradient into a tensor
             of the same type, so that no tensor of the vocabulary's width is made in float32.
         framework: which operators selective recomputation repeats, and what one kernel makes.
@@ -85,7 +85,7 @@ class ComputeConfig:
 
     @classmethod
     def of(cls, job: Job) -> ComputeConfig:
-        """The config of a job, without recomputation, of an encoder's layers where there is one."""
+        """The config of a job without recomputation; in an encoder-decoder model of the encoder's layers."""
         layout = job.layout
         return cls(
             batch=job.micro_batch,
@@ -107,14 +107,14 @@ class ComputeConfig:
         )
 
     def at(self, layer: ChainLayer) -> ComputeConfig:
-        """How a layer computes: one of a decoder beside an encoder takes the decoder's tokens."""
+        """The config of a layer: a decoder's layer behind an encoder takes the decoder's tokens."""
         if not layer.decoder or self.memory:
             return self
         return replace(self, sequence=self.target, target=0, memory=self.sequence)
 
     @cached_property
     def of_memory(self) -> ComputeConfig:
-        """Of a decoder's layer, how it computes with the encoder's tokens."""
+        """The config with which a decoder's layer computes on the encoder's tokens."""
         return replace(self, sequence=self.memory or self.sequence, memory=0)
 
     @cached_property
@@ -138,7 +138,7 @@ class ComputeConfig:
         return self.recompute == "selective" and operator in self.framework.operators
 
     def kv_heads(self, shape: ModelShape) -> int:
-        """Key and value heads on one rank; copied where there are fewer heads than tp ranks."""
+        """Key and value heads on one rank; copied if there are fewer heads than tp ranks."""
         return max(shape.kv_heads // self.tp, 1)
 
     def vocabulary_rows(self, shape: ModelShape) -> int:
@@ -146,13 +146,13 @@ class ComputeConfig:
         return vocabulary_rows(shape, self.tp, self.vocab_multiple)
 
     def loss_chunk_tokens(self, shape: ModelShape) -> int:
-        """Tokens of a chunk in which logits and loss are computed; 0: all of a microbatch at once."""
+        """Tokens of a chunk in which logits and loss are computed, or 0 for all of a microbatch at once."""
         columns = self.vocabulary_rows(shape)
         return loss_chunk_tokens(self.loss_chunk, self.tokens, columns, shape.hidden)
 
     def stores_scores(self, shape: ModelShape) -> bool:
-        """True if attention keeps its probabilities: where they are dropped, and where scores have a bias
-        that is trained, which torch's fused kernels do not give a gradient.
+        """True if attention keeps its probabilities: if they are dropped, or if scores have a trained bias,
+        which torch's fused kernels do not give a gradient.
         """
         return self.stores_cross_scores(shape) or shape.relative
 

@@ -1,7 +1,7 @@
-"""The parameters of which one rank holds a part, counted to the element.
+"""Parameters of one rank, counted to the element.
 
 Parts are those of `engine.models.sharding`: linears by output or input features, the vocabulary padded to a
-multiple on every rank, key heads copied where there are fewer of them than ranks, norms whole on every rank,
+multiple on every rank, key heads copied if there are fewer of them than ranks, norms whole on every rank,
 experts over ep and each expert's inner width over expert_tp.
 """
 
@@ -121,8 +121,8 @@ def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape,
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:
     elements, tp = prod(sizes), shares.tp
     if is_adapter(name):
-        # elements of a factor of an adapter: beside a linear split by output features B is split, beside one
-        # split by input features A
+        # elements of an adapter's factor: B is split if its linear is split by output features, A if it is
+        # split by input features
         module, _, inside = name.partition(".lora.")
         projection, factor, *_ = inside.split(".")
         if module.endswith("_down") or (factor == "A") != (module in _INTO_RESIDUAL):

@@ -36,18 +36,18 @@ class StateConfig:
         sizes: ranks that shard the states of dense parameters; those of experts, which have `expert_copies`
             copies, are sharded over the part of it that divides.
         copies, expert_copies: ranks with the same dense, and with the same expert parameters.
-        copy, expert_copy: this rank's number among them.
+        copy, expert_copy: this rank's index among them.
         element: bytes of an element of weights.
-        gradient: bytes of an element of gradients where weights have 16 bits.
-        keep: patterns of names of parameters that stay in 32 bits where the others have 16.
-        moment: bytes of an element of AdamW's moments; None: that of the masters.
+        gradient: bytes of an element of gradients if weights have 16 bits.
+        keep: patterns of names of parameters that stay in 32 bits if the others have 16.
+        moment: bytes of an element of AdamW's moments, or None for those of the masters.
         each: sharded gradients are reduced with each microbatch.
         lasting: gradients stay whole through the step.
         remainders: masters of weights of 16 bits are the 16 bits that these lack.
-        wide_shards: shards of parameters of 16 bits have 32, so that there are no masters beside them.
-        copied: gradients of 16 bits stay whole beside those of `gradient` bytes that they are added to.
+        wide_shards: shards of parameters of 16 bits have 32, so that no masters are needed.
+        copied: gradients of 16 bits stay whole, besides those of `gradient` bytes that they are added to.
         bucket: bytes of weights at which a unit is full.
-        offload, offload_parameters: where states, and this rank's part of the weights, are.
+        offload, offload_parameters: location of states, and of this rank's part of the weights.
         unified_memory: host and device share one memory, as on a CPU.
         trained: which parameters have gradients and states.
     """
@@ -113,7 +113,7 @@ class StateBytes:
     """Bytes of parameters and of what training keeps for them.
 
     Attributes:
-        masters: float32 weights that the optimiser updates, where the model's weights have 16 bits or are on
+        masters: float32 weights that the optimiser updates, if the model's weights have 16 bits or are on
             another device.
         host, disk: states, masters and parameters that are not on the device.
     """
@@ -246,7 +246,7 @@ class StateUnit:
 
     @cached_property
     def lasting(self) -> StateBytes:
-        """What is held of the unit all the time, by place."""
+        """Bytes of the unit that are held all the time, by location."""
         state_config, states = self.state_config, self.states + self.masters
         weights = StateBytes(weights=self.weights)
         if self.sizes.parameters > 1 and not (
@@ -284,7 +284,7 @@ class StateUnit:
 
     @property
     def gathered(self) -> int:
-        """Bytes of the whole weights while they are used, where a rank keeps a shard of them; else 0."""
+        """Bytes of the whole weights while they are used, if a rank keeps a shard of them; else 0."""
         return self.element * self.size if self.sizes.parameters > 1 else 0
 
     @property
@@ -297,7 +297,7 @@ class StateUnit:
 
     @property
     def each(self) -> bool:
-        """True if the gradient of every microbatch is reduced by itself."""
+        """True if the gradient of every microbatch is reduced on its own."""
         return not self.frozen and self.state_config.each and self.sizes.gradients > 1
 
     @cached_property
@@ -322,12 +322,12 @@ class StateUnit:
 
     @property
     def _exchanged(self) -> int:
-        """Bytes that a reduce-scatter needs where it is done as an all-to-all, as on CPUs."""
+        """Bytes that a reduce-scatter needs if it is done as an all-to-all, as on CPUs."""
         return self.full_gradient if self.state_config.unified_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:
-        """Bytes of the update's temporaries: gradients in the masters' type where it differs, and whole
+        """Bytes of the update's temporaries: gradients in the masters' type if it differs, and whole
         update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, Muon).
         """
         if self.frozen:

@@ -52,8 +52,8 @@ def block_traffic(
     """Return the messages of one block with `compute.recompute`, with even routing to experts.
 
     Args:
-        cp_index: the rank's index along cp. The ranks of a ring do not send equally much; None: the one that
-            sends most, for which the others wait.
+        cp_index: the rank's index along cp, or None for the rank that sends most, for which the others wait:
+            the ranks of a ring do not send equally much.
     """
     core = tuple(_core(shape, compute, cp_index))
     mlp = tuple(_linears(compute, shape.hidden) if shape.moe is None else _experts(shape, compute))
@@ -175,7 +175,7 @@ def _attention_linears(shape: ModelShape, compute: ComputeConfig) -> Iterator[Me
 
 
 def _kept_input(shape: ModelShape, compute: ComputeConfig) -> Iterator[Message]:
-    """The gather of a block's input before it is recomputed, where each tp rank keeps a part of it."""
+    """The gather of a block's input before it is recomputed, if each tp rank keeps a part of it."""
     if (
         compute.recompute == "full"
         and compute.shard_inputs

@@ -32,9 +32,9 @@ class CutSearch:
     """Looks for the cut of least value.
 
     Attributes:
-        layers, depth: numbers of layers, and of stages.
-        value: of a whole cut, inf if it is not allowed; and a row that is a lower bound for every cut and
-            exact for this one, if there is such a row.
+        layers, depth: number of layers, and of stages.
+        value: returns the value of a whole cut, inf if it is not allowed; and a row that is a lower bound for
+            every cut and exact for this one, or None if no such row exists.
         rows: lower bounds on the value of every cut.
         limits: rows, with the largest value that an allowed cut may have.
         budget: steps of `prove`.
@@ -162,7 +162,7 @@ class Partition:
         stages: the layers of each stage, as `Pipeline(cut=...)` takes them.
         seconds: time of a step.
         memory: peak bytes of each rank: states and activations in flight.
-        bound: no cut within the memory takes less; equal to `seconds` where the search has proved it.
+        bound: no cut within the memory takes less; equal to `seconds` if the search has proved it.
         starts: simple cuts, by name: equal numbers of layers, of parameters, and equal work.
         start_seconds: seconds of the simple cuts; inf if memory is not enough.
     """
@@ -222,7 +222,7 @@ def partition(
         states: bytes kept for each byte of weights; 4: weights, gradients and both moments of Adam, all in
             one precision.
         hop, bandwidth: seconds of a message between ranks, and bytes a second.
-        others: cuts to start from and to compare with, beside the simple ones.
+        others: cuts to start from and to compare with, in addition to the simple ones.
         budget: steps of the search.
 
     Raises:
@@ -293,7 +293,7 @@ def marks(stages: Sequence[range]) -> Cut:
 
 
 def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
-    """True if layers that share weights share a stage, as they must where each stage is updated by itself."""
+    """True if layers that share weights share a stage, as they must if each stage is updated on its own."""
     if not sums.program.versions:
         return True
     stage_of = [s for s, (i, j) in enumerate(pairwise(cut)) for _ in range(i, j)]

@@ -32,7 +32,7 @@ class LayerProfile:
 
     Attributes:
         forward, backward: seconds; the backward is whole, gradients of input and of weights.
-        weight: seconds of the backward spent on the gradient of weights; None: half of it.
+        weight: seconds of the backward spent on the gradient of weights, or None for half of it.
         parameters: bytes of its weights, including those that it shares with other layers.
         activations: bytes that it keeps from its forward to its backward, beyond what earlier layers keep.
         input: bytes of its input, a part of `activations`.

@@ -241,7 +241,7 @@ class StageSums:
         return total
 
     def memory_rows(self, rank: int) -> list[Row]:
-        """What the rank holds at each point where it may be fullest; never above `memory`."""
+        """Bytes that the rank holds at each point at which it may be fullest; never above `memory`."""
         rows: list[Row] = []
         for counts in self.needs[rank]:
             slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]

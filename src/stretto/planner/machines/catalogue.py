@@ -66,7 +66,7 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
     calibrate` has measured it.
 
     Args:
-        devices: how many to use; None: as the name says, or all.
+        devices: number of devices to use, or None for the number in the name, else all.
 
     Raises:
         StrettoError: no such cluster, an invalid file, or more devices than it has.
@@ -95,7 +95,7 @@ def known_by_driver(name: str) -> Device | None:
 
 
 def peak_tflops(driver_name: str, precision: Precision) -> float | None:
-    """Dense peak in TFLOP/s of one device for matrix products at that precision; None if not known."""
+    """Dense peak of one device for matrix products at that precision, TFLOP/s, or None if unknown."""
     device = known_by_driver(driver_name)
     return None if device is None else device.tflops.get(precision)
 
@@ -242,7 +242,7 @@ def profile_path() -> Path:
 
 
 def history_path(profile: Path) -> Path:
-    """Predictions and measurements of earlier runs, kept beside a profile as JSON lines."""
+    """File next to a profile with predictions and measurements of earlier runs, as JSON lines."""
     return profile.with_suffix(".runs.jsonl")
 
 
@@ -251,7 +251,7 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
 
     Args:
         device: of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone, any other
-            for accelerators; "auto": whichever there is.
+            for accelerators; "auto": whichever exists.
 
     Raises:
         StrettoError: the profile is broken, or has fewer devices; or it is of another kind, and nothing says
@@ -285,7 +285,7 @@ def is_measured(cluster: Cluster) -> bool:
 
 
 def driver_name() -> str | None:
-    """What NVIDIA's driver calls the first GPU of this machine; None without a GPU or driver.
+    """The name of this machine's first GPU in NVIDIA's driver, or None without a GPU or driver.
 
     Read from the driver's files, so that no library has to be loaded.
     """
@@ -302,7 +302,7 @@ def driver_name() -> str | None:
 
 def with_history(cluster: Cluster, profile: Path) -> Cluster:
     """The cluster with the correction from earlier runs on it: the median of measured over predicted seconds,
-    where there are enough of them.
+    if there are enough of them.
     """
     ratios = [row["ratio"] for row in history(profile, cluster.name)[-RECENT:]]
     if len(ratios) < FEWEST:

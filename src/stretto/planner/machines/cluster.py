@@ -56,13 +56,13 @@ class Cluster:
 
     Attributes:
         node: devices of a node.
-        nodes: number of nodes; None: as many as requested.
+        nodes: number of nodes, or None for as many as requested.
         inner: the link inside a node.
         outer: the link between nodes; of the node's bandwidth, one device's share.
-        computing: ranks of a node that can compute at once (cores of a CPU); None: all.
+        computing: ranks of a node that can compute at once (cores of a CPU), or None for all.
         tables: measured collectives (`stretto calibrate`) in place of the constants of `planner.time`: by
             kind, rows of ranks, local ranks, bytes, seconds.
-        price: dollars an hour of one device; None: the device's.
+        price: dollars an hour of one device, or None for the device's own.
         correction: median of measured over predicted seconds of earlier runs here.
         host: the host of every node; a typical one by default.
     """
@@ -82,7 +82,7 @@ class Cluster:
 
     @property
     def devices(self) -> int | None:
-        """All devices; None: as many as requested."""
+        """All devices, or None for as many as requested."""
         return None if self.nodes is None else self.nodes * self.node
 
     def sized(self, devices: int) -> Cluster:
@@ -103,7 +103,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Ranks that communicate, at the same time as the groups beside them.
+    """Ranks that communicate, at the same time as the other groups of their axis.
 
     Attributes:
         ranks: their number.

@@ -158,7 +158,7 @@ def _device(fields: Fields, find: FindDevice) -> Device:
 
 
 def _link(fields: Fields, key: str, like: NetworkLink | None, spare: bool = False) -> NetworkLink:
-    """A link; `spare`: there is only one node, so that a link between nodes may be missing."""
+    """A link; with `spare` there is only one node, so that a link between nodes may be missing."""
     if key not in fields:
         if like is None and not spare:
             raise fields.wrong(key, "is missing", "as in {bandwidth_gbs: 25, latency_us: 15}")

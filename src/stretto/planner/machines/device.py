@@ -18,7 +18,7 @@ class Device:
         tflops: dense peaks of the vendor by precision, TFLOP/s.
         memory: bytes of device memory, whether the vendor means GB or GiB.
         bandwidth: bandwidth of device memory, bytes/s.
-        sustained: TFLOP/s that large matrix products reach, by precision, where measured.
+        sustained: TFLOP/s that large matrix products reach, by precision, if measured.
         aliases: other names that tables and drivers use.
         pattern: regular expression of the driver's name, or None.
         unless: regular expression that the driver's name must not match: a slice or a slower card of the same
@@ -26,8 +26,8 @@ class Device:
         kernels: measurements of this device (`stretto calibrate`) in place of the constants of
             `planner.time`. "launch": seconds; "matmul": {precision: rows of m, n, k, batch, seconds};
             "passes": {kind: rows of bytes, seconds}; "attention": rows of batch, queries, keys, heads,
-            head_dim, causal, backward, seconds. On a CPU, where the host does not run ahead of kernels, also
-            "layer": seconds of host code beside the kernels of a block, forward and backward, and "action":
+            head_dim, causal, backward, seconds. On a CPU, whose host does not run ahead of kernels, also
+            "layer": seconds of host code besides the kernels of a block, forward and backward, and "action":
             the same of a stage's forward, equal to that of its backward.
         released: the month from which it could be had, "2020-11"; "": not known.
         price: dollars per hour, or None if unknown.

@@ -81,12 +81,12 @@ def parse_name(name: str) -> ParsedName:
 
 
 def normalised(name: str) -> str:
-    """Letters and digits in lower case; names are equal where these are."""
+    """Letters and digits in lower case; names are equal if these are."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def head(name: str) -> str:
     """What stands before the first comma, plus or "with": "H100 80GB, NVLink 900 GB/s" without its link.
-    The name itself where it denotes a part of a card.
+    The name itself if it denotes a part of a card.
     """
     return name if _PART.search(name.lower()) else _LINK.split(name, maxsplit=1)[0].strip()

@@ -56,7 +56,7 @@ class NamedNetwork:
         kind: name in the catalogue, "InfiniBand" if its generation is open, or None if unknown.
         cards: network cards of a node, or None if unknown.
         rate: bytes/s in one direction, of one card or of `per`, or None if unknown.
-        per: whose the rate is where no number of cards is said; None: not said either.
+        per: what the rate is of if no number of cards is stated, or None if that is not stated either.
     """
 
     kind: str | None
@@ -108,8 +108,8 @@ class NamedNetwork:
 
 
 def parse_network(text: str) -> NamedNetwork | None:
-    """What a text says about the network between nodes, or None if it says that there is none. Links inside
-    the node (NVLink, PCIe, ...) beside it are not read.
+    """Parse a text about the network between nodes; None if it says that no network exists. Links inside the
+    node (NVLink, PCIe, ...) that it names too are not read.
 
     Raises:
         StrettoError: it names neither a kind nor a speed.

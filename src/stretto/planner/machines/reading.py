@@ -26,7 +26,7 @@ class Fields:
     """One mapping of a file. A key that was not read before `finish` is unknown."""
 
     def __init__(self, node: Node, file: str, path: str = "") -> None:
-        """Raises StrettoError where `node` is no mapping, or has a key twice."""
+        """Raises StrettoError if `node` is no mapping, or has a key twice."""
         self.file = file
         self.path = path
         self._line = node.start_mark.line + 1
@@ -166,7 +166,7 @@ def read_fields(path: Path) -> Fields:
 
 
 def shipped(package: str, name: str) -> Any:
-    """The values of `data/NAME.yaml` in a package of Stretto, read by libyaml where PyYAML has it."""
+    """The values of `data/NAME.yaml` in a package of Stretto, read by libyaml if PyYAML has it."""
     text = files(package).joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=_SAFE)
 

@@ -14,12 +14,12 @@ from stretto.planner.memory.ranks import MemoryJob, RankMemory, lasting_bytes, r
 
 
 @dataclass(frozen=True)
-class Advice:
-    """One change of the config.
+class MemorySuggestion:
+    """One change of the config that would change the memory of the fullest rank.
 
     Attributes:
         setting: as on the command line.
-        saved: bytes that the fullest rank has less; negative where it has more.
+        saved: bytes that the fullest rank saves; negative if it needs more.
     """
 
     setting: str
@@ -31,14 +31,14 @@ class Advice:
         return self.saved > 0
 
 
-def advice(job: MemoryJob) -> list[Advice]:
+def memory_suggestions(job: MemoryJob) -> list[MemorySuggestion]:
     """Changes that are legal for the job, the largest saving first."""
     now = max(rank.total for rank in rank_memory(job))
-    advices = [
-        Advice(setting, now - max(rank.total for rank in rank_memory(other)))
+    suggestions = [
+        MemorySuggestion(setting, now - max(rank.total for rank in rank_memory(other)))
         for setting, other in _others(job)
     ]
-    return sorted(advices, key=lambda suggestion: -suggestion.saved)
+    return sorted(suggestions, key=lambda suggestion: -suggestion.saved)
 
 
 def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
@@ -64,7 +64,7 @@ class ModeBytes:
     """One mode on the fullest rank, bytes.
 
     Attributes:
-        masters: float32 weights beside those of 16 bits, or of another device.
+        masters: float32 weights in addition to those of 16 bits, or to those on another device.
         peak: with activations, messages and temporaries.
         published: (2 + 2 + 12) bytes a parameter, of which the mode shards some over the ranks with the same
             parameters: Rajbhandari et al. 2020, "ZeRO", figure 1; None for the parameter server, which the

@@ -1,4 +1,4 @@
-"""True if a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
+"""How a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stretto.planner.memory.ranks import RankMemory
 
 # Low, middle, high: the caching allocator's reserved bytes over those of tensors, from pairs of both in
 # published logs (docs/planning.md); and the bytes that context, workspaces of libraries and communicators
-# take beside them.
+# take in addition.
 FREE = (1.0, 1.15, 1.25)
-FULL = 1.06  # in place of the middle where the device is full: cached blocks are given back before it fails
+FULL = 1.06  # in place of the middle if the device is full: cached blocks are freed before it fails
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
 PROCESS = (0.2 * 2**30, 0.4 * 2**30, 0.8 * 2**30)  # on a CPU: Python, PyTorch and gloo
@@ -33,12 +33,12 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The memory of the fullest rank beside that of the device.
+    """The memory of the fullest rank, compared with that of the device.
 
     Attributes:
-        allocated: by all tensors.
-        reserved: by the allocator, with free blocks between tensors.
-        device: as the driver reports it: with the context and the buffers of communication libraries.
+        allocated: bytes of all tensors.
+        reserved: bytes that the allocator holds, with free blocks between tensors.
+        device: bytes that the driver reports, with the context and the buffers of communication libraries.
         capacity: bytes of the device.
         ranks: the pipeline ranks that were examined.
     """
@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def slack(self) -> float:
-        """Bytes that are left; negative: bytes that are missing."""
+        """Bytes left on the device; negative if they are missing."""
         return self.capacity - self.device.mid
 
 
@@ -73,10 +73,10 @@ def tensor_bytes(device: Device) -> float:
 
 
 def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
-    """True if the fullest of these ranks fits.
+    """How the memory of the fullest of these ranks fits a device.
 
     Args:
-        reserve: bytes beside tensors; None: `RESERVE` or, on a CPU, `PROCESS`.
+        reserve: bytes of the process besides tensors, or None for `RESERVE` or, on a CPU, `PROCESS`.
     """
     fullest = float(max(rank.total for rank in ranks))
     if device.memory == inf:

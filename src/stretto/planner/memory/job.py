@@ -1,4 +1,4 @@
-"""From a job to what its memory depends on, with the recomputation of each block."""
+"""What the memory of a job depends on, with the recomputation of each block."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def block_modes(
         memory_gib: with `auto`, what a rank may hold, GiB.
 
     Raises:
-        StrettoError: with `auto`, without a budget or where nothing fits it; names the smallest possible
-            budget.
+        StrettoError: with `auto`, without a budget or if nothing fits it; names the smallest possible budget.
     """
     if wanted == "auto":
         if memory_gib is None:
@@ -113,7 +112,7 @@ def _cheapest(
 
 
 def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
-    """Choices for these stages, the cheapest first; where they are too many, only those with equal counts for
+    """Choices for these stages, the cheapest first; if they are too many, only those with equal counts for
     all stages.
     """
     shape, sequence = job.shape, job.compute.sequence
@@ -144,7 +143,7 @@ def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: 
 
 
 def _number(job: MemoryJob, layer: int) -> int:
-    """The number of a block among all of the model."""
+    """The index of a block among all of the model."""
     number = layer_of(job.shape, layer).block
     assert number is not None
     return number
@@ -163,7 +162,7 @@ def memory_of(
     """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
 
     Args:
-        program: the program in which memory is counted; None: `Job.peak_program`.
+        program: the program in which memory is counted, or None for `Job.peak_program`.
         separate_gradients: weight gradients are formed apart, as the matrix library of the machine may do.
 
     Raises:

@@ -35,7 +35,7 @@ def layer_saved(kind: str, shape: ModelShape, compute: ComputeConfig) -> tuple[L
     return tuple(_not_repeated(saved, walk))
 
 
-# What the forward need not keep where an operator runs again in the backward: tensors by the beginnings of
+# What the forward need not keep if an operator runs again in the backward: tensors by the beginnings of
 # their names. Of `core_attn`, which training has too, see `LayerWalk.attention`.
 _FREED: Mapping[Operator, tuple[str, ...]] = {
     "core_attn": (),
@@ -95,7 +95,7 @@ class LayerMemory:
     """One layer of a stage.
 
     Attributes:
-        input_bytes: bytes of the first part, where that is the layer's input; of a stage's first layer they
+        input_bytes: bytes of the first part, if that is the layer's input; of a stage's first layer they
             are counted with the stage before or with the received message.
         ends: this is the embedding or the head.
         forward: peak bytes of a forward that keeps its input only.
@@ -173,7 +173,7 @@ def _block_memory(shape: ModelShape, compute: ComputeConfig, separate_gradients:
     recomputed = [replace(part, saved=False) for part in parts[walk.keeps_input :]]
     if block_input.bytes < walk.residual:  # a shard of the input, gathered again
         recomputed.insert(0, LayerTensor("gathered input", walk.residual, saved=False))
-    # peak bytes, beside its input, of a block's forward that keeps nothing
+    # peak bytes of a block's forward that keeps nothing, in addition to its input
     core = walk.softmax + walk.scores if compute.stores_scores(shape) else walk.q
     if shape.dropout:
         core = max(core, 2 * walk.scores + walk.draw)

@@ -46,7 +46,7 @@ class MemoryJob:
         saves_in_background: a copy of each checkpoint stays in host memory while it is written.
         separate_gradients: weight gradients are formed separately and then accumulated, as some libraries do;
             those of 16 bits always are.
-        cut: the layers of each stage; None: as training cuts them.
+        cut: the layers of each stage, or None for those that training cuts.
     """
 
     shape: ModelShape
@@ -86,7 +86,7 @@ class MemoryJob:
         return self.modes[block] if self.modes else self.compute.recompute
 
     def layers_of(self, rank: int) -> list[int]:
-        """All layers of a pipeline rank, of both copies where there are two."""
+        """All layers of a pipeline rank, of both copies if the program has two."""
         depth = self.program.depth
         return [layer for s in self.program.stages_of(rank) for layer in self.stages[s % depth]]
 
@@ -101,8 +101,8 @@ class RankMemory:
         messages: receive buffers, outputs and input gradients that are being sent.
         transient: temporaries of the action `at`.
         masters: weights that the optimiser updates in place of those of 16 bits, or of another device.
-        saving: of the copy from which checkpoints are written in the background, where host and device share
-            their memory; else it is one of `host`.
+        saving: bytes of the copy from which checkpoints are written in the background, if host and device
+            share their memory; else they are a part of `host`.
         host, disk: states, masters and parameters that are not on the device.
         gathered: whole weights that are held for a while, of which the rank keeps a shard.
         open: whole gradients that are held for a while, of which it keeps a shard.
@@ -197,8 +197,8 @@ def stage_memory_of(
 
 @lru_cache(maxsize=4096)
 def message_bytes(shape: ModelShape, compute: ComputeConfig, layer: int) -> int:
-    """Bytes of what is sent to the stage that begins with a layer: an activation, and within a decoder beside
-    an encoder the memory too.
+    """Bytes of what is sent to the stage that begins with a layer: an activation, and within the decoder of
+    an encoder-decoder model the memory too.
     """
     token_bytes = compute.element * shape.hidden
     if not shape.encoder_layers or layer <= shape.encoder_layers + 1:
@@ -396,7 +396,7 @@ class _Walk:
 
 
 class HeldVersions:
-    """Which versions of weights a rank holds beside the newest, where weights change within the step."""
+    """The versions of weights that a rank holds besides the newest, if weights change within the step."""
 
     def __init__(self, program: Program, order: Sequence[Action]) -> None:
         self._newest, self._copied = Counter[int](), set[tuple[int, int]]()
@@ -452,8 +452,8 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
 
 
 def step_ids(job: MemoryJob, microbatches: int) -> int:
-    """Bytes of the ids and targets of so many microbatches: beside an encoder of its tokens, and of the
-    decoder's tokens and targets.
+    """Bytes of the ids and targets of some microbatches; in an encoder-decoder model of the encoder's tokens,
+    and of the decoder's tokens and targets.
     """
     compute = job.compute
     ids = 2 * compute.tokens

@@ -18,8 +18,8 @@ from stretto.program.program import Program
 
 
 def short_program(job: Job) -> RankLowering:
-    """The program on which a job's memory is counted: the whole one where recomputation is chosen to fit,
-    since that choice depends on the batch of the whole step.
+    """The program on which a job's memory is counted: the whole one if recomputation is chosen to fit, since
+    that choice depends on the batch of the whole step.
 
     Raises:
         StrettoError: the job has no program.
@@ -82,7 +82,7 @@ def _peak_flights(program: Program) -> list[int]:
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
-    """True if a job's memory fits, counted on a short step.
+    """How a job's memory fits a device, counted on a short step.
 
     Args:
         every: check every pipeline rank, not only those that may be the fullest.

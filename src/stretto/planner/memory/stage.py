@@ -1,4 +1,4 @@
-"""What one stage holds for a microbatch, and its peak while it computes."""
+"""The bytes that one stage holds for a microbatch, and its peak while it computes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stretto.planner.memory.layer import LayerMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes of gathered weights and open gradients that are there while a layer computes.
+    """Bytes of gathered weights and open gradients while a layer computes.
 
     Attributes:
-        forward, again: gathered weights in its forward; again: where the stage's last layer is gathered
-            already.
+        forward: gathered weights in its forward.
+        again: the same if the stage's last layer is gathered already.
         loss, backward: gathered weights in the backward of a loss that follows it, and in its backward.
-        gradients: weight gradients of the following layers, where backwards make them too.
+        gradients: weight gradients of the following layers, if backwards make them too.
         formed: its weight gradients, once its backward has made them.
         after: peak of weight gradients when its backward is done.
     """
@@ -41,10 +41,10 @@ class StageMemory:
         queued: bytes between I and W.
         lent: the incoming gradient is needed until W, in addition to `queued`.
         boundary: bytes of the activation that it hands on.
-        enters, returns: bytes of what it receives, and of the gradients that it receives: within a decoder
-            beside an encoder also those of the memory, which it hands on as it is.
+        enters, returns: bytes of the activations and of the gradients that it receives, within the decoder of
+            an encoder-decoder model also those of the memory, which it hands on as it is.
         forward, backward, split: peak bytes during F, B and I, beyond what is held before.
-        again: during F where the last layer is gathered already.
+        again: peak bytes during F if the last layer is gathered already.
         products: peak bytes during W: inputs gathered again, and one weight gradient formed apart.
     """
 
@@ -72,7 +72,7 @@ def stage_memory(
 
     Args:
         boundary: bytes of the activation that it hands on.
-        messages: bytes of what enters it, and of what it sends on; None: of such an activation each.
+        messages: bytes of what enters it and of what it sends on, or None for `boundary` each.
         resident: gathered weights and open gradients at each layer.
     """
     enters, returns = messages or (boundary, boundary)

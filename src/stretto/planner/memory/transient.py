@@ -26,7 +26,7 @@ class StageUnits:
     Attributes:
         layers: layers of the stage.
         gather: gather sharded parameters by layers or by stages, or None.
-        head: the layer whose product is with the tied weight; -1: there is none.
+        head: the layer whose product is with the tied weight, or -1 if none is.
     """
 
     layers: tuple[int, ...]
@@ -61,7 +61,8 @@ class StageUnits:
         empty if gradients are reduced once a step.
 
         Args:
-            inputs: of a backward in halves, whether of the one for inputs; None: of the whole backward.
+            inputs: True for units whose gradients I of a split backward makes, False for those of W, or None
+                for all.
         """
         return tuple(
             unit.flying for unit in self._each if inputs is None or inputs is not self._in_products(unit)
@@ -148,7 +149,7 @@ class StageUnits:
         return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
-        """Bytes of the whole weights of some layers, where weights are gathered layer by layer."""
+        """Bytes of the whole weights of some layers, if weights are gathered layer by layer, else 0."""
         if self.gather != "layer":
             return 0
         left_out = list(without)
@@ -180,8 +181,8 @@ def stage_units(
 
 @lru_cache(maxsize=256)
 def shared_names(shape: ModelShape) -> frozenset[str]:
-    """The parameters that several layers use: the table of tokens, where the head or a decoder beside an
-    encoder uses it too, and what all blocks of a stack share.
+    """The parameters that several layers use: the table of tokens, if the head or the decoder of an
+    encoder-decoder model uses it too, and what all blocks of a stack share.
     """
     table = {TIED} if shape.tied or shape.encoder_layers else set[str]()
     stacks = ("encoder", "blocks") if shape.encoder_layers else ("blocks",)

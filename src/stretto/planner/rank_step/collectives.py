@@ -25,7 +25,7 @@ class DigitCollective(NamedTuple):
 
 
 def reductions(unit: StateUnit, first: int, last: int) -> Iterator[DigitCollective]:
-    """Of a gradient, from this rank's shard at level `first` to the one at level `last`."""
+    """Yield the reductions of a gradient, from this rank's shard at level `first` to that at `last`."""
     counts = unit.sizes.levels(unit.copies)
     size = unit.full_gradient
     for level in range(min(first, 3)):
@@ -39,7 +39,7 @@ def reductions(unit: StateUnit, first: int, last: int) -> Iterator[DigitCollecti
 
 
 def once_a_step(unit: StateUnit) -> Iterator[DigitCollective]:
-    """Reductions of a unit's gradient after all microbatches, or what is left of them at the end where each
+    """Reductions of a unit's gradient after all microbatches, or those that remain at the end if each
     microbatch is reduced.
     """
     if unit.copies == 1 or unit.frozen:
@@ -56,7 +56,7 @@ def once_a_step(unit: StateUnit) -> Iterator[DigitCollective]:
 
 
 def published(unit: StateUnit) -> Iterator[DigitCollective]:
-    """Updated weights, to all ranks that hold them between steps."""
+    """Yield the collectives that send updated weights to all ranks that hold them between steps."""
     if unit.frozen:
         return
     counts = unit.sizes.levels(unit.copies)
@@ -69,7 +69,7 @@ def published(unit: StateUnit) -> Iterator[DigitCollective]:
 
 
 def gathered(unit: StateUnit) -> DigitCollective:
-    """The whole weights, from the ranks' shards."""
+    """The gather of the whole weights from the ranks' shards."""
     return DigitCollective("all-gather", 0, unit.gathered)
 
 
@@ -77,15 +77,15 @@ def gathered(unit: StateUnit) -> DigitCollective:
 
 
 class EachMicrobatch:
-    """How often each unit is reduced where every microbatch is: when all of its parameters have received a
-    gradient, and with what is left at the end.
+    """How often each unit is reduced if every microbatch is: when all of its parameters have received a
+    gradient, and with the remaining gradients at the end.
 
     Args:
         units: by stage; under `SHARED` those of parameters that several stages share.
         tp: ranks that split layers; biases added after a sum over them get their gradients in I.
         tied: by stage, the halves of a backward ("I" as an embedding, `head` as a head) that make a gradient
             of the tied weight; empty if none does.
-        head: the half in which the head's weight gets its gradient: I where the loss is computed in chunks.
+        head: the half in which the head's weight gets its gradient: I if the loss is computed in chunks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EachMicrobatch:
         self._received = {id(unit): set[str]() for of_stage in units.values() for unit in of_stage}
 
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
-        """Yields a unit each time it is reduced in this order of actions."""
+        """Yield a unit each time it is reduced in this order of actions."""
         for stage, kind, _ in order:
             if kind in (ActionKind.B, ActionKind.I, ActionKind.W):
                 halves = {ActionKind.B: ("I", "W"), ActionKind.I: ("I",), ActionKind.W: ("W",)}[kind]
@@ -133,7 +133,7 @@ class EachMicrobatch:
                 yield unit
 
     def _half(self, name: str) -> str:
-        """True if a parameter gets its gradient in I or in W."""
+        """The half of a backward, I or W, in which a parameter gets its gradient."""
         if name == "head.out.weight":
             return self.head
         products = any(part in name for part in (".attn.", ".cross.", ".mlp."))
@@ -147,7 +147,7 @@ class EachMicrobatch:
 
 @dataclass
 class LayerGathers:
-    """Which units are gathered, and when, where layers gather their weights themselves
+    """The gathers of units in order, if layers gather their weights themselves
     (`engine.parallel.data.layer_gather`).
     """
 
@@ -159,7 +159,7 @@ class LayerGathers:
         self._of_stage = {stage: set[str]() for stage in self.stages}
 
     def run(self, order: Sequence[Action]) -> list[StateUnit]:
-        """A unit for every time that it is gathered."""
+        """Return a unit for every time that it is gathered."""
         for stage, kind, _ in order:
             if kind is ActionKind.F:
                 layers = len(self.stages[stage].layers)
@@ -206,7 +206,7 @@ def _name(unit: StateUnit) -> str:
 
 
 def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> Iterator[StateUnit]:
-    """Yields a unit each time it is gathered, where the program gathers whole stages."""
+    """Yield a unit each time it is gathered, if the program gathers whole stages."""
     gathered_stages, units = set[int](), dict[str, StateUnit]()
     for stage, kind, _ in order:
         of_stage = {_name(unit): unit for unit in stages[stage].units if unit.gathered}

@@ -231,7 +231,7 @@ def countable(job: Job, memory_job: MemoryJob) -> bool:
 
 def bytes_sent(job: Job, memory_job: MemoryJob) -> int | None:
     """Bytes that the busiest rank sends in a step, of the first rank of each pipeline stage's group; None
-    where they are not counted.
+    if they are not counted.
     """
     if not countable(job, memory_job):
         return None
@@ -581,8 +581,8 @@ def _matrices(
 def frozen_flops(
     shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
 ) -> tuple[int, int]:
-    """Operations of the linears of a dense block, or of the head, forward and backward, where some are frozen
-    or have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
+    """Operations of the linears of a dense block, or of the head, forward and backward, if some are frozen or
+    have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
     comes before.
 
     Args:
@@ -626,7 +626,7 @@ def frozen_traffic(
     if kind == "head":
         return (*output_traffic(shape, compute, linears), *loss_traffic(shape, compute))
     below, reached = reached_parts(shape, layer, trained, upstream)
-    # where each rank keeps a part of a block's input, this is gathered to recompute it
+    # if each rank keeps a part of a block's input, it is gathered to be recomputed
     regathers = compute.shard_inputs and not compute.sequence_parallel
     around = [
         m for m in traffic if m.axis != "tp" or (regathers and (m.phase, m.kind) == ("R", "all-gather"))

@@ -225,7 +225,7 @@ class BranchAndBound:
         return (self.deadline.spent - self._start) / duration if duration > 0 else 2.0
 
     def _is_promising(self) -> bool:
-        """True if a dive may soon accept something better, or too few families are accepted."""
+        """True if a dive may soon accept a better candidate, or too few families are accepted."""
         return len(self.families) < self.wanted or self._heap[0][0] < _PROMISING * self.best()
 
     def _is_proved(self) -> bool:
@@ -252,7 +252,7 @@ class BranchAndBound:
         return factor * (_ACCEPTED_FAMILY_PENALTY if node.family in self.families else 1.0)
 
     def _is_tight(self, candidate: Candidate) -> bool:
-        """True if a candidate that may fit by its bound may well turn out not to."""
+        """True if a candidate whose bound fits may turn out not to fit."""
         fit = self.evaluator.fits.get(candidate)
         if fit is not None:
             return not fit.likely
@@ -454,7 +454,7 @@ class BranchAndBound:
         self, candidate: Candidate, row: Sequence[Saving], start: int, condition: Callable[[Fit], bool]
     ) -> int:
         """Index of the first saving in a row, from `start` on, whose memory meets the condition;
-        `len(row)` if none does, or there is no time to find out.
+        `len(row)` if none does, or if no time is left to find out.
         """
 
         def holds(index: int) -> bool:

@@ -31,7 +31,7 @@ _KINDS = 3  # actions of a microbatch on a stage: F, I and W
 
 
 class Deadline:
-    """A limit on wall-clock time that begins when it is made; None: no limit."""
+    """A limit on wall-clock time from its construction on, or None for no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = inf if seconds is None else seconds

@@ -41,7 +41,7 @@ from stretto.program.schedules.traits import is_searched
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
 _WEIGHTS = 0.5, 8.0
 _DEEP = 64  # ranks from which on programs are so expensive that a looser bound pays off
-_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than usual schedules hold on them
+_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than most schedules hold on them
 
 
 class PeakState(NamedTuple):
@@ -61,8 +61,8 @@ class PeakState(NamedTuple):
 def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> int:
     """A number of microbatches that nearly fills a schedule's ranks: with more they hold no less.
 
-    It is the same for most batches, so that few programs have to be made; where ranks hold their whole batch,
-    it is the whole batch.
+    It is the same for most batches, so that few programs have to be made; if ranks hold their whole batch, it
+    is the whole batch.
     """
     if _holds_all(choice, microbatches):
         return microbatches
@@ -149,13 +149,13 @@ class MemoryBound:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What a bound needs to know of a pipeline rank.
+    """Layers and peak states of a pipeline rank.
 
     Attributes:
         counts: number of blocks of each kind, for each stage.
         finals: kind of each stage's last block, with which its backward begins.
-        ends: of each, how many of `MemoryBounds.ends` it has: embedding, head, and what lies between two
-            stacks.
+        ends: for each stage, how many of `MemoryBounds.ends` it has: embedding, head, and the layer between
+            two stacks.
         first, last: for each stage, True if it begins with a layer that is no block, or ends with the head.
         peaks: its peak states.
     """
@@ -210,7 +210,7 @@ class MemoryBounds:
         mode = saving.recompute.mode
         blocks = self._blocks(parallelism, "full" if mode == "auto" else mode)
         states = self.states(parallelism.layout, parallelism.expert_tp, dp, saving)
-        # which rank has the largest blocks is open, and with it how many states are beside them
+        # the rank with the largest blocks is unknown, and with it the states that it holds
         pick = max if parallelism.layout.pp == 1 else min
         return states + pick(block.saved + block.backward for block in blocks)
 
@@ -322,7 +322,7 @@ class MemoryBounds:
         return self._states[key]
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
-        """A layer by itself."""
+        """The bytes of a single layer."""
         at = parallelism.layout
         sizes = (
             at.tp,
@@ -421,7 +421,7 @@ def _states(job: Job, stages: Sequence[range]) -> int:
 
 
 def _gathered(job: Job, stage: range) -> int:
-    """Bytes of a stage's weights where they are gathered stage by stage."""
+    """Bytes of a stage's weights if they are gathered stage by stage, else 0."""
     if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
         return 0
     elements = _elements(job, (stage,))

@@ -81,8 +81,8 @@ class Plan:
         seconds: duration of the search.
         gap: no layout that was not examined can be better than the best by more than this fraction; infinite
             if nothing fits so far and something was not examined.
-        complete: the search ended by itself: up to the tolerance nothing is faster, or nothing fits; else its
-            time limit cut it short.
+        complete: the search finished: up to the tolerance nothing is faster, or nothing fits; else its time
+            limit cut it short.
         widened: nothing conventional fitted until states and parameters were sharded and offloaded in every
             way.
         nearest: the candidate nearest to fitting, if nothing fits.
@@ -247,7 +247,7 @@ def rank_candidates(
 def rank_candidate(
     feasible: Feasible, best: Estimate | None, task: SearchTask, times: Mapping[Candidate, Estimate]
 ) -> Ranked:
-    """A candidate with the reason for its distance to the best; None if it is the best itself."""
+    """A candidate with the reason for its distance to `best`, which is None for the best itself."""
     result = replace(times[feasible.candidate], memory=feasible.fit)
     return _ranked(feasible.candidate, result, _losses(result, best) if best else _strengths(result), task)
 
@@ -285,7 +285,7 @@ def _strengths(result: Estimate) -> str:
         tight = "; tight" if fit.verdict == "tight" else ""
         if fit.capacity == inf:
             reasons.append(f"{fit.allocated.mid / 2**30:.3g} GiB a rank")
-        elif fit.slack <= _LITTLE:  # the allocator reserves what there is, as far as tensors leave it free
+        elif fit.slack <= _LITTLE:  # the allocator reserves all that tensors leave free
             reasons.append(f"fills the {_gib(fit)}{tight}")
         else:
             reasons.append(f"{fit.slack / 2**30:.3g} of {_gib(fit)} left{tight}")

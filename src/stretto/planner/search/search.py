@@ -169,7 +169,7 @@ class _Search:
     ) -> Plan:
         task, times = self.task, self.evaluator.times
         ranking = rank_candidates(chosen[: task.top], task, times)
-        # what represents its family is often tight, while a variant of it is safe
+        # the representative of a family is often tight, while a variant of it is safe
         safe_candidates = [f for f in _all_accepted(run) if is_safe(f.fit, task.memory_headroom)]
         safe = min(safe_candidates, key=run.cost_of, default=None)
         best = ranking[0].estimate if ranking else None

@@ -41,7 +41,7 @@ class SearchTask:
             pipeline, in any case, and not only if nothing fits otherwise.
         tolerance: the best layout is found up to this fraction of its time; 0: exactly.
         seconds: limit of wall-clock time: most of it to find good layouts, then to prove which is the best,
-            the end to fill the ranking; None: until all is proved.
+            the end to fill the ranking; or None to search until all is proved.
     """
 
     job: Job

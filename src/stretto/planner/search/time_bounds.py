@@ -114,7 +114,7 @@ def recomputed_blocks(
 
 @lru_cache(maxsize=4096)
 def _backwards(choice: ScheduleChoice, pp: int) -> str:
-    """Which backwards a schedule has: all `split`, `none` split, or `both` kinds."""
+    """The kinds of backwards in a schedule: all `split`, `none` split, or `both` kinds."""
     if is_searched(choice.name):
         return "both"
     # some schedules split backwards with few microbatches, and not with many
@@ -135,7 +135,7 @@ class _RankStages(NamedTuple):
     data: tuple[DataTime, ...]
 
 
-_TYPICAL_TOKENS = 8192  # of a microbatch
+_TYPICAL_TOKENS = 8192  # tokens of a microbatch that most layouts take
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class TimeBounds:
         )
 
     def parallelism(self, parallelism: Parallelism) -> float:
-        """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, where all
+        """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, if all
         drain after each step, one microbatch on its way through all layers and back.
         """
         layout, layers = parallelism.layout, self.layers(parallelism, "none", "both")
@@ -248,8 +248,8 @@ class TimeBounds:
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
     def typical(self, layout: Layout, expert_tp: int | None) -> float:
-        """The bound of a layout with a microbatch of usual size: not a bound for every size, but an estimate
-        by which layouts are sorted.
+        """The bound of a layout with a typical microbatch: an estimate by which layouts are sorted, not
+        a bound for every microbatch.
         """
         each = self.task.global_batch // layout.dp or 1
         tokens = self.task.sequence // layout.cp
@@ -317,11 +317,11 @@ class TimeBounds:
     def candidate(
         self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
     ) -> float:
-        """A bound with all choices made, which includes the data-parallel work beside and after the
+        """A bound with all choices made, which includes the data-parallel work during and after the
         computation, on the first, the middle and the last rank.
 
         Args:
-            each: gradients are reduced with each microbatch; None if that is not known.
+            each: True if gradients are reduced with each microbatch, or None if that is not known.
             program: the job's program, if it exists already; it tells how often weights are gathered.
         """
         parallelism = candidate.parallelism

@@ -47,12 +47,12 @@ class LinkModel:
         share: share of the link's bandwidth that a large ring reaches.
         fewer: decrease of that share, divided by the ranks.
         spread: decrease of that share of a ring between nodes, with every doubling of the nodes beyond two.
-        send: seconds of an empty message beside the link's latency.
+        send: seconds of an empty message in addition to the link's latency.
         send_share: share of the bandwidth that a large message reaches.
         exchange: share of the bandwidth that a rank's messages to all others reach.
         mesh: each pair of devices has a link of its own, so that few ranks have few links.
-        by_ranks: share by number of ranks, where the wiring makes it uneven, for nodes of `wired` devices.
-        switch: reductions in the switch, where the link has them.
+        by_ranks: share by number of ranks if the wiring makes it uneven, for nodes of `wired` devices.
+        switch: reductions in the switch, if the link has them.
     """
 
     base: float
@@ -118,7 +118,7 @@ def link_model(cluster: Cluster, outer: bool) -> LinkModel:
 
 @lru_cache(maxsize=65536)
 def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float:
-    """Time of one collective over `group`, while the groups beside it do the same.
+    """Time of one collective over `group`, while the other groups of its axis do the same.
 
     Args:
         size: bytes. All-reduce, reduce-scatter, all-gather, broadcast: of the whole tensor, which every rank
@@ -168,7 +168,7 @@ def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
 
 
 def _fixed(cluster: Cluster, group: NodeGroup, size: float) -> float:
-    """Seconds beside steps and bytes: the call, and filling pipelines."""
+    """Fixed seconds of a collective: the call, and filling pipelines."""
     slower = link_model(cluster, group.nodes > 1)
     return slower.base + slower.pipe * sqrt(size)
 
@@ -203,8 +203,8 @@ def _exchange(cluster: Cluster, size: float, group: NodeGroup) -> float:
 
 
 def _measured(cluster: Cluster, kind: Collective, size: float, group: NodeGroup) -> float | None:
-    """From the cluster's table: the rows of this group, or those of the nearest one, scaled; None: no rows
-    are comparable.
+    """Seconds from the cluster's table: the rows of this group, or those of the nearest one, scaled; None if
+    no rows are comparable.
     """
     tables: Any = cluster.tables
     for measured in (kind, *_STAND_INS[kind]):

@@ -73,7 +73,7 @@ def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def chip(device: Device) -> str:
-    """The chip of a device: the first word of its name, or "cpu" where that is the last."""
+    """The chip of a device: the first word of its name, or "cpu" if that is the last."""
     tokens = device.name.lower().split("-")
     return "cpu" if tokens[-1] == "cpu" else tokens[0]
 

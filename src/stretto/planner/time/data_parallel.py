@@ -30,7 +30,7 @@ _WAYS = 2  # directions to the rank that orthogonalises, and back
 
 
 def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: NodeGroup, node: int) -> float:
-    """Of a stage's matrices on one rank.
+    """Seconds of Muon's update of a stage's matrices on one rank.
 
     Args:
         parameters: as a rank holds them, all dense or all of experts.
@@ -66,7 +66,7 @@ def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=4096)
 def _orthogonal(device: Device, rows: int, columns: int) -> float:
-    """One matrix in float32."""
+    """Seconds to orthogonalise one matrix in float32."""
     return sum(matmul_seconds(device, m, n, k, "fp32") for m, n, k in products(rows, columns))
 
 
@@ -214,8 +214,8 @@ def _data_time(
 
 
 def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: NodeGroup, sizes: ShardSizes) -> float:
-    """Gradients to the ranks with their states; where several ranks hold equal shards, an all-reduce between
-    these follows.
+    """Seconds to reduce gradients to the ranks with their states; if several ranks hold equal shards, an
+    all-reduce between these follows.
     """
     if sharding.mode in ("server", "ddp") or sizes.states == 1:
         return collective_seconds(cluster, "all-reduce", size, group)

@@ -143,14 +143,14 @@ class _LayerKernels:
         self.fused_softmax = compute.attention != "explicit" or (
             software.softmax and matrices % _MATRICES == 0
         )
-        # FlexAttention computes attention: where it was asked for, and soft-capped scores on accelerators,
-        # except in a ring, whose rounds take other kernels. That it trains on the device is assumed
+        # FlexAttention computes attention if it was asked for, and soft-capped scores on accelerators, except
+        # in a ring, whose rounds take other kernels. That it trains on the device is assumed
         ring = compute.cp > 1 and compute.context == "ring"
         capped = shape.attention.softcap is not None
         asked = compute.attention == "flex"
         asked = asked or (compute.attention == "auto" and capped and not shape.dropout)
         self.flex = asked and compute.framework == STRETTO and chip(device) != "cpu" and not ring
-        # one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles, where
+        # one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles, if
         # FlexAttention does not cap them
         self.fused = compute.attention != "explicit" and (
             not (capped and compute.framework == STRETTO) or self.flex

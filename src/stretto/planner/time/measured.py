@@ -1,6 +1,6 @@
 """Interpolation of times measured on this machine, between and beyond the measured sizes.
 
-`stretto calibrate` writes the rows; where there are rows, they replace the constants.
+`stretto calibrate` writes the rows; if there are any, they replace the constants.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ _UNALIGNED = ("cpu", "tpu")  # without such loads, or padded by the compiler
 
 
 def unscaled(precision: Precision) -> Precision:
-    """The precision of what stays in 16 bits where products have fewer: attention, logits, routers."""
+    """The precision of attention, logits and routers, which stay in 16 bits if products have fewer."""
     return "bf16" if precision in _SCALED else precision
 
 

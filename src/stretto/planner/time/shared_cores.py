@@ -61,7 +61,7 @@ class SharedStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the whole step."""
         return self.compute.makespan + self.data + self.update
 
 
@@ -75,7 +75,7 @@ def shared_replay(
 
     Args:
         seconds: returns the seconds of an action on one core.
-        processes: processes that compute at once where one pipeline rank does.
+        processes: processes that compute at once if one pipeline rank does.
         cores: cores that all of them share.
     """
     orders = [[a for a in order if a.kind.is_compute] for order in program.orders]
@@ -106,7 +106,7 @@ def shared_replay(
 
 
 def _ready(program: Program, action: Action, done: set[Action]) -> bool:
-    """True if the input that an action takes from another stage is there."""
+    """True if the input that an action takes from another stage has arrived."""
     stage, kind, mb = action
     if kind is ActionKind.F:
         return program.is_first(stage) or Action(stage - 1, ActionKind.F, mb) in done
@@ -115,7 +115,7 @@ def _ready(program: Program, action: Action, done: set[Action]) -> bool:
     return True
 
 
-_FORWARD = 1 / 3  # the forward's share of host code beside a block's kernels
+_FORWARD = 1 / 3  # the forward's share of a block's host code outside its kernels
 # Host code that each round of ring attention adds, over that of a block: attention to a block of keys and the
 # rescaling of its sums, forward and backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round
 # where a block takes 1.0 ms.
@@ -136,7 +136,7 @@ def shared_step(
     mode: Mode,
     each: bool,
 ) -> SharedStep | None:
-    """The shortest step where ranks share cores, or None if each rank has its own device.
+    """The shortest step if ranks share cores, or None if each rank has its own device.
 
     Args:
         mode: recomputation of a layer.
@@ -180,7 +180,7 @@ def shared_step(
 
 
 def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
-    """Seconds of host code beside the kernels of the forward and of the backward of a stage with a number of
+    """Seconds of host code outside the kernels of the forward and of the backward of a stage with a number of
     blocks; 0 if the host runs ahead of the device.
     """
     layer, action = (_seconds_of(device, name) for name in ("layer", "action"))
@@ -196,7 +196,7 @@ def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each:
     """Seconds of one rank for the reductions and gathers of one of its stages."""
     forwards = sum(a.stage == stage and a.kind is ActionKind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
-    # gathers by layers happen in each forward and backward, gathers by stages where the program has them
+    # gathers by layers happen in each forward and backward, gathers by stages as the program says
     unshards = sum(
         a.stage == stage and a.kind is ActionKind.UNSHARD for order in program.orders for a in order
     )

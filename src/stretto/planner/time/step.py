@@ -78,8 +78,8 @@ def step_time(
     `job.steps_between_drains` steps, of which the first fills the pipeline and the last drains it.
 
     Args:
-        modes: recomputation of each block; None: the job's, with `auto` taken as none.
-        stages: the layers of each stage; None: the job's.
+        modes: recomputation of each block, or None for the job's, with `auto` taken as none.
+        stages: the layers of each stage, or None for the job's.
     """
     program = job.program()
     times = partial(
@@ -324,7 +324,7 @@ def _replayed(
 def _on_shared_cores(
     program: Program, times: Sequence[StageTime], shared: SharedStep, line: Timeline
 ) -> StepTime:
-    """The step where ranks share cores: actions last longer while other ranks compute too."""
+    """The step if ranks share cores: actions last longer while other ranks compute too."""
     replay = shared.compute
     busiest = max(range(program.ranks), key=lambda rank: replay.busy(program.orders[rank]))
     order = program.orders[busiest]
@@ -375,8 +375,8 @@ def _reduced_at(
     assumptions: Assumptions,
     each: bool,
 ) -> float:
-    """When the gradients of a rank are reduced. Where overlap is allowed, each stage's reduction starts with
-    its last backward and runs beside what follows; those of one rank run one after another.
+    """The time at which the gradients of a rank are reduced. If overlap is allowed, each stage's reduction
+    starts with its last backward and overlaps with what follows; those of one rank run one after another.
     """
     program = line.program
     order, ends = program.orders[rank], line.ends[rank]
