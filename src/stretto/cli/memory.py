@@ -104,7 +104,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
 
     report = CommandReport(
         {
-            "block": [asdict(tensor) for tensor in saved],
+            "block": [{"name": t.name, "bytes": t.bytes, "formula": t.formula} for t in saved],
             "published": None if published is None else asdict(published),
             "modes": list(predicted.modes),
             "ranks": [_rank_record(rank) for rank in ranks],
