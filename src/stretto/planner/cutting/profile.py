@@ -12,7 +12,6 @@ from stretto.job.chain import layer_of
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import LayerTensor
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateConfig, state_bytes
@@ -210,7 +209,9 @@ def predicted_profile(
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
         output = 0 if at == shape.chain - 1 else message_bytes(shape, compute, at + 1)
-        saved_bytes = total(_saved(job, at))
+        chain_layer, mode = layer_of(shape, at), job.recompute.mode
+        layer_compute = replace(compute.at(chain_layer), recompute="none" if mode == "auto" else mode)
+        saved_bytes = total(layer_saved(chain_layer.kind, chain_layer.shape, layer_compute))
         layers.append(
             LayerProfile(
                 name=name,
@@ -226,10 +227,3 @@ def predicted_profile(
     shared_layers = (SharedWeights((0, len(layers) - 1), tied),) if tied else ()
     about = f"predicted: {cluster.device.name}, microbatches of {job.micro_batch} x {job.sequence} tokens"
     return ModelProfile(tuple(layers), shared_layers, about), states / weights
-
-
-def _saved(job: Job, layer: int) -> tuple[LayerTensor, ...]:
-    """What a layer keeps for a microbatch."""
-    chain_layer, mode = layer_of(job.shape, layer), job.recompute.mode
-    compute = replace(ComputeConfig.of(job).at(chain_layer), recompute="none" if mode == "auto" else mode)
-    return layer_saved(chain_layer.kind, chain_layer.shape, compute)

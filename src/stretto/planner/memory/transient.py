@@ -114,8 +114,13 @@ class StageUnits:
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
-            # a tied weight is reduced in the middle of the head's backward, as soon as its gradient is there
-            sent = sum(u.full_gradient for u in self._each if u.complete < layer and _is_tied_head(u, layer))
+            # a tied weight is reduced in the middle of the head's backward, as soon as it has its gradient
+            sent = sum(
+                unit.full_gradient
+                for unit in self._each
+                if unit.complete < layer == max(unit.layers[0])
+                and [p.name for p in unit.parameters] == [TIED]
+            )
             resident.append(
                 Resident(
                     forward=self._of(self.layers[at : at + 2]),
@@ -158,11 +163,6 @@ class StageUnits:
             for unit in self.units
             if any(map(unit.used_by, layers)) and not any(map(unit.used_by, left_out))
         )
-
-
-def _is_tied_head(unit: StateUnit, layer: int) -> bool:
-    """True if the unit is the tied weight alone, and the layer the head."""
-    return [p.name for p in unit.parameters] == [TIED] and max(unit.layers[0]) == layer
 
 
 @lru_cache(maxsize=4096)

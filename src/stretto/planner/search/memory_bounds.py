@@ -143,8 +143,7 @@ class MemoryBound:
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
         """How the bound fits the device: if even this does not fit, no such candidate does."""
-        least = RankMemory(rank=0, weights=self.states, activations=self.activations)
-        return fit([least], device, reserve)
+        return fit([RankMemory(rank=0, weights=self.states, activations=self.activations)], device, reserve)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,8 @@ class Space:
             widths = [n for n in divisors(world) if self._split_is_legal(Layout(tp=n), None, False, "ring")]
             for tp in self.values("tp", widths):
                 for pp in self.values("pp", divisors(world // tp if world % tp == 0 else 1)):
-                    if world % (tp * pp) or not self._pp_is_legal(pp):
+                    job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
+                    if world % (tp * pp) or not self._is_legal(("pp", pp), job):
                         continue
                     for cp in self.values("cp", divisors(world // tp // pp)):
                         dp, remainder = divmod(world, tp * pp * cp)
@@ -107,10 +108,6 @@ class Space:
                     yield Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expert_tp=inner), expert_tp
                 except StrettoError as error:
                     self.reject("layout.ep", error.message)
-
-    def _pp_is_legal(self, pp: int) -> bool:
-        job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
-        return self._is_legal(("pp", pp), job)
 
     def _split_is_legal(
         self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind

@@ -147,9 +147,9 @@ class _LayerKernels:
         # in a ring, whose rounds take other kernels. That it trains on the device is assumed
         ring = compute.cp > 1 and compute.context == "ring"
         capped = shape.attention.softcap is not None
-        asked = compute.attention == "flex"
-        asked = asked or (compute.attention == "auto" and capped and not shape.dropout)
-        self.flex = asked and compute.framework == STRETTO and chip(device) != "cpu" and not ring
+        wanted = compute.attention == "flex"
+        wanted = wanted or (compute.attention == "auto" and capped and not shape.dropout)
+        self.flex = wanted and compute.framework == STRETTO and chip(device) != "cpu" and not ring
         # one kernel computes softmax(q k^T) v. Stretto's soft-capped scores are written out, in tiles, if
         # FlexAttention does not cap them
         self.fused = compute.attention != "explicit" and (

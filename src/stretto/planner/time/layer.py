@@ -91,7 +91,11 @@ def layer_time(
     kernels = {"F": work.forward, "R": again, "I": work.back, "W": work.weight}
     cores = {"F": work.core, "R": work.core, "I": work.core_back, "W": 0.0}
 
-    moved = _moved_input(shape, kind, compute) / cluster.host.link
+    # a block's input that the forward copies to host memory, and recomputation back; both wait
+    moved = 0.0
+    if kind == "block" and compute.recompute == "full" and compute.framework.inputs_on_host:
+        shards = compute.tp if compute.shard_inputs else 1
+        moved = compute.element * compute.shard * shape.hidden / shards / cluster.host.link
 
     def phase(name: Phase) -> Parts:
         parts = _phase(
@@ -103,9 +107,14 @@ def layer_time(
         )
         return {**parts, "offload": moved} if moved and name in "FR" else parts
 
-    return LayerTime(
-        F=phase("F"), R=phase("R"), I=phase("I"), W=phase("W"), saved=_saved(work, talk, software)
-    )
+    # an unsplit backward hides reductions of input gradients behind products of weight gradients, and gathers
+    # of inputs behind products of input gradients; the slowdown of overlapping computation reduces that
+    over_tp = [(message, taken) for message, taken in talk if message.axis == "tp"]
+    sums = sum(t for m, t in over_tp if m.phase == "I" and m.kind in ("all-reduce", "reduce-scatter"))
+    gathers = sum(t for m, t in over_tp if m.phase == "W")
+    hidden = min(sums, work.weight) + min(gathers, work.products)
+    saved = {"tensor": software.hidden * hidden * (2.0 - software.slowdown)} if hidden else {}
+    return LayerTime(F=phase("F"), R=phase("R"), I=phase("I"), W=phase("W"), saved=saved)
 
 
 def _waited(message: Message, shape: ModelShape, group: NodeGroup, software: SoftwareAssumptions) -> float:
@@ -131,13 +140,6 @@ def _launched(kernels: float, host: float, blocking: float) -> float:
     if not host:
         return kernels
     return (kernels**_AHEAD + host**_AHEAD) ** (1 / _AHEAD) + blocking * min(kernels, host)
-
-
-def _moved_input(shape: ModelShape, kind: str, compute: ComputeConfig) -> float:
-    """Bytes of a block's input that the forward copies to host memory, and recomputation back; both wait."""
-    if kind != "block" or compute.recompute != "full" or not compute.framework.inputs_on_host:
-        return 0.0
-    return compute.element * compute.shard * shape.hidden / (compute.tp if compute.shard_inputs else 1)
 
 
 def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConfig) -> float:
@@ -185,19 +187,3 @@ def _phase(
     for name, taken in overlapped.items():
         parts[name] += exposed_seconds(taken, core, slowdown)
     return dict(parts)
-
-
-def _saved(
-    work: KernelTimes, talk: list[tuple[Message, float]], software: SoftwareAssumptions
-) -> dict[str, float]:
-    """What an unsplit backward hides: reductions of input gradients behind products of weight gradients,
-    gathers of inputs behind products of input gradients.
-    """
-    sums = sum(t for m, t in talk if m.axis == "tp" and m.phase == "I" and m.kind in _SUMS)
-    gathers = sum(t for m, t in talk if m.axis == "tp" and m.phase == "W")
-    hidden = min(sums, work.weight) + min(gathers, work.products)
-    # the slowdown of overlapping computation reduces what is saved
-    return {"tensor": software.hidden * hidden * (2.0 - software.slowdown)} if hidden else {}
-
-
-_SUMS = ("all-reduce", "reduce-scatter")
