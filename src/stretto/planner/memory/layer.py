@@ -95,13 +95,13 @@ class LayerMemory:
     """One layer of a stage.
 
     Attributes:
-        input_bytes: bytes of the first part, if that is the layer's input; of a stage's first layer they
+        input_bytes: bytes of the first tensor, if that is the layer's input; of a stage's first layer they
             are counted with the stage before or with the received message.
         ends: this is the embedding or the head.
         forward: peak bytes of a forward that keeps its input only.
     """
 
-    parts: tuple[LayerTensor, ...]
+    tensors: tuple[LayerTensor, ...]
     input_bytes: int
     ends: bool = False
     recomputed: bool = False
@@ -110,17 +110,19 @@ class LayerMemory:
     @property
     def saved(self) -> int:
         """Bytes between forward and backward, the input included."""
-        return sum(part.bytes for part in self.parts if part.saved)
+        return sum(tensor.bytes for tensor in self.tensors if tensor.saved)
 
     @property
     def last_product(self) -> LayerTensor | None:
         """The input of the layer's last linear."""
-        return next((part for part in reversed(self.parts) if part.held_until_w is not None), None)
+        return next((tensor for tensor in reversed(self.tensors) if tensor.held_until_w is not None), None)
 
     @property
-    def between(self) -> int:
+    def queued(self) -> int:
         """Bytes between I and W."""
-        return sum(part.bytes + part.held_until_w for part in self.parts if part.held_until_w is not None)
+        return sum(
+            tensor.bytes + tensor.held_until_w for tensor in self.tensors if tensor.held_until_w is not None
+        )
 
 
 def layer_memory(
@@ -147,30 +149,30 @@ def _layer_memory(
         return _block_memory(shape, compute, separate_gradients)
     walk = LayerWalk(shape, compute, separate_gradients)
     if kind == "embed":
-        return LayerMemory(parts=(walk.lookup(), *walk.embedding()), input_bytes=0, ends=True)
+        return LayerMemory(tensors=(walk.lookup(), *walk.embedding()), input_bytes=0, ends=True)
     if kind == "between":
-        parts = tuple(walk.between())
+        tensors = tuple(walk.between())
         lookup = walk.lookup()
         lookup = replace(lookup, backward=lookup.backward + walk.memory)
-        return LayerMemory(parts=(*parts, lookup), input_bytes=parts[0].bytes, ends=True)
-    parts = tuple(walk.head())
-    return LayerMemory(parts=parts, input_bytes=parts[0].bytes * walk.keeps_input, ends=True)
+        return LayerMemory(tensors=(*tensors, lookup), input_bytes=tensors[0].bytes, ends=True)
+    tensors = tuple(walk.head())
+    return LayerMemory(tensors=tensors, input_bytes=tensors[0].bytes * walk.keeps_input, ends=True)
 
 
 def _block_memory(shape: ModelShape, compute: ComputeConfig, separate_gradients: bool) -> LayerMemory:
     walk = LayerWalk(shape, replace(compute, recompute="none"), separate_gradients)
-    parts = walk.block()
-    saved = parts if compute.recompute == "none" else layer_saved("block", shape, compute)
+    tensors = walk.block()
+    saved = tensors if compute.recompute == "none" else layer_saved("block", shape, compute)
     if compute.recompute != "full":
-        input_bytes = parts[0].bytes * walk.keeps_input
+        input_bytes = tensors[0].bytes * walk.keeps_input
         if compute.framework.operators == CORE:
             names = {tensor.name for tensor in saved}
-            parts = tuple(replace(part, saved=part.name in names) for part in parts)
+            tensors = tuple(replace(tensor, saved=tensor.name in names) for tensor in tensors)
         else:
-            parts = tuple(_partly_saved(parts, saved))
-        return LayerMemory(parts=parts, input_bytes=input_bytes)
+            tensors = tuple(_partly_saved(tensors, saved))
+        return LayerMemory(tensors=tensors, input_bytes=input_bytes)
     (block_input,) = saved
-    recomputed = [replace(part, saved=False) for part in parts[walk.keeps_input :]]
+    recomputed = [replace(tensor, saved=False) for tensor in tensors[walk.keeps_input :]]
     if block_input.bytes < walk.residual:  # a shard of the input, gathered again
         recomputed.insert(0, LayerTensor("gathered input", walk.residual, saved=False))
     # peak bytes of a block's forward that keeps nothing, in addition to its input
@@ -180,25 +182,25 @@ def _block_memory(shape: ModelShape, compute: ComputeConfig, separate_gradients:
     attention = walk.residual + 2 * (walk.q + 2 * walk.kv) + core
     mlp = 2 * walk.residual + walk.wide + (2 if shape.gated else 1) * walk.inner + walk.residual
     return LayerMemory(
-        parts=(block_input, *recomputed),
+        tensors=(block_input, *recomputed),
         input_bytes=block_input.bytes,
         recomputed=True,
         forward=max(attention, mlp) + walk.residual * compute.framework.inputs_on_host,
     )
 
 
-def _partly_saved(parts: Sequence[LayerTensor], saved: Sequence[LayerTensor]) -> Iterator[LayerTensor]:
-    """The parts if operators other than attention's core are recomputed: two of a tensor that is saved in
+def _partly_saved(tensors: Sequence[LayerTensor], saved: Sequence[LayerTensor]) -> Iterator[LayerTensor]:
+    """The tensors if operators other than attention's core are recomputed: two of one that is saved in
     part, and the tensors that are saved only then.
     """
     sizes = {tensor.name: tensor.bytes for tensor in saved}
-    additional = sizes.keys() - {part.name for part in parts}
-    for part in parts:
-        size = sizes.get(part.name, 0)
-        if 0 < size < part.bytes:
-            yield LayerTensor(part.name, size)
-            yield replace(part, bytes=part.bytes - size, saved=False)
+    additional = sizes.keys() - {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        size = sizes.get(tensor.name, 0)
+        if 0 < size < tensor.bytes:
+            yield LayerTensor(tensor.name, size)
+            yield replace(tensor, bytes=tensor.bytes - size, saved=False)
         else:
-            yield replace(part, saved=part.name in sizes)
-        if part.name == "norm2 statistics":
+            yield replace(tensor, saved=tensor.name in sizes)
+        if tensor.name == "norm2 statistics":
             yield from (LayerTensor(name, sizes[name]) for name in sorted(additional))

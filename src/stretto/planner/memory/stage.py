@@ -88,12 +88,12 @@ def stage_memory(
         saved -= input_bytes
     # peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
     # is gathered
-    parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
-    following = [*parts[1:], None]
+    tensors = [tensor for layer in reversed(layers) for tensor in reversed(layer.tensors)]
+    following = [*tensors[1:], None]
     return StageMemory(
         saved=saved,
         ends=ends,
-        queued=sum(layer.between for layer in layers) - boundary * lent,
+        queued=sum(layer.queued for layer in layers) - boundary * lent,
         lent=lent,
         boundary=boundary,
         enters=enters,
@@ -103,8 +103,8 @@ def stage_memory(
         split=_backward_peak(layers, boundary, True, resident),
         products=max(
             (
-                part.regathered + part.product + (next_part.regathered if next_part else 0)
-                for part, next_part in zip(parts, following, strict=True)
+                tensor.regathered + tensor.product + (next_tensor.regathered if next_tensor else 0)
+                for tensor, next_tensor in zip(tensors, following, strict=True)
             ),
             default=0,
         ),
@@ -121,12 +121,12 @@ def _forward_peak(layers: Sequence[LayerMemory], resident: Sequence[int]) -> int
             peak = max(peak, size + layer.forward + others)
             continue
         again = 0
-        for part in layer.parts:
-            if part.saved:
-                size, again = size + part.bytes, 0
+        for tensor in layer.tensors:
+            if tensor.saved:
+                size, again = size + tensor.bytes, 0
             else:
-                again += part.bytes
-            peak = max(peak, size + again + part.forward + others)
+                again += tensor.bytes
+            peak = max(peak, size + again + tensor.forward + others)
     return peak
 
 
@@ -138,7 +138,7 @@ def _backward_peak(
     for at, layer in enumerate(reversed(layers)):
         layer_resident, linears = (
             resident[-1 - at],
-            sum(part.held_until_w is not None for part in layer.parts),
+            sum(tensor.held_until_w is not None for tensor in layer.tensors),
         )
         gradients, formed = (
             (0, 0) if split else (layer_resident.gradients, layer_resident.formed // max(1, linears))
@@ -146,37 +146,37 @@ def _backward_peak(
         if not linears:
             gradients += formed
         incoming = boundary if at else 0  # the gradient from the following layer
-        # the parts from the last to the first: kept ones one by one, neighbours that are recomputed together
+        # the tensors from the last to the first: saved ones one by one, recomputed neighbours together
         # in one group
         groups = list[list[LayerTensor]]()
-        for part in reversed(layer.parts):
-            if groups and not part.saved and not groups[-1][0].saved:
-                groups[-1].insert(0, part)
+        for tensor in reversed(layer.tensors):
+            if groups and not tensor.saved and not groups[-1][0].saved:
+                groups[-1].insert(0, tensor)
             else:
-                groups.append([part])
+                groups.append([tensor])
         for group in groups:
-            again = 0 if group[0].saved else sum(part.bytes for part in group)
+            again = 0 if group[0].saved else sum(tensor.bytes for tensor in group)
             if not group[0].saved:
                 again += boundary  # the output of the recomputed forward
                 others = layer_resident.backward + gradients
                 peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
-            for part in reversed(group):
-                product = 0 if split else part.product + part.regathered
-                gradients += formed if part.held_until_w is not None else 0
+            for tensor in reversed(group):
+                product = 0 if split else tensor.product + tensor.regathered
+                gradients += formed if tensor.held_until_w is not None else 0
                 others = gradients + (
-                    layer_resident.loss if part.name.startswith("loss") else layer_resident.backward
+                    layer_resident.loss if tensor.name.startswith("loss") else layer_resident.backward
                 )
-                peak = max(peak, moved + incoming + again + others + part.backward + product)
-                if split and part.held_until_w is not None:
-                    moved += part.held_until_w + (0 if part.saved else part.bytes)
-                    if part.is_residual:  # counted already, as incoming or as a neighbour's temporary
-                        first = part is layer.last_product
+                peak = max(peak, moved + incoming + again + others + tensor.backward + product)
+                if split and tensor.held_until_w is not None:
+                    moved += tensor.held_until_w + (0 if tensor.saved else tensor.bytes)
+                    if tensor.is_residual:  # counted already, as incoming or as a neighbour's temporary
+                        first = tensor is layer.last_product
                         moved -= 0 if at or not first else boundary
                         incoming = -boundary * (not first)
-                elif part.saved:
-                    moved -= part.bytes
-                if not part.saved:
-                    again -= part.bytes
+                elif tensor.saved:
+                    moved -= tensor.bytes
+                if not tensor.saved:
+                    again -= tensor.bytes
         if not split:
             peak = max(peak, moved + layer_resident.backward + layer_resident.after)
     return peak

@@ -343,7 +343,7 @@ class MemoryBounds:
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
                 saved=work.saved - (work.input_bytes if work.ends and layer == 0 else 0),
-                held_until_w=max(0, work.between),
+                held_until_w=max(0, work.queued),
                 backward=max(0, min(alone.backward, alone.split)),
             )
         return self._layers[key]
