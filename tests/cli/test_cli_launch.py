@@ -207,3 +207,10 @@ def test_a_task_of_sky(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: without --mount, a node that is lost takes its checkpoints along" in captured.err
     assert main.run([*command, "train.device=auto"]) == 2
     assert "hint: --accelerator H100" in capsys.readouterr().err
+
+
+def test_a_script_for_ray(stretto: CommandLine) -> None:
+    text = stretto("launch", "ray", CONFIG, "--nodes", "2", "--requeues", "3", "--cpus-per-rank", "4")
+    compile(text, "job.py", "exec")
+    assert "RESTARTS = 3\n" in text
+    assert "BUNDLE = {'CPU': 8}" in text

@@ -65,12 +65,15 @@ class RanksOptions:
     as_json: Json = False
 
 
+CpusPerRank = Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(RanksOptions):
     """Options of launchers that know jobs by name and run them in containers."""
 
     job_name: Annotated[str | None, typer.Option(help="Name of the job; default: the run's.")] = None
-    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")] = None
+    cpus_per_rank: CpusPerRank = None
     image: Annotated[str | None, typer.Option(help="Container image that runs the ranks.")] = None
     mount: Annotated[
         list[str] | None,
@@ -320,6 +323,30 @@ def sky(options: SkyOptions) -> None:
     text = task(job, accelerator=options.accelerator, spot=options.spot, infra=options.infra)
     _print(text, job, options.as_json)
     _warn_without_mount(options, "a node that is lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(RanksOptions):
+    """Options of `stretto launch ray`."""
+
+    cpus_per_rank: CpusPerRank = None
+    requeues: Annotated[int, RESTARTS] = 100
+
+
+@app.command(
+    epilog="Example: stretto launch ray configs/quickstart.yaml run.dir=/shared/runs --nodes 2 > job.py; "
+    "ray job submit --working-dir . -- python job.py"
+)
+@grouped(RayOptions)
+def ray(options: RayOptions) -> None:
+    """Print a Python script that trains CONFIG on a Ray cluster, one agent per node, and restarts it.
+
+    CONFIG lies in the folder that `ray job submit` copies. run.dir must be shared by all nodes.
+    """
+    from stretto.run.launch.ray import script
+
+    job = replace(_cluster_job(options), cpus_per_rank=options.cpus_per_rank, restarts=options.requeues)
+    _print(script(job), job, options.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import yaml
 
 from launch_checks import check_schema, check_shell
 from stretto.errors import StrettoError
-from stretto.run.launch.cluster import ClusterJob
-from stretto.run.launch.kubernetes import KINDS, RESTARTED, RUNTIME, manifest
+from stretto.run.launch.cluster import RESTARTED, ClusterJob
+from stretto.run.launch.kubernetes import KINDS, RUNTIME, manifest
 from stretto.run.watch.joint import HUNG
 
 SCHEMAS = {

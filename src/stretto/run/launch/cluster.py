@@ -11,8 +11,12 @@ from typing import Any
 import yaml
 
 from stretto.errors import Problem, StrettoError
+from stretto.run.launch.stop import SAVED
 
 MOST_RANKS_PER_NODE = 8  # devices of common nodes, if neither nodes nor devices per node are given
+
+RESTARTED = (SAVED, 69)  # 69: a rank that ends since another does not answer (`run.watch.joint.HUNG`)
+_SLACK_S = 30  # for agents to end after they have killed ranks that did not save in time
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _MOUNT = re.compile(r"(.+):(/[^/:][^:]*)(?::(ro|rw))?")
@@ -81,6 +85,11 @@ class ClusterJob:
     def ranks(self) -> int:
         """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def termination_s(self) -> int:
+        """Time from the signal until agents are killed, seconds: longer than that of their ranks."""
+        return self.grace_s + _SLACK_S
 
     @property
     def time_s(self) -> int | None:

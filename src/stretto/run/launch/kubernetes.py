@@ -14,15 +14,12 @@ from typing import Any
 
 from stretto.engine.parallel.signed import KEY
 from stretto.errors import Problem, StrettoError
-from stretto.run.launch.cluster import ClusterJob, yaml_text
-from stretto.run.launch.stop import SAVED
+from stretto.run.launch.cluster import RESTARTED, ClusterJob, yaml_text
 
 KINDS = ("trainjob", "jobset", "volcano")
 RUNTIME = "torch-distributed"  # Kubeflow's own ClusterTrainingRuntime for torchrun
-RESTARTED = (SAVED, 69)  # 69: a rank that ends since another does not answer (`run.watch.joint.HUNG`)
 
 _NODE = "node"  # name of the replicated job, of the task and of the container
-_SLACK_S = 30  # for agents to end after they have killed ranks that did not save in time
 _LONGEST_NAME = 48  # pods have 15 characters more, and a label has 63
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -94,7 +91,7 @@ def _train_job(
     if container["resources"]:
         trainer["resourcesPerNode"] = container["resources"]
     pod = {
-        "terminationGracePeriodSeconds": job.grace_s + _SLACK_S,
+        "terminationGracePeriodSeconds": job.termination_s,
         "containers": [{"name": _NODE, "volumeMounts": container["volumeMounts"]}],
         "volumes": volumes,
     }
@@ -219,7 +216,7 @@ def _deadline(job: ClusterJob) -> dict[str, int]:
 def _pod(job: ClusterJob, command: str, devices: str) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.grace_s + _SLACK_S,
+        "terminationGracePeriodSeconds": job.termination_s,
         "containers": [{"name": _NODE, **_container(job, command, devices)}],
         "volumes": _volumes(job),
     }
