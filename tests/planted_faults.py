@@ -12,7 +12,7 @@ import pytest
 import stretto.verify.language.prove as prove_module
 from proofs import verify
 from stretto.run.config.schema import TrainConfig
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.cases import describe
 from tiny_job import Changes, varied
 

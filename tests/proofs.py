@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.job.job import Job
 from stretto.run.config import TrainConfig
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.proof import language_proof
 from stretto.verify.run import run_proof
 

@@ -15,7 +15,8 @@ from torch import Tensor
 import stretto.verify.run as verify_run
 from stretto.cli.main import run
 from stretto.engine.pipeline import Pipeline
-from stretto.verify.diagnose import Verdict
+from stretto.verify.compare import Quantity
+from stretto.verify.evidence import Verdict
 from tiny_job import EIGHT, job_file
 
 pytestmark = pytest.mark.apart
@@ -140,19 +141,11 @@ def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFix
 
 def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
     tell = partial(verify_run.Progress(), cases=2)
-    first = Verdict(
-        layout="tp1 dp1 pp1 naive",
-        loss_error=0.0,
-        grad_error=0.0,
-        worst_gradient="a",
-        norm_error=0.0,
-        weight_error=0.0,
-        worst_weight="a",
-        diagnosis=None,
-        seconds=1.23,
-    )
+    loss = Quantity("loss", 0.0, 1e-9)
+    first = Verdict(layout="tp1 dp1 pp1 naive", quantities=[loss], diagnosis=None, seconds=1.23)
     tell(first)
-    tell(replace(first, layout="tp1 dp1 pp1 1f1b", same_as=first.layout, loss_error=1.0))
+    wrong = [replace(loss, error=1.0)]
+    tell(replace(first, layout="tp1 dp1 pp1 1f1b", same_as=first.layout, quantities=wrong))
     assert capsys.readouterr().out == (
         "[1/2] equal   tp1 dp1 pp1 naive  (1.2 s)\n[2/2] DIFFERS tp1 dp1 pp1 1f1b  (as tp1 dp1 pp1 naive)\n"
     )

@@ -65,7 +65,7 @@ def test_placements_that_differ_end_with_1_and_say_why(
     assert run(["verify", config, "--layouts", str(cases)]) == 1
     out = capfd.readouterr().out
     assert "row sgd+adamw dot data overlap: the gradient" in out
-    assert "the gradient of every table is 2 times the reference: scaled by the number of ranks (2)" in out
+    assert "the gradient of every table is 2 times the reference: wrong gradient scale" in out
     assert "2 placements in" in out
     assert "2 DIFFER" in out
 

@@ -310,6 +310,9 @@ def clipped_plain(model: nn.Module, batch: Any) -> Tensor:
 # ------------------------------------------------------------------ tied weights of a pipeline
 
 
+TIED = "only the gradient of the tied parameter embed.weight is wrong: it is"
+
+
 def tied_stages(tie: Callable[[Tensor], Any]) -> Report:
     """Embedding and head on two stages, each with the weight; `tie` brings its gradients together."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -342,17 +345,17 @@ def test_tied_weights_that_are_summed_once_are_equal() -> None:
     assert first.equal, str(first)
 
 
-@case("only the gradient of the tied embed.weight is wrong: it is not summed over the 2 places that share it")
+@case(f"{TIED} not summed over the 2 places that share it")
 def tied_weights_are_not_summed() -> Report:
     return tied_stages(lambda gradient: None)
 
 
-@case("only the gradient of the tied embed.weight is wrong: it is 2 times the reference, summed twice")
+@case(f"{TIED} 2 times the reference, summed twice")
 def tied_weights_are_summed_twice() -> Report:
     return tied_stages(lambda gradient: (dist.all_reduce(gradient), gradient.mul_(2)))
 
 
-@case("only the gradient of the tied embed.weight is wrong: it is 0.5 times the reference, averaged")
+@case(f"{TIED} 0.5 times the reference, averaged")
 def tied_weights_are_averaged() -> Report:
     return tied_stages(lambda gradient: (dist.all_reduce(gradient), gradient.div_(2)))
 
@@ -371,7 +374,7 @@ def another_optimizer() -> Report:
     )
 
 
-@case("losses and gradients are equal, but the optimizer made no step on some rank")
+@case("losses and gradients are equal, but the optimiser made no step on some rank")
 def no_update() -> Report:
     def without(model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
         mean = loss(model, batch)

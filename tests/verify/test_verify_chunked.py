@@ -76,5 +76,5 @@ def test_a_chunk_without_a_gradient_is_caught(folder: Path) -> None:
     config = job(folder, *ODD)
     (verdict,) = verify(config, [varied(config, changes(tp=2))], on_rank=forget_a_chunk)
     assert not verdict.equal
-    assert verdict.loss_error < 1e-12
-    assert (verdict.grad_error or 0.0) > 1e-4
+    assert verdict.error("loss") < 1e-12
+    assert verdict.error("gradients") > 1e-4

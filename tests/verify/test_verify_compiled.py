@@ -13,7 +13,7 @@ import stretto.engine.compiler as compiler_module
 import stretto.engine.models.compiled as compiled_module
 from proofs import verify
 from stretto.engine.models.compiled import HeadSizes, rotate_heads
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from tiny_job import GPT, LLAMA, MOE, Changes, changes, job, varied
 
 pytestmark = pytest.mark.slow  # each rank compiles

@@ -30,7 +30,8 @@ from stretto.job.job import Job
 from stretto.job.optimiser import Optimiser
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.rank_model import RankModel
-from stretto.verify.diagnose import TOLERANCE, Verdict
+from stretto.verify.compare import TOLERANCE
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.cases import describe
 from tiny_job import EIGHT, GPT, LLAMA, Changes, changes, job, varied
 
@@ -238,7 +239,7 @@ def proved(config: TrainConfig, case: Changes, fault: Callable[[], None], steps:
 def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case: Changes, says: str) -> None:
     verdict = proved(four(folder), case, fault)
     assert verdict.diagnosis == says
-    assert verdict.grad_error > STRICT
+    assert verdict.error("gradients") > STRICT
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
 )
 def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], None], says: str) -> None:
     verdict = proved(four(folder), PP2_DP2, fault)
-    assert verdict.worst_gradient == "embed.tok.weight"
+    assert verdict["gradients"].worst == "embed.tok.weight"
     tied = "only the gradient of the tied parameter embed.tok.weight is wrong"
     assert verdict.diagnosis == f"{tied}: {says}"
 
@@ -289,7 +290,7 @@ def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> No
     verdict = proved(
         four(folder, model=LLAMA), changes(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
     )
-    assert verdict.worst_gradient in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
+    assert verdict["gradients"].worst in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert verdict.diagnosis is not None
     assert "blocks.0.attn.qkv.weight" in verdict.diagnosis
     assert "blocks.1.attn.qkv.weight" in verdict.diagnosis
@@ -301,7 +302,7 @@ def test_a_dropped_microbatch_is_named(folder: Path) -> None:
     assert verdict.diagnosis is not None
     assert "about 1 of 8 microbatches short: a microbatch is dropped" in verdict.diagnosis
     assert "first output" not in verdict.diagnosis
-    assert verdict.loss_error == pytest.approx(1 / 8, rel=0.1)
+    assert verdict.error("loss") == pytest.approx(1 / 8, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +326,8 @@ def test_a_wrong_clip_norm_is_named(
     assert "gradients are equal but their norm is" in verdict.diagnosis
     assert "so clipping is wrong" in verdict.diagnosis
     assert says in verdict.diagnosis
-    assert verdict.grad_error <= TOLERANCE
-    assert verdict.norm_error > STRICT
+    assert verdict.error("gradients") <= TOLERANCE
+    assert verdict.error("norm") > STRICT
 
 
 def test_swapped_shards_are_traced_to_the_first_wrong_output(folder: Path) -> None:
@@ -334,7 +335,7 @@ def test_swapped_shards_are_traced_to_the_first_wrong_output(folder: Path) -> No
     assert verdict.diagnosis is not None
     assert "wrong data or a wrong forward" in verdict.diagnosis
     assert verdict.diagnosis.endswith("the first output that differs is blocks.0.attn.proj's")
-    assert verdict.loss_error > STRICT
+    assert verdict.error("loss") > STRICT
 
 
 def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None:
@@ -361,12 +362,11 @@ def drop_out_otherwise_again() -> None:
 def test_a_forward_that_runs_again_otherwise_is_named(folder: Path, mode: Any) -> None:
     verdict = proved(four(folder), changes(**PP2, recompute=mode), drop_out_otherwise_again)
     assert verdict.diagnosis is not None
-    assert verdict.loss_error <= TOLERANCE
+    assert verdict.error("loss") <= TOLERANCE
     assert (
         f"or what runs again (recompute={mode}) is not what ran, as with other dropout" in verdict.diagnosis
     )
-    assert verdict.grad_error is not None
-    assert verdict.grad_error > STRICT
+    assert verdict.error("gradients") > STRICT
 
 
 def forget_the_copies() -> None:
@@ -397,8 +397,7 @@ def test_a_missing_sum_over_copies_is_named(
     verdict = proved(four(folder, *overrides), case, forget_the_copies)
     assert verdict.diagnosis is not None
     assert says in verdict.diagnosis
-    assert verdict.grad_error is not None
-    assert verdict.grad_error > STRICT
+    assert verdict.error("gradients") > STRICT
 
 
 def one_update_later() -> None:
@@ -488,8 +487,8 @@ def test_wrong_delayed_updates_are_seen(
     verdict = proved(job(folder, *SGD, EIGHT, model=LLAMA), case, fault, steps=2)
     assert verdict.diagnosis is not None
     assert says in verdict.diagnosis
-    assert verdict.weight_error > STRICT
-    assert verdict.grad_error is None
+    assert verdict.error("weights") > STRICT
+    assert verdict["gradients"].error is None
 
 
 @pytest.mark.parametrize(
@@ -502,8 +501,8 @@ def test_wrong_delayed_updates_are_seen(
 )
 def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None], eps: float) -> None:
     verdict = proved(four(folder, f"optim.eps={eps}"), TP2, fault, steps=2)
-    assert verdict.weight_error > STRICT
+    assert verdict.error("weights") > STRICT
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.startswith("gradients and norm are equal but the updated ")
     assert verdict.diagnosis.endswith(" are not: the optimiser differs")
-    assert verdict.worst_weight in verdict.diagnosis
+    assert verdict["weights"].worst in verdict.diagnosis

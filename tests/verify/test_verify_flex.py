@@ -14,7 +14,7 @@ from torch import Tensor
 
 from proofs import verify
 from stretto.engine import flex
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from tiny_job import Changes, changes, job, varied
 
 pytestmark = pytest.mark.slow  # each rank imports torch._dynamo

@@ -16,7 +16,7 @@ from stretto.job.job import Job
 from stretto.job.rules import fits_tp
 from stretto.run.config import TrainConfig
 from stretto.run.config.job import job_of
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.asynchronous import Delays, promised, run_delayed
 from stretto.verify.language.cases import configured_job, describe, every_layout, smaller, vary
 from stretto.verify.language.every import Every, ways
@@ -54,10 +54,10 @@ def prove(config: TrainConfig, cases: list[Job], steps: int = 2) -> list[Verdict
     for verdict in verdicts:
         assert verdict.equal, verdict
         assert verdict.diagnosis is None
-        assert verdict.tolerance <= 1e-9
-        errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error, verdict.weight_error)
-        assert max(e for e in errors if e is not None) <= verdict.tolerance
-        assert (verdict.grad_error is None) == (verdict.updates is not None) == (verdict.norm_error is None)
+        assert [quantity.name for quantity in verdict.quantities] == ["loss", "gradients", "norm", "weights"]
+        assert all(quantity.bound <= 1e-9 for quantity in verdict.quantities)
+        read = [verdict[name].error is not None for name in ("gradients", "norm")]
+        assert read == [verdict.updates is None] * 2
     return verdicts
 
 
@@ -146,7 +146,7 @@ def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
     config = job(folder, EIGHT, *overrides, model=model)
     base = configured_job(config)
     verdicts = prove(config, [vary(base, **case) for case, _ in cases])
-    assert {v.tolerance for v in verdicts} == {within}
+    assert {v["weights"].bound for v in verdicts} == {within}
     assert [v.updates for v in verdicts] == [updates for _, updates in cases]
 
 
@@ -202,7 +202,7 @@ def test_late_stages_of_a_pipeline_learn_as_their_replay(folder: Path) -> None:
     config = job(folder, "optim.clip=null", "optim.rate.rescheduling_steps=3", "optim.name=sgd", model=LLAMA)
     (verdict,) = prove(config, [vary(configured_job(config), pp=3, schedule="pipedream")])
     assert verdict.equal, verdict.diagnosis
-    assert verdict.tolerance == 1e-12
+    assert verdict["weights"].bound == 1e-12
 
 
 def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:

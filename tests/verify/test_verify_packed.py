@@ -122,7 +122,7 @@ def test_documents_that_are_mixed_up_are_caught(folder: Path, fault: Callable[[]
     case = varied(config, changes(tp=1, dp=1, pp=2, schedule="1f1b"))
     (verdict,) = verify(config, [case], on_rank=fault)
     assert not verdict.equal
-    assert verdict.loss_error > 1e-6
+    assert verdict.error("loss") > 1e-6
 
 
 def test_a_packed_run_trains_and_evaluates_packed(folder: Path) -> None:

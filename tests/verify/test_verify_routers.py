@@ -47,7 +47,7 @@ def routed(folder: Path, model: str, *overrides: str) -> TrainConfig:
 def prove(config: TrainConfig, cases: list[Changes]) -> None:
     for verdict in verify(config, [varied(config, case) for case in cases], steps=1):
         assert verdict.equal, verdict
-        assert verdict.tolerance <= 1e-9
+        assert verdict["weights"].bound <= 1e-9
 
 
 @pytest.mark.parametrize(

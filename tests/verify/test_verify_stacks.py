@@ -19,7 +19,7 @@ from stretto.program import names
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import Batch
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.prove import prove
 from stretto.verify.language.reference import Trial
 from tiny_job import EIGHT, Changes, changes, job, varied
@@ -71,7 +71,7 @@ def proved(config: TrainConfig, cases: Sequence[Changes]) -> list[Verdict]:
 def check(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         assert verdict.equal, verdict
-        assert verdict.tolerance <= 1e-9
+        assert verdict["weights"].bound <= 1e-9
 
 
 def test_schedules_of_every_placement_on_two_ranks(tmp_path: Path) -> None:

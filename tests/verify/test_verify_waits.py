@@ -20,7 +20,7 @@ from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.pipeline.exchange import Transfer, TransferCalls
 from stretto.run.train.batches import Batches
-from stretto.verify.diagnose import Verdict
+from stretto.verify.evidence import Verdict
 from tiny_job import GPT, changes, job, varied
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -165,7 +165,7 @@ def test_other_bits_with_messages_late_are_seen(tmp_path: Path) -> None:
     assert verdict.diagnosis.startswith(
         "equal where messages arrive at once; where they are late, ranks 0, 1"
     )
-    assert verdict.weight_error <= 1e-9
+    assert verdict.error("weights") <= 1e-9
 
 
 def sum_in_another_order() -> None:

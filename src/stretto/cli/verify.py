@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from stretto.verify.diagnose import Rounded, Verdict
+    from stretto.verify.evidence import Verdict
     from stretto.verify.run import Findings, Proof
 
 _SHARED = ("the plain model's layers", "initial values", "samples", "learning rates")  # with the reference
@@ -65,7 +65,7 @@ def verify(
         typer.Option(
             "--precision/--no-precision",
             help="Compare two steps in the job's own types too; default: yes, but for --layouts all or "
-            "product. Not of a recommender.",
+            "product.",
         ),
     ] = None,
     as_json: Json = False,
@@ -117,12 +117,11 @@ def verify(
         )
     started = time.perf_counter()
     with failures_reported():
+        options: dict[str, Any] = {"ranks": ranks, "steps": steps, "precision": precision, "quiet": as_json}
         if isinstance(config, TrainConfig):
-            proof = language_proof(
-                config, layouts, ranks=ranks, steps=steps, precision=precision, quiet=as_json
-            )
+            proof = language_proof(config, layouts, **options)
         else:
-            proof = recommender_proof(config, layouts, ranks=ranks, steps=steps, quiet=as_json)
+            proof = recommender_proof(config, layouts, **options)
         findings = run_proof(proof, quiet=as_json)
     equal = all(v.equal for v in (*findings.verdicts, *findings.rounded))
     _report(proof, findings, equal=equal, seconds=time.perf_counter() - started).print(as_json)
@@ -132,28 +131,36 @@ def verify(
 
 def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) -> CommandReport:
     """The verdicts on all layouts, what was compared, and what the proof does not see."""
-    from stretto.verify.diagnose import TOLERANCE
+    from stretto.verify.compare import TOLERANCE
 
     verdicts = findings.verdicts
     others = "" if findings.rounded else "in other types than float64 or "  # the second pass sees these
     unseen = [*_UNSEEN, f"arithmetic {others}on other devices than CPUs"]
-    errors = {"gradients": "grad_error", "their norm": "norm_error", "states of tables": "state_error"}
-    compared = [n for n, e in errors.items() if any(getattr(v, e, None) is not None for v in verdicts)]
-    logits = ["logits"] if proof.noun == "placement" else []
+    names = {"gradients": "gradients", "their norm": "norm", "states of tables": "states", "logits": "logits"}
+    compared = [words for words, n in names.items() if any(v[n].error is not None for v in verdicts)]
     record: dict[str, Any] = {
         "equal": equal,
         "dtype": "float64",
         "tolerance": TOLERANCE,
         "steps": proof.steps,
         "seconds": seconds,
-        "compared": ["losses", *compared, *logits, f"weights after updates by {proof.updated_by}"],
+        "compared": ["losses", *compared, f"weights after updates by {proof.updated_by}"],
         "shared": _SHARED,
         "unseen": unseen,
         "changed": list(proof.notes),
         "unproved": findings.unproved,
-        "own_types": [{**asdict(v), "equal": v.equal} for v in findings.rounded],
+        "own_types": [
+            {
+                "layout": v.layout,
+                "dtype": v.dtype,
+                "quantities": [asdict(quantity) for quantity in v.quantities],
+                "diagnosis": v.diagnosis,
+                "equal": v.equal,
+            }
+            for v in findings.rounded
+        ],
         "impossible": [asdict(case) for case in proof.impossible],
-        "layouts": [_without_infinity({**asdict(v), "equal": v.equal}) for v in verdicts],
+        "layouts": [_record(v) for v in verdicts],
     }
     report = CommandReport(record)
     report.draw(lambda _: _table(proof.noun, verdicts, proof.steps))
@@ -184,16 +191,34 @@ def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) ->
     return report
 
 
-def _in_own_types(verdict: Rounded) -> str:
+def _in_own_types(verdict: Verdict) -> str:
     """A layout in the types that its job trains in, beside one process."""
     errors = [f"{q.name} {q.error:.1e} of {q.bound:.1e}" for q in verdict.quantities if q.error is not None]
     result = "equal to one process" if verdict.equal else f"DIFFERS: {verdict.diagnosis}"
     return f"{verdict.layout} in {verdict.dtype} ({', '.join(errors)}): {result}"
 
 
-def _without_infinity(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: a difference that is not finite becomes null."""
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
+def _record(v: Verdict) -> dict[str, Any]:
+    """A verdict for JSON, which has no infinity: a difference that is not finite becomes null."""
+    record: dict[str, Any] = {
+        "layout": v.layout,
+        "loss_error": v["loss"].error,
+        "grad_error": v["gradients"].error,
+        "worst_gradient": v["gradients"].worst,
+        "norm_error": v["norm"].error,
+        "weight_error": v["weights"].error,
+        "worst_weight": v["weights"].worst or "-",
+        "diagnosis": v.diagnosis,
+        "seconds": v.seconds,
+        "updates": v.updates,
+        "tolerance": v["loss"].bound,
+        "same_as": v.same_as,
+    }
+    if v.placement:
+        record |= {"state_error": v["states"].error, "worst_state": v["states"].worst}
+        record |= {"predict_error": v["logits"].error, "placement": v.placement}
+    record["equal"] = v.equal
+    return {k: None if isinstance(x, float) and not isfinite(x) else x for k, x in record.items()}
 
 
 def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:
@@ -209,14 +234,13 @@ def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:
 
 def _cells(v: Verdict) -> dict[str, str]:
     """Cells of the verdict's row between its name and whether all is equal, by column."""
-    from stretto.verify.recommender.diagnose import TableVerdict
-
-    cells = {"loss": _error(v.loss_error), "gradients": _error(v.grad_error), "norm": _error(v.norm_error)}
-    if isinstance(v, TableVerdict):
-        logits = {"states": _error(v.state_error), "logits": _error(v.predict_error)}
-        return {**cells, "rows": _error(v.weight_error), **logits, "worst": v.worst_weight}
+    cells = {name: _error(v[name].error) for name in ("loss", "gradients", "norm")}
+    weights, worst = _error(v["weights"].error), v["weights"].worst or "-"
+    if v.placement:
+        logits = {name: _error(v[name].error) for name in ("states", "logits")}
+        return {**cells, "rows": weights, **logits, "worst": worst}
     late = "" if v.updates is None else f" after {v.updates} delayed updates"
-    return {**cells, "weights": _error(v.weight_error) + late, "worst gradient": v.worst_gradient or "-"}
+    return {**cells, "weights": weights + late, "worst gradient": v["gradients"].worst or "-"}
 
 
 def _error(error: float | None) -> str:

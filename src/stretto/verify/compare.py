@@ -1,4 +1,4 @@
-"""Relative errors of this rank's tensors against the reference, combined over all ranks.
+"""A step of one process, and relative errors of this rank's tensors against it, combined over all ranks.
 
 Errors are relative: the largest difference over the largest reference value of the parameter. Where that
 value is all but zero beside the rest of the model, it may be rounding alone, as of a gradient that cancels
@@ -10,8 +10,8 @@ is still an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
 
@@ -23,11 +23,10 @@ from stretto.engine.device import carrier
 from stretto.engine.parallel.control import gather_json, world_size
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 
+TOLERANCE = 1e-9
 FLOOR = 1e-6
-
-_NOISE = 0.05  # of an error: what a factor may leave of it
-
-NOTHING = 1e-10  # errors below it are not looked into
+_NOISE = 0.05  # share of an error that a factor may leave
+NOTHING = 1e-10  # smaller errors are not explained
 
 MULTIPLE = 8.0
 """In a type below float64, how many times one process's own rounding error that of ranks may be. Both sum the
@@ -37,7 +36,64 @@ the rounding error that a trusted implementation has in this type, as the machin
 about how errors grow through layers."""
 
 Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter, and the reference's values of each
-Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
+Box = tuple[list[int], list[int], bool]  # its start and end in the plain tensor; True if it is owned
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A step of one process: full tensors by plain name, in float64 on the CPU.
+
+    A step of several updates has no norm (NaN) and no gradients.
+
+    Attributes:
+        loss: mean over the global batch.
+        norm: of all gradients together, before clipping.
+        gradients: before clipping; none for parameters that get none.
+        weights: after the update, tables included.
+        states: of optimisers after the update, as NAME.STATE.
+        buffers: of modules.
+        lookups: how often each row of a table was looked up, [rows].
+        outputs: of the forward: the pooled vectors of each feature, [samples, dim].
+        logits: of a batch that is scored after the update.
+    """
+
+    loss: float
+    norm: float
+    gradients: Tensors
+    weights: Tensors
+    states: Tensors = field(default_factory=Tensors)
+    buffers: Tensors = field(default_factory=Tensors)
+    lookups: Tensors = field(default_factory=Tensors)
+    outputs: Tensors = field(default_factory=Tensors)
+    logits: Tensors = field(default_factory=Tensors)
+    _scales: dict[str, dict[str, float]] = field(
+        init=False, repr=False, default_factory=dict[str, dict[str, float]]
+    )
+
+    def scales(self, quantity: str) -> dict[str, float]:
+        """Return the scale of each tensor's differences; states are measured within their kind."""
+        if quantity not in self._scales:
+            kinds = dict[str, Tensors]()
+            tensors: Tensors = getattr(self, quantity)
+            for name, tensor in tensors.items():
+                kinds.setdefault(name.rpartition(".")[2] if quantity == "states" else "", {})[name] = tensor
+            self._scales[quantity] = {
+                name: size or 1.0 for kind in kinds.values() for name, size in scales_of(kind).items()
+            }
+        return self._scales[quantity]
+
+    def compare(self, quantity: str, pairs: Mapping[str, Pairs]) -> Comparison:
+        """Compare the pieces that each rank holds of a quantity's tensors with them. Collective."""
+        return compare_pairs(
+            {name: pairs.get(name, []) for name in self.scales(quantity)}, self.scales(quantity)
+        )
+
+    def compare_placed(
+        self, quantity: str, actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement]
+    ) -> Comparison:
+        """Compare every copy of every tensor on this rank with a quantity's tensors. Collective."""
+        return self.compare(quantity, placed_pairs(actual, places, getattr(self, quantity)))
 
 
 @dataclass(frozen=True)
@@ -65,6 +121,10 @@ class Comparison:
     def error(self) -> float:
         """The largest error."""
         return self.errors[self.worst]
+
+    def quantity(self, name: str, bound: float) -> Quantity:
+        """Return the largest error as a quantity."""
+        return Quantity(name, self.error, bound, self.worst)
 
     def ratio(self, names: Sequence[str], close: float) -> float | None:
         """The one ratio of all these parameters; None where they have none in common."""
@@ -109,11 +169,29 @@ class Quantity:
 
 
 def worst_quantity(
-    name: str, errors: Mapping[str, float], bounds: Mapping[str, float], default: float = 0.0
+    name: str, errors: Mapping[str, float], bounds: Mapping[str, float], default: float = TOLERANCE
 ) -> Quantity:
-    """The quantity where its error is largest in units of its bound; `default` if a name has none."""
+    """Return the quantity where its error is largest in units of its bound, which is `default` for names
+    without one. The name of a number is "".
+    """
+    if not errors:
+        return Quantity(name, None, default)
     worst = max(errors, key=lambda parameter: errors[parameter] / bounds.get(parameter, default))
     return Quantity(name, errors[worst], bounds.get(worst, default), worst or None)
+
+
+def worst_quantities(steps: Iterable[Sequence[Quantity]]) -> list[Quantity]:
+    """Return each quantity at the step where its error is largest in units of its bound, in the order of the
+    first step.
+    """
+    worst = dict[str, Quantity]()
+    for quantity in (quantity for step in steps for quantity in step):
+        previous = worst.setdefault(quantity.name, quantity)
+        if quantity.error is not None and (
+            previous.error is None or quantity.error_in_bounds > previous.error_in_bounds
+        ):
+            worst[quantity.name] = quantity
+    return list(worst.values())
 
 
 def rounding_bounds(errors: Mapping[str, float], eps: float, multiple: float = MULTIPLE) -> dict[str, float]:
@@ -129,26 +207,18 @@ def _order(error: float) -> float:
 
 
 def compare(
-    actual: Mapping[str, Tensor],
-    places: Mapping[str, ShardPlacement],
-    reference: Mapping[str, Tensor],
-    scales: Mapping[str, float] | None = None,
+    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
 ) -> Comparison:
-    """Compare every copy of every tensor on this rank with the full tensors of the reference. Collective.
-
-    Args:
-        scales: `scales_of(reference)`, where it is known already.
-    """
-    pairs = {name: _pairs(actual, places, name, full) for name, full in reference.items()}
-    return compare_pairs(pairs, scales or scales_of(reference))
+    """Compare every copy of every tensor on this rank with the full tensors of the reference. Collective."""
+    return compare_pairs(placed_pairs(actual, places, reference), scales_of(reference))
 
 
 def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Comparison:
-    """As `compare`, of pieces that were put beside the reference already. Collective: all ranks give the same
-    names in one order.
+    """Compare pieces with the reference's values of them. Collective: all ranks give the same names in one
+    order.
 
     Args:
-        scales: of these names, what differences are measured against.
+        scales: what differences of each name are measured against.
     """
     sizes, pairs = [scales[name] for name in of], list(of.values())
     local_errors = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
@@ -167,9 +237,9 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
 
 
 def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """What each parameter's differences are measured against."""
-    sizes = {name: float(t.abs().max()) for name, t in reference.items()}
-    floor = FLOOR * max(sizes.values())
+    """Return what each parameter's differences are measured against."""
+    sizes = {name: float(t.abs().max()) if t.numel() else 0.0 for name, t in reference.items()}
+    floor = FLOOR * max(sizes.values(), default=0.0)
     return {name: max(size, floor) for name, size in sizes.items()}
 
 
@@ -196,20 +266,18 @@ def largest(tensor: Tensor) -> None:
     _reduce(tensor, dist.ReduceOp.MAX)
 
 
-def mean_errors(
-    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """The root mean square of each parameter's differences over that of its values, on all ranks that hold
-    it. Collective.
+def mean_errors(of: Mapping[str, Pairs]) -> dict[str, float]:
+    """Return the root mean square of each parameter's differences over that of its values, on all ranks that
+    hold it. Collective.
     """
-    squares = torch.zeros(2, len(reference), dtype=torch.float64)
-    for at, (name, full) in enumerate(reference.items()):
-        for value, expected in _pairs(actual, places, name, full):
+    squares = torch.zeros(2, len(of), dtype=torch.float64)
+    for at, pieces in enumerate(of.values()):
+        for value, expected in pieces:
             squares[0, at] += (value.double() - expected).square().sum()
             squares[1, at] += expected.square().sum()
     _reduce(squares, dist.ReduceOp.SUM)
     means = (squares[0] / torch.where(squares[1] > 0, squares[1], 1.0)).sqrt()
-    return dict(zip(reference, means.tolist(), strict=True))
+    return dict(zip(of, means.tolist(), strict=True))
 
 
 def _ratios(pairs: Sequence[Pairs]) -> Tensor:
@@ -223,14 +291,15 @@ def _ratios(pairs: Sequence[Pairs]) -> Tensor:
     return torch.where(products[1] > 0, products[0] / products[1], 1.0)
 
 
-def _pairs(
-    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], name: str, full: Tensor
-) -> Pairs:
-    """The pieces on this rank, with the reference's values of each."""
-    if name not in actual:
-        return []
-    pieces = [(p.of_local(actual[name]), p.of_full(full)) for p in places[name].pieces]
-    return [pair for pair in pieces if pair[0].numel()]
+def placed_pairs(
+    actual: Mapping[str, Tensor], places: Mapping[str, ShardPlacement], reference: Mapping[str, Tensor]
+) -> dict[str, Pairs]:
+    """Return the pieces on this rank of each tensor, with the reference's values of each."""
+    pairs: dict[str, Pairs] = {name: [] for name in reference}
+    for name in reference.keys() & actual.keys():
+        pieces = [(p.of_local(actual[name]), p.of_full(reference[name])) for p in places[name].pieces]
+        pairs[name] = [pair for pair in pieces if pair[0].numel()]
+    return pairs
 
 
 def misplaced(

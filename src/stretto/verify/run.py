@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 
 if TYPE_CHECKING:
-    from stretto.verify.diagnose import Rounded, Verdict
+    from stretto.verify.evidence import Verdict
 
 _SHOWN = 6  # names in a line
 
@@ -49,7 +49,7 @@ class Findings:
 
     verdicts: list[Verdict] = field(default_factory=list["Verdict"])
     unproved: list[str] = field(default_factory=list[str])
-    rounded: list[Rounded] = field(default_factory=list["Rounded"])
+    rounded: list[Verdict] = field(default_factory=list["Verdict"])
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class Proof(ABC):
     def needed_memory(self) -> tuple[float, str, str]:
         """Bytes that all ranks take together; what takes them, in words; and how they become fewer."""
 
-    def run_alone(self) -> Any:
+    def run_alone(self, folder: Path) -> Any:
         """Run what one process computes without a process group; on rank 0, before the others may begin."""
         return None
 
@@ -120,7 +120,7 @@ def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, qu
     import torch.distributed as dist
 
     torch.set_num_threads(proof.threads)
-    alone = proof.run_alone() if os.environ["RANK"] == "0" else None
+    alone = proof.run_alone(folder) if os.environ["RANK"] == "0" else None
     dist.init_process_group("gloo", timeout=proof.timeout)
     if on_rank is not None:
         on_rank()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from stretto.errors import StrettoError
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
 from stretto.run.train.rank_model import RankModel
-from stretto.verify.compare import Comparison, compare
-from stretto.verify.diagnose import Verdict
+from stretto.verify.compare import Snapshot
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.cases import describe
-from stretto.verify.language.reference import LanguageSnapshot, Loads, Trial, build_reference
+from stretto.verify.language.reference import Loads, Trial, build_reference
 from stretto.verify.language.step import wrongly_held
 from stretto.verify.language.unread import (
     Fresh,
@@ -77,7 +78,7 @@ def windows_of(job: Job, steps: int) -> tuple[int, ...]:
     return (1,) * steps if job.window is None or steps < 2 else (steps - 1, 1)
 
 
-def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[LanguageSnapshot]:
+def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) -> list[Snapshot]:
     """Train the plain model in float64 with delayed updates.
 
     Args:
@@ -95,7 +96,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
         for delay in {late[name] for name, _ in learning}
     }
     size, unit = job.micro_batch, job.micro_batch * job.layout.dp
-    snapshots, history = list[LanguageSnapshot](), list[Weights]()
+    snapshots, history = list[Snapshot](), list[Weights]()
     begins = {sum(windows[:at]) for at in range(len(windows))}
     for step, batch in enumerate(trial.batches[: sum(windows)]):
         inputs, targets = batch.inputs, batch.targets
@@ -132,8 +133,7 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there
         loads.correct()
-        nothing = torch.full((), torch.nan, dtype=torch.float64)
-        snapshots.append(LanguageSnapshot(total, nothing, {}, _copied(masters)))
+        snapshots.append(Snapshot(loss=float(total), norm=nan, gradients={}, weights=_copied(masters)))
     return snapshots
 
 
@@ -160,7 +160,7 @@ EXACT = 1e-12
 ADAPTIVE = 1e-9
 
 # of the delays, in such windows; collective
-Replay = Callable[[Delays, tuple[int, ...]], list[LanguageSnapshot]]
+Replay = Callable[[Delays, tuple[int, ...]], list[Snapshot]]
 
 
 def prove_asynchronous(
@@ -186,23 +186,12 @@ def prove_asynchronous(
         name, reason = next(iter(wrong.items()))
         diagnosis = f"numbers are equal, but of {name} {reason}, so checkpoints would be wrong"
     if ran.equal(tolerance):
-        assert ran.weights is not None
-        verdict = Verdict(
-            layout=describe(job),
-            loss_error=max(ran.losses),
-            grad_error=None,
-            worst_gradient=None,
-            norm_error=None,
-            weight_error=ran.weights.error,
-            worst_weight=ran.weights.worst,
-            diagnosis=diagnosis,
-            updates=updates,
-            tolerance=tolerance,
-        )
+        quantities = ran.quantities(tolerance)
+        verdict = Verdict(layout=describe(job), quantities=quantities, diagnosis=diagnosis, updates=updates)
         again = verdict.equal and trial.twice
         return same_bits_late(verdict, ran, fresh, trial, reference, windows=windows) if again else verdict
     if ran.broken:
-        return replace(wrong_use_verdict(describe(job), ran), updates=updates, tolerance=tolerance)
+        return replace(wrong_use_verdict(describe(job), ran), updates=updates)
     step_count, verdict = 0, None
     while verdict is None or (verdict.equal and step_count < len(reference)):
         step_count += 1
@@ -235,7 +224,7 @@ def _observe(
     *,
     delays: Delays,
     windows: tuple[int, ...],
-    reference: Sequence[LanguageSnapshot],
+    reference: Sequence[Snapshot],
     tolerance: float,
     replay: Replay,
 ) -> Verdict:
@@ -244,28 +233,17 @@ def _observe(
     updates = delays.updates(replica.pipeline.program.microbatches) * len(reference)
     diagnosis = ran.failure
     if ran.weights is not None and not ran.equal(tolerance):
-        diagnosis = _diagnosis(replica, ran.losses[-1], ran.weights, updates, tolerance)
+        right = "the losses are equal, but " if ran.losses[-1] <= tolerance else ""
+        worst = ran.weights.worst
+        diagnosis = f"{right}the weights after {updates} delayed updates differ, most of all {worst}"
         if cause := _likely(replica, delays, windows, replay):
             diagnosis = f"{diagnosis}: {cause}"
     return Verdict(
         layout=describe(replica.job),
-        loss_error=max(ran.losses) if ran.weights is not None else float("inf"),
-        grad_error=None,
-        worst_gradient=None,
-        norm_error=None,
-        weight_error=float("inf") if ran.weights is None else ran.weights.error,
-        worst_weight="-" if ran.weights is None else ran.weights.worst,
+        quantities=ran.quantities(tolerance),
         diagnosis=diagnosis,
         updates=updates,
-        tolerance=tolerance,
     )
-
-
-def _diagnosis(replica: RankModel, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
-    difference = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
-    if loss <= tolerance:
-        return f"the losses are equal, but {difference}"
-    return difference
 
 
 def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
@@ -277,7 +255,7 @@ def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay
     for mistake, other, among in tried:
         snapshot = replay(other, among)[-1]
         with replica.states.full_weights() as weights:
-            error = compare(weights, replica.places, snapshot.weights).error
+            error = snapshot.compare_placed("weights", weights, replica.places).error
         if error <= ADAPTIVE:
             return f"they are those {mistake}"
     return None

@@ -1,9 +1,7 @@
-"""A short second pass in the types that the job trains in, where the first proof is in float64.
+"""A language model's second pass: training in the job's types beside the float64 reference.
 
-The float64 reference is the truth here too. One process that trains in the job's types is off by rounding;
-ranks that do the same sums in another order are off by errors of the same distribution, and may be off by a
-multiple (`compare.rounding_bounds`). What rounding hides is looked at bit by bit: whether reduced gradients
-have digits that 16-bit types lack, and whether modules compute with the optimiser's values.
+What rounding hides is looked at bit by bit: whether reduced gradients have digits that 16-bit types lack, and
+whether modules compute with the optimiser's values.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -21,21 +18,16 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES
 from stretto.job.job import Job
 from stretto.job.rules import problems
-from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import DTYPES, assemble
 from stretto.run.train.rank_model import RankModel
-from stretto.verify.compare import Quantity, compare, mean_errors, relative, rounding_bounds, worst_quantity
-from stretto.verify.diagnose import Rounded, listing
+from stretto.verify.compare import Snapshot, mean_errors, placed_pairs, relative
+from stretto.verify.evidence import Verdict, listing
 from stretto.verify.language.cases import describe, one_process
-from stretto.verify.language.reference import LanguageSnapshot, Trial, run_reference, share_all
+from stretto.verify.language.reference import Trial, run_reference, share_all
 from stretto.verify.language.step import SCALE, TrialTask, loss_of, masters_of, own_part, trial_trainer
+from stretto.verify.precision import STEPS, Errors, prove_rounded
 
-STEPS = 2
-_MULTIPLE = 32.0
-"""The bound of errors, in those of one process: four times that of a user's model, since tensor-parallel
-sums, chunks and recomputation change the order of more sums; a wrong type is off by thousands."""
 _ENOUGH = 64  # elements of a sum of 16-bit numbers, about half of which have more digits
-Errors = dict[str, dict[str, float]]  # relative errors of a step: by quantity, then by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +39,7 @@ class OneProcess:
         errors: of the job's own types, beside it.
     """
 
-    exact: Sequence[LanguageSnapshot]
+    exact: Sequence[Snapshot]
     errors: Sequence[Errors]
 
 
@@ -79,7 +71,7 @@ def run_one_process(job: Job, trial: Trial) -> OneProcess:
         replica.close()
 
 
-def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
+def prove_layout_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Verdict:
     """Compare a layout in the job's own types with one process. Collective.
 
     Args:
@@ -89,52 +81,19 @@ def prove_rounded(job: Job, trial: Trial, alone: OneProcess | None) -> Rounded:
     job = with_fewest_microbatches(job)
     trial = first_samples(trial, job)
     exact = share_all(None if alone is None else list(alone.exact), job, STEPS)
-    limits: list[Errors] = gather_json(None if alone is None else list(alone.errors))[0]
-    replica = assemble(job, Mesh(job.layout, timeout=trial.timeout), seed=trial.seed)
-    try:
-        errors, marks = _errors(replica, trial, exact)
-    except TrainingFailed as failed:
-        return Rounded(layout=describe(job), dtype=job.precision.dtype, quantities=(), diagnosis=str(failed))
-    finally:
-        replica.close()
-    if not all(isfinite(error) for step in limits for named in step.values() for error in named.values()):
-        marks.append(f"one process cannot be trained in {job.precision.dtype}: its numbers are not finite")
     eps = torch.finfo(DTYPES[job.precision.dtype]).eps
-    worst = dict[str, Quantity]()
-    for step_errors, step_limits in zip(errors, limits, strict=True):
-        for name, named in step_errors.items():
-            quantity = worst_quantity(name, named, _bounds(name, step_limits[name], eps))
-            previous = worst.get(name)
-            if previous is None or quantity.error_in_bounds > previous.error_in_bounds:
-                worst[name] = quantity
-    wrong = [quantity for quantity in worst.values() if not quantity.equal]
-    diagnosis = next(iter(marks), None)
-    if wrong and diagnosis is None:
-        first = wrong[0]
-        diagnosis = (
-            f"{first.name}{f' of {first.worst}' if first.worst else ''}: the error is {first.error:.1e}, "
-            f"{first.error_in_bounds:.3g} times what rounding may do: something is computed, kept or sent in "
-            "a smaller type, or the code for this type is wrong"
-        )
-    return Rounded(
-        layout=describe(job),
-        dtype=job.precision.dtype,
-        quantities=tuple(worst.values()),
-        diagnosis=diagnosis,
-    )
+
+    def train() -> tuple[list[Errors], list[str]]:
+        replica = assemble(job, Mesh(job.layout, timeout=trial.timeout), seed=trial.seed)
+        try:
+            return _errors(replica, trial, exact)
+        finally:
+            replica.close()
+
+    return prove_rounded(describe(job), job.precision.dtype, eps, alone and alone.errors, train)
 
 
-def _bounds(quantity: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
-    """What errors of a quantity may be. Weights may be off by more: Adam turns the rounding of a gradient
-    near 0 into a part of a step that rounding does not bound.
-    """
-    bounds = rounding_bounds(errors, eps, _MULTIPLE)
-    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if quantity == "weights" else bounds
-
-
-def _errors(
-    replica: RankModel, trial: Trial, exact: Sequence[LanguageSnapshot]
-) -> tuple[list[Errors], list[str]]:
+def _errors(replica: RankModel, trial: Trial, exact: Sequence[Snapshot]) -> tuple[list[Errors], list[str]]:
     """Train beside the float64 reference: relative errors of each step, and marks of wrong types. Collective.
 
     Weights are those that the optimiser updates, in its own type.
@@ -150,18 +109,18 @@ def _errors(
     for expected in exact:
         (done,) = trainer.step()
         gradients, masters = task.gradients, masters_of(replica)
-        compared = compare(gradients.tensors, gradients.places, expected.gradients, expected.gradient_scales)
+        compared = expected.compare_placed("gradients", gradients.tensors, gradients.places)
         updated = {n: t for n, t in expected.weights.items() if n in expected.gradients}
         assert done.norm is not None
         steps.append(
             {
-                "loss": {"": relative(loss_of(done), float(expected.loss))},
+                "loss": {"": relative(loss_of(done), expected.loss)},
                 "gradients": compared.errors,
-                "norm": {"": relative(done.norm, float(expected.norm))},
+                "norm": {"": relative(done.norm, expected.norm)},
             }
         )
         if not adaptive:
-            steps[-1]["weights"] = mean_errors(masters.tensors, masters.places, updated)
+            steps[-1]["weights"] = mean_errors(placed_pairs(masters.tensors, masters.places, updated))
         marks += _marks(replica, gradients.tensors)
     return steps, marks
 

@@ -28,7 +28,7 @@ from stretto.verify.run import Findings, Impossible, Proof
 if TYPE_CHECKING:
     from stretto.run.data.dataset import Batch
     from stretto.run.data.token_source import TokenData
-    from stretto.verify.diagnose import Verdict
+    from stretto.verify.evidence import Verdict
     from stretto.verify.language.precision import OneProcess
     from stretto.verify.language.reference import Trial
 
@@ -89,7 +89,7 @@ class LanguageProof(Proof):
             timeout=self.timeout,
         )
 
-    def run_alone(self) -> list[OneProcess]:
+    def run_alone(self, folder: Path) -> list[OneProcess]:
         """What one process computes in the job's own types, for each case."""
         from stretto.verify.language.precision import run_one_process
 
@@ -100,7 +100,7 @@ class LanguageProof(Proof):
         self, alone: list[OneProcess] | None, folder: Path, report: Callable[[Verdict, int], None]
     ) -> Findings:
         """Compare the layouts."""
-        from stretto.verify.language.precision import prove_rounded
+        from stretto.verify.language.precision import prove_layout_rounded
         from stretto.verify.language.prove import prove
 
         trial = self.trial()
@@ -110,7 +110,7 @@ class LanguageProof(Proof):
         right = {verdict.layout for verdict in findings.verdicts if verdict.equal}
         for number, case in enumerate(self.retyped):
             if describe(case) in right:  # what differs in float64 is explained already
-                findings.rounded.append(prove_rounded(case, trial, alone[number] if alone else None))
+                findings.rounded.append(prove_layout_rounded(case, trial, alone[number] if alone else None))
         return findings
 
 

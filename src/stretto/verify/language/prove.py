@@ -19,17 +19,12 @@ from stretto.job.job import Job
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
 from stretto.run.train.rank_model import RankModel
-from stretto.verify.diagnose import Verdict, routed
+from stretto.verify.compare import Snapshot
+from stretto.verify.evidence import Verdict
 from stretto.verify.language.asynchronous import Delays, promised, prove_asynchronous, run_delayed, windows_of
 from stretto.verify.language.cases import describe, describe_layout
 from stretto.verify.language.every import content
-from stretto.verify.language.reference import (
-    LanguageSnapshot,
-    Trial,
-    build_reference,
-    run_reference,
-    share_all,
-)
+from stretto.verify.language.reference import Trial, build_reference, run_reference, share_all
 from stretto.verify.language.step import TrialTask, trial_trainer
 from stretto.verify.language.synchronous import prove_synchronous
 from stretto.verify.outputs import beside_positions, first_difference, recorded, row_factors
@@ -80,17 +75,17 @@ class LanguageReferences:
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self._plain: list[LanguageSnapshot] | None = None
-        self._delayed: dict[object, list[LanguageSnapshot]] = {}
+        self._plain: list[Snapshot] | None = None
+        self._delayed: dict[object, list[Snapshot]] = {}
 
-    def plain(self, job: Job) -> list[LanguageSnapshot]:
+    def plain(self, job: Job) -> list[Snapshot]:
         """Of synchronous schedules, whatever the layout."""
         if self._plain is None:
             snapshots = run_reference(job, self.trial) if _first() else None
             self._plain = share_all(snapshots, job, len(self.trial.batches))
         return self._plain
 
-    def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[LanguageSnapshot]:
+    def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[Snapshot]:
         """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
         key = (delays, job.layout.dp, windows)
         if key not in self._delayed:
@@ -116,7 +111,7 @@ def _prove(job: Job, references: LanguageReferences) -> Verdict:
         )
     else:
         verdict = prove_synchronous(fresh, trial, references.plain(job))
-        if not verdict.loss_error <= verdict.tolerance:
+        if not verdict["loss"].equal:
             verdict = _located(verdict, job, trial)
     return replace(verdict, seconds=time.perf_counter() - started)
 
@@ -155,7 +150,15 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
         location = first_difference(outputs, reference, align)
         detail = ""
         if replica.shape.moe is not None and location is not None and location.endswith(_EXPERTS):
-            detail = f": {routed(row_factors(outputs, reference, align, location))}"
+            factors = row_factors(outputs, reference, align, location)
+            if factors is None:
+                others = "their outputs are summed with other weights or with none"
+                detail = f": tokens go to other experts, or {others}"
+            else:
+                detail = (
+                    f": each token's is {factors[0]:.4g} to {factors[1]:.4g} times the plain model's, so the "
+                    "routing weights of a token do not sum to what they should, as if not normalised"
+                )
     if location is None and not padding:
         return verdict
     locus = _PADDING if location is None else f"the first output that differs is {location}'s{detail}"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
@@ -20,7 +18,7 @@ from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.job.job import Job
 from stretto.run.data.dataset import Batch
-from stretto.verify.compare import scales_of, share
+from stretto.verify.compare import Snapshot, share
 from stretto.verify.optimizer import ReferenceOptimizer
 
 
@@ -45,29 +43,6 @@ class Trial:
     def rate(self, job: Job) -> LearningRate:
         """The learning rate by step."""
         return LearningRate.of(job.optimiser, self.total_steps)
-
-
-@dataclass
-class LanguageSnapshot:
-    """What one step must give: by plain name, whole tensors in float64.
-
-    A step of several updates has no norm (NaN) and no gradients.
-    """
-
-    loss: Tensor
-    norm: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]  # after the update
-
-    @cached_property
-    def gradient_scales(self) -> dict[str, float]:
-        """What differences of the gradients are measured against."""
-        return scales_of(self.gradients)
-
-    @cached_property
-    def weight_scales(self) -> dict[str, float]:
-        """What differences of the weights are measured against."""
-        return scales_of(self.weights)
 
 
 @dataclass(frozen=True)
@@ -108,14 +83,14 @@ def build_reference(job: Job, seed: int) -> PlainReference:
     return PlainReference(model, keys, packing)
 
 
-def run_reference(job: Job, trial: Trial) -> list[LanguageSnapshot]:
+def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
     """Train the plain model in float64 for a few steps."""
     plain = build_reference(job, trial.seed)
     model = plain.model
     named = list(model.named_parameters())
     learning = [(name, p) for name, p in named if p.requires_grad]
     optimizer, rate = ReferenceOptimizer(learning, job.optimiser), trial.rate(job)
-    snapshots, size = list[LanguageSnapshot](), job.micro_batch
+    snapshots, size = list[Snapshot](), job.micro_batch
     for step, batch in enumerate(trial.batches):
         counted = int((batch.targets != IGNORED).sum()) or 1
         total = torch.zeros((), dtype=torch.float64)
@@ -133,7 +108,7 @@ def run_reference(job: Job, trial: Trial) -> list[LanguageSnapshot]:
         optimizer.step(rate(step))
         loads.correct()
         weights = {name: p.detach().clone() for name, p in named}
-        snapshots.append(LanguageSnapshot(total, norm.detach(), gradients, weights))
+        snapshots.append(Snapshot(loss=float(total), norm=float(norm), gradients=gradients, weights=weights))
     return snapshots
 
 
@@ -158,8 +133,8 @@ class Loads:
 
 
 def share_all(
-    snapshots: list[LanguageSnapshot] | None, job: Job, steps: int, gradients: bool = True
-) -> list[LanguageSnapshot]:
+    snapshots: list[Snapshot] | None, job: Job, steps: int, gradients: bool = True
+) -> list[Snapshot]:
     """Bring rank 0's snapshots to all ranks. Collective over the default group.
 
     Args:
@@ -168,10 +143,13 @@ def share_all(
     """
     with torch.device("meta"):
         plain = dict(build(job.shape).named_parameters())
-    shared = list[LanguageSnapshot]()
+    shared = list[Snapshot]()
     for step in range(steps):
         local = snapshots[step] if snapshots is not None else None
-        snapshot = LanguageSnapshot(share(local and local.loss, ()), share(local and local.norm, ()), {}, {})
+        numbers = share(
+            None if local is None else torch.tensor([local.loss, local.norm], dtype=torch.float64), (2,)
+        )
+        snapshot = Snapshot(loss=float(numbers[0]), norm=float(numbers[1]), gradients={}, weights={})
         for name, parameter in plain.items():
             size = tuple(parameter.shape)
             if gradients and job.trained(name):

@@ -19,8 +19,8 @@ from stretto.run.train.language_task import LanguageTask, TextProgress
 from stretto.run.train.rank_model import RankModel
 from stretto.run.train.task import StepResult
 from stretto.run.train.trainer import Trainer
-from stretto.verify.compare import misplaced, relative
-from stretto.verify.language.reference import LanguageSnapshot, Trial
+from stretto.verify.compare import Snapshot, misplaced, relative
+from stretto.verify.language.reference import Trial
 
 SCALE = 2.0**10  # of the loss, to exercise the path of float16: a power of two changes no bit
 
@@ -95,11 +95,11 @@ def loss_of(done: StepResult) -> float:
     return done.loss + (done.agreed.statistic("experts") or 0.0)
 
 
-def worst(norms: Sequence[float], reference: Sequence[LanguageSnapshot]) -> list[float]:
+def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
     """Of all ranks' norms the ones that are farthest off, by step. Collective."""
     everywhere: list[list[float]] = gather_json(list(norms))
     of_steps = zip(zip(*everywhere, strict=True), reference, strict=True)
-    return [max(ranks, key=lambda norm: relative(norm, float(expected.norm))) for ranks, expected in of_steps]
+    return [max(ranks, key=lambda norm: relative(norm, expected.norm)) for ranks, expected in of_steps]
 
 
 def gradients_of(replica: RankModel, factor: float = 1.0) -> PlacedTensors:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 
 import torch
 
@@ -20,9 +21,9 @@ from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.late import delay_messages
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.rank_model import RankModel
-from stretto.verify.compare import Comparison, compare, relative
-from stretto.verify.diagnose import Verdict
-from stretto.verify.language.reference import LanguageSnapshot, Trial
+from stretto.verify.compare import TOLERANCE, Comparison, Quantity, Snapshot, relative, worst_quantities
+from stretto.verify.evidence import Verdict
+from stretto.verify.language.reference import Trial
 from stretto.verify.language.step import TrialTask, loss_of, trial_trainer, worst
 
 Fresh = Callable[[], AbstractContextManager[RankModel]]  # a new replica, closed at the end
@@ -51,9 +52,20 @@ class Ran:
 
     def equal(self, tolerance: float) -> bool:
         """Whether all errors are within the tolerance, and no message was used wrongly."""
-        if self.failure is not None or self.weights is None or self.broken:
-            return False
-        return all(error <= tolerance for error in (*self.losses, *self.norms, self.weights.error))
+        complete = self.failure is None and self.weights is not None and not self.broken
+        return complete and all(quantity.equal for quantity in self.quantities(tolerance))
+
+    def quantities(self, tolerance: float) -> list[Quantity]:
+        """Return the largest errors; they are infinite if a step failed."""
+        weights = self.weights
+        return [
+            Quantity("loss", max(self.losses) if weights is not None else inf, tolerance),
+            Quantity("gradients", None, tolerance),
+            Quantity("norm", max(self.norms, default=None), tolerance),
+            Quantity("weights", inf, tolerance)
+            if weights is None
+            else weights.quantity("weights", tolerance),
+        ]
 
     @property
     def wrong_use(self) -> str | None:
@@ -65,7 +77,7 @@ class Ran:
 def run_steps(
     replica: RankModel,
     trial: Trial,
-    reference: Sequence[LanguageSnapshot],
+    reference: Sequence[Snapshot],
     *,
     windows: Sequence[int] = (),
     late: bool = False,
@@ -92,9 +104,7 @@ def run_steps(
     return ran
 
 
-def _run(
-    replica: RankModel, trial: Trial, reference: Sequence[LanguageSnapshot], windows: Sequence[int]
-) -> Ran:
+def _run(replica: RankModel, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
     task, ran = TrialTask(replica, trial), Ran()
     trainer = trial_trainer(task, drains=list(accumulate(windows)))
     if replica.asynchronous:
@@ -110,17 +120,16 @@ def _run(
         return ran
     digest.update(repr(results).encode())
     ran.losses += [
-        relative(loss, float(snapshot.loss)) for (loss, _), snapshot in zip(results, reference, strict=True)
+        relative(loss, snapshot.loss) for (loss, _), snapshot in zip(results, reference, strict=True)
     ]
     norms = [norm for _, norm in results if norm is not None]
     if norms:
         of_steps = zip(worst(norms, reference), reference, strict=True)
-        ran.norms += [relative(norm, float(snapshot.norm)) for norm, snapshot in of_steps]
+        ran.norms += [relative(norm, snapshot.norm) for norm, snapshot in of_steps]
     with replica.states.full_weights() as weights:
         for weight in weights.values():  # of a copy: memory that numpy sees cannot be released
             digest.update(weight.clone(memory_format=torch.contiguous_format).numpy().tobytes())
-        last = reference[-1]
-        ran.weights = compare(weights, replica.places, last.weights, last.weight_scales)
+        ran.weights = reference[-1].compare_placed("weights", weights, replica.places)
     ran.bits = digest.hexdigest()
     return ran
 
@@ -136,7 +145,7 @@ def same_bits_late(
     ran: Ran,
     fresh: Fresh,
     trial: Trial,
-    reference: Sequence[LanguageSnapshot],
+    reference: Sequence[Snapshot],
     *,
     windows: Sequence[int] = (),
 ) -> Verdict:
@@ -166,17 +175,7 @@ def wrong_use_verdict(layout: str, ran: Ran) -> Verdict:
     """The verdict on steps that use messages wrongly. They are not made again: without `delay_messages` ranks
     might wait for each other for ever.
     """
-    nothing = Verdict(
-        layout=layout,
-        loss_error=float("inf"),
-        grad_error=None,
-        worst_gradient=None,
-        norm_error=None,
-        weight_error=float("inf"),
-        worst_weight="-",
-        diagnosis=None,
-    )
-    return _with_errors(nothing, ran, ran.wrong_use or "")
+    return Verdict(layout=layout, quantities=ran.quantities(TOLERANCE), diagnosis=ran.wrong_use)
 
 
 def only_unread(verdict: Verdict, ran: Ran) -> Verdict:
@@ -198,7 +197,7 @@ def with_wrong_use(
     ran: Ran,
     fresh: Fresh,
     trial: Trial,
-    reference: Sequence[LanguageSnapshot],
+    reference: Sequence[Snapshot],
     *,
     windows: Sequence[int] = (),
 ) -> Verdict:
@@ -213,13 +212,6 @@ def with_wrong_use(
 
 def _with_errors(verdict: Verdict, ran: Ran, diagnosis: str) -> Verdict:
     """The verdict with the errors of steps that differ, and a diagnosis."""
-    if ran.weights is None:
-        return replace(verdict, loss_error=float("inf"), weight_error=float("inf"), diagnosis=diagnosis)
-    return replace(
-        verdict,
-        loss_error=max(ran.losses),
-        norm_error=max(ran.norms) if ran.norms else None,
-        weight_error=ran.weights.error,
-        worst_weight=ran.weights.worst,
-        diagnosis=diagnosis,
-    )
+    errors = ran.quantities(verdict["loss"].bound)
+    quantities = worst_quantities([verdict.quantities, errors])
+    return replace(verdict, quantities=quantities, diagnosis=diagnosis)

@@ -66,8 +66,10 @@ class PlacementCase:
             )
         return descriptions
 
-    def apply(self, config: RecommenderConfig, features: Sequence[TableSpec]) -> RecommenderConfig:
-        """The config of this case, in float64 on the CPU."""
+    def apply(
+        self, config: RecommenderConfig, features: Sequence[TableSpec], own_types: bool = False
+    ) -> RecommenderConfig:
+        """The config of this case on the CPU, in float64 or in the types of the config."""
         optim, model = config.optim, config.model
         if self.interaction != config.shape(features).interaction:
             crossed = (2, 3) if self.interaction == "dcn" else (None, None)
@@ -80,11 +82,14 @@ class PlacementCase:
         }
         parts: dict[str, Any] = {
             "model": model,
-            "tables": replace(config.tables, overlap=self.overlap, wire="float32"),
+            "tables": replace(config.tables, overlap=self.overlap),
             "layout": replace(config.layout, ranks=self.ranks),
             "optim": replace(optim, **rules),
-            "train": replace(config.train, dtype="float64", device="cpu"),
+            "train": replace(config.train, device="cpu"),
         }
+        if not own_types:
+            parts["tables"] = replace(parts["tables"], wire="float32")
+            parts["train"] = replace(parts["train"], dtype="float64")
         return replace(config, **parts)
 
     @property

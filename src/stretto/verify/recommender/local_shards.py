@@ -1,4 +1,4 @@
-"""Matches the shards of this rank with the rows and columns of the reference's whole tables."""
+"""The shards of this rank beside the rows and columns of the reference's full tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.recommender.placement import TableShard
 from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.splitmix import owner
 from stretto.recommender.train.engine import Recommender
-from stretto.verify.compare import Pairs
+from stretto.verify.compare import NOTHING, Pairs
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,20 @@ def shard_rows(recommender: Recommender, hash_ids: Mapping[str, Tensor]) -> list
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor of one shard beside that of the reference."""
+    """A tensor of one shard beside the reference's: rows [n, width] or their states [n]."""
 
     name: str
     shard: TableShard
     actual: Tensor
     reference: Tensor
+
+    def wrong_rows(self) -> Tensor:
+        """[n] True for rows that differ."""
+        if not self.actual.numel():
+            return torch.zeros(len(self.actual), dtype=torch.bool)
+        off = (self.actual - self.reference).abs()
+        off = off.amax(1) if off.dim() == 2 else off
+        return ~(off <= NOTHING * max(float(self.reference.abs().max()), 1e-6))
 
 
 def compare_gradients(
@@ -109,7 +117,7 @@ def compare_gradients(
 def compare_rows(
     recommender: Recommender,
     shards: Sequence[ShardRows],
-    tables: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     states: Mapping[str, Tensor],
 ) -> tuple[list[Compared], list[Compared]]:
     """The values of rows, and their states."""
@@ -117,7 +125,7 @@ def compare_rows(
     for piece in shards:
         name, read = piece.shard.name, piece.read()
         actual = piece.to_table_order(recommender.rule.decode(read))
-        values.append(Compared(name, piece.shard, actual, piece.of_table(tables[name])))
+        values.append(Compared(name, piece.shard, actual, piece.of_table(weights[name])))
         for key, state in read.items():
             if f"{name}.{key}" in states:
                 reference = piece.of_table(states[f"{name}.{key}"])
@@ -127,10 +135,10 @@ def compare_rows(
     return values, compared_states
 
 
-def pairs_by_name(compared: Sequence[Compared], names: Sequence[str]) -> dict[str, Pairs]:
-    """Pairs by name, in the same order on every rank."""
-    pairs: dict[str, Pairs] = {name: [] for name in names}
+def pairs_by_name(compared: Sequence[Compared]) -> dict[str, Pairs]:
+    """Return the pairs of each name."""
+    pairs = dict[str, Pairs]()
     for tensor in compared:
         if tensor.actual.numel():
-            pairs[tensor.name].append((tensor.actual, tensor.reference))
+            pairs.setdefault(tensor.name, []).append((tensor.actual, tensor.reference))
     return pairs

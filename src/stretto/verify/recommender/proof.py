@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stretto.recommender.config.check import check
+from stretto.recommender.config.check import check, check_tables, find_problems
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.job import PRELOAD
 from stretto.run.launch.local import check_ranks
+from stretto.verify.fields import Section, set_fields, without_effect
 from stretto.verify.recommender.cases import PlacementCase, cases_from_file, configured_case
 from stretto.verify.recommender.every import AllCases, small
 from stretto.verify.run import Findings, Impossible, Proof
 
 if TYPE_CHECKING:
     from stretto.recommender.train.clicks import ClickData
-    from stretto.verify.diagnose import Verdict
+    from stretto.verify.evidence import Verdict
+    from stretto.verify.precision import Errors
+    from stretto.verify.recommender.prove import TableReferences
 
 STEPS = 3  # the second is the first with non-zero states; hash tables evict before the third
 
@@ -33,6 +36,8 @@ class RecommenderProof(Proof):
         config: the job.
         features: the table of each feature.
         clicks: the source of the job's samples; None: samples are random.
+        fields: look for fields of the job that the proof does not see.
+        own_types: compare with one process in the job's own types too.
     """
 
     noun: ClassVar[str] = "placement"
@@ -41,6 +46,8 @@ class RecommenderProof(Proof):
     features: Sequence[TableSpec]
     cases: Sequence[PlacementCase]
     clicks: ClickData | None = None
+    fields: bool = False
+    own_types: bool = False
 
     def needed_memory(self) -> tuple[float, str, str]:
         """Dense tables of all ranks' references, with gradients and states in float64."""
@@ -51,14 +58,77 @@ class RecommenderProof(Proof):
             "rows are alike: prove it with fewer, such as model.max_rows=10000",
         )
 
-    def find(self, alone: Any, folder: Path, report: Callable[[Verdict, int], None]) -> Findings:
-        """Compare the placements; tables on disk lie in the folder."""
-        from stretto.verify.recommender.prove import TableReferences, prove
+    def references(self) -> TableReferences:
+        """What one process computes, once for all cases that share it."""
+        from stretto.verify.recommender.prove import TableReferences
 
         warnings.filterwarnings("ignore", message="a cache of")  # growth of too small caches is wanted here
         clicks = None if self.clicks is None else self.clicks.open("train")
-        references = TableReferences(self.config, self.features, self.steps, clicks)
-        return Findings([*prove(references, self.cases, folder, report)])
+        return TableReferences(self.config, self.features, self.steps, clicks)
+
+    def run_alone(self, folder: Path) -> list[list[Errors]]:
+        """Errors of one process in the job's own types, for each case."""
+        from stretto.verify.recommender.prove import one_process_errors
+
+        references = self.references()
+        return [one_process_errors(references, case, folder) for case in self.cases if self.own_types]
+
+    def find(
+        self, alone: list[list[Errors]] | None, folder: Path, report: Callable[[Verdict, int], None]
+    ) -> Findings:
+        """Compare the placements; tables on disk lie in the folder."""
+        from stretto.verify.recommender.prove import prove, prove_placement_rounded
+
+        references = self.references()
+        findings = Findings(prove(references, self.cases, folder, report))
+        if self.fields:
+            first = self.cases[0]
+            job = first.apply(self.config, self.features), tuple(self.features)
+            findings.unproved = without_effect(
+                job, job_fields(*job), lambda job: references.run(first, *job).snapshots, first.clip
+            )
+        for number, (case, verdict) in enumerate(zip(self.cases, findings.verdicts, strict=True)):
+            if self.own_types and verdict.equal:  # what differs in float64 is explained already
+                errors = alone[number] if alone else None
+                findings.rounded.append(prove_placement_rounded(references, case, folder, errors))
+        return findings
+
+
+RecommenderJob = tuple[RecommenderConfig, tuple[TableSpec, ...]]
+_EVIDENT = {"preset", "family", "dense", "bottom", "top", "cross_rank", "rows", "tables", "max_rows", "lr"}
+"""Sizes, of which any other value makes another model, and peak rates."""
+
+
+def job_fields(
+    config: RecommenderConfig, features: tuple[TableSpec, ...]
+) -> Iterator[tuple[str, Any, RecommenderJob | None]]:
+    """The set fields of model, tables and optimisers (`verify.fields.set_fields`)."""
+    optim, problems = config.optim, len(find_problems(config))
+
+    def in_optim(name: str) -> Section[RecommenderJob]:
+        def put(part: Any) -> RecommenderJob:
+            return replace(config, optim=replace(optim, **{name: part})), features
+
+        return Section(f"optim.{name}", getattr(optim, name), put)
+
+    def of_table(at: int) -> Section[RecommenderJob]:
+        def put(spec: TableSpec) -> RecommenderJob:
+            return config, (*features[:at], spec, *features[at + 1 :])
+
+        return Section(f"model.tables.{features[at].name}", features[at], put)
+
+    sections = [
+        Section("model", config.model, lambda model: (replace(config, model=model), features)),
+        *map(of_table, range(len(features))),
+        *map(in_optim, ("dense", "tables")),
+    ]
+
+    def is_legal(job: RecommenderJob) -> bool:
+        changed, tables = job
+        changed.shape(tables)
+        return len(find_problems(changed)) <= problems and not [*check_tables(changed, list(tables))]
+
+    return set_fields(sections, _EVIDENT, is_legal)
 
 
 def recommender_proof(
@@ -68,13 +138,24 @@ def recommender_proof(
     steps: int = STEPS,
     impossible: Sequence[Impossible] = (),
     clicks: ClickData | None = None,
+    fields: bool = False,
+    own_types: bool = False,
 ) -> RecommenderProof:
-    """The proof of these placements, all for one number of ranks."""
+    """The proof of these placements, all for one number of ranks.
+
+    Args:
+        fields: also look for fields of the job that the proof does not see.
+        own_types: compare in the job's own types too, unless the job trains in float64.
+    """
+    exact = config.train.dtype == "float64"
     return RecommenderProof(
         config=config,
         features=tuple(features),
         cases=list(cases),
         clicks=clicks,
+        fields=fields,
+        own_types=own_types and not exact,
+        float64_only=["the job trains in float64"] if own_types and exact else [],
         ranks=cases[0].ranks,
         threads=config.train.threads,
         timeout=timedelta(seconds=config.train.timeout_s),
@@ -90,6 +171,7 @@ def proof_of(
     *,
     ranks: int | None = None,
     steps: int | None = None,
+    precision: bool | None = None,
     quiet: bool = True,
 ) -> RecommenderProof:
     """The proof that `stretto verify` makes: of the config's placement or those of a file, on the job's
@@ -98,6 +180,7 @@ def proof_of(
     Args:
         layouts: "all", "product" or a file of placements; None: the config's own.
         ranks: of "all" and "product"; None: the config's.
+        precision: compare in the job's own types too; None: yes, unless `layouts` is "all" or "product".
 
     Raises:
         StrettoError: what is wrong with config, data, placement or file.
@@ -112,8 +195,24 @@ def proof_of(
         small_config = small(config, world)
         tables = small_config.table_specs()
         every = AllCases(tables, world, config.layout.ranks_per_node, full=layouts == "product")
-        return recommender_proof(small_config, tables, every.cases, steps or STEPS, every.impossible)
+        return recommender_proof(
+            small_config,
+            tables,
+            every.cases,
+            steps or STEPS,
+            every.impossible,
+            fields=True,
+            own_types=precision is True,
+        )
     clicks = prepare_clicks(config, quiet=quiet)
     case = configured_case(config, clicks.tables, place(config, clicks))
     cases = [case] if layouts is None else cases_from_file(Path(layouts), config, clicks.tables, case)
-    return recommender_proof(config, clicks.tables, cases, steps or STEPS, clicks=clicks)
+    return recommender_proof(
+        config,
+        clicks.tables,
+        cases,
+        steps or STEPS,
+        clicks=clicks,
+        fields=True,
+        own_types=precision is not False,
+    )

@@ -1,4 +1,4 @@
-"""Runs placements on real ranks in float64 and compares them with the reference."""
+"""Run placements on real ranks and compare them with the reference, in float64 and in the job's own types."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather_json
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.placement import TableSpec, physical_tables
+from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.train.clicks import rank_slice
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.task import ClickProgress, RecommenderTask
+from stretto.run.train.assemble import DTYPES
 from stretto.run.train.task import StepResult
 from stretto.run.train.trainer import Trainer
-from stretto.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
-from stretto.verify.diagnose import TOLERANCE
-from stretto.verify.recommender.cases import PlacementCase
-from stretto.verify.recommender.diagnose import (
-    TableEvidence,
-    TableVerdict,
-    WrongShard,
-    diagnose,
-    duplicates_lost,
-    local_statistic,
+from stretto.verify.compare import (
+    TOLERANCE,
+    Comparison,
+    Pairs,
+    Quantity,
+    Snapshot,
+    compare_pairs,
+    mean_errors,
+    relative,
+    worst_quantities,
 )
+from stretto.verify.diagnose import explain
+from stretto.verify.evidence import Evidence, NormPart, Sum, TableMarks, Verdict, WrongShard, above
+from stretto.verify.precision import STEPS, Errors, prove_rounded
+from stretto.verify.recommender.cases import PlacementCase
+from stretto.verify.recommender.diagnose import duplicates_lost, local_statistic, wrong_shards
 from stretto.verify.recommender.every import KINDS, draw
 from stretto.verify.recommender.local_shards import (
     Compared,
@@ -42,7 +47,9 @@ from stretto.verify.recommender.local_shards import (
     pairs_by_name,
     shard_rows,
 )
-from stretto.verify.recommender.reference import Reference, TableSnapshot, known_ids
+from stretto.verify.recommender.reference import Reference, clip_factor, known_ids
+
+_QUANTITIES = ("loss", "gradients", "norm", "weights", "states", "logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +57,30 @@ class ReferenceRun:
     """The training steps of the reference, in one process.
 
     Attributes:
-        samples: what is trained on; the batch after the last step's is scored after each step.
-        probe: that batch.
+        batches: one for each step, and the probe, which is scored after each step.
+        samples: what is trained on.
         hash_ids: for each hash table, the ids of its rows.
         initial: the tables before the first step.
     """
 
+    batches: Sequence[ClickBatch]
     samples: ClickSource
-    probe: ClickBatch
     hash_ids: dict[str, Tensor]
     initial: dict[str, Tensor]
-    snapshots: Sequence[TableSnapshot]
+    snapshots: Sequence[Snapshot]
+
+    def weights_before(self, step: int) -> Mapping[str, Tensor]:
+        """The tables before a step."""
+        return self.snapshots[step - 1].weights if step else self.initial
+
+    def states_before(self, step: int) -> Mapping[str, Tensor]:
+        """The states of tables before a step."""
+        if step:
+            return self.snapshots[step - 1].states
+        return {name: torch.zeros_like(state) for name, state in self.snapshots[0].states.items()}
 
 
-class Drawn:
+class FixedBatches:
     """Batches of one size as a source of samples."""
 
     def __init__(self, batches: Sequence[ClickBatch]) -> None:
@@ -101,16 +118,25 @@ class TableReferences:
     def of(self, case: PlacementCase) -> ReferenceRun:
         """The run that a case must equal."""
         if case.reference not in self._runs:
-            samples, size = self._samples(case), self.config.batch.global_size
-            *steps, probe = batches = [samples.batch(at * size, size) for at in range(self.steps + 1)]
-            reference = Reference(case.apply(self.config, self.features), self.features, batches)
-            initial = {name: table.values.clone() for name, table in reference.tables.items()}
-            snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
-            hash_ids = known_ids(self.features, batches)
-            self._runs[case.reference] = ReferenceRun(
-                samples=samples, probe=probe, hash_ids=hash_ids, initial=initial, snapshots=snapshots
-            )
+            config = case.apply(self.config, self.features)
+            self._runs[case.reference] = self.run(case, config, self.features)
         return self._runs[case.reference]
+
+    def run(
+        self, case: PlacementCase, config: RecommenderConfig, features: Sequence[TableSpec]
+    ) -> ReferenceRun:
+        """Run a job on the samples of a case."""
+        samples, size = self._samples(case), self.config.batch.global_size
+        batches = [samples.batch(at * size, size) for at in range(self.steps + 1)]
+        reference = Reference(config, features, batches)
+        initial = {name: table.values.clone() for name, table in reference.tables.items()}
+        return ReferenceRun(
+            batches=batches,
+            samples=samples,
+            hash_ids=known_ids(features, batches),
+            initial=initial,
+            snapshots=reference.run(batches),
+        )
 
     def _samples(self, case: PlacementCase) -> ClickSource:
         if case.samples == "data":
@@ -126,22 +152,22 @@ class TableReferences:
             kind=case.samples,
             seed=seed,
         )
-        return Drawn(drawn)
+        return FixedBatches(drawn)
 
 
 def prove(
     references: TableReferences,
     cases: Sequence[PlacementCase],
     folder: Path,
-    report: Callable[[TableVerdict, int], None] | None = None,
-) -> list[TableVerdict]:
-    """Compares every case with one process. Collective over the default group.
+    report: Callable[[Verdict, int], None] | None = None,
+) -> list[Verdict]:
+    """Compare every case with one process. Collective over the default group.
 
     Args:
         folder: for tables on disk.
         report: called after each case, with the number of cases.
     """
-    verdicts = list[TableVerdict]()
+    verdicts = list[Verdict]()
     for case in cases:
         started = time.perf_counter()
         verdict = PlacementComparison(references, case, folder).verdict()
@@ -151,72 +177,134 @@ def prove(
     return verdicts
 
 
+def prove_placement_rounded(
+    references: TableReferences, case: PlacementCase, folder: Path, alone: Sequence[Errors] | None
+) -> Verdict:
+    """Compare a case in the job's own types with one process in them. Collective.
+
+    Args:
+        alone: on rank 0, what `one_process_errors` returned for the case.
+    """
+    comparison = PlacementComparison(references, case, folder, own_types=True)
+    config = comparison.config
+    eps = max(torch.finfo(DTYPES[name]).eps for name in (config.train.dtype, config.tables.wire))
+    return prove_rounded(str(case), config.train.dtype, eps, alone, lambda: (comparison.errors(), ()))
+
+
+def one_process_errors(references: TableReferences, case: PlacementCase, folder: Path) -> list[Errors]:
+    """Errors of one process in the job's own types. Without a process group."""
+    placements: Placements = {name: TablePlacement("table", (0,)) for name in case.placements}
+    alone = replace(case, ranks=1, placements=placements)
+    return PlacementComparison(references, alone, folder, own_types=True).errors()
+
+
 class PlacementComparison:
     """One case, trained twice by the steps of training. The first time all is compared after every step, and
     the tables' gradients are recorded, which makes the update two-phase. The second time nothing is looked at
     between steps, for reading a table waits for what updates it: losses and norms as they come, everything
     else once, after the last step.
+
+    Args:
+        own_types: train in the types of the job, not in float64.
     """
 
-    def __init__(self, references: TableReferences, case: PlacementCase, folder: Path) -> None:
+    def __init__(
+        self, references: TableReferences, case: PlacementCase, folder: Path, own_types: bool = False
+    ) -> None:
         self.case, self.references = case, references
         self.trained = references.of(case)
-        self.config = case.apply(references.config, references.features)
+        self.config = case.apply(references.config, references.features, own_types)
         self.stored = [table.name for table in physical_tables(references.features)]
         self._folder = folder
-        self._initial: tuple[list[str], list[WrongShard]] = [], []
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._probe = slice(*rank_slice(self.trained.batches[-1].samples, rank, case.ranks))
 
-    def verdict(self) -> TableVerdict:
+    def verdict(self) -> Verdict:
         """The verdict over all steps up to the first that differs. Collective."""
-        verdicts = self._read_steps(record=True)
-        if verdicts[-1].equal:
-            verdicts.append(self._unread_steps())
-            if not verdicts[-1].equal:
-                again = self._read_steps(record=False)  # as in training, but for the reading
-                verdicts = verdicts if again[-1].equal else again
-        return _worst(verdicts)
+        quantities, diagnosis = self._read_steps(record=True)
+        if diagnosis is None:
+            unread, diagnosis = self._unread_steps()
+            if diagnosis is not None:
+                again, cause = self._read_steps(record=False)  # as in training, but for the reading
+                quantities, diagnosis = (quantities, diagnosis) if cause is None else (again, cause)
+            quantities = worst_quantities([quantities, unread])
+        return Verdict(
+            layout=str(self.case),
+            quantities=quantities,
+            diagnosis=diagnosis,
+            placement=self.case.placement_words,
+        )
 
-    def _read_steps(self, record: bool) -> list[TableVerdict]:
-        """A verdict after each step, up to the first that differs: later ones would only follow from it."""
-        verdicts = list[TableVerdict]()
+    def errors(self) -> list[Errors]:
+        """Relative errors of the first steps, made both as training makes them and with gradients recorded.
+        Collective.
+        """
+        steps = list[Errors]()
+        for record in (True, False):
+            with self._training(record=record) as (recommender, trainer):
+                for expected in self.trained.snapshots[:STEPS]:
+                    (done,) = trainer.step()
+                    shards = shard_rows(recommender, self.trained.hash_ids)
+                    errors: Errors = {"loss": {"": relative(done.loss, expected.loss)}}
+                    if record:
+                        recorded = compare_gradients(recommender, shards, expected.gradients)
+                        gradients = self._gradients(recommender, [*recorded], done.norm, expected)
+                        errors["gradients"] = dict(gradients.errors)
+                    if done.norm is not None:
+                        errors["norm"] = {"": relative(done.norm, expected.norm)}
+                    rows, _ = compare_rows(recommender, shards, expected.weights, {})
+                    pairs = self._weights(recommender, rows, expected)
+                    errors["weights"] = mean_errors({n: pairs.get(n, []) for n in expected.weights})
+                    steps.append(errors)
+        return steps
+
+    def _read_steps(self, record: bool) -> tuple[list[Quantity], str | None]:
+        """The errors of each step up to the first that differs, with its diagnosis: later ones would only
+        follow from it.
+        """
+        steps, diagnosis = list[list[Quantity]](), None
         with self._training(record=record) as (recommender, trainer):
-            self._initial = self._compare_initial(recommender, shard_rows(recommender, self.trained.hash_ids))
+            initial = self._wrong_initial_values(recommender)
             for number in range(len(self.trained.snapshots)):
-                (trained,) = trainer.step()
-                verdicts.append(self._verdict(self._evidence(recommender, number, trained)))
-                if not verdicts[-1].equal:
+                (done,) = trainer.step()
+                evidence = self._evidence(recommender, number, done, *initial)
+                steps.append(evidence.quantities(*_QUANTITIES))
+                if cause := explain(evidence):
+                    diagnosis = cause.sentence
                     break
-        return verdicts
+        return worst_quantities(steps), diagnosis
 
-    def _unread_steps(self) -> TableVerdict:
-        """The verdict on steps between which nothing is read."""
+    def _unread_steps(self) -> tuple[list[Quantity], str | None]:
+        """The errors of steps between which nothing is read."""
+        snapshots = self.trained.snapshots
         with self._training(record=False) as (recommender, trainer):
-            steps = [result for _ in self.trained.snapshots for result in trainer.step()]
-            verdict = self._verdict(self._evidence(recommender, len(steps) - 1, steps[-1]))
-        pairs = list(zip(steps, self.trained.snapshots, strict=True))
-        losses = [relative(trained.loss, expected.loss) for trained, expected in pairs]
-        norms = [relative(t.norm, expected.norm) for t, expected in pairs if t.norm is not None]
-        verdict = replace(verdict, loss_error=max(losses), norm_error=max(norms, default=None))
-        if verdict.equal:
-            return verdict
-        wrong = next((n for n, loss in enumerate(losses, 1) if not loss <= TOLERANCE), None)
+            steps = [result for _ in snapshots for result in trainer.step()]
+            last = self._evidence(recommender, len(steps) - 1, steps[-1]).quantities(*_QUANTITIES)
+        each = [
+            [
+                Quantity("loss", relative(done.loss, expected.loss), TOLERANCE),
+                Quantity(
+                    "norm", None if done.norm is None else relative(done.norm, expected.norm), TOLERANCE
+                ),
+            ]
+            for done, expected in zip(steps, snapshots, strict=True)
+        ]
+        quantities = worst_quantities([last, *each])
+        if all(quantity.equal for quantity in quantities):
+            return quantities, None
+        wrong = next((n for n, (loss, _) in enumerate(each, 1) if not loss.equal), None)
         location = "after the last step" if wrong is None else f"from step {wrong} on"
-        return replace(
-            verdict,
-            diagnosis=f"equal when tables are read after every step, but different {location} when nothing "
-            "is read in between: rows or weights are used before they are updated",
+        return quantities, (
+            f"equal when tables are read after every step, but different {location} when nothing is read in "
+            "between: rows or weights are used before they are updated"
         )
 
     @contextmanager
     def _training(self, record: bool) -> Generator[tuple[Recommender, Trainer]]:
-        """This rank of the job from the beginning; where nothing is recorded, it reads samples ahead."""
+        """This rank of the job from the beginning; if nothing is recorded, it reads samples ahead."""
+        features, placements = self.references.features, self.case.placements
         recommender = Recommender(
-            self.config,
-            self.references.features,
-            self.case.placements,
-            "cpu",
-            record=record,
-            folder=self._folder,
+            self.config, features, placements, "cpu", record=record, folder=self._folder
         )
         task = RecommenderTask(recommender, self.trained.samples, torch.device("cpu"))
         try:
@@ -226,180 +314,107 @@ class PlacementComparison:
         finally:
             recommender.close()
 
-    def _slice(self, batch: ClickBatch) -> tuple[int, int]:
-        return rank_slice(batch.samples, _rank(), self.case.ranks)
-
-    def _compare_initial(
-        self, recommender: Recommender, shards: Sequence[ShardRows]
-    ) -> tuple[list[str], list[WrongShard]]:
+    def _wrong_initial_values(self, recommender: Recommender) -> tuple[list[str], list[WrongShard]]:
         """Tables whose initial values differ, and in which shards."""
-        compared, _ = compare_rows(recommender, shards, self.trained.initial, {})
-        scales = dict.fromkeys(self.stored, 1.0)
-        errors = compare_pairs(pairs_by_name(compared, self.stored), scales).errors
-        wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
-        return wrong, _wrong(compared, self.case.placements)
-
-    def _evidence(self, recommender: Recommender, number: int, trained: StepResult) -> TableEvidence:
-        """What a step shows, the last one that was made."""
-        expected = self.trained.snapshots[number]
         shards = shard_rows(recommender, self.trained.hash_ids)
-        recorded, gradients = list[Compared](), None
+        compared, _ = compare_rows(recommender, shards, self.trained.initial, {})
+        pairs = pairs_by_name(compared)
+        errors = compare_pairs({n: pairs.get(n, []) for n in self.stored}, dict.fromkeys(self.stored, 1.0))
+        return above(errors.errors), wrong_shards(compared, self.case.placements)
+
+    def _evidence(
+        self,
+        recommender: Recommender,
+        number: int,
+        done: StepResult,
+        initial: Sequence[str] = (),
+        initial_shards: Sequence[WrongShard] = (),
+    ) -> Evidence:
+        """The last step beside the reference's. Collective."""
+        expected, placed = self.trained.snapshots[number], self.case.placements
+        shards = shard_rows(recommender, self.trained.hash_ids)
+        recorded, gradients, vectors = list[Compared](), None, None
         if recommender.record:
             recorded = list(compare_gradients(recommender, shards, expected.gradients))
-            gradients = self._gradients(recommender, recorded, trained.norm, expected)
-        values, states = compare_rows(recommender, shards, expected.tables, expected.states)
-        pairs: dict[str, Pairs] = pairs_by_name(values, self.stored)
-        for name, parameter in recommender.net.named_parameters():
-            pairs[name] = [(parameter.detach(), expected.dense[name])]
-        weights = compare_pairs(pairs, expected.weight_scales)
-        names, compared_states = list(expected.states), None
-        if names:
-            compared_states = compare_pairs(pairs_by_name(states, names), expected.state_scales)
-        clipping = self.config.optim.clip is not None or recommender.record
-        placed, copied = self.case.placements, self._of_split("data")
-        wrong_rows = recorded if gradients is not None else values
-        return TableEvidence(
-            ranks=self.case.ranks,
-            tables=self.stored,
-            features=self.references.features,
-            copied=copied,
-            by_columns=self._of_split("column"),
-            initial=self._initial[0],
-            loss=trained.loss,
+            gradients = self._gradients(recommender, recorded, done.norm, expected)
+        if (looked_up := recommender.looked_up) is not None:
+            features = enumerate(expected.outputs.items())
+            pairs = {n: self._on_rank(looked_up[:, at].double(), t) for at, (n, t) in features}
+            vectors = expected.compare("outputs", pairs)
+        values, states = compare_rows(recommender, shards, expected.weights, expected.states)
+        clip, dense = self.config.optim.clip, [name for name, _ in recommender.net.named_parameters()]
+        clipped = clip_factor(clip, expected.norm)
+        copied = [name for name, placement in placed.items() if placement.split == "data"]
+        copied_square = sum(float(expected.gradients[name].square().sum()) for name in copied)
+        logits = recommender.predict(self._part(self.trained.batches[-1])).double()
+        statistic = local_statistic(
+            states, shards, placed, self.trained.states_before(number), expected, clipped
+        )
+        return Evidence(
+            initial=initial,
+            loss=done.loss,
             reference_loss=expected.loss,
-            vectors=self._looked_up(recommender, expected),
             gradients=gradients,
-            norm=trained.norm if clipping else None,
+            norm=done.norm if clip is not None or recommender.record else None,
             reference_norm=expected.norm,
-            clipped=expected.clipped,
-            copied_square=sum(float(expected.gradients[name].square().sum()) for name in copied),
-            weights=weights,
-            states=compared_states,
-            moves=self._moves(values, shards, number),
-            predict=self._predicted(recommender, expected),
-            duplicates_lost=duplicates_lost(wrong_rows, shards, expected.lookups),
-            local_statistic=local_statistic(states, shards, placed, self._before(number), expected)
-            if names
-            else (),
-            shards=self._initial[1] or _wrong([*recorded, *values, *states], placed),
+            weights=expected.compare("weights", self._weights(recommender, values, expected)),
+            states=expected.compare("states", pairs_by_name(states)) if expected.states else None,
+            logits=expected.compare("logits", {"logits": self._on_rank(logits, expected.logits["logits"])}),
+            clip=clip,
+            kinds={"table": self.stored, "dense parameter": dense},
+            sums=[Sum(self.case.ranks, "ranks", "the sum over all ranks")],
+            norm_parts=[NormPart("tables that every rank copies", copied_square / expected.norm**2)],
+            tables=TableMarks(
+                names=self.stored,
+                features=self.references.features,
+                vectors=vectors,
+                moves=self._moves(values, shards, number),
+                duplicates_lost=duplicates_lost(recorded or values, shards, expected.lookups),
+                local_statistic=statistic,
+                wrong_shards=initial_shards or wrong_shards([*recorded, *values, *states], placed),
+            ),
         )
 
-    def _looked_up(self, recommender: Recommender, expected: TableSnapshot) -> Comparison | None:
-        """Compares what was looked up, by feature; None where the step did not record it."""
-        if recommender.looked_up is None:
-            return None
-        start, stop = self._slice(self.trained.probe)
-        pairs = {
-            spec.name: [(recommender.looked_up[:, at].double(), expected.vectors[start:stop, at])]
-            for at, spec in enumerate(self.references.features)
-            if stop > start
-        }
-        pairs = {spec.name: pairs.get(spec.name, []) for spec in self.references.features}
-        largest = float(expected.vectors.abs().max()) or 1.0
-        return compare_pairs(pairs, dict.fromkeys(pairs, largest))
+    def _part(self, batch: ClickBatch) -> ClickBatch:
+        return batch.part(self._probe.start, self._probe.stop)
+
+    def _on_rank(self, actual: Tensor, expected: Tensor) -> Pairs:
+        """What this rank has of its samples beside the reference's rows of them."""
+        return [(actual, expected[self._probe])] if len(actual) else []
 
     def _moves(
         self, values: Sequence[Compared], shards: Sequence[ShardRows], number: int
     ) -> Comparison | None:
-        """Compares by how much a step has changed the rows of tables, those of hash tables left out."""
-        before = self.trained.snapshots[number - 1].tables if number else self.trained.initial
+        """By how much a step has changed the rows of tables; hash tables are left out."""
+        before = self.trained.weights_before(number)
         by_number = {piece.shard.number: piece for piece in shards}
-        names = [name for name in self.stored if name not in self.trained.hash_ids]
-        pairs: dict[str, Pairs] = {name: [] for name in names}
+        pairs: dict[str, Pairs] = {name: [] for name in self.stored if name not in self.trained.hash_ids}
         for tensor in values:
             if tensor.name in pairs and tensor.actual.numel():
                 then = by_number[tensor.shard.number].of_table(before[tensor.name])
                 pairs[tensor.name].append((tensor.actual - then, tensor.reference - then))
-        return compare_pairs(pairs, dict.fromkeys(names, 1.0)) if names else None
+        return compare_pairs(pairs, dict.fromkeys(pairs, 1.0)) if pairs else None
 
-    def _of_split(self, split: str) -> list[str]:
-        return [name for name, placed in self.case.placements.items() if placed.split == split]
-
-    def _before(self, number: int) -> Mapping[str, Tensor]:
-        """The reference's states before a step."""
-        if number:
-            return self.trained.snapshots[number - 1].states
-        return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
+    def _weights(
+        self, recommender: Recommender, rows: Sequence[Compared], expected: Snapshot
+    ) -> dict[str, Pairs]:
+        """The rows of tables and the dense parameters."""
+        pairs = pairs_by_name(rows)
+        for name, parameter in recommender.net.named_parameters():
+            pairs[name] = [(parameter.detach().double(), expected.weights[name])]
+        return pairs
 
     def _gradients(
         self,
         recommender: Recommender,
         recorded: Sequence[Compared],
         norm: float | None,
-        expected: TableSnapshot,
+        expected: Snapshot,
     ) -> Comparison:
-        """Compares all gradients before clipping, which has already scaled the dense ones."""
-        clip, pairs = self.config.optim.clip, pairs_by_name(recorded, self.stored)
-        clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
+        """All gradients before clipping, which has already scaled the dense ones."""
+        pairs = pairs_by_name(recorded)
+        clipped = 1.0 if norm is None else clip_factor(self.config.optim.clip, norm)
         for name, parameter in recommender.net.named_parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            pairs[name] = [(gradient / clipped, expected.gradients[name])]
-        return compare_pairs(pairs, expected.gradient_scales)
-
-    def _predicted(self, recommender: Recommender, expected: TableSnapshot) -> float:
-        """The relative error of logits without an update, over all ranks."""
-        start, stop = self._slice(self.trained.probe)
-        logits = recommender.predict(self.trained.probe.part(start, stop)).double()
-        pairs: Pairs = [(logits, expected.logits[start:stop])] if stop > start else []
-        scale = float(expected.logits.abs().max()) or 1.0
-        return compare_pairs({"logits": pairs}, {"logits": scale}).error
-
-    def _verdict(self, evidence: TableEvidence) -> TableVerdict:
-        gradients, states = evidence.gradients, evidence.states
-        return TableVerdict(
-            layout=str(self.case),
-            loss_error=relative(evidence.loss, evidence.reference_loss),
-            grad_error=None if gradients is None else gradients.error,
-            worst_gradient=None if gradients is None else gradients.worst,
-            norm_error=None if evidence.norm is None else relative(evidence.norm, evidence.reference_norm),
-            weight_error=evidence.weights.error,
-            worst_weight=evidence.weights.worst,
-            diagnosis=diagnose(evidence),
-            state_error=None if states is None else states.error,
-            worst_state=None if states is None else states.worst,
-            predict_error=evidence.predict,
-            placement=self.case.placement_words,
-        )
-
-
-def _wrong(compared: Sequence[Compared], placed: Mapping[str, object]) -> list[WrongShard]:
-    """The shards that differ, of all ranks. Collective."""
-    wrong = set[tuple[str, int, int]]()
-    for tensor in compared:
-        scale = float(tensor.reference.abs().max()) if tensor.reference.numel() else 1.0
-        if tensor.actual.numel() and not float(
-            (tensor.actual - tensor.reference).abs().max()
-        ) <= NOTHING * max(scale, 1e-6):
-            wrong.add((tensor.shard.name, tensor.shard.part, tensor.shard.rank))
-    gathered: list[list[list[int | str]]] = gather_json([list(shard) for shard in sorted(wrong)])
-    parts = {name: getattr(placement, "ranks", ()) for name, placement in placed.items()}
-    return [
-        WrongShard(str(name), int(part), len(parts[str(name)]) or len(gathered), int(rank))
-        for rank_wrong in gathered
-        for name, part, rank in rank_wrong
-    ]
-
-
-def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
-    """The largest errors over all steps, with the diagnosis of the last, which is the one that differs."""
-    gradient = max(verdicts, key=lambda v: v.grad_error or 0.0)
-    weight, state = (
-        max(verdicts, key=lambda v: v.weight_error),
-        max(verdicts, key=lambda v: v.state_error or 0.0),
-    )
-    return replace(
-        verdicts[-1],
-        loss_error=max(v.loss_error for v in verdicts),
-        grad_error=gradient.grad_error,
-        worst_gradient=gradient.worst_gradient,
-        norm_error=max((v.norm_error for v in verdicts if v.norm_error is not None), default=None),
-        weight_error=weight.weight_error,
-        worst_weight=weight.worst_weight,
-        state_error=state.state_error,
-        worst_state=state.worst_state,
-        predict_error=max(v.predict_error for v in verdicts),
-    )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+            pairs[name] = [(gradient.double() / clipped, expected.gradients[name])]
+        return expected.compare("gradients", pairs)

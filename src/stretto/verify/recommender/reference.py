@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
 from stretto.recommender.tables.jagged import Jagged
-from stretto.verify.compare import scales_of
+from stretto.verify.compare import Snapshot
 from stretto.verify.optimizer import ReferenceOptimizer
 
 
@@ -165,58 +164,6 @@ class ReferenceIds:
             self.with_row.discard(key)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableSnapshot:
-    """What one step must produce, in float64; a hash table has a row for every id of the proof.
-
-    Attributes:
-        loss: mean over the batch.
-        norm: of all gradients together.
-        gradients: of tables by name, and of dense parameters; before clipping.
-        clipped: the factor that clipping applies to gradients.
-        tables, states, dense: after the update; states by NAME.STATE.
-        lookups: [rows] of each table, how often each row was looked up.
-        vectors: [samples, features, dim], what is looked up and pooled.
-        logits: of the probe, after the update.
-    """
-
-    loss: float
-    norm: float
-    clipped: float
-    gradients: dict[str, Tensor]
-    tables: dict[str, Tensor]
-    states: dict[str, Tensor]
-    dense: dict[str, Tensor]
-    lookups: dict[str, Tensor]
-    vectors: Tensor
-    logits: Tensor
-
-    @cached_property
-    def gradient_scales(self) -> dict[str, float]:
-        """The scale of each gradient, for relative errors."""
-        return _scales(self.gradients)
-
-    @cached_property
-    def weight_scales(self) -> dict[str, float]:
-        """The scale of each table and dense weight."""
-        return _scales({**self.tables, **self.dense})
-
-    @cached_property
-    def state_scales(self) -> dict[str, float]:
-        """The scale of each state; by kind, since different kinds are not comparable."""
-        kinds = sorted({name.rpartition(".")[2] for name in self.states})
-        scales = dict[str, float]()
-        for kind in kinds:
-            scales |= _scales({name: t for name, t in self.states.items() if name.rpartition(".")[2] == kind})
-        return scales
-
-
-def _scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    filled = {name: t for name, t in tensors.items() if t.numel()}
-    scales = scales_of(filled) if filled else {}
-    return {name: scales.get(name) or 1.0 for name in tensors}
-
-
 class Reference:
     """A recommender in one process.
 
@@ -260,7 +207,12 @@ class Reference:
             dtype=torch.float64,
         )
 
-    def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> TableSnapshot:
+    def run(self, batches: Sequence[ClickBatch]) -> list[Snapshot]:
+        """Train on all batches but the last, which is scored after each."""
+        *steps, probe = batches
+        return [self.step(number, batch, probe) for number, batch in enumerate(steps)]
+
+    def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
         """Trains on a batch; `number` is the number of updates before it."""
         self._count(number, batch.ids)
         leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
@@ -272,25 +224,23 @@ class Reference:
         gradients = {name: _or_zero(leaf) for name, leaf in leaves.items()}
         gradients |= {name: _or_zero(p).clone() for name, p in self.net.named_parameters()}
         norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum()) ** 0.5
-        clip = self.config.optim.clip
-        clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-        self._update(number, gradients, lookups, clipped)
+        self._update(number, gradients, lookups, clip_factor(self.config.optim.clip, norm))
         with torch.no_grad():
             visible_tables = {name: visible_values(t, self.rule) for name, t in self.tables.items()}
             probed = self.net(probe.dense.double(), self._pooled(probe, visible_tables, None))
-        return TableSnapshot(
+        weights = {name: table.values.clone() for name, table in self.tables.items()}
+        weights |= {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        return Snapshot(
             loss=float(loss.detach()),
             norm=norm,
-            clipped=clipped,
             gradients=gradients,
-            tables={name: t.values.clone() for name, t in self.tables.items()},
+            weights=weights,
             states={
                 f"{name}.{key}": s.clone() for name, t in self.tables.items() for key, s in t.states.items()
             },
-            dense={name: p.detach().clone() for name, p in self.net.named_parameters()},
             lookups=lookups,
-            vectors=vectors.detach(),
-            logits=probed,
+            outputs={spec.name: vectors.detach()[:, at] for at, spec in enumerate(self.features)},
+            logits={"logits": probed},
         )
 
     def _count(self, step: int, ids: Jagged) -> None:
@@ -362,12 +312,9 @@ class Reference:
         self.optimizer.step(self.config.optim.dense.lr * ratio)
 
 
-def run_reference(
-    config: RecommenderConfig, features: Sequence[TableSpec], steps: Sequence[ClickBatch], probe: ClickBatch
-) -> list[TableSnapshot]:
-    """Trains on whole global batches; `probe` is scored after each."""
-    reference = Reference(config, features, [*steps, probe])
-    return [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
+def clip_factor(clip: float | None, norm: float) -> float:
+    """Return the factor of gradients by which they are clipped."""
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,24 +17,22 @@ from torch.distributed.tensor import DTensor
 from stretto.engine.parallel.control import gather_json, run_on_all, this_rank, world_size
 from stretto.errors import StrettoError, nearest
 from stretto.verify.axes import Axes, Grid
-from stretto.verify.causes import Case, Cause, Reduction, explain
 from stretto.verify.compare import (
     Comparison,
     Pairs,
     Quantity,
-    compare_pairs,
+    Snapshot,
     relative,
     rounding_bounds,
-    scales_of,
-    worst_quantity,
+    worst_quantities,
 )
 from stretto.verify.compare import share as broadcast
-from stretto.verify.diagnose import FACTOR_TOLERANCE, TOLERANCE, above, listing
+from stretto.verify.diagnose import explain
+from stretto.verify.evidence import FACTOR_TOLERANCE, Cause, Evidence, RankValues, above, listing
 from stretto.verify.holdings import Holdings, Names, PlainNames, Rule, modules_in
 from stretto.verify.outputs import Outputs, recorded
 from stretto.verify.user_model.plain import (
     Loss,
-    ModelSnapshot,
     PlainRun,
     converted,
     float64_copy,
@@ -45,6 +43,7 @@ from stretto.verify.user_model.report import Report
 from stretto.verify.user_model.waits import bounded_waits
 from stretto.verify.user_model.watch import Observation, Step, watch
 
+Reduction = Literal["mean", "sum", "same"]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # by plain name; several where a rank holds a parameter in several places
 FullTensors = dict[str, list[Tensor]]
@@ -214,18 +213,18 @@ class _Proof:
             raise StrettoError(
                 f"steps is {steps}, must be at least 1", hint="2, which use optimizer states too"
             )
-        tally, done = _Tally(), 0
+        quantities, done = list[list[Quantity]](), 0
         cause = self._begin()
         while cause is None and done < steps:
-            case = self._step(batch(done) if callable(batch) else batch, done)
-            tally.add(case)
-            cause = explain(case)
+            evidence = self._step(batch(done) if callable(batch) else batch, done)
+            quantities.append(evidence.quantities(*QUANTITIES))
+            cause = explain(evidence)
             done += 1
         return Report(
             ranks=world_size(),
             steps=done,
             dtype=str(self.dtype).removeprefix("torch."),
-            quantities=tally.quantities(),
+            quantities=worst_quantities(quantities),
             diagnosis=None if cause is None else cause.sentence,
             first_module=None if cause is None else cause.module,
             notes=tuple(self.notes),
@@ -236,14 +235,15 @@ class _Proof:
         """Whether the parallel model begins with other values."""
         weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
         expected = {name: self.weights[name] for name in self.names.parameters}
-        if wrong := above(_compared(weights, expected).errors):
+        begun = Snapshot(loss=0.0, norm=0.0, gradients={}, weights=expected)
+        if wrong := above(_compared("weights", weights, begun).errors):
             return Cause(
                 f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
                 "build the parallel model of the one that parallel() is handed, or give initial='load'"
             )
         return None
 
-    def _step(self, batch: Any, number: int) -> Case:
+    def _step(self, batch: Any, number: int) -> Evidence:
         """One step of both models."""
         first = number == 0
         local_batch = batch if self.share is None else self.share(batch, this_rank())
@@ -275,30 +275,32 @@ class _Proof:
         for entry in self.holdings.buffers:
             buffers.setdefault(entry.name, []).append(entry.full_tensor(entry.tensor))
         bounds = _bounds(expected, rounded, self.dtype)
-        return Case(
-            axes=self.axes,
-            losses=losses,
+        return Evidence(
             loss=_reduced(losses, self.reduction, expected.loss),
             reference_loss=expected.loss,
-            norms=norms,
+            gradients=_compared("gradients", gradients, expected),
             norm=_farthest(norms, expected.norm),
             reference_norm=expected.norm,
-            bounds=bounds,
-            updated=all(gather_json(observation.updated)),
-            tied=self.names.tied,
-            gradients=_compared(gradients, expected.gradients),
-            weights=_compared(weights, expected.weights),
+            weights=_compared("weights", weights, expected),
             states=self._compared_states(expected),
-            buffers=_compared(buffers, expected.buffers) if expected.buffers else None,
-            actual=gradients,
-            expected=expected.gradients,
-            share_gradients=shares,
-            clip=clip,
-            modules=self.modules,
-            initial=self.weights,
-            outputs=_on_cpu(outputs, list(expected_outputs)),
-            expected_outputs={name: float64_copy(output) for name, output in expected_outputs.items()},
+            buffers=_compared("buffers", buffers, expected) if expected.buffers else None,
+            bounds=bounds,
             close=FACTOR_TOLERANCE if self.dtype == torch.float64 else _close(bounds["gradients"]),
+            updated=all(gather_json(observation.updated)),
+            clip=clip,
+            tied=self.names.tied,
+            values=RankValues(
+                axes=self.axes,
+                losses=losses,
+                norms=norms,
+                actual=gradients,
+                expected=expected.gradients,
+                share_gradients=shares,
+                modules=self.modules,
+                initial=self.weights,
+                outputs=_on_cpu(outputs, list(expected_outputs)),
+                expected_outputs={name: float64_copy(output) for name, output in expected_outputs.items()},
+            ),
         )
 
     def _is_repeated(self, outputs: Outputs, expected: Outputs) -> bool:
@@ -321,9 +323,7 @@ class _Proof:
         roots = {id(self.exact.model), *([id(self.built)] if isinstance(self.built, nn.Module) else [])}
         return [(path or FULL_MODEL, m) for path, m in modules if path or id(m) in plain_modules | roots]
 
-    def _gradients(
-        self, observation: Observation, expected: ModelSnapshot, clip: float | None
-    ) -> FullTensors:
+    def _gradients(self, observation: Observation, expected: Snapshot, clip: float | None) -> FullTensors:
         """Whole gradients before clipping; zeros where there is none but should be. Collective."""
         has: list[dict[str, bool]] = gather_json(
             {entry.name: observation.gradients[entry.key] is not None for entry in self.holdings.parameters}
@@ -349,12 +349,12 @@ class _Proof:
                 tensors.setdefault(entry.name, []).append(entry.full_tensor(values[entry.key]))
         return tensors
 
-    def _compared_states(self, expected: ModelSnapshot) -> Comparison | None:
+    def _compared_states(self, expected: Snapshot) -> Comparison | None:
         """None where no rank's optimizers have states that can be compared. Collective."""
         states = self._states()
         if not any(gather_json(bool(states))) or not expected.states:
             return None
-        return _compared(states, expected.states, by_kind=True)
+        return _compared("states", states, expected)
 
     def _states(self) -> FullTensors:
         """The optimizers' states, made whole; of parameters that ranks share, where all of them have them.
@@ -377,6 +377,7 @@ class _Proof:
         return states
 
 
+QUANTITIES = ("loss", "gradients", "norm", "weights", "states", "buffers")
 FULL_MODEL = "the whole model"
 _NO_LOSS = "step() returned no loss, so it was not compared"
 _REPEATED = (
@@ -393,20 +394,18 @@ def _gradients(model: nn.Module, loss: Loss, batch: Any) -> dict[str, Tensor]:
     return {name: float64_copy(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _compared(tensors: FullTensors, expected: Mapping[str, Tensor], by_kind: bool = False) -> Comparison:
-    """Relative errors of whole tensors over all ranks. Collective.
-
-    Args:
-        by_kind: of states, whose kinds are not comparable.
-    """
+def _compared(quantity: str, tensors: FullTensors, expected: Snapshot) -> Comparison:
+    """Relative errors of full tensors over all ranks. Collective."""
+    references: Mapping[str, Tensor] = getattr(expected, quantity)
 
     def pair() -> dict[str, Pairs]:
         return {
-            n: [_pair_up(n, actual, reference) for actual in tensors.get(n, [])]
-            for n, reference in expected.items()
+            name: [_pair_up(name, actual, references[name]) for actual in held]
+            for name, held in tensors.items()
+            if name in references
         }
 
-    return compare_pairs(run_on_all(pair), _scales(expected, by_kind))
+    return expected.compare(quantity, run_on_all(pair))
 
 
 def _pair_up(name: str, actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,32 +417,20 @@ def _pair_up(name: str, actual: Tensor, reference: Tensor) -> tuple[Tensor, Tens
     return actual, reference
 
 
-def _scales(expected: Mapping[str, Tensor], by_kind: bool = False) -> dict[str, float]:
-    """What differences are measured against."""
-    kinds = dict[str, dict[str, Tensor]]()
-    for name, tensor in expected.items():
-        kinds.setdefault(name.rpartition(".")[2] if by_kind else "", {})[name] = tensor
-    return {name: size or 1.0 for group in kinds.values() for name, size in scales_of(group).items()}
-
-
-def _bounds(
-    expected: ModelSnapshot, rounded: ModelSnapshot | None, dtype: torch.dtype
-) -> dict[str, dict[str, float]]:
-    """What errors may be, by quantity and name: where nothing is said, TOLERANCE."""
+def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """What errors may be, by quantity and name; TOLERANCE for all others."""
     if rounded is None:
-        return {quantity: {} for quantity in ("loss", "gradients", "norm", "weights", "states", "buffers")}
-    bounds = dict[str, dict[str, float]]()
+        return {}
+    eps, bounds = torch.finfo(dtype).eps, dict[str, dict[str, float]]()
     for quantity in ("gradients", "weights", "states", "buffers"):
-        exact: dict[str, Tensor] = getattr(expected, quantity)
-        other: dict[str, Tensor] = getattr(rounded, quantity)
-        scales = _scales(exact, by_kind=quantity == "states")
-        errors = {
-            name: float((other[name] - tensor).abs().max()) / scales[name] for name, tensor in exact.items()
-        }
-        bounds[quantity] = rounding_bounds(errors, torch.finfo(dtype).eps)
+        other: Mapping[str, Tensor] = getattr(rounded, quantity)
+        exact: Mapping[str, Tensor] = getattr(expected, quantity)
+        scales = expected.scales(quantity)
+        errors = {name: float((other[name] - exact[name]).abs().max()) / scales[name] for name in exact}
+        bounds[quantity] = rounding_bounds(errors, eps)
     for quantity in ("loss", "norm"):
         error = relative(getattr(rounded, quantity), getattr(expected, quantity))
-        bounds[quantity] = rounding_bounds({"": error}, torch.finfo(dtype).eps)
+        bounds[quantity] = rounding_bounds({"": error}, eps)
     return bounds
 
 
@@ -468,39 +455,6 @@ def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
             output = output.full_tensor()
         brought[name] = float64_copy(output)
     return brought
-
-
-class _Tally:
-    """The largest errors of all steps."""
-
-    def __init__(self) -> None:
-        self._worst = dict[str, Quantity]()
-
-    def add(self, case: Case) -> None:
-        """A step."""
-        loss = relative(case.loss, case.reference_loss) if _first(case.losses) is not None else None
-        self._keep(Quantity("loss", loss, case.bound("loss")))
-        self._compare("gradients", case.gradients, case)
-        norm = None if case.norm is None else relative(case.norm, case.reference_norm)
-        self._keep(Quantity("norm", norm, case.bound("norm")))
-        self._compare("weights", case.weights, case)
-        self._compare("states", case.states, case)
-        self._compare("buffers", case.buffers, case)
-
-    def _compare(self, name: str, comparison: Comparison | None, case: Case) -> None:
-        if comparison is None:
-            self._keep(Quantity(name, None, TOLERANCE))
-            return
-        self._keep(worst_quantity(name, comparison.errors, case.bounds[name], TOLERANCE))
-
-    def _keep(self, quantity: Quantity) -> None:
-        worst = self._worst.get(quantity.name)
-        if worst is None or quantity.error_in_bounds >= worst.error_in_bounds:
-            self._worst[quantity.name] = quantity
-
-    def quantities(self) -> list[Quantity]:
-        """In the order in which they are computed."""
-        return list(self._worst.values())
 
 
 # ------------------------------------------------------------------ arguments
@@ -560,14 +514,12 @@ def _first(values: Sequence[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def _reduced(losses: Sequence[float | None], reduction: Reduction, reference: float) -> float:
-    """The loss of the batch by the losses of the ranks that have one; the reference where none has."""
+def _reduced(losses: Sequence[float | None], reduction: Reduction, reference: float) -> float | None:
+    """The loss of the batch by the losses of the ranks that have one."""
     reported = [loss for loss in losses if loss is not None]
-    if not reported:
-        return reference
     if reduction == "same":
-        return max(reported, key=lambda loss: relative(loss, reference))
-    return sum(reported) / (len(reported) if reduction == "mean" else 1)
+        return _farthest(losses, reference)
+    return sum(reported) / (len(reported) if reduction == "mean" else 1) if reported else None
 
 
 def _farthest(norms: Sequence[float | None], reference: float) -> float | None:

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import StrettoError
+from stretto.verify.compare import Snapshot
 from stretto.verify.holdings import Entry
 from stretto.verify.user_model.watch import Step, watch
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(kw_only=True)
-class ModelSnapshot:
-    """One step: by the plain model's names, in float64 on the CPU.
-
-    gradients: before clipping; without parameters that get none.
-    states: of the optimiser, as NAME.STATE.
-    """
-
-    loss: float
-    norm: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    states: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 class PlainRun:
@@ -49,7 +33,7 @@ class PlainRun:
             for name, tensor in model.named_parameters()
         ]
 
-    def run(self, batch: Any, clip: float | None) -> ModelSnapshot:
+    def run(self, batch: Any, clip: float | None) -> Snapshot:
         """One step on the global batch."""
         step: Step = self._step if self._loss is None else lambda m, o, b: self._plain_step(m, o, b, clip)
         observation = watch(step, self.model, self.optimizers, batch, self.entries)
@@ -61,7 +45,7 @@ class PlainRun:
             if (gradient := observation.gradients[entry.key]) is not None
         }
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-        return ModelSnapshot(
+        return Snapshot(
             loss=observation.loss,
             norm=float(norm),
             gradients=gradients,
