@@ -20,14 +20,14 @@ from stretto.verify.compare import Snapshot
 from stretto.verify.evidence import Verdict
 from stretto.verify.language.cases import describe
 from stretto.verify.language.reference import Loads, Trial, build_reference
-from stretto.verify.language.step import wrongly_held
-from stretto.verify.language.unread import (
+from stretto.verify.language.step import (
     Fresh,
     only_unread,
     run_steps,
     same_bits_late,
     with_wrong_use,
     wrong_use_verdict,
+    wrongly_held,
 )
 from stretto.verify.optimizer import ReferenceOptimizer
 

@@ -37,16 +37,18 @@ from stretto.verify.diagnose import explain
 from stretto.verify.evidence import Evidence, NormPart, Sum, TableMarks, Verdict, WrongShard, above
 from stretto.verify.precision import STEPS, Errors, prove_rounded
 from stretto.verify.recommender.cases import PlacementCase
-from stretto.verify.recommender.diagnose import duplicates_lost, local_statistic, wrong_shards
-from stretto.verify.recommender.every import KINDS, draw
-from stretto.verify.recommender.local_shards import (
+from stretto.verify.recommender.diagnose import (
     Compared,
     ShardRows,
     compare_gradients,
     compare_rows,
+    duplicates_lost,
+    local_statistic,
     pairs_by_name,
     shard_rows,
+    wrong_shards,
 )
+from stretto.verify.recommender.every import KINDS, draw
 from stretto.verify.recommender.reference import Reference, clip_factor, known_ids
 
 _QUANTITIES = ("loss", "gradients", "norm", "weights", "states", "logits")

@@ -31,17 +31,19 @@ from stretto.verify.diagnose import explain
 from stretto.verify.evidence import FACTOR_TOLERANCE, Cause, Evidence, RankValues, above, listing
 from stretto.verify.holdings import Holdings, Names, PlainNames, Rule, modules_in
 from stretto.verify.outputs import Outputs, recorded
-from stretto.verify.user_model.plain import (
+from stretto.verify.user_model.report import Report
+from stretto.verify.user_model.step import (
     Loss,
+    Observation,
     PlainRun,
+    Step,
     converted,
     float64_copy,
     parameter_states,
+    watch,
     without_dropout,
 )
-from stretto.verify.user_model.report import Report
 from stretto.verify.user_model.waits import bounded_waits
-from stretto.verify.user_model.watch import Observation, Step, watch
 
 Reduction = Literal["mean", "sum", "same"]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
