@@ -49,8 +49,8 @@ def set_fields(
             legal = None
             for alternative in _alternatives(value, item):
                 try:
-                    changed = put(replace(part, **{name: alternative}))
-                    if alternative != value and is_legal(changed):
+                    other = replace(part, **{name: alternative})
+                    if other != part and is_legal(changed := put(other)):  # null may stand for the value
                         legal = changed
                         break
                 except (StrettoError, ValueError, TypeError):
