@@ -13,13 +13,12 @@ from stretto.engine.checkpoint.folder import step_name
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
 from stretto.run.train.imported import Imported, config_text, make_run, new_run
-from stretto_interop.checkpoints.dcp.exporting import export_dcp
-from stretto_interop.checkpoints.dcp.importing import DcpImport
-from stretto_interop.checkpoints.dcp.written import OpenImport, Progress
+from stretto_interop.checkpoints.dcp.titan import DcpImport, export_dcp
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
-from stretto_interop.frameworks.megatron.saved import TRIED_WITH, read_saved, saved_arguments
+from stretto_interop.checkpoints.transfer import OpenImport, Progress
+from stretto_interop.frameworks.megatron.framework import TRIED_WITH, read_saved, saved_arguments
 
 # ------------------------------------------------------------------ runs of imported checkpoints
 

@@ -19,7 +19,7 @@ from stretto.engine.models.weights import initialise
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.exporting import export_dcp
+from stretto_interop.checkpoints.dcp.titan import export_dcp
 
 SHAPES = {
     "gpt": ModelShape(family="gpt", layers=2, hidden=16, heads=2, vocab=31, sequence=12),

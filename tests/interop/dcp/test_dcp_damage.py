@@ -23,9 +23,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from stretto.engine.checkpoint.read import read_whole
 from stretto.errors import StrettoError
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.archive import Archives
-from stretto_interop.checkpoints.dcp.importing import DcpImport
-from stretto_interop.checkpoints.dcp.index import METADATA, DcpIndex, Extent, find_folder, read_dcp_index
+from stretto_interop.checkpoints.dcp.reader import (
+    METADATA,
+    Archives,
+    DcpIndex,
+    Extent,
+    find_folder,
+    read_dcp_index,
+)
+from stretto_interop.checkpoints.dcp.titan import DcpImport
 
 SHAPE = ModelShape(family="llama", layers=1, hidden=8, heads=2, ffn=8, vocab=11, sequence=6)
 DATA = "__0_0.distcp"

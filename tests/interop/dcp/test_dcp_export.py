@@ -19,8 +19,7 @@ from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.errors import StrettoError
 from stretto.job.parameters import parameter_shapes
 from stretto.job.shape import ModelShape, shape_to_record
-from stretto_interop.checkpoints.dcp.exporting import export_dcp
-from stretto_interop.checkpoints.dcp.importing import DcpImport
+from stretto_interop.checkpoints.dcp.titan import DcpImport, export_dcp
 
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=31, sequence=12)
 OPTIM = {

@@ -17,7 +17,7 @@ from stretto.job.shape import ModelShape
 from stretto.run.config import TrainConfig
 from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.token_folder import TokenFolder
-from stretto_interop.checkpoints.dcp.importing import DcpImport
+from stretto_interop.checkpoints.dcp.titan import DcpImport
 from texts import open_tokens
 from tiny_job import LLAMA, job
 from train_runs import tensors, train

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ranks import on_ranks
 from stretto.engine.checkpoint.read import read_whole
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.importing import DcpImport
-from stretto_interop.checkpoints.dcp.index import read_dcp_index
+from stretto_interop.checkpoints.dcp.reader import read_dcp_index
+from stretto_interop.checkpoints.dcp.titan import DcpImport
 
 # odd numbers of rows: shards of unequal sizes
 SHAPE = ModelShape(family="llama", layers=2, hidden=18, heads=3, ffn=25, vocab=31, sequence=12)

@@ -20,10 +20,8 @@ from stretto.job.experts import ExpertShape
 from stretto.job.parameters import parameter_shapes
 from stretto.job.presets import preset
 from stretto.job.shape import ModelShape, shape_to_record
-from stretto_interop.checkpoints.dcp.exporting import export_dcp
-from stretto_interop.checkpoints.dcp.importing import DcpImport
-from stretto_interop.checkpoints.dcp.index import read_dcp_index
-from stretto_interop.checkpoints.dcp.titan import VERSIONS, is_trained, rules, trained
+from stretto_interop.checkpoints.dcp.reader import read_dcp_index
+from stretto_interop.checkpoints.dcp.titan import VERSIONS, DcpImport, export_dcp, is_trained, rules, trained
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 31, "sequence": 12}
 LATENT = LatentShape(kv_rank=6, rope_dim=4, value_dim=5, q_rank=10)

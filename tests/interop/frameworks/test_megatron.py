@@ -27,7 +27,7 @@ from stretto.run.config.job import job_of
 from stretto_interop.commands.migrate import run_script
 from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
-from stretto_interop.frameworks.megatron.arguments import arguments
+from stretto_interop.frameworks.megatron.command_line import arguments
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 from stretto_interop.frameworks.megatron.ranks import shortened
 

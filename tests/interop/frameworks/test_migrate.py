@@ -19,7 +19,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.validation import read_section
 from stretto_interop.frameworks.fields import run_values
 from stretto_interop.frameworks.mapping import emit
-from stretto_interop.frameworks.megatron.arguments import arguments, lost, needless
+from stretto_interop.frameworks.megatron.command_line import arguments, lost, needless
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 
 GPT = """#!/bin/bash

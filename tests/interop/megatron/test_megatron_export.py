@@ -26,7 +26,7 @@ from stretto_interop.checkpoints.megatron.common import find_iteration, read_com
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
 from stretto_interop.checkpoints.megatron.names import rules
-from stretto_interop.frameworks.megatron.saved import read_saved, saved_arguments
+from stretto_interop.frameworks.megatron.framework import read_saved, saved_arguments
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 32, "sequence": 12}
 GPT = ModelShape(family="gpt", **SIZES)

@@ -21,7 +21,7 @@ from stretto.run.data.dataset import WindowSamples
 from stretto.run.data.token_folder import TokenFolder
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
-from stretto_interop.frameworks.megatron.saved import read_saved
+from stretto_interop.frameworks.megatron.framework import read_saved
 from texts import open_tokens
 from tiny_job import LLAMA, job
 from train_runs import tensors, train

@@ -18,7 +18,7 @@ from stretto.job.experts import ExpertShape
 from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
-from stretto_interop.frameworks.megatron.saved import saved_arguments
+from stretto_interop.frameworks.megatron.framework import saved_arguments
 
 pytestmark = pytest.mark.skipif(not installed("megatron-core"), reason="megatron-core is not installed")
 SHAPE = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=32, sequence=12)

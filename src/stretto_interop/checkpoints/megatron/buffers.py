@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import StrettoError
-from stretto_interop.checkpoints.dcp.archive import Archives
-from stretto_interop.checkpoints.dcp.index import DcpIndex
+from stretto_interop.checkpoints.dcp.reader import Archives, DcpIndex
 from stretto_interop.checkpoints.megatron.common import NAMES
 from stretto_interop.checkpoints.megatron.names import MegatronRule
 

@@ -17,8 +17,7 @@ from stretto.engine.checkpoint.files import DamageError, open_plain
 from stretto.engine.checkpoint.plain_pickle import Record
 from stretto.errors import StrettoError
 from stretto.job.optimiser import Optimiser
-from stretto_interop.checkpoints.dcp.archive import read_saved
-from stretto_interop.checkpoints.dcp.index import METADATA
+from stretto_interop.checkpoints.dcp.reader import METADATA, read_saved
 
 _LONGEST = 1 << 16  # bytes of the small text files
 LATEST = "latest_checkpointed_iteration.txt"

@@ -25,18 +25,19 @@ from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.rate import LearningRate
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.streaming import (
+from stretto_interop.checkpoints.megatron.common import BACKEND, COMMON, KIND, LATEST
+from stretto_interop.checkpoints.megatron.importing import MASTERS, STATE
+from stretto_interop.checkpoints.megatron.names import LAYERS, MegatronRule, is_trained, rules
+from stretto_interop.checkpoints.transfer import (
+    MOMENTS,
     OPTIM,
     ExportedCheckpoint,
+    Progress,
     open_export,
     saved_optimiser,
     steps_of,
     write_whole,
 )
-from stretto_interop.checkpoints.dcp.written import Progress
-from stretto_interop.checkpoints.megatron.common import BACKEND, COMMON, KIND, LATEST
-from stretto_interop.checkpoints.megatron.importing import MASTERS, MOMENTS, STATE
-from stretto_interop.checkpoints.megatron.names import LAYERS, MegatronRule, is_trained, rules
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORM = "fully_reshardable"

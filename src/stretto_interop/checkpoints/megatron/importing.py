@@ -23,9 +23,7 @@ from torch import Tensor
 from stretto.errors import StrettoError, nearest
 from stretto.job.parameters import Sizes
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.dcp.archive import Archives
-from stretto_interop.checkpoints.dcp.index import read_dcp_index
-from stretto_interop.checkpoints.dcp.written import Incoming, OpenImport
+from stretto_interop.checkpoints.dcp.reader import Archives, read_dcp_index
 from stretto_interop.checkpoints.megatron.buffers import (
     MASTER,
     OrderedStates,
@@ -49,9 +47,9 @@ from stretto_interop.checkpoints.megatron.names import (
     is_trained,
     rules,
 )
+from stretto_interop.checkpoints.transfer import MOMENTS, Incoming, OpenImport
 
 STATE = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = ("fp32_param", "param", "master_param")
 WEIGHTS_ONLY = "--weights-only imports the model without its optimiser"
 _PREFIXES = ("", "module.", "model.")  # of parameters: of Megatron-LM, and of NeMo
