@@ -516,7 +516,7 @@ NAMED_ELSEWHERE = {
     "cli/diagnose.py": "the names of the files that NCCL's watchdog writes",
     "planner/machines/networks.py": "how tables of measurements write per device",
     "run/diagnose/dump.py": "the names of the files that NCCL's watchdog writes",
-    "stretto_interop/frameworks/megatron/script.py": "a variable of Megatron-LM's scripts",
+    "stretto_interop/frameworks/megatron/command_line.py": "a variable of Megatron-LM's scripts",
     "stretto_interop/frameworks/megatron/training.py": "Megatron-LM trains on GPUs alone",
     "stretto_interop/frameworks/torchtitan.py": "a setting of torchtitan",
     "run/launch/network.py": "the variable that names the interface of NCCL",
