@@ -35,9 +35,9 @@ class FusedOptimizer:
 
     Attributes:
         name: as in `optim.tables.name`.
-        lr, eps, betas: or None if left to the user.
-        wire: type in which pooled vectors are sent.
-        element: bytes of an element of a table.
+        lr, eps, betas: settings, or None if left to the user.
+        wire: dtype in which pooled vectors are sent.
+        element: bytes per element of a table.
     """
 
     name: str = "rowwise_adagrad"
@@ -49,7 +49,7 @@ class FusedOptimizer:
 
     @classmethod
     def of(cls, rule: TableOptimConfig, wire: Wire, dtype: str) -> FusedOptimizer:
-        """The optimiser of a config; with weights in float64, vectors are sent as float64 too."""
+        """Return the optimiser of a config; if weights are float64, vectors are sent as float64 too."""
         double = dtype == "float64"
         return cls(
             name=rule.name,
@@ -63,12 +63,12 @@ class FusedOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchRecTable:
-    """The sharding of a table in TorchRec's words.
+    """The sharding of a table in TorchRec's terms.
 
     Attributes:
-        load_factor: share of the rows that is cached on the device, or None if all are on it.
-        shards: (row, column) of its first element, (rows, columns), and rank of each shard; of a copied
-            table, one for each rank.
+        load_factor: fraction of the rows cached on the device, or None if all are on it.
+        shards: first element (row, column), size (rows, columns) and rank of each shard; a copied table has
+            one for each rank.
     """
 
     name: str
@@ -79,7 +79,7 @@ class TorchRecTable:
 
 
 def holds(table: TableSpec, option: Option) -> bool:
-    """True if TorchRec can hold a table that is placed so."""
+    """True if TorchRec supports this placement of a table."""
     if option.place == "disk" or (option.split == "data" and option.place != "device"):
         return False
     if option.split == "row":
@@ -91,14 +91,14 @@ def holds(table: TableSpec, option: Option) -> bool:
 def torchrec_tables(
     tables: Sequence[TableSpec], placements: Placements, *, world: int, local: int
 ) -> list[TorchRecTable]:
-    """The sharding of each table, in the order of the tables.
+    """Return the sharding of each table, in order.
 
     Args:
-        world: ranks.
-        local: ranks of a node.
+        world: number of ranks.
+        local: ranks per node.
 
     Raises:
-        Problem: TorchRec cannot hold a table as it is placed; names the table.
+        Problem: TorchRec does not support a table's placement; names the table.
     """
     return [_table(table, placements, world, local) for table in tables]
 
@@ -142,7 +142,7 @@ _Shards = list[tuple[tuple[int, int], tuple[int, int], int]]
 
 
 def _shards(table: TableSpec, placement: TablePlacement, world: int, local: int) -> tuple[str, _Shards]:
-    """The sharding type, and the shards as TorchRec cuts them."""
+    """Return the sharding type, and the shards as TorchRec cuts them."""
     complete = (table.rows, table.dim)
     ranks = placement.ranks
     if placement.split == "data":
@@ -173,7 +173,7 @@ def _shards(table: TableSpec, placement: TablePlacement, world: int, local: int)
 
 
 def _blocks(table: TableSpec, ranks: Sequence[int]) -> _Shards:
-    """Rows in blocks, the last ones smaller or empty."""
+    """Return blocks of rows, the last ones smaller or empty."""
     block = -(-table.rows // len(ranks))
     starts = [min(table.rows, block * at) for at in range(len(ranks) + 1)]
     spans = zip(pairwise(starts), ranks, strict=True)
@@ -189,7 +189,7 @@ def torchrec_module(
     rule: FusedOptimizer,
     about: str = "",
 ) -> str:
-    """The placements as a Python module with TorchRec's `ShardingPlan`, its tables and its sharder.
+    """Return the placements as a Python module with TorchRec's `ShardingPlan`, its tables and its sharder.
 
     Args:
         world, local: as in `torchrec_tables`.
@@ -219,16 +219,12 @@ def torchrec_module(
         "SHARDINGS = {",
     ]
     for each in shardings:
-        shards = "None" if each.sharding_type == "data_parallel" else _literal(each)
+        listed = (f"({list(first)}, {list(size)}, {rank})" for first, size, rank in each.shards)
+        shards = "None" if each.sharding_type == "data_parallel" else f"[{', '.join(listed)}]"
         text = f'"{each.sharding_type}", "{each.compute_kernel}", {each.load_factor}'
         lines.append(f"    {json.dumps(each.name)}: ({text}, {shards}),")
     lines += ["}", *_fused(rule), "", "", _FUNCTIONS.strip("\n")]
     return "\n".join(lines).replace("@QCOMMS@", _codecs(rule)) + "\n"
-
-
-def _literal(table: TorchRecTable) -> str:
-    shards = (f"({list(first)}, {list(size)}, {rank})" for first, size, rank in table.shards)
-    return f"[{', '.join(shards)}]"
 
 
 def _check(rule: FusedOptimizer) -> None:
@@ -247,7 +243,7 @@ def _check(rule: FusedOptimizer) -> None:
 
 
 def _notes(shardings: Sequence[TorchRecTable], rule: FusedOptimizer) -> list[str]:
-    """What differs from Stretto, and what TorchRec takes elsewhere."""
+    """Return what differs from Stretto, and what TorchRec needs elsewhere."""
     kinds = {each.sharding_type for each in shardings}
     notes = ["Ids are taken modulo a table's rows before they come here, as Stretto does."]
     if kinds & {"row_wise", "table_row_wise"}:

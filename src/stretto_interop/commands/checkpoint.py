@@ -14,10 +14,10 @@ from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
 from stretto.run.train.imported import Imported, config_text, make_run, new_run
 from stretto_interop.checkpoints.dcp.titan import DcpImport, export_dcp
+from stretto_interop.checkpoints.dcp.transfer import OpenImport, Progress
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
-from stretto_interop.checkpoints.transfer import OpenImport, Progress
 from stretto_interop.frameworks.megatron.framework import TRIED_WITH, read_saved, saved_arguments
 
 # ------------------------------------------------------------------ runs of imported checkpoints
@@ -26,8 +26,8 @@ from stretto_interop.frameworks.megatron.framework import TRIED_WITH, read_saved
 def import_dcp(
     source: Path, run: Path, shape: ModelShape, *, states: bool = True, progress: Progress | None = None
 ) -> Imported:
-    """Make a run of a checkpoint of torch.distributed.checkpoint as torchtitan writes them. Its training goes
-    on with the optimiser's states and from its step, if it has them.
+    """Create a run from a checkpoint that torchtitan wrote. If it has the optimiser's states, training
+    continues with them, from its step.
 
     Args:
         source: the folder of a step, or of all of them.
@@ -62,7 +62,7 @@ def _import_megatron(
 
     Args:
         source: the folder of an iteration, or of all of them.
-        shape: of the model.
+        shape: the model's.
         changes: by section of the config, what the checkpoint's arguments say of the run.
         states: import the optimiser's states too.
         progress: as for `import_model`.
@@ -94,7 +94,7 @@ def _import_megatron(
 
 
 def _settings(optimiser: Optimiser) -> dict[str, Any]:
-    """AdamW's settings as a config has them."""
+    """Return AdamW's settings as a config has them."""
     settings = asdict(optimiser)
     sections = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay", "no_decay")}
     return {**sections, "betas": list(sections["betas"]), "no_decay": list(sections["no_decay"])}
@@ -107,7 +107,7 @@ def _written(
     notes: list[str],
     progress: Progress | None,
 ) -> Imported:
-    """Write the run of a checkpoint of another framework: its config, and the checkpoint."""
+    """Write the run: its config, and the checkpoint."""
     if "tokenizer" not in changes.get("data", {}):
         notes = [*notes, "no tokenizer lies with it: name the model's own as data.tokenizer"]
     if model.optimiser is not None:
@@ -123,11 +123,11 @@ _EXCLUDE = "--checkpoint.exclude_from_loading dataloader"
 def export(
     checkpoint: Path, out: Path, form: str, *, torchtitan: str, experts_spread: bool, as_json: bool
 ) -> None:
-    """Write a checkpoint as torchtitan ("dcp") or Megatron-LM ("megatron") loads it, and report it.
+    """Write a checkpoint for torchtitan ("dcp") or Megatron-LM ("megatron"), and report it.
 
     Args:
-        torchtitan: the version that loads it.
-        experts_spread: Megatron-LM loads it with experts over several ranks.
+        torchtitan: the version that will load it.
+        experts_spread: True if Megatron-LM will load it with experts spread over ranks.
     """
     with byte_progress("export") as progress:
         if form == "dcp":
@@ -164,11 +164,11 @@ def export(
 def import_megatron(
     source: Path, run: Path, shape: ModelShape | None, *, states: bool, progress: Progress | None
 ) -> Imported:
-    """Make a run of a checkpoint of Megatron-LM.
+    """Create a run from a checkpoint of Megatron-LM.
 
     Args:
         shape: shape of the model, or None to take model and settings from the checkpoint's arguments.
-        states: take the optimiser's states too.
+        states: import the optimiser's states too.
     """
     folder = find_iteration(source)
     if shape is not None:

@@ -45,11 +45,11 @@ _INDENT = 10  # columns of a label
 
 
 def emitted_config(framework: ExternalFramework | None, config: JobConfig, source: Path) -> str:
-    """A config's job as the framework takes it; for a recommender as TorchRec does.
+    """Return a config's job in the framework's format; a recommender's in TorchRec's.
 
     Args:
         framework: target framework, or None for TorchRec.
-        source: of the config.
+        source: path of the config.
 
     Raises:
         StrettoError: a choice that the framework does not have, or a kind of model.
@@ -84,7 +84,7 @@ def emitted_config(framework: ExternalFramework | None, config: JobConfig, sourc
 def emitted_tables(
     model: str, plan: TablePlan, job: RecommenderConfig | None, wire: Sequence[str] | None
 ) -> str:
-    """A plan's placement of tables as TorchRec takes it.
+    """Return a plan's placement of tables in TorchRec's format.
 
     Args:
         wire: the type of exchanged values that the search was fixed to, as `--fix` takes it.
@@ -112,7 +112,7 @@ def emitted_tables(
 
 
 def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, run: JobValues | None) -> str:
-    """A layout of a plan as the framework takes it.
+    """Return a layout of a plan in the framework's format.
 
     Args:
         row: row of the ranking, from 1, or None for the first.
@@ -140,7 +140,7 @@ def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, run: 
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """What a framework's text costs, and a search for what costs less.
+    """The cost of a framework's config, and a search for cheaper layouts.
 
     Attributes:
         overlapped: the same layout with gradients reduced during the backward, or None if they are already.
@@ -154,7 +154,7 @@ class Priced:
 
     @property
     def faster(self) -> list[Ranked]:
-        """Layouts of the framework that take less time than today's by more than a tie, the fastest first."""
+        """The layouts that beat today's by more than a tie, the fastest first."""
 
         limit = self.today.seconds * (1 - TIE)
         return [item for item in self.plan.ranking if item.estimate.seconds < limit][:_ROWS]
@@ -169,12 +169,12 @@ def priced(
     seconds: float,
     memory: bool,
 ) -> Priced:
-    """Price what a framework's file describes, and search for what would be faster.
+    """Price the job that a framework's file describes, and search for faster layouts.
 
     Args:
-        arguments: the file's name, or - for standard input, and fields that it lacks, as in layout.tp=2.
-        model: in place of the file's.
-        seconds: of the search.
+        arguments: the file's name, or - for standard input, then fields that it lacks, such as layout.tp=2.
+        model: replaces the file's.
+        seconds: limit of the search.
 
     Raises:
         StrettoError: no such framework or file, or a text that cannot be read.
@@ -205,10 +205,10 @@ def priced(
 
 
 def _overrides(model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """Values that override a file: a model's sizes, and those of words such as layout.tp=2.
+    """Return the values that override a file: a model's sizes, and arguments such as layout.tp=2.
 
     Raises:
-        StrettoError: no such model, or a word that names no choice of a job.
+        StrettoError: no such model, or an argument that names no choice of a job.
     """
 
     values: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def _overrides(model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def priced_facts(result: Priced) -> dict[str, Any]:
-    """What was read and what would be faster, as the command's JSON."""
+    """Return what was read and what would be faster, as the command's JSON."""
     return {
         "overlapped_s": None if result.overlapped is None else result.overlapped.seconds,
         "ignored": {reason: list(names) for reason, names in result.reading.ignored.items()},
@@ -281,14 +281,15 @@ _SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
 def task_for(
     framework: ExternalFramework, task: SearchTask, fix: Sequence[str] = (), run: JobValues | None = None
 ) -> SearchTask:
-    """A search among the layouts that the framework has, at the cost that they have there.
+    """Return a search among the framework's layouts, at their cost there.
 
     Args:
-        fix: values that the user has made, as `--fix` takes them; these come first.
+        fix: values that the user has set, as `--fix` takes them; they take precedence.
         run: values of the config that is planned, or None.
 
     Raises:
-        StrettoError: the framework does not have the model, or another choice that no layout changes.
+        StrettoError: the framework does not have the model, or another choice that is the same in all
+            layouts.
     """
     values = {**fixed(framework.plans), **fixed(fix)}
     job = framework.as_run(task.job, {})
@@ -306,12 +307,12 @@ def task_for(
 
 
 def price(reading: ForeignJob, cluster: Cluster, *, memory: bool = True) -> Estimate:
-    """Time and memory of a job as it was read, on a cluster of its size."""
+    """Estimate time and memory of a job as it was read, on a cluster of its size."""
     return estimate(reading.job, cluster, reading.assumptions, memory=memory)
 
 
 def overlapped(framework: ExternalFramework, reading: ForeignJob, cluster: Cluster) -> Estimate | None:
-    """The same layout with gradients reduced while the backward computes; None where they are already."""
+    """Estimate the same layout with gradients reduced during the backward; None if they are already."""
     if reading.assumptions.overlap:
         return None
     assumptions = replace(reading.assumptions, overlap=framework.assumptions.overlap)
@@ -321,11 +322,11 @@ def overlapped(framework: ExternalFramework, reading: ForeignJob, cluster: Clust
 def better(
     framework: ExternalFramework, reading: ForeignJob, cluster: Cluster, seconds: float, top: int
 ) -> SearchTask:
-    """The search for layouts that do the same work on the same cluster in less time.
+    """Return a search for layouts that do the same work on the same cluster in less time.
 
     Args:
-        seconds: of the search.
-        top: layouts that are wanted.
+        seconds: limit of the search.
+        top: number of layouts.
     """
     return SearchTask(
         job=unplanned(reading.job),  # with what the framework keeps of it

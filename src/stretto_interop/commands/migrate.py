@@ -99,13 +99,13 @@ def migrate(
 
 
 def _environment() -> dict[str, str]:
-    """Variables that scripts take from the shell, which are the same for a config on this machine."""
+    """Return the shell's variables that scripts use and that are the same for a config on this machine."""
     return {name: os.environ[name] for name in ("HOME", "USER", "PWD") if name in os.environ}
 
 
 @dataclass(kw_only=True)
 class _Request:
-    """A command line: the text to read, its source, and the other words."""
+    """A command line: the text to read, its source, and the other arguments."""
 
     text: str
     source: str
@@ -119,7 +119,7 @@ _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 
 
 def _request(arguments: Sequence[str]) -> _Request:
-    """Sort the words of the command line."""
+    """Sort the command line's arguments."""
     overrides = [word for word in arguments if _OVERRIDE.match(word)]
     others = [word for word in arguments if not _OVERRIDE.match(word)]
     if not others:
@@ -146,7 +146,7 @@ def _request(arguments: Sequence[str]) -> _Request:
 
 
 def _record(migration: Migration) -> dict[str, Any]:
-    """What was read, as the command's JSON."""
+    """Return what was read, as the command's JSON."""
     import yaml
 
     return {
@@ -169,6 +169,8 @@ def _record(migration: Migration) -> dict[str, Any]:
 
 def _report(migration: Migration, request: _Request, out: Path | None) -> CommandReport:
     """Report what became of the arguments."""
+    from stretto_interop.frameworks.mapping import shown
+
     report = CommandReport(lambda: _record(migration))
     count = sum(name != "world-size" for item in migration.mapped for name in item.settings)
     others = sum(len(names) for names in migration.needless.values())
@@ -177,8 +179,15 @@ def _report(migration: Migration, request: _Request, out: Path | None) -> Comman
         f"{len(migration.lost)} not mapped"
     )
     for item in migration.mapped:
-        if written := _as_written(item.settings):
-            report.value("mapped", f"{written} -> {_fields(item.fields)}", _INDENT)
+        argv = list[str]()
+        for name, value in item.settings.items():
+            if name != "world-size":
+                values: list[Any] = [] if value is True else value if isinstance(value, list) else [value]
+                argv += [f"--{name}", *map(str, values)]
+        present = {name: value for name, value in item.fields.items() if value is not None} or item.fields
+        if argv:
+            fields = ", ".join(f"{name}={shown(value)}" for name, value in present.items())
+            report.value("mapped", f"{' '.join(argv)} -> {fields}", _INDENT)
     for reason, names in migration.needless.items():
         report.value("needless", f"{' '.join(f'--{name}' for name in names)}: {reason}", _INDENT)
     for name, reason in migration.differs.items():
@@ -192,23 +201,6 @@ def _report(migration: Migration, request: _Request, out: Path | None) -> Comman
     if out is not None:
         report.line(f"\nwritten to {out}; next:\n  stretto config {out}")
     return report
-
-
-def _as_written(settings: Mapping[str, Any]) -> str:
-    """Arguments as they were said."""
-    arguments = list[str]()
-    for name, value in settings.items():
-        if name != "world-size":
-            values: list[Any] = [] if value is True else value if isinstance(value, list) else [value]
-            arguments.append(" ".join([f"--{name}", *map(str, values)]))
-    return " ".join(arguments)
-
-
-def _fields(fields: Mapping[str, Any]) -> str:
-    from stretto_interop.frameworks.mapping import shown
-
-    present = {name: value for name, value in fields.items() if value is not None} or fields
-    return ", ".join(f"{name}={shown(value)}" for name, value in present.items())
 
 
 # ------------------------------------------------------------------ --run
@@ -231,12 +223,12 @@ with open({record!r}, "a") as file:
 
 
 def run_script(script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Run a script in this folder with stubs in place of `LAUNCHERS`; return the commands that they received.
+    """Run a script in this folder with stubs for `LAUNCHERS`, and return the commands that they received.
 
-    Whatever else the script does, it does, programs that it names by their paths included.
+    Everything else in the script is executed, programs that it names by path included.
 
     Args:
-        arguments: of the script.
+        arguments: the script's.
         variables: added to the environment, as are those of its #SBATCH lines.
 
     Raises:

@@ -44,7 +44,7 @@ _Pieces = list[tuple[Value, bool]]  # parts of a word, with True if quoted
 
 @dataclass(frozen=True)
 class Command:
-    """The expanded words of a command, and its first line."""
+    """A command's expanded words, and its first line."""
 
     argv: tuple[str, ...]
     line: int
@@ -57,13 +57,13 @@ def commands(
     launches: Callable[[Command], bool] = lambda _: False,
     notes: list[str] | None = None,
 ) -> Iterator[Command]:
-    """All commands of a script, in order, without those that depend on a test.
+    """Yield the commands of a script in order, without those that depend on a test.
 
     Args:
-        variables: those that the script is started with, its positional parameters ("1", "@") among them.
-        launches: True if the script is read for this command: what is not understood after it is passed over,
-            unless it launches something itself.
-        notes: receives a sentence for everything that is passed over.
+        variables: the script's environment, with its positional parameters ("1", "@").
+        launches: True for the command that the script is read for; what is not understood after it is
+            skipped, unless it launches something.
+        notes: receives a sentence for everything that is skipped.
 
     Raises:
         StrettoError: unbalanced quotes or brackets, a construct that is not read, or arguments that depend on
@@ -96,13 +96,13 @@ def commands(
 
 
 def parameters(arguments: Sequence[str]) -> dict[str, Value]:
-    """The positional parameters of a script that is started with these words."""
+    """Return the positional parameters of a script with these arguments."""
     numbered: dict[str, Value] = {str(index): word for index, word in enumerate(arguments, 1)}
     return {**numbered, "@": list(arguments), "*": " ".join(arguments), "#": str(len(arguments))}
 
 
 def batch_variables(text: str) -> dict[str, str]:
-    """The variables that SLURM sets according to the script's #SBATCH lines."""
+    """Return the variables that SLURM sets according to the script's #SBATCH lines."""
     names = {
         "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
         "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -116,19 +116,19 @@ def batch_variables(text: str) -> dict[str, str]:
 
 
 def unknown(name: str) -> str:
-    """The value of a variable or command that cannot be known."""
+    """Return the value of a variable or command that cannot be known."""
     return f"{MARK}{name.replace(MARK, '')}{MARK}"
 
 
 def unknown_in(word: str) -> str | None:
-    """The first unknown in an expanded word: the name of a variable, or a command."""
+    """Return the first unknown in an expanded word: the name of a variable, or a command."""
     start = word.find(MARK)
     return None if start < 0 else word[start + 1 :].partition(MARK)[0]
 
 
 @dataclass(kw_only=True)
 class _Script:
-    """A script that is read from begin to end, with the variables so far."""
+    """A script that is read from beginning to end, and its variables so far."""
 
     text: str
     source: str
@@ -178,7 +178,7 @@ class _Script:
                 joined = ""
 
     def _skip_blanks(self) -> bool:
-        """Move to the next command; False at the end."""
+        """Skip to the next command; False at the end."""
         while self.at < len(self.text):
             if self.text[self.at].isspace() or self.text[self.at] in ";&|)":
                 self.at += 1
@@ -187,7 +187,7 @@ class _Script:
         return False
 
     def _skip_comment(self) -> bool:
-        """Move over a comment or a continued line, if one begins here."""
+        """Skip a comment or the end of a continued line, if one begins at the position."""
         if self.text.startswith("\\\n", self.at):
             self.at += 2
         elif self.text[self.at] == "#":
@@ -198,15 +198,15 @@ class _Script:
         return True
 
     def _command(self, test: str) -> Iterator[Command]:
-        """Read one command: assignments are carried out, the command itself is handed on.
+        """Read one command; assignments are carried out, the command itself is yielded.
 
         Args:
-            test: what it depends on; empty: it is carried out.
+            test: the test that it depends on; empty if it depends on none.
         """
-        words, declaring = list[str](), False
+        argv, declaring = list[str](), False
         while self._has_word():
             redirection = _REDIRECTION.match(self.text, self.at)
-            assignment = _ASSIGNMENT.match(self.text, self.at) if not words or declaring else None
+            assignment = _ASSIGNMENT.match(self.text, self.at) if not argv or declaring else None
             if redirection is not None:
                 if redirection[2] in ("<<", "<<-"):
                     raise self.error("a here-document is not read")
@@ -219,32 +219,32 @@ class _Script:
                 self._assign(assignment)
             else:
                 start = self.at
-                words += _fields(self._word())
+                argv += _fields(self._word())
                 if self.at == start:  # a bracket
                     raise self.error(f"`{self.text[start]}` is not read")
-                declaring = words[:1] != [] and words[0] in _DECLARING
-        if not words or declaring:
+                declaring = argv[:1] != [] and argv[0] in _DECLARING
+        if not argv or declaring:
             return
         if test:
-            if words[0] != "echo" and any(_LAUNCH.search(word) for word in words):
+            if argv[0] != "echo" and any(_LAUNCH.search(word) for word in argv):
                 raise self.error(f"the launch depends on a test, and tests are not read: {test}")
             return
-        where = f"{self.source}:{self.line}"
-        shell = next((index for index, word in enumerate(words) if word in _SHELLS), len(words))
-        if words[0] == "exit":
-            self.note(f"{where}: the script ends there as it is started, and is read on: {' '.join(words)}")
-        elif words[0] in ("source", "."):
-            self.note(f"{where}: {' '.join(words[1:2])} is not read: what it sets is not known")
-        elif words[0] == "eval" or "-c" in words[shell:-1]:
-            outer = [] if words[0] == "eval" else words[:shell]
-            text = " ".join(words[1:]) if words[0] == "eval" else words[words.index("-c", shell) + 1]
+        position = f"{self.source}:{self.line}"
+        shell = next((index for index, word in enumerate(argv) if word in _SHELLS), len(argv))
+        if argv[0] == "exit":
+            self.note(f"{position}: the script ends there as it is started, and is read on: {' '.join(argv)}")
+        elif argv[0] in ("source", "."):
+            self.note(f"{position}: {' '.join(argv[1:2])} is not read: what it sets is not known")
+        elif argv[0] == "eval" or "-c" in argv[shell:-1]:
+            outer = [] if argv[0] == "eval" else argv[:shell]
+            text = " ".join(argv[1:]) if argv[0] == "eval" else argv[argv.index("-c", shell) + 1]
             for command in self._inner(text).commands():
                 yield Command((*outer, *command.argv), self.line)
         else:
-            yield Command(tuple(words), self.line)
+            yield Command(tuple(argv), self.line)
 
     def _has_word(self) -> bool:
-        """Skip blanks inside of a command; False at its end."""
+        """Skip blanks inside a command; False at its end."""
         while self.at < len(self.text):
             if self.text[self.at] in " \t":
                 self.at += 1
@@ -280,12 +280,12 @@ class _Script:
         return items
 
     def note(self, text: str) -> None:
-        """Add a sentence, once."""
+        """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def error(self, message: str) -> StrettoError:
-        """An error at this place of the script."""
+        """Return an error at the current line of the script."""
         line = self.line + self.text.count("\n", self.begun, self.at)
         return StrettoError(f"{self.source}:{line}: {message}", hint=HINT)
 
@@ -295,7 +295,7 @@ class _Script:
             raise self.error(f"the script comes to more than {_MOST_CHARACTERS:,} characters")
 
     def _inner(self, text: str) -> _Script:
-        """A text inside of this one, with the same variables."""
+        """Return a text inside this one as a script with the same variables."""
         if self.depth == _DEEPEST:
             raise self.error(f"texts or defaults in each other, over {_DEEPEST} deep")
         self._spend(text)
@@ -312,7 +312,7 @@ class _Script:
     # -------------------------------------------------------------- words
 
     def _word(self) -> _Pieces:
-        """The word that begins here, expanded."""
+        """Read and expand the word at the position."""
         pieces: _Pieces = []
         while self.at < len(self.text):
             letter = self.text[self.at]
@@ -336,7 +336,7 @@ class _Script:
         return pieces
 
     def _quoted(self, end: str) -> _Pieces:
-        """What is inside of double quotes, from behind the first one."""
+        """Read the inside of double quotes, after the first one."""
         pieces: _Pieces = [("", True)]
         start, plain = self.at, re.compile(rf"[^\\$`{end}]+")
         while self.at < len(self.text) and self.text[self.at] != end:
@@ -359,14 +359,14 @@ class _Script:
         return [(arrays[0], True)] if arrays and len(pieces) == 2 else pieces
 
     def _find(self, end: str, name: str, start: int | None = None) -> int:
-        """The position of what ends something that begins here."""
+        """Return the position of the end of a construct, or raise an error that names it."""
         position = self.text.find(end, self.at if start is None else start)
         if position < 0:
             raise self.error(f"{name} that does not end")
         return position
 
     def _value(self) -> Value:
-        """The value of what begins with $ or ` here."""
+        """Read the value that begins with $ or ` at the position."""
         start = self.at
         value: Value
         if self.text[start] == "`":
@@ -388,7 +388,7 @@ class _Script:
         return value
 
     def _closing(self, start: int) -> int:
-        """The position of the bracket that closes the one at `start`."""
+        """Return the position of the bracket that closes the one at `start`."""
         opening = self.text[start]
         closing, depth = {"(": ")", "{": "}"}[opening], 0
         for match in re.compile(rf"[{opening}{closing}]").finditer(self.text, start):
@@ -398,7 +398,7 @@ class _Script:
         raise self.error(f"a bracket {opening} that does not end")
 
     def _parameter(self, inside: str) -> Value:
-        """`${...}`: a variable, an array, or a default."""
+        """Return the value of `${...}`: a variable, an array, or a default."""
         match = re.fullmatch(r"([A-Za-z_]\w*|\d+)(?:\[([@*]|\d+)\])?(?:(:?[-=?])(.*))?", inside, re.DOTALL)
         if match is None:  # `${NAME#prefix}` and its kind
             return unknown(f"${{{inside}}}")
@@ -416,7 +416,7 @@ class _Script:
         return value
 
     def _default(self) -> str:
-        """The words of a default, with the blanks between them."""
+        """Read a default, with the blanks between its words."""
         parts = list[str]()
         while self.at < len(self.text):
             start = self.at
@@ -428,12 +428,12 @@ class _Script:
 
 
 def _text(pieces: _Pieces) -> str:
-    """A word without splitting at blanks."""
+    """Join a word's pieces without splitting at blanks."""
     return "".join(" ".join(value) if isinstance(value, list) else value for value, _ in pieces)
 
 
 def _fields(pieces: _Pieces) -> list[str]:
-    """The words that one word becomes: unquoted values are split at blanks, quoted arrays at their items."""
+    """Split a word: unquoted values at blanks, quoted arrays at their items."""
     split: list[list[str]] = []
     for value, quoted in pieces:
         if quoted:

@@ -50,7 +50,7 @@ _COMMENT = "//"  # no key of DeepSpeed's
 
 
 def render(settings: Settings, notes: Sequence[str]) -> str:
-    """The JSON, with comments under the key `//`: the notes, and what is still to be filled in, marked
+    """Return the JSON, with comments under the key `//`: the notes, and what is still to be filled in, marked
     `auto`.
     """
     tree: dict[str, Any] = {}
@@ -79,11 +79,11 @@ _PRICED_IF_AUTO = (
 
 
 def parse(text: str, source: str, start: Start) -> ParsedSettings:
-    """The JSON's settings by dotted names, without those that switch something off that is off anyway.
+    """Return the JSON's settings by dotted names, without those that switch off what is off by default.
 
     Raises:
-        StrettoError: no JSON object, a key twice, `auto` where a price depends on it, or nothing that says
-            how many devices there are.
+        StrettoError: no JSON object, a duplicate key, `auto` in a setting that affects the price, or an
+            unknown number of devices.
     """
     tree = _loaded(text, source)
     tree.pop(_COMMENT, None)
@@ -107,7 +107,11 @@ def parse(text: str, source: str, start: Start) -> ParsedSettings:
             del settings[name]
     if settings.get(_RATIO) == 1:
         del settings[_RATIO]
-    _check_types(settings, source)
+    for name, kinds in _KINDS.items():
+        value = settings.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
+            expected = "a whole number" if kinds == (int,) else "a number"
+            raise StrettoError(f"{source}: {name} is {value!r}", hint=f"{expected}, 0 or more")
     return ParsedSettings(settings=_sized(settings, source, start.devices))
 
 
@@ -162,17 +166,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _check_types(settings: dict[str, Any], source: str) -> None:
-    """Raise StrettoError for a number that is none."""
-    for name, kinds in _KINDS.items():
-        value = settings.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
-            expected = "a whole number" if kinds == (int,) else "a number"
-            raise StrettoError(f"{source}: {name} is {value!r}", hint=f"{expected}, 0 or more")
-
-
 def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:
-    """With the number of replicas, which follows from the devices where the JSON does not say it."""
+    """Add the number of replicas, computed from the devices if the JSON does not give it."""
     tp = max(1, settings.get("tensor_parallel.autotp_size", 1))
     model_parallel = tp * settings.get("sequence_parallel_size", 1)
     dp = settings.get("data_parallel_size")
@@ -732,8 +727,8 @@ RULES = (
 
 
 def as_run(job: Job, settings: Settings) -> Job:
-    """The job with what DeepSpeed keeps: beside other tensors the buffers of its reductions, and with
-    `cpu_checkpointing` the inputs of blocks on the host.
+    """Return the job with what DeepSpeed keeps in memory: the buffers of its reductions and, with
+    `cpu_checkpointing`, the inputs of blocks on the host.
     """
     ways = replace(
         framework_behaviour("deepspeed", dp=job.dp, precision=job.precision),

@@ -82,7 +82,7 @@ _RENAMED = {"model.sequence": "model.positions", "precision.dtype": "train.dtype
 
 
 def _paths() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every field of a job by name, with its path."""
+    """Yield the name and path of every field of a job."""
     for entry in fields(Job):
         if entry.name in _JOB:
             yield _JOB[entry.name], (entry.name,)
@@ -124,7 +124,7 @@ RUN_DEFAULTS: Mapping[str, Any] = {".".join(path): entry.default for path, entry
 
 @dataclass(frozen=True)
 class _Path:
-    """The path of a field; an attribute of it is a path that is longer by one name."""
+    """The path of a field; its attributes are paths longer by one name."""
 
     _names: tuple[str, ...] = ()
     _of_run: bool = False
@@ -155,12 +155,12 @@ RUN = cast(TrainConfig, _Path(_of_run=True))  # fields of the run around a job, 
 
 
 def name_of(field: object) -> str:
-    """The name of a field, such as "layout.tp" for `JOB.layout.tp`; a name is its own."""
+    """Return the name of a field, such as "layout.tp" for `JOB.layout.tp`; a name is returned as it is."""
     return str(field)
 
 
 def names_under(*sections: str) -> tuple[str, ...]:
-    """The names of all fields of these sections."""
+    """Return the names of all fields of these sections."""
     return tuple(name for name in NAMES if name.startswith(tuple(f"{section}." for section in sections)))
 
 
@@ -169,7 +169,7 @@ class JobValues:
     """The values of all fields of a job.
 
     Attributes:
-        values: by name, of everything in `NAMES` that has been decided.
+        values: decided values by field name, of all `NAMES`.
         open: undecided fields that a run needs; `values` has their defaults.
         unsaid: undecided fields that a framework may leave at its own defaults.
     """
@@ -196,15 +196,15 @@ class JobValues:
 
 
 def run_values(config: TrainConfig) -> JobValues:
-    """The values of all fields of a config; those that it requires are open."""
+    """Return the values of all fields of a config; required ones are open."""
     values = {".".join(path): _value_at(config, path) for path, _ in fields_of(TrainConfig)}
     return JobValues(values, frozenset(config.required))
 
 
 def values_of(job: Job, run: JobValues | None = None) -> JobValues:
-    """The values of all fields of a job, and of the run around it.
+    """Return the values of all fields of a job, and of the run around it.
 
-    Without a run these have their defaults, and what a plan cannot know is open.
+    Without a run, its fields have their defaults, and those that a plan cannot know are open.
     """
     values = dict(RUN_DEFAULTS if run is None else run.values)
     file = values["schedule.file"]
@@ -219,7 +219,7 @@ def values_of(job: Job, run: JobValues | None = None) -> JobValues:
 
 
 def _value_at(value: Any, path: tuple[str, ...]) -> Any:
-    """The value at a path of attributes and keys; None below a part that is missing."""
+    """Return the value at a path of attributes and keys; None below a missing part."""
     for name in path:
         if value is None:
             return None
@@ -228,7 +228,7 @@ def _value_at(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def job_from(values: Mapping[str, Any]) -> Job:
-    """The job with these values by name; a job's defaults for those left out.
+    """Return the job with these values by name, and a job's defaults for the others.
 
     Raises:
         StrettoError: sizes or degrees that do not fit each other.
@@ -256,7 +256,7 @@ def job_from(values: Mapping[str, Any]) -> Job:
 
 @contextmanager
 def reading(source: str) -> Generator[None]:
-    """Raise StrettoError for values of types that a setting does not take, wherever they are noticed."""
+    """Raise StrettoError for values of types that a setting does not take, wherever they cause an error."""
     try:
         yield
     except StrettoError:

@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unset:
-    """The value of an undecided setting: a framework writes a placeholder.
+    """The value of an undecided setting, for which a framework writes a placeholder.
 
     Attributes:
         field: the field of the job.
-        example: a value that it could have.
+        example: a possible value.
     """
 
     field: object
@@ -60,11 +60,11 @@ class Unset:
 
 @dataclass(kw_only=True)
 class FileSettings:
-    """What a file of another framework, which a setting names, adds to the settings.
+    """Settings from a file of another framework that a setting names.
 
     Attributes:
-        fields: values by name, which override those of the settings.
-        lost, differs: as those of a `Migration`, by setting.
+        fields: values by field name; they override those of the settings.
+        lost, differs: as in `Migration`, by setting.
     """
 
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -74,14 +74,14 @@ class FileSettings:
 
 @dataclass(kw_only=True)
 class ParsedSettings:
-    """A framework's text.
+    """The contents of a framework's text.
 
     Attributes:
-        settings: by name.
+        settings: values by name.
         unsupported: settings whose values cannot be read: the error, and True if a price depends on them.
-        deprecated: settings of other versions, and the settings that they are read as, as they are written.
+        deprecated: settings of other versions, and the current settings that they are read as.
         files: paths of files of other frameworks, by the setting that names them.
-        notes: sentences about what in the text is not as it may look.
+        notes: sentences about what may look otherwise in the text.
     """
 
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -95,11 +95,11 @@ class ParsedSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a script is started.
+    """The way in which a script is started.
 
     Attributes:
-        devices: number of processes if the text does not give it.
-        wins: `devices` overrides the text.
+        devices: number of processes, if the text does not give it.
+        wins: True if `devices` overrides the text.
         arguments: command-line arguments of the script.
         variables: the environment.
         program: what the script trains ("gpt"), if the name of its program is unknown.
@@ -124,11 +124,11 @@ class Rule:
     Attributes:
         fields: names of the fields that the rule maps or refuses.
         settings: names of the settings that it writes and reads.
-        write: the settings of a job; raises Problem for a value that the framework does not have. It may omit
-            settings whose absence means the same.
-        read: values by field, without those whose settings are absent; None if the settings say nothing about
-            a job.
-        notes: comments on what is written: fields that are left out as they change nothing of what is
+        write: returns the settings of a job; raises Problem for a value that the framework does not have.
+            Settings whose absence means the same may be left out.
+        read: returns values by field, without those whose settings are absent; None if the settings do not
+            describe a job.
+        notes: yields comments on what is written: fields left out because they do not change what is
             computed, and differences that no setting removes.
     """
 
@@ -144,26 +144,28 @@ class ExternalFramework:
     """A framework whose configs can be written and read.
 
     Attributes:
-        name: as `--emit` and `--from` take it.
-        title: with the version of its settings.
-        rules: together about all `fields.NAMES`.
-        render: the framework's text of settings, and of notes as comments.
-        parse: reads such a text; takes the text, its source (for errors), and how it is started. None if it
-            cannot be read.
-        unpriced: settings, by patterns of their names, that change no time or memory, and why.
-        unread: settings that are refused when read, by patterns, and why.
-        as_run: a job as the framework runs it, with what it keeps and fuses, for predictions; from the job
-            and the settings that were read (empty: as they are written).
-        remarks: sentences on what a prediction of such settings leaves out.
-        software: profile of its kernels (`planner/data/software.yaml`), by the settings that were read.
-        overlaps: True if gradients are reduced while the backward computes, by the settings that were read.
-        plans: choices that a search for it is fixed to, as `--fix` takes them.
-        needless: settings that no rule reads and that a run here does not need, and why.
-        lost: why a setting that no rule reads, with this value, has no counterpart, or None if it needs none.
+        name: its name for `--emit` and `--from`.
+        title: its full name, with the version of its settings.
+        rules: together they cover all `fields.NAMES`.
+        render: returns the framework's text for settings, with notes as comments.
+        parse: reads such a text, given its source (for errors) and how it is started; None if it cannot be
+            read.
+        unpriced: name patterns of settings that change no time or memory, and why.
+        unread: name patterns of settings that are refused when read, and why.
+        as_run: returns the job as the framework runs it, for predictions, given the settings that were read
+            (empty: as they are written).
+        remarks: yields sentences on what a prediction of such settings leaves out.
+        software: returns the name of its kernels' profile (`planner/data/software.yaml`) for the settings
+            that were read.
+        overlaps: True if, with the settings that were read, gradients are reduced during the backward.
+        plans: choices that a search for it is restricted to, as `--fix` takes them.
+        needless: settings that no rule reads and a run does not need, and why.
+        lost: returns why a setting that no rule reads has no counterpart for this value; None if it needs
+            none.
         is_default: True if a value is the framework's default.
-        differs: settings that rules read, and how a run here differs from them.
-        files: settings that name files of other frameworks, and how these are read: from the path, the values
-            so far, and the names of fields that settings have set.
+        differs: yields settings that rules read, and how a run differs from them.
+        files: readers of files that settings name, given the path, the values so far, and the names of fields
+            that settings have set.
     """
 
     name: str
@@ -188,11 +190,11 @@ class ExternalFramework:
 
     @property
     def assumptions(self) -> Assumptions:
-        """How its software executes a job that is written for it."""
+        """How its software executes a job written for it."""
         return Assumptions(software=software_profile(self.software({})))
 
     def why_unread(self, setting: str) -> str | None:
-        """Why a setting is refused when it is read; None if it is not."""
+        """Return why a setting is refused when read, or None if it is not."""
         return _matching(self.unread, setting)
 
     @property
@@ -207,9 +209,9 @@ class ForeignJob:
 
     Attributes:
         assumptions: how its software executes the job with these settings.
-        ignored: settings that change no time or memory, by the reason.
+        ignored: settings that change no time or memory, by reason.
         remarks: sentences on what the prediction leaves out.
-        settings: all that were read.
+        settings: all settings that were read.
     """
 
     job: Job
@@ -229,11 +231,11 @@ def rule(
     read: Reader | None = None,
     notes: Callable[[JobValues], Iterable[str]] = lambda _: (),
 ) -> Rule:
-    """A rule with functions of its own.
+    """Return a rule with functions of its own.
 
     Args:
         fields: a field, or a tuple of them.
-        settings: their names, also in one string.
+        settings: names of settings, as a sequence or in one string.
     """
     names = settings.split() if isinstance(settings, str) else settings
     several: tuple[object, ...] = fields if isinstance(fields, tuple) else (fields,)
@@ -243,7 +245,9 @@ def rule(
 
 
 def under(section: str, names: str) -> tuple[str, ...]:
-    """Names of settings in a section: `under("zero", "stage ratio")` is zero.stage and zero.ratio."""
+    """Return the names of settings in a section: `under("zero", "stage ratio")` is zero.stage and
+    zero.ratio.
+    """
     return tuple(f"{section}.{name}" for name in names.split())
 
 
@@ -272,11 +276,11 @@ def renamed(
     back: Callable[[Any], T] = lambda value: value,
     notes: Callable[[JobValues], Iterable[str]] = lambda _: (),
 ) -> Rule:
-    """A field that is a setting, which is always written.
+    """Return the rule of a field that is a setting and is always written.
 
     Args:
-        default: what the framework takes if the setting is absent, in its own values.
-        to, back: converts the field's value to the setting's, and back.
+        default: the framework's own value if the setting is absent.
+        to, back: convert the field's value to the setting's, and back.
     """
 
     def write(values: JobValues) -> Settings:
@@ -291,7 +295,7 @@ def renamed(
 
 
 def optional(setting: str, field: object) -> Rule:
-    """A field that is a setting, which is absent if the field is None."""
+    """Return the rule of a field that is a setting and is not written if the field is None."""
     name = name_of(field)
     return rule(
         field,
@@ -310,12 +314,13 @@ def one_of(
     instead: str,
     also: Mapping[Any, Hashable] | None = None,
 ) -> Rule:
-    """A field that is a setting, for the values that the framework has; others are refused.
+    """Return the rule of a field that is a setting, for the values that the framework has; others are
+    refused.
 
     Args:
-        values: the setting's value for each of the field's; of several with the same, it reads as the first.
-        instead: what the framework has, in a sentence that names it.
-        also: further values of the setting, which are read and never written, with the field's values.
+        values: the setting's value for each of the field's; if several map to one, it is read as the first.
+        instead: a sentence that tells what the framework has.
+        also: further values of the setting that are read and never written, with the field's values.
     """
     allowed: dict[Any, Hashable] = dict(also or {})
     for value, of_setting in values.items():
@@ -339,7 +344,7 @@ def one_of(
 
 
 def flag(setting: str, field: bool, *, when: bool = True) -> Rule:
-    """A field that is true or false, and a setting that is present for the value `when`."""
+    """Return the rule of a boolean field, whose setting is present if the field is `when`."""
     return rule(
         field,
         [setting],
@@ -349,7 +354,9 @@ def flag(setting: str, field: bool, *, when: bool = True) -> Rule:
 
 
 def restricted(field: T, allowed: Iterable[T], instead: str) -> Rule:
-    """A field that the framework has no setting for; only the values that it implements are accepted."""
+    """Return the rule of a field that the framework has no setting for: only the values that it implements
+    are accepted.
+    """
     accepted = tuple(allowed)
 
     def write(values: JobValues) -> Settings:
@@ -361,7 +368,7 @@ def restricted(field: T, allowed: Iterable[T], instead: str) -> Rule:
 
 
 def absent(instead: str, presence: object, fields: tuple[object, ...]) -> Rule:
-    """All fields of a part of the model that the framework does not have.
+    """Return the rule of all fields of a part of the model that the framework does not have.
 
     Args:
         presence: the field that is None in a job without the part.
@@ -376,10 +383,10 @@ def absent(instead: str, presence: object, fields: tuple[object, ...]) -> Rule:
 
 
 def without_encoder(instead: str, *fields: object) -> Rule:
-    """Fields that only a model with an encoder has, and a framework without one.
+    """Return the rule of the fields of a model with an encoder, for a framework without one.
 
     Args:
-        fields: further ones, which have no values of their own in a decoder.
+        fields: further fields, which have no values of their own in a decoder.
     """
 
     def write(values: JobValues) -> Settings:
@@ -394,8 +401,8 @@ def without_encoder(instead: str, *fields: object) -> Rule:
 
 
 def ignored(reason: str, fields: object) -> Rule:
-    """Fields that change nothing of what a step computes, and that the framework has no setting for; those
-    that do not have their defaults are listed in a comment.
+    """Return the rule of fields that do not change what a step computes and that the framework has no setting
+    for; those that differ from their defaults are listed in a comment.
     """
 
     def notes(values: JobValues) -> Iterable[str]:
@@ -407,7 +414,7 @@ def ignored(reason: str, fields: object) -> Rule:
 
 
 def next_token(instead: str) -> tuple[Rule, Rule]:
-    """The objective of a decoder alone, and the options of objectives with an encoder."""
+    """Return the rules of a decoder's objective, and of the options of objectives with an encoder."""
     data = RUN.data
     return (
         restricted(data.objective, (None, "causal"), instead),
@@ -419,11 +426,11 @@ def next_token(instead: str) -> tuple[Rule, Rule]:
 
 
 def refused(field: object, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:
-    """The error of a value that a framework does not have.
+    """Return the error for a value that a framework does not have.
 
     Args:
-        instead: what it has, in a sentence that names it.
-        allowed: values that it would take; the nearest is the fix.
+        instead: a sentence that tells what the framework has.
+        allowed: values that it takes; the error suggests the nearest.
     """
     texts = [shown(item) for item in allowed]
     closest = nearest(shown(value), texts) or (texts[0] if texts else None)
@@ -432,7 +439,7 @@ def refused(field: object, value: Any, instead: str, allowed: Iterable[Any]) -> 
 
 
 def shown(value: Any) -> str:
-    """A value as a config has it."""
+    """Format a value as in a config."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -478,22 +485,22 @@ def describe_model(shape: ModelShape) -> str:
 
 
 def emit(framework: ExternalFramework, job: Job, run: JobValues | None = None, about: str = "") -> str:
-    """The job as the framework takes it.
+    """Return the job in the framework's format.
 
     Args:
         run: values of the run around the job; None for a plan's job, which leaves them open.
-        about: first lines, as comments.
+        about: first lines, written as comments.
 
     Raises:
-        StrettoError: a value that the framework does not have; tells how many more exist.
+        StrettoError: a value that the framework does not have; the message counts any others.
     """
     settings, notes = settings_of(framework, values_of(job, run))
     return framework.render(settings, [*about.splitlines(), *notes])
 
 
 def settings_of(framework: ExternalFramework, values: JobValues) -> tuple[dict[str, Any], list[str]]:
-    """The framework's settings, and a note for each field that it has no setting for and that changes nothing
-    of what is computed.
+    """Return the framework's settings, and a note for each field that it has no setting for and that does not
+    change what is computed.
 
     Raises:
         StrettoError: as `emit`.
@@ -504,7 +511,7 @@ def settings_of(framework: ExternalFramework, values: JobValues) -> tuple[dict[s
 
 
 def refusals(framework: ExternalFramework, job: Job, run: JobValues | None = None) -> list[Problem]:
-    """The values of a job that the framework does not have; `run` as in `emit`."""
+    """Return the values of a job that the framework does not have; `run` as in `emit`."""
     try:
         return _written(framework, values_of(job, run))[2]
     except StrettoError as error:  # of no single field
@@ -514,7 +521,7 @@ def refusals(framework: ExternalFramework, job: Job, run: JobValues | None = Non
 def _written(
     framework: ExternalFramework, values: JobValues
 ) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """Settings and notes of `settings_of`, and the values that the framework does not have."""
+    """Return the settings and notes of `settings_of`, and the values that the framework does not have."""
     settings: dict[str, Any] = {}
     notes, wrong = list[str](), list[Problem]()
     for rule in framework.rules:
@@ -529,7 +536,7 @@ def _written(
 
 
 def read_rule(rule: Rule, settings: Settings) -> dict[str, Any]:
-    """The values that a rule reads, by name.
+    """Return the values that a rule reads, by name.
 
     Raises:
         StrettoError: a value that is not modelled, or of a type that the setting does not take.
@@ -547,12 +554,12 @@ def read(
     devices: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> ForeignJob:
-    """The job that a framework's text describes.
+    """Return the job that a framework's text describes.
 
     Args:
         source: where the text comes from, for errors.
-        devices: of the cluster, if the text does not give their number.
-        overrides: values by name that override the text.
+        devices: devices of the cluster, for a text that does not give their number.
+        overrides: values by name; they override the text.
 
     Raises:
         StrettoError: not such a text, an unknown setting, a value that is not modelled, or a job that is not
@@ -618,7 +625,7 @@ def _matching(patterns: Mapping[str, str], name: str) -> str | None:
 
 
 def unmapped(framework: ExternalFramework) -> tuple[set[str], set[str]]:
-    """Fields that no rule is about, and those that several are, or that do not exist."""
+    """Return the fields that no rule covers, and those that several cover or that do not exist."""
     about = [name for rule in framework.rules for name in rule.fields]
     return set(NAMES) - set(about), {name for name in about if about.count(name) > 1 or name not in NAMES}
 
@@ -627,8 +634,8 @@ def unmapped(framework: ExternalFramework) -> tuple[set[str], set[str]]:
 
 
 def others(name: str, kind: Literal["unpriced", "unread"]) -> dict[str, str]:
-    """Why a framework's settings change no price (`unpriced`), or are refused when read (`unread`), by
-    patterns of their names.
+    """Return name patterns of a framework's settings that change no price (`unpriced`) or are refused when
+    read (`unread`), and why.
     """
     return {pattern: reason for reason, patterns in _lists(name)[kind].items() for pattern in patterns}
 

@@ -32,7 +32,7 @@ _TRAINED = DataConfig.vocab  # entries of a tokenizer that is trained
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """Settings of one rule that the text has, and the fields of a config that they became."""
+    """The settings of one rule that the text has, and the fields that they became."""
 
     settings: Settings
     fields: Mapping[str, Any]
@@ -44,11 +44,11 @@ class Migration:
 
     Attributes:
         text: the YAML.
-        config: as it resolves.
+        config: the resolved config.
         mapped: settings and the fields that they became.
-        needless: settings that a run here does not need, by the reason.
-        lost: settings without a counterpart, or with a counterpart of a part only, and why.
-        differs: settings that are mapped, and how the run differs from them.
+        needless: settings that a run does not need, by reason.
+        lost: settings without a full counterpart, and why.
+        differs: settings that are mapped, and how the run differs.
         notes: sentences on what the text leaves open.
         missing: sentences on what this machine lacks to run the config.
     """
@@ -64,7 +64,7 @@ class Migration:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Fields that are left to fill in."""
+        """The fields left to fill in."""
         return () if self.config is None else self.config.required
 
 
@@ -77,12 +77,12 @@ def migrate(
     *,
     name: str = "train",
 ) -> Migration:
-    """The config of a text, in which each of its settings is a field, needless, or named as lost.
+    """Turn a text into a config; each of its settings becomes a field, is needless, or is named as lost.
 
     Args:
-        source: where the text comes from, for errors.
-        overrides: fields that override the text, as in "train.steps=10".
-        name: of the run, where the text has none.
+        source: name of the text, for errors.
+        overrides: fields that override the text, such as "train.steps=10".
+        name: the run's name, if the text has none.
 
     Raises:
         StrettoError: no such text, sizes that make no model, or a job that is not legal.
@@ -135,7 +135,7 @@ def _hint(error: StrettoError) -> str:
 
 
 def _read(framework: ExternalFramework, settings: Settings, migration: Migration) -> dict[str, Any]:
-    """The values of all rules; a rule that cannot read its settings loses them."""
+    """Return the values of all rules; the settings of a rule that cannot read them are lost."""
     values = dict[str, Any]()
     vocab_is_default = False
     for rule in framework.rules:
@@ -174,7 +174,9 @@ def _read(framework: ExternalFramework, settings: Settings, migration: Migration
 
 
 def _sections(values: Mapping[str, Any], migration: Migration, name: str) -> dict[str, dict[str, Any]]:
-    """The sections of the config; of what the text leaves out, those values that are not usual here."""
+    """Return the sections of the config, with defaults of the other framework where they differ from
+    Stretto's.
+    """
     explicit = {field for rule in migration.mapped for field in rule.fields}
     vocab = values.get(_VOCAB)
     with reading("its arguments together"):
@@ -207,7 +209,7 @@ def _sections(values: Mapping[str, Any], migration: Migration, name: str) -> dic
 
 
 def _accept(sections: dict[str, dict[str, Any]], migration: Migration) -> None:
-    """Leave out values that no config takes; their settings are lost."""
+    """Remove values that no config takes; their settings are lost."""
     while True:
         path, message = next(iter(wrong_fields(TrainConfig, sections).items()), ((), ""))
         if not message:
@@ -227,7 +229,7 @@ def _accept(sections: dict[str, dict[str, Any]], migration: Migration) -> None:
 def _overridden(
     resolved: Mapping[str, Any], sections: Mapping[str, Any], overrides: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """The sections as written, with the fields that overrides set as they resolve."""
+    """Return the sections as written, with resolved values for the fields that overrides set."""
     overridden = {name: dict(fields) for name, fields in sections.items()}
     for override in overrides:
         *path, key = override.partition("=")[0].split(".")
@@ -240,7 +242,7 @@ def _overridden(
 
 
 def _written(sections: Mapping[str, Any], migration: Migration, about: str) -> str:
-    """The YAML, with what has no counterpart as comments above it."""
+    """Return the YAML, with settings that have no counterpart as comments above it."""
     lines = [f"# From {about}, by `stretto migrate`."]
     lines += [f"# not mapped: {name}: {reason}" for name, reason in migration.lost.items()]
     lines += [f"# differs: {name}: {reason}" for name, reason in migration.differs.items()]
@@ -250,7 +252,7 @@ def _written(sections: Mapping[str, Any], migration: Migration, about: str) -> s
 
 
 def _check(migration: Migration) -> None:
-    """Raise for a job that is not legal anywhere; note what this machine lacks."""
+    """Raise for a job that is not legal anywhere; record what this machine lacks."""
     assert migration.config is not None
     from stretto.run.config.job import job_of
 
@@ -258,8 +260,8 @@ def _check(migration: Migration) -> None:
     fields = set(migration.required)
     migration.notes += [f"{name} is to be filled in: {FIELDS[name][1]}" for name in sorted(fields)]
     try:
-        found = find_problems(migration.config)
+        lacking = find_problems(migration.config)
     except OSError as error:  # such as a path that is too long for this machine
         migration.missing = [f"files of this config cannot be looked for: {error.strerror}"]
     else:
-        migration.missing = [f"{problem.message}{_hint(problem)}" for problem in found]
+        migration.missing = [f"{problem.message}{_hint(problem)}" for problem in lacking]

@@ -144,8 +144,10 @@ _OFF: Mapping[str, Any] = {
 
 
 def overrides(settings: Settings) -> dict[str, Any]:
-    """The fields of a recipe, from Megatron-LM's arguments."""
-    result: dict[Any, Any] = {"mixed_precision": _mixed(settings)}
+    """Return the fields of a recipe, from Megatron-LM's arguments."""
+    half = "bf16" if "bf16" in settings else "fp16" if "fp16" in settings else None
+    with_fp8 = "_with_fp8_current_scaling" if "fp8-format" in settings else ""
+    result: dict[Any, Any] = {"mixed_precision": half and f"{half}{with_fp8}_mixed"}
     for name, value in settings.items():
         if name in (*_IMPLIED, *_BY_RECIPE, "bf16", "fp16", "fp8-format"):
             continue
@@ -172,16 +174,8 @@ def overrides(settings: Settings) -> dict[str, Any]:
     return {**_OFF, **result}
 
 
-def _mixed(settings: Settings) -> str | None:
-    """The name of Megatron-Bridge's recipe of types."""
-    half = "bf16" if "bf16" in settings else "fp16" if "fp16" in settings else None
-    if half is None:
-        return None
-    return f"{half}_with_fp8_current_scaling_mixed" if "fp8-format" in settings else f"{half}_mixed"
-
-
 def render(settings: Settings, notes: Sequence[str]) -> str:
-    """A bash script that defines OVERRIDES and, unless it is sourced, starts a recipe with them."""
+    """Return a bash script that defines OVERRIDES and, unless it is sourced, starts a recipe with them."""
     world: int = settings["world-size"]
     node: int = min(_NODE, world) if world % min(_NODE, world) == 0 else world
     nodes = world // node
@@ -210,7 +204,7 @@ def render(settings: Settings, notes: Sequence[str]) -> str:
 
 
 def _override(field: str, value: Any) -> str:
-    """`section.field=value` as Hydra takes it, quoted for bash where it must be."""
+    """Return `section.field=value` as Hydra takes it, quoted for bash if necessary."""
     if isinstance(value, Unset):
         variable = re.sub(r"\W", "_", value.name).upper()
         return f'{field}="${{{variable}:?{value.name}, such as {value.example}}}"'
@@ -230,7 +224,7 @@ def _hydra(value: Any) -> str:
 
 
 def _checked(rule: Rule) -> Rule:
-    """The rule without what Megatron-Bridge lacks."""
+    """Return the rule with checks for what Megatron-Bridge lacks."""
     checks = [check for field, check in _CHECKS if name_of(field) in rule.fields]
 
     def write(values: JobValues) -> Settings:

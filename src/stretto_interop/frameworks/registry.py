@@ -15,7 +15,7 @@ FRAMEWORKS: dict[str, ExternalFramework] = {
 
 
 def framework(name: str) -> ExternalFramework:
-    """The framework of that name.
+    """Return the framework of that name.
 
     Raises:
         StrettoError: there is none.

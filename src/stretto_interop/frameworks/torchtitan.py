@@ -57,7 +57,7 @@ def _position_notes(values: JobValues) -> Iterator[str]:
 
 
 def _write_batch(values: JobValues) -> Settings:
-    """With a pipeline, a local batch is all microbatches of a step; without, it is one."""
+    """Write the batch: with a pipeline, a local batch is all microbatches of a step; without, it is one."""
     job = values.job
     check_batch(job)
     settings: dict[str, Any] = {"training.global_batch_size": job.global_batch}
@@ -530,8 +530,8 @@ RULES = (
 
 
 def as_run(job: Job, settings: Settings) -> Job:
-    """The job with what torchtitan keeps: FSDP2's shards in float32, and with SelectiveAC the outputs of
-    every second matrix product.
+    """Return the job with what torchtitan keeps: FSDP2's shards in float32 and, with SelectiveAC, the outputs
+    of every second matrix product.
     """
     compiled = bool(settings.get("compile.enable", False))
     ways = framework_behaviour("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)

@@ -83,12 +83,7 @@ def _check_llama(shape: ModelShape) -> None:
     """Raise Problem for what torchtitan's llama3 module does not build."""
     if not shape.rotary:
         raise refused(MODEL.family, shape.family, "torchtitan has no GPT-2", ["llama"])
-    plain = ModelShape(
-        family="llama",
-        **{name: getattr(shape, name) for name in (*_SIZES, "norm_eps") if name != "kv_heads"},
-        kv_heads=shape.kv_heads,
-    )
-    plain_llama = replace(plain, norm_eps=1e-5)
+    plain_llama = ModelShape(family="llama", **{name: getattr(shape, name) for name in _SIZES}, norm_eps=1e-5)
     rule = "torchtitan has experts in its own flavours only, and this model is none of them"
     if shape.moe is not None:
         raise Problem("model.moe.experts", shape.moe.experts, rule, "a preset such as qwen3-30b-a3b")
@@ -107,14 +102,15 @@ def read_model(settings: Settings) -> Values:
         return _model_choices({of: sizes[to] for of, to in _SIZES.items()})
     if module is not None and (module, flavour) in FLAVOURS:
         shape = preset(FLAVOURS[module, flavour])
-        return {name: value for name, value in _values_of_shape(shape).items() if value is not None}
+        values = values_of(Job(shape=shape)).values
+        return {name: values[name] for name in MODEL_FIELDS if values[name] is not None}
     if (module, flavour) == ("llama3", "debugmodel"):
         return _model_choices(_DEBUG)
     if module is None:
         return {}
-    shape_of_flavour = ", ".join(f"{entry} {size}" for entry, size in FLAVOURS)
+    flavours = ", ".join(f"{entry} {size}" for entry, size in FLAVOURS)
     raise StrettoError(
-        f"the model is {module} {flavour}: not known here", hint=f"what is: {shape_of_flavour}; or --model"
+        f"the model is {module} {flavour}: not known here", hint=f"what is: {flavours}; or --model"
     )
 
 
@@ -123,11 +119,6 @@ def _model_choices(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
         MODEL.family: "llama",
         **{f"model.{'positions' if name == 'sequence' else name}": value for name, value in sizes.items()},
     }
-
-
-def _values_of_shape(shape: ModelShape) -> Mapping[str, Any]:
-    values = values_of(Job(shape=shape)).values
-    return {name: values[name] for name in MODEL_FIELDS}
 
 
 OPTIONS = "chunks group waves vertical_sync memory placement split objective effort"
@@ -210,7 +201,7 @@ def write_pipeline(values: JobValues) -> Settings:
 
 
 def _torchs_name(job: Job) -> str | None:
-    """The name under which torch makes the same program, or None."""
+    """Return torch's name of the schedule that makes the same program, or None."""
     pp, count = job.layout.pp, job.microbatches or 0
     if job.custom_program is not None:
         return None
@@ -233,10 +224,10 @@ def read_pipeline(settings: Settings) -> Values:
         return {}
     csv = settings.get("parallelism.pipeline_parallel_schedule_csv")
     name = settings.get("parallelism.pipeline_parallel_schedule", "1F1B")
-    layers = _layers(settings)
-    stages = _stages(
-        settings, layers, pp, single=not csv and name.lower() in {s.lower() for s in _SINGLE.values()}
-    )
+    # 0 if the config does not name the model
+    layers = int(read_model(settings).get(name_of(MODEL.layers), settings.get("model.layers", 0)))
+    single = not csv and name.lower() in {s.lower() for s in _SINGLE.values()}
+    stages = _stages(settings, layers, pp, single=single)
     values: dict[Any, Any] = {JOB.stage_layers: tuple(stages)}
     if csv:
         return {**values, RUN.schedule.file: from_csv(csv, name="csv")}
@@ -258,16 +249,21 @@ def read_pipeline(settings: Settings) -> Values:
     return values
 
 
-def _layers(settings: Settings) -> int:
-    """Blocks of the model, or 0 if the config does not name the model."""
-    return int(read_model(settings).get(name_of(MODEL.layers), settings.get("model.layers", 0)))
-
-
 def _stages(settings: Settings, layers: int, pp: int, *, single: bool) -> list[int]:
-    """Layers of each stage, embedding and head among them, as torchtitan cuts the model."""
+    """Return the layers of each stage, embedding and head included, as torchtitan cuts the model."""
     names: Sequence[Sequence[str]] | None = settings.get("parallelism.module_fqns_per_model_part")
     if names is not None:
-        return _counted(names)
+        order = [name for stage in names for name in stage if name.startswith("layers.")]
+        if order != [f"layers.{layer}" for layer in range(len(order))]:
+            raise StrettoError(
+                "parallelism.module_fqns_per_model_part has layers out of order",
+                hint="layers.0, layers.1, ... each once, stage after stage",
+            )
+        ends = ({"tok_embeddings"}, {"lm_head", "output"})
+        return [
+            sum(name.startswith("layers.") for name in stage) + sum(bool(end & set(stage)) for end in ends)
+            for stage in names
+        ]
     first = settings.get("parallelism.pipeline_parallel_first_stage_less_layers", 1)
     last = settings.get("parallelism.pipeline_parallel_last_stage_less_layers", 1)
     each = settings.get("parallelism.pipeline_parallel_layers_per_stage")
@@ -275,26 +271,10 @@ def _stages(settings: Settings, layers: int, pp: int, *, single: bool) -> list[i
     if points:
         starts = [0, *(1 + int(point.rpartition(".")[2]) for point in points), layers + 2]
         return [stop - start for start, stop in pairwise(starts)]
-    global_batch = layers + first + last
-    count = pp * (1 if single else 2) if each is None else ceil(global_batch / each)
-    size, more = divmod(global_batch, count)
+    total = layers + first + last
+    count = pp * (1 if single else 2) if each is None else ceil(total / each)
+    size, more = divmod(total, count)
     sizes = [size + (at < more) for at in range(count)]
     sizes[0] += 1 - first
     sizes[-1] += 1 - last
     return sizes
-
-
-def _counted(names: Sequence[Sequence[str]]) -> list[int]:
-    """Layers of each stage by its modules' names, which must be the model in order."""
-    counts = list[int]()
-    for stage in names:
-        blocks = [name for name in stage if name.startswith("layers.")]
-        ends = ("tok_embeddings" in stage) + bool({"lm_head", "output"} & set(stage))
-        counts.append(len(blocks) + ends)
-    order = [name for stage in names for name in stage if name.startswith("layers.")]
-    if order != [f"layers.{layer}" for layer in range(len(order))]:
-        raise StrettoError(
-            "parallelism.module_fqns_per_model_part has layers out of order",
-            hint="layers.0, layers.1, ... each once, stage after stage",
-        )
-    return counts

@@ -21,12 +21,12 @@ from stretto_interop.frameworks.mapping import ParsedSettings, Settings, Start, 
 
 @dataclass(kw_only=True)
 class ConfigCall:
-    """A call that is not carried out: of what, and with which values.
+    """A call that is not executed: its function and arguments.
 
     Attributes:
         name: as written, "TrainingConfig" or "FullAC.Config".
-        module: that the name was imported from; "" where it was not.
-        constants: values of the names in capitals that the module defines.
+        module: that the name was imported from; "" if it was not.
+        constants: values of the module's names in capitals.
     """
 
     name: str
@@ -42,14 +42,14 @@ class FillIn:
 
 
 def read_config(text: str, source: str, *, returns: str) -> ConfigCall:
-    """The call that the module's config function returns: its only one, or the last that no other of them
+    """Return the call that the module's config function returns: the only one, or the last that no other
     uses.
 
     Args:
-        returns: what a config function returns, as its annotation or its last line has it.
+        returns: type that a config function returns, by its annotation or its last line.
 
     Raises:
-        StrettoError: not Python, no such function or several, or code that would have to run; tells the line.
+        StrettoError: not Python, no such function or several, or code that would have to run; names the line.
     """
     try:
         tree = ast.parse(text)
@@ -125,7 +125,7 @@ class _Reader:
         )
 
     def _run(self, function: ast.FunctionDef) -> Any:
-        """What a function without arguments returns."""
+        """Return the value of a function without arguments."""
         self._depth += 1
         if self._depth > 20:
             raise self._cannot(function, f"{function.name} calls itself")
@@ -225,7 +225,9 @@ FUNCTION = "planned"  # what `--config` of torchtitan then names
 
 
 def render(settings: Settings, notes: Sequence[str]) -> str:
-    """A module with the config function `planned`. An undecided value stops it with a message."""
+    """Return a module with the config function `planned`, which stops at an undecided value with a
+    message.
+    """
     module = settings["model.name"]
     sizes = settings.get("model.sizes")
     csv = settings.get(_CSV)
@@ -396,7 +398,9 @@ def _model(settings: Settings) -> str:
 
 
 def _optimizer(settings: Settings) -> list[str]:
-    """A group of norms and biases, which weight decay is not for, and one of all else."""
+    """Return the lines of a group of norms and biases, without weight decay, and of one of all other
+    parameters.
+    """
     of = {name.partition(".")[2]: value for name, value in settings.items() if name.startswith("optimizer.")}
     decay = of["weight_decay"]
     groups = [("norm|bias", 0.0), (".*", decay)] if decay else [(".*", 0.0)]
@@ -424,7 +428,7 @@ def _optimizer(settings: Settings) -> list[str]:
 
 
 def _python(value: Any, indent: int) -> str:
-    """A value as Python source."""
+    """Format a value as Python source."""
     if isinstance(value, Unset):
         return f'fill_in("{value.name}", {value.example!r})'
     if value == inf:
@@ -439,7 +443,7 @@ def _python(value: Any, indent: int) -> str:
 
 
 def parse(text: str, source: str, start: Start) -> ParsedSettings:
-    """The settings of a config function, or of a TOML file, with the number of shards where it is left open.
+    """Read the settings of a config function or of a TOML file, with the number of shards if it is left open.
 
     Raises:
         StrettoError: neither of them, code that would have to run, or an unknown number of devices.
@@ -495,7 +499,7 @@ def _flat(tree: Mapping[str, Any], before: str) -> list[tuple[str, Any]]:
 
 
 def _converted(converters: Mapping[str, str | None], source: str) -> dict[str, Any]:
-    """The settings of converters by name, and their recipes; of those only that of 8 bits has costs."""
+    """Return the settings of converters by name, and their recipes; only 8-bit products have costs."""
     values: dict[Any, Any] = {}
     for name, recipe in converters.items():
         if not name.lower().startswith(("float8", "quantize.linear.float8")):
@@ -528,7 +532,7 @@ def _from_python(text: str, source: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value that a Python expression builds otherwise than by a literal, as its text."""
+    """Return a value, or the text of an expression that is not a literal."""
     return value.name if isinstance(value, ConfigCall) else value
 
 
@@ -549,7 +553,7 @@ def _model_of(value: Any, source: str) -> dict[str, Any]:
 
 
 def _optimizer_of(value: Any, source: str) -> dict[str, Any]:
-    """Of several groups, the one with most weight decay; all have one optimiser."""
+    """Return the group with most weight decay; all groups must have one optimiser."""
     if not isinstance(value, ConfigCall):
         return {}
     if value.name.endswith("default_adamw"):
@@ -597,7 +601,7 @@ def _recomputed(value: Any, source: str) -> dict[str, Any]:
 
 
 def _check_degrees(settings: Mapping[str, Any], source: str) -> None:
-    """Raise StrettoError for a degree or a batch that is no whole number."""
+    """Raise StrettoError for a degree or a batch that is not a whole number."""
     names = ("_degree", "batch_size", "microbatch_size", ".seq_len", "layers_per_stage")
     for name, value in settings.items():
         if not name.endswith(names) or value is None:
@@ -608,7 +612,7 @@ def _check_degrees(settings: Mapping[str, Any], source: str) -> None:
 
 
 def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:
-    """With the shards that are left where torchtitan counts them itself."""
+    """Add the number of shards, which torchtitan computes itself if it is left open."""
 
     def degree(name: str) -> int:
         return settings.get(f"parallelism.{name}_degree", 1)

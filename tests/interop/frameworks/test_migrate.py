@@ -19,7 +19,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.config.validation import read_section
 from stretto_interop.frameworks.fields import run_values
 from stretto_interop.frameworks.mapping import emit
-from stretto_interop.frameworks.megatron.command_line import arguments, lost, needless
+from stretto_interop.frameworks.megatron.command_line import NEEDLESS, arguments, lost, with_reasons
 from stretto_interop.frameworks.megatron.framework import MEGATRON
 
 GPT = """#!/bin/bash
@@ -429,7 +429,7 @@ def test_every_argument_has_a_fate() -> None:
     """A rule reads it, it is needless, or it is lost with a reason, at any but its usual value."""
     names = {one.name for one in arguments().values()} - set(MEGATRON.settings)
     for name in names:
-        assert (name in needless()) == (lost(name, object()) is None), name
+        assert (name in with_reasons(NEEDLESS)) == (lost(name, object()) is None), name
     unread = {name for rule in MEGATRON.rules if rule.read is None for name in rule.settings}
     assert not unread
 

@@ -82,7 +82,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor; `dtype` is torch's name without "torch.". The chunks with elements tile it."""
+    """A tensor in a checkpoint. `dtype` is torch's name without "torch."; the chunks that have elements tile
+    the tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +93,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """What a checkpoint holds, by the names in the state dict that was saved: tensors, and other objects."""
+    """The contents of a checkpoint by their names in the saved state dict: tensors, and other objects."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -99,8 +101,8 @@ class DcpIndex:
 
 
 def find_folder(path: Path) -> Path:
-    """The checkpoint at a path: the folder itself, or the newest of its folders `step-N`, as torchtitan
-    names them, that has an index. One that was still being written has none.
+    """Return the checkpoint at a path: the folder itself, or the newest of its folders `step-N` (torchtitan's
+    names) that has an index. A checkpoint that is still being written has none.
 
     Raises:
         StrettoError: there is none.
@@ -164,7 +166,7 @@ _Extents = dict[tuple[str, tuple[int, ...] | None], Extent]
 
 
 def _extents(folder: Path, places: Mapping[Any, Any]) -> _Extents:
-    """Where everything is stored, by name and, for boxes of tensors, offsets."""
+    """Return the extent of every object and, by its offsets, of every box of a tensor."""
     sizes = dict[str, int]()
     extents = _Extents()
     for key, info in places.items():
@@ -212,7 +214,7 @@ def _tensor(name: str, entry: Any, extents: _Extents) -> StoredTensor:
 
 
 def _dtype(name: str, properties: Any) -> str:
-    """From the state of TensorProperties, a tuple that begins with the dtype."""
+    """Return the dtype from the state of a TensorProperties, a tuple that begins with it."""
     if not isinstance(properties, Record) or properties.name != f"{_OF}metadata.{_PROPERTIES}":
         raise DamageError(f"tensor {name!r} has no properties")
     state = properties.state
@@ -234,7 +236,7 @@ def _sizes(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    """The fields of an object of a class, which pickles note as its state."""
+    """Return the fields of an object of a class, which a pickle has as the object's state."""
     if not isinstance(value, Record) or value.name != name or not isinstance(value.state, dict):
         raise DamageError(f"there is no {name.rpartition('.')[2]} where one is expected")
     return cast("dict[str, Any]", value.state)
@@ -295,17 +297,18 @@ class Archives:
             file.close()
 
     def read_object(self, name: str, names: Container[str] = frozenset()) -> Any:
-        """A number, text, or container of them; where `names` may occur, tensors too, as in `read_saved`.
+        """Return an object: a number, text, or container of them; if `names` may occur, also tensors, as in
+        `read_saved`.
 
         Raises:
-            StrettoError: it is damaged, or anything else.
+            StrettoError: it is damaged, or something else.
         """
         return self._guarded(
             name, self.index.objects[name], lambda archive: _numbers(archive, archive.value(names))
         )
 
     def read_tensor(self, name: str, into: Tensor) -> None:
-        """Read a tensor chunk by chunk into one of its dtype and shape; beside it at most one chunk is in
+        """Read a tensor, chunk by chunk, into one of its dtype and shape, with at most one more chunk in
         memory.
 
         Raises:
@@ -314,8 +317,8 @@ class Archives:
         self.read_box(name, (0,) * into.dim(), into)
 
     def read_box(self, name: str, offsets: tuple[int, ...], into: Tensor) -> None:
-        """Read the box of a tensor that begins at `offsets` and has the shape of `into`, of its dtype. Of a
-        chunk only the rows of its first dimension that the box reaches are in memory.
+        """Read the box of a tensor that begins at `offsets` into a tensor of the box's shape and the tensor's
+        dtype. Only the rows of a chunk that the box covers are in memory.
 
         Raises:
             StrettoError: it is damaged.
@@ -340,11 +343,11 @@ class Archives:
             self._guarded(name, chunk.extent, read)
 
     def number(self, name: str, otherwise: float) -> float:
-        """A number or truth value, stored as an object or as a tensor of one element; `otherwise` where there
-        is none.
+        """Return a number or truth value that is stored as an object or as a tensor of one element, or the
+        default if there is none.
 
         Raises:
-            StrettoError: it is damaged, or anything else.
+            StrettoError: it is damaged, or something else.
         """
         value: Any = otherwise
         if name in self.index.objects:
@@ -362,10 +365,10 @@ class Archives:
         return value
 
     def count(self, name: str, otherwise: int) -> int:
-        """A whole number that counts something, in the same way.
+        """Return a number, in the same way, that must be a whole number of at least 0.
 
         Raises:
-            StrettoError: it is damaged, or anything else.
+            StrettoError: it is damaged, or something else.
         """
         value = self.number(name, otherwise)
         if not 0 <= value < 1 << 53 or value != int(value):
@@ -373,7 +376,7 @@ class Archives:
         return int(value)
 
     def _guarded(self, name: str, extent: Extent, read: Callable[[_Archive], T]) -> T:
-        """Call `read` with the archive of an extent; what fails is one error that names the place."""
+        """Call `read` with the archive at an extent; any failure is one error that names the place."""
         try:
             if extent.file not in self._files:
                 self._files[extent.file] = plain_file(self.index.folder, extent.file).open("rb")
@@ -394,13 +397,13 @@ class Archives:
 
 
 def read_saved(path: Path, names: Container[str]) -> Any:
-    """A small file of torch.save as plain data, with a number for each tensor of one element.
+    """Read a small file of torch.save as plain data; tensors of one element become numbers.
 
     Args:
-        names: of classes, functions and constants that may occur: what is made with them is a `Record`.
+        names: classes, functions and constants that may occur; each object made with one is a `Record`.
 
     Raises:
-        StrettoError: no such file, or it is damaged, or holds something else.
+        StrettoError: the file does not exist, is damaged, or holds something else.
     """
     try:
         with plain_file(path.parent, path.name).open("rb") as file:
@@ -414,7 +417,7 @@ def read_saved(path: Path, names: Container[str]) -> Any:
 
 
 def _numbers(archive: _Archive, value: Any) -> Any:
-    """The value with a number for each tensor of one element in its containers, else a `_SavedTensor`."""
+    """Return the value with a number for each tensor of one element and a `_SavedTensor` for each other."""
     if isinstance(value, dict):
         return {key: _numbers(archive, item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -433,7 +436,7 @@ def _numbers(archive: _Archive, value: Any) -> Any:
 def _read_chunk(
     archive: _Archive, stored: StoredTensor, *, chunk: Chunk, within: tuple[slice, ...], target: Tensor
 ) -> None:
-    """Read part of a chunk; the archive's pickle must say of it what the index says."""
+    """Read part of a chunk, after checking that the archive's pickle agrees with the index."""
     saved = _saved(archive.value(_TENSOR_NAMES))
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if saved.dtype != dtype or saved.sizes != chunk.sizes:
@@ -505,10 +508,10 @@ def _saved(value: Any) -> _SavedTensor:
 
 
 class _Archive:
-    """A zip of torch.save; all members are in one folder of any name.
+    """A zip of torch.save, whose members are all in one folder of any name.
 
     Args:
-        intact: members whose checksums were compared, to which others are added.
+        intact: members whose checksums were compared; others are added once they are.
     """
 
     def __init__(self, window: _Window, intact: set[str]) -> None:
@@ -520,13 +523,13 @@ class _Archive:
         self._prefix = named[0].removesuffix("data.pkl")
 
     def value(self, names: Container[str], largest: int = LARGEST_PICKLE) -> Any:
-        """What the pickle says."""
+        """Return the contents of the pickle."""
         if self._prefix + "byteorder" in self._zip.namelist() and self._bytes("byteorder", 16) != b"little":
             raise DamageError("it was written on a big-endian machine")
         return read_pickle(self._bytes("data.pkl", largest), names)
 
     def read(self, member: str, start: int, into: memoryview) -> None:
-        """Read consecutive bytes of a member, whose checksum is compared once."""
+        """Read consecutive bytes of a member; its checksum is compared the first time."""
         info = self.check(member, start + len(into))
         if member not in self.intact:
             complete = len(into) == info.file_size
@@ -549,7 +552,7 @@ class _Archive:
                 raise DamageError("it ends early")
 
     def check(self, member: str, size: int) -> zipfile.ZipInfo:
-        """Return the member, which has at least `size` bytes."""
+        """Return the member after checking that it has at least `size` bytes."""
         info = self._stored(member)
         if size > info.file_size:
             raise DamageError(f"its values reach beyond the {size_text(info.file_size)} that are stored")

@@ -37,7 +37,7 @@ from stretto.job.optimiser import Optimiser
 from stretto.job.parameters import Sizes, parameter_shapes
 from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.reader import Archives, DcpIndex, find_folder, read_dcp_index
-from stretto_interop.checkpoints.transfer import (
+from stretto_interop.checkpoints.dcp.transfer import (
     MOMENTS,
     ExportedCheckpoint,
     Incoming,
@@ -94,10 +94,9 @@ _FUSED = "attention.qkv_linear.wqkv.weight"
 
 @dataclass(frozen=True)
 class TitanTensor:
-    """One of their tensors, and which of its values are which of ours.
+    """A tensor of torchtitan, and which of its values are which of Stretto's.
 
-    names: in every version that differs, the newest first.
-    views: pairs of views of equal shape, of our tensor and of theirs; together they cover theirs.
+    names: one for each version that differs, the newest first.
     """
 
     names: tuple[str, ...]
@@ -106,7 +105,7 @@ class TitanTensor:
 
     @property
     def in_order(self) -> bool:
-        """True if its values lie in ours in the same order."""
+        """True if its values lie in the same order in Stretto's tensor."""
         return len(self.views) == 1 and self.views[0][1] is _identical
 
     def name(self, version: str) -> str:
@@ -116,7 +115,7 @@ class TitanTensor:
 
 @dataclass(frozen=True)
 class TitanRule:
-    """One of our parameters, and the tensors of theirs that make it up.
+    """A parameter of Stretto, and the tensors of torchtitan that make it up.
 
     fused: the same for the optimiser's states, where they are kept for several parts together.
     """
@@ -128,7 +127,7 @@ class TitanRule:
 
 
 def rules(shape: ModelShape) -> Iterator[TitanRule]:
-    """A rule for every parameter of the model; a tied head is the embedding's.
+    """Yield a rule for every parameter of the model; a tied head is the embedding's.
 
     Raises:
         StrettoError: torchtitan has no such model.
@@ -148,19 +147,19 @@ def rules(shape: ModelShape) -> Iterator[TitanRule]:
 
 
 def is_trained(parameter: str) -> bool:
-    """True if the parameter is one in torchtitan too, where the router's correction is a buffer."""
+    """True if torchtitan trains the parameter; the router's correction is a buffer there."""
     return not parameter.endswith(".router.correction")
 
 
 def trained(rule: TitanRule, version: str) -> tuple[TitanTensor, ...]:
-    """The parameters of a version that the optimiser there has for one of ours."""
+    """Return the parameters that the optimiser of a torchtitan version has for one of Stretto's."""
     if not is_trained(rule.parameter):
         return ()
     return rule.parts if rule.fused is None or version != VERSIONS[0] else (rule.fused,)
 
 
 def correction(layer: int, version: str) -> str:
-    """The name of a layer's numbers for each expert, which torchtitan has in every layer with experts."""
+    """Return the name of a layer's expert biases, which torchtitan has in every layer with experts."""
     return f"layers.{layer}.{_CORRECTION[VERSIONS.index(version)]}"
 
 
@@ -173,7 +172,7 @@ def _narrow(dim: int, start: int, length: int) -> View:
 
 
 def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> Iterator[TitanTensor]:
-    """Tensors of equal sizes that are stacked in ours, before the last dimension."""
+    """Yield tensors of equal sizes that Stretto stacks along the dimension before the last."""
     count = len(names)
     if count == 1:
         yield TitanTensor(tuple(prefix + name for name in names[0]), sizes, ((_identical, _identical),))
@@ -188,7 +187,7 @@ def _stacked(names: tuple[tuple[str, ...], ...], prefix: str, sizes: Sizes) -> I
 
 
 def _qkv(parameter: str, prefix: str, shape: ModelShape) -> TitanRule:
-    """Queries, keys and values, which are stacked by rows in ours."""
+    """Return the rule of queries, keys and values, which Stretto stacks by rows."""
     groups, width = shape.kv_heads, shape.head_dim
     members = (shape.heads // groups, 1, 1)  # heads of queries, keys and values in a group
     parts, views = list[TitanTensor](), list[tuple[View, View]]()
@@ -209,7 +208,9 @@ def _qkv(parameter: str, prefix: str, shape: ModelShape) -> TitanRule:
 
 
 def _our_heads(start: int, rows: int, heads: tuple[int, int], features: tuple[int, ...]) -> View:
-    """Heads of ours as (groups, members, *features, hidden), the features in their order."""
+    """Return a view of Stretto's heads as (groups, members, *features, hidden), with the features
+    in order.
+    """
 
     def view(tensor: Tensor) -> Tensor:
         separate = tensor.narrow(0, start, rows).unflatten(0, (*heads, *reversed(features)))
@@ -219,7 +220,7 @@ def _our_heads(start: int, rows: int, heads: tuple[int, int], features: tuple[in
 
 
 def _their_heads(sizes: tuple[int, ...], start: int, count: int) -> View:
-    """The same of theirs: members `start` and following of each group."""
+    """Return the same view of torchtitan's heads: members `start` and following of each group."""
     return lambda tensor: tensor.unflatten(0, sizes).narrow(1, start, count)
 
 
@@ -249,7 +250,9 @@ _ATTENTION = {
 
 
 def _check(shape: ModelShape) -> None:
-    """Raise StrettoError for what none of torchtitan's converted models computes, names and sizes aside."""
+    """Raise StrettoError for a model that none of torchtitan's converted models computes, apart from names
+    and sizes.
+    """
     values: list[tuple[str, object, tuple[object, ...]]] = [
         (name, getattr(shape, name), (default,)) for name, default in _BLOCKS.items()
     ]
@@ -290,9 +293,8 @@ class DcpImport(OpenImport):
     """A checkpoint of torchtitan.
 
     Args:
-        source: the folder of one step, or the one that torchtitan keeps the steps in, of which the newest is
-            taken.
-        states: whether the optimiser's states are imported, where there are any.
+        source: the folder of one step, or the folder of all steps, of which the newest is read.
+        states: import the optimiser's states, if there are any.
 
     Raises:
         StrettoError: no such checkpoint, a damaged one, or one of another model.
@@ -310,7 +312,7 @@ class DcpImport(OpenImport):
             raise
 
     def _match(self, states: bool) -> None:
-        """A tensor for every parameter and state, after a check of all names, types and sizes."""
+        """Make a tensor for every parameter and state, after checking all names, types and sizes."""
         mapping = list(rules(self.shape))
         weights = {rule.parameter: self._names.of_weight(rule) for rule in mapping}
         tensors = [self._joined(f"model.{r.parameter}", r.shape, weights[r.parameter]) for r in mapping]
@@ -338,7 +340,7 @@ class DcpImport(OpenImport):
         self.tokens = self.archives.count("train_state.ntokens_seen", 0)
 
     def _joined(self, name: str, shape: tuple[int, ...], parts: Parts) -> Incoming:
-        """One of our tensors; its parts must be of one type."""
+        """Return one of Stretto's tensors, whose parts must be of one type."""
         kinds = sorted({self._names.index.tensors[each].dtype for each, _ in parts})
         if len(kinds) > 1:
             raise StrettoError(
@@ -360,7 +362,7 @@ class DcpImport(OpenImport):
         return complete
 
     def _check_unused(self, used: set[str]) -> None:
-        """Refuse parameters that the model does not have: they would be lost in silence."""
+        """Raise StrettoError for parameters that the model does not have: they would be lost silently."""
         for name in sorted(self._names.index.tensors.keys() - used):
             plain = name.removeprefix(self._names.prefix)
             if name.startswith(_NO_PARAMETERS) or (self.shape.tied and plain in HEADS):
@@ -396,7 +398,7 @@ class DcpImport(OpenImport):
 
 
 class _Names:
-    """What the tensors are called in one checkpoint, of the names that torchtitan's versions have."""
+    """The names of the tensors in one checkpoint, among those of torchtitan's versions."""
 
     def __init__(self, index: DcpIndex) -> None:
         self.index = index
@@ -407,23 +409,24 @@ class _Names:
         return [(self._present([self.prefix + n for n in part.names], part), part) for part in rule.parts]
 
     def of_state(self, rule: TitanRule) -> Parts:
-        """The tensors of the optimiser's states of a parameter, without the name of the state; all are there
-        in the expected size.
+        """Return the tensors of a parameter's optimiser states, without the name of the state, after checking
+        that all are there in the expected size.
         """
         fused = rule.fused
+        parts = [(part.names, part) for part in rule.parts]
         if fused is not None and f"{STATE}{fused.names[0]}.{MOMENTS[0]}" in self.index.tensors:
-            return [(self._state([fused.names[0]], fused), fused)]
-        return [(self._state(part.names, part), part) for part in rule.parts]
-
-    def _state(self, names: Sequence[str], part: TitanTensor) -> str:
-        full = [
-            self._present([f"{STATE}{name}.{moment}" for name in names], part, WEIGHTS_ONLY)
-            for moment in MOMENTS
-        ]
-        return full[0].removesuffix(f".{MOMENTS[0]}")
+            parts = [(fused.names[:1], fused)]
+        result = list[tuple[str, TitanTensor]]()
+        for names, part in parts:
+            full = [
+                self._present([f"{STATE}{name}.{moment}" for name in names], part, WEIGHTS_ONLY)
+                for moment in MOMENTS
+            ]
+            result.append((full[0].removesuffix(f".{MOMENTS[0]}"), part))
+        return result
 
     def _present(self, names: Sequence[str], part: TitanTensor, hint: str | None = None) -> str:
-        """The first of the names that is there, after a check of its size."""
+        """Return the first of the names that exists, after checking the tensor's size."""
         tensors = self.index.tensors
         name = next((name for name in names if name in tensors), None)
         if name is None:
@@ -454,44 +457,18 @@ def read_optimiser(
     shapes: Mapping[str, Sizes],
     notes: list[str],
 ) -> tuple[Optimiser, int]:
-    """The optimiser as it was set, and the updates that its states count.
+    """The optimiser as it was set, and the number of updates that its states count.
 
     Args:
-        names_there: by the name of our parameter, those that the optimiser there has for it.
-        shapes: of our parameters.
-        notes: to which a sentence is added for each setting that is different here.
+        names_there: torchtitan's names of the parts of each of our parameters, as its optimiser has them.
+        shapes: shapes of our parameters.
+        notes: receives a sentence for each setting that is different here.
 
     Raises:
         StrettoError: it is not AdamW, or counts differ.
     """
+    index = archives.index
     names = [name for each in names_there.values() for name in each]
-    _check_states(archives.index, names)
-    counts = {archives.count(f"{STATE}{name}.step", 0) for name in names}
-    if len(counts) > 1:
-        raise StrettoError(
-            f"{archives.index.folder}: the optimiser made {min(counts)} updates of some weights and "
-            f"{max(counts)} of others, here all have the same",
-            hint=WEIGHTS_ONLY,
-        )
-    rate = _rate(archives, names[0])
-    if rate is None:
-        notes.append("the optimiser's settings are not in the checkpoint: they are AdamW's usual ones")
-        return Optimiser(), counts.pop()
-    decay, spared = _decay(archives, names_there, shapes, notes)
-    if decay and not _setting(archives, names[0], "decoupled_weight_decay", True):
-        notes.append("the weight decay of Adam was part of its gradient; that of AdamW here is not")
-    optimiser = Optimiser(
-        lr=rate,
-        betas=_betas(archives, names[0]),
-        eps=_setting(archives, names[0], "eps", 1e-8),
-        weight_decay=decay,
-        no_decay=spared,
-    )
-    return optimiser, counts.pop()
-
-
-def _check_states(index: DcpIndex, names: Sequence[str]) -> None:
-    """Refuse states that AdamW does not have, or of parameters that the model does not have."""
     expected = {f"{STATE}{name}.{state}" for name in names for state in _STATES}
     states = {name for name in (*index.tensors, *index.objects) if name.startswith(STATE)}
     for verb, wrong in (("has", states - expected), ("lacks", expected - states)):
@@ -501,17 +478,40 @@ def _check_states(index: DcpIndex, names: Sequence[str]) -> None:
                 f"are AdamW's {', '.join(_STATES)} of each parameter",
                 hint=WEIGHTS_ONLY,
             )
+    counts = {archives.count(f"{STATE}{name}.step", 0) for name in names}
+    if len(counts) > 1:
+        raise StrettoError(
+            f"{index.folder}: the optimiser made {min(counts)} updates of some weights and "
+            f"{max(counts)} of others, here all have the same",
+            hint=WEIGHTS_ONLY,
+        )
 
+    def setting(key: str, default: float) -> float:
+        return archives.number(f"{GROUP}{names[0]}.{key}", default)
 
-def _rate(archives: Archives, name: str) -> float | None:
-    """Return the peak learning rate, or None if the checkpoint has no settings of the optimiser."""
     for key in ("amsgrad", "maximize"):
-        if _setting(archives, name, key, False):
-            raise StrettoError(
-                f"{archives.index.folder}: AdamW with {key} is not AdamW here", hint=WEIGHTS_ONLY
-            )
-    rate = _setting(archives, name, "initial_lr", 0.0) or _setting(archives, name, "lr", 0.0)
-    return rate or None
+        if setting(key, False):
+            raise StrettoError(f"{index.folder}: AdamW with {key} is not AdamW here", hint=WEIGHTS_ONLY)
+    rate = setting("initial_lr", 0.0) or setting("lr", 0.0)
+    if not rate:
+        notes.append("the optimiser's settings are not in the checkpoint: they are AdamW's usual ones")
+        return Optimiser(), counts.pop()
+    decay, spared = _decay(archives, names_there, shapes, notes)
+    if decay and not setting("decoupled_weight_decay", True):
+        notes.append("the weight decay of Adam was part of its gradient; that of AdamW here is not")
+    full = f"{GROUP}{names[0]}.betas"
+    value = archives.read_object(full) if full in index.objects else None
+    betas = tuple(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else ()
+    if len(betas) != 2 or not all(type(beta) is float and 0.0 <= beta < 1.0 for beta in betas):
+        raise StrettoError(f"{full} in {index.folder} is no pair of numbers below 1", hint=WEIGHTS_ONLY)
+    optimiser = Optimiser(
+        lr=rate,
+        betas=(betas[0], betas[1]),
+        eps=setting("eps", 1e-8),
+        weight_decay=decay,
+        no_decay=spared,
+    )
+    return optimiser, counts.pop()
 
 
 def _decay(
@@ -520,9 +520,9 @@ def _decay(
     shapes: Mapping[str, Sizes],
     notes: list[str],
 ) -> tuple[float, tuple[str, ...]]:
-    """Weight decay, and the parameters without it that would have it here."""
+    """Return the weight decay, and the parameters without it that would have it in Stretto."""
     decay = {
-        parameter: max(_setting(archives, name, "weight_decay", 0.0) for name in each)
+        parameter: max(archives.number(f"{GROUP}{name}.weight_decay", 0.0) for name in each)
         for parameter, each in names_there.items()
     }
     decaying = [parameter for parameter in names_there if decays(parameter, shapes[parameter])]
@@ -536,32 +536,18 @@ def _decay(
     return default, tuple(parameter for parameter in decaying if default and not decay[parameter])
 
 
-def _betas(archives: Archives, name: str) -> tuple[float, float]:
-    full = f"{GROUP}{name}.betas"
-    value = archives.read_object(full) if full in archives.index.objects else None
-    if isinstance(value, tuple | list):
-        numbers = cast("Sequence[Any]", value)
-        if len(numbers) == 2 and all(type(beta) is float and 0.0 <= beta < 1.0 for beta in numbers):
-            return numbers[0], numbers[1]
-    raise StrettoError(f"{full} in {archives.index.folder} is no pair of numbers below 1", hint=WEIGHTS_ONLY)
-
-
-def _setting(archives: Archives, name: str, key: str, otherwise: float) -> float:
-    return archives.number(f"{GROUP}{name}.{key}", otherwise)
-
-
 # ------------------------------------------------------------------ export
 
 
 def export_dcp(
     path: str | Path, out: str | Path, version: str = VERSIONS[0], progress: Progress | None = None
 ) -> ExportedCheckpoint:
-    """Write a checkpoint for torchtitan: the model, and where the optimiser is AdamW its states, settings and
-    the step. One of the tensors at a time is in memory.
+    """Write a checkpoint for torchtitan: the model and, if the optimiser is AdamW, its states, settings and
+    step. One tensor at a time is in memory.
 
     Args:
-        version: of torchtitan, one of VERSIONS: names and the optimiser's states differ.
-        progress: called with the bytes written so far, and with all that there are.
+        version: torchtitan's, one of VERSIONS; names and the optimiser's states differ between them.
+        progress: called with the bytes written so far and the total.
 
     Raises:
         StrettoError: a damaged checkpoint, a model that torchtitan does not have, a folder with files, or no
@@ -586,7 +572,7 @@ def export_dcp(
 
 
 class _Source:
-    """Their tensors out of ours. They are fetched in the order of ours, so that each of ours is read once."""
+    """Makes torchtitan's tensors from Stretto's, in the order of Stretto's, so that each is read once."""
 
     def __init__(self, stored: StoredTensors, progress: Progress | None) -> None:
         self.stored = stored
@@ -595,7 +581,7 @@ class _Source:
         self._last: tuple[str, Tensor | None] = ("", None)
 
     def part(self, name: str, part: TitanTensor) -> Streamed:
-        """One of theirs, made of ours of that name."""
+        """Return a tensor of torchtitan, made from the stored one of that name."""
         dtype: torch.dtype = getattr(torch, self.stored.saved[name].dtype)
         self.total += prod(part.shape) * dtype.itemsize
         return Streamed(
@@ -623,7 +609,7 @@ class _Source:
 def _weights(
     source: _Source, mapping: Sequence[TitanRule], shape: ModelShape, version: str
 ) -> dict[str, Any]:
-    """The model's state: parameters, a tied head under both names, and the router's corrections."""
+    """Return the model's state: parameters, a tied head under both names, and the router's corrections."""
     state: dict[str, Any] = {}
     for rule in mapping:
         for part in rule.parts:
@@ -638,7 +624,7 @@ def _weights(
 
 
 def _states(source: _Source, mapping: Sequence[TitanRule], version: str, updates: int) -> dict[str, Any]:
-    """AdamW's states by the name of each parameter."""
+    """Return AdamW's states by the name of each parameter."""
     state: dict[str, Any] = {}
     for rule in mapping:
         for part in trained(rule, version):
@@ -654,7 +640,7 @@ def _states(source: _Source, mapping: Sequence[TitanRule], version: str, updates
 def _groups(
     mapping: Sequence[TitanRule], version: str, optimiser: Optimiser, updates: int, steps: int | None
 ) -> dict[str, Any]:
-    """AdamW's settings, once for every parameter, with the learning rate of the next update."""
+    """Return AdamW's settings, once for every parameter, with the learning rate of the next update."""
     rate = optimiser.lr if steps is None else LearningRate.of(optimiser, steps)(updates)
     adamw = torch.optim.AdamW(
         [torch.zeros(1)],
@@ -676,7 +662,7 @@ def _groups(
 
 
 def _schedule(rate: float, updates: int, version: str) -> dict[str, Any]:
-    """The state of torchtitan's learning-rate schedule: how often it was called."""
+    """Return the state of torchtitan's learning-rate schedule: how often it was called."""
     if version == VERSIONS[0]:
         return {"last_epoch": updates}
     adamw = torch.optim.AdamW([torch.zeros(1)], lr=rate)

@@ -42,10 +42,10 @@ class Buffer:
     """A rank's buffer, without the padding after each bucket.
 
     Attributes:
-        size: its elements.
-        buckets: elements of each bucket.
-        read: the elements of a state that begin at a place, into a flat float32 tensor; a place and its
-            elements lie in one bucket.
+        size: number of elements.
+        buckets: number of elements of each bucket.
+        read: reads the elements of a state from a position on into a flat float32 tensor; all must lie in one
+            bucket.
     """
 
     size: int
@@ -58,8 +58,8 @@ class BufferLayout:
     """All buffers in a checkpoint.
 
     Attributes:
-        dense, experts: the buffers of each model-parallel rank, one for each chunk of the model; experts have
-            ranks of their own where they are spread over ranks, and none otherwise.
+        dense, experts: buffers of each model-parallel rank, one for each chunk of the model; `experts` is
+            empty unless experts are spread over ranks.
         settings: the optimiser's settings as each rank has them.
     """
 
@@ -74,10 +74,10 @@ def has_buffers(index: DcpIndex) -> bool:
 
 
 def read_buffers(archives: Archives) -> BufferLayout:
-    """What buffers there are.
+    """Return the buffers of a checkpoint.
 
     Raises:
-        StrettoError: some are missing or damaged, or they are of a kind that is not read.
+        StrettoError: some are missing or damaged, or of a kind that is not read.
     """
     index = archives.index
     settings = list[Any]()
@@ -119,7 +119,7 @@ def read_buffers(archives: Archives) -> BufferLayout:
 
 
 def _round_up(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
-    """The numbers, which must be those from 0 on."""
+    """Return the numbers, which must be those from 0 on."""
     if missing := set(range(len(numbered))) - set(numbered):
         raise StrettoError(
             f"{archives.index.folder} lacks buffers of the optimiser: number {min(missing)} of "
@@ -130,7 +130,7 @@ def _round_up(numbered: Mapping[int, Any], archives: Archives) -> Sequence[int]:
 
 
 def _bucketed(archives: Archives, prefixes: Mapping[int, str]) -> Buffer:
-    """A buffer whose buckets are tensors."""
+    """Return a buffer from its buckets, which are tensors."""
     tensors, sizes = archives.index.tensors, list[int]()
     for number in _round_up(prefixes, archives):
         stored = [tensors.get(prefixes[number] + key) for key in _KEYS]
@@ -153,7 +153,7 @@ def _bucketed(archives: Archives, prefixes: Mapping[int, str]) -> Buffer:
 
 
 def _only(value: Any) -> Any:
-    """What is saved as an object stands in a list of its own."""
+    """Return an object without the list of one that it is saved in."""
     several = cast("list[Any]", value) if isinstance(value, list) else []
     return several[0] if len(several) == 1 else value
 
@@ -217,17 +217,17 @@ _BY_COLUMNS = frozenset({"attn.proj.weight", "mlp.down.weight", "mlp.shared.down
 
 
 class _MisfitError(Exception):
-    """Parameters and buckets do not end together."""
+    """Parameters do not fill the buckets exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """What the ranks may have been like.
+    """A possible layout of the ranks.
 
     Attributes:
-        modules: the order of a block's parameters.
-        linears: whether all experts' first linears lie together; each expert's linears do otherwise.
-        tp, experts_tp: tensor-parallel ranks, and those of an expert.
+        modules: order of a block's parameters.
+        linears: True if the first linears of all experts lie together, False if each expert's linears do.
+        tp, experts_tp: number of tensor-parallel ranks, and of those of an expert.
     """
 
     modules: tuple[str, ...]
@@ -238,10 +238,10 @@ class _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A parameter of a rank: one of the model's, or of one expert, cut over `ranks`.
+    """A parameter on a rank: one of the model's, or one expert's, cut over `ranks`.
 
-    alone: in a bucket of its own: an embedding that is the head's too, on another stage.
-    copy: its values are read from another stage.
+    alone: in a bucket of its own: an embedding that is the head's too, on another stage. copy: its values are
+    read from another stage.
     """
 
     rule: MegatronRule
@@ -252,7 +252,7 @@ class _Part:
 
     @property
     def is_cut(self) -> bool:
-        """True if each rank has another share of it."""
+        """True if each rank has a different share."""
         return self.ranks > 1 and _module(self.rule) in _BY_ROWS | _BY_COLUMNS
 
     @property
@@ -281,7 +281,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a share of a parameter is stored: in a buffer, from an element on."""
+    """The position of a share of a parameter: its buffer and its first element."""
 
     part: _Part
     rank: int
@@ -290,14 +290,14 @@ class _Place:
 
 
 def _module(rule: MegatronRule) -> str:
-    """Our name of a parameter without its block's number."""
+    """Return Stretto's name of a parameter without its block's number."""
     return rule.parameter if rule.layer is None else rule.parameter.split(".", 2)[2]
 
 
 def _places(
     buffers: BufferLayout, rules: Sequence[MegatronRule], order: _Order
 ) -> Mapping[str, Sequence[_Place]]:
-    """The places of every parameter, by our names.
+    """Return the places of every parameter by Stretto's name.
 
     Raises:
         _MisfitError: the buffers are of another size or number.
@@ -348,7 +348,9 @@ class _Model:
         self.layers = len(self._blocks)
 
     def stage(self, buffer: Buffer, layer: int, *, first: bool, last: bool) -> tuple[range, list[_Part]]:
-        """The layers of a stage, from `layer` on, with which its parameters fill the buffer, and these."""
+        """Return the layers of a stage, from `layer` on, whose parameters fill the buffer, and these
+        parameters.
+        """
         for count in [self.layers - layer] if last else range(self.layers - layer + 1):
             layers = range(layer, layer + count)
             parts = list(self._parts(layers, first=first, last=last))
@@ -376,7 +378,7 @@ class _Model:
             yield _Part(rule=self._outside[_FIRST[0]], ranks=tp, alone=True, copy=True)
 
     def experts(self, layers: range, rank: int, ranks: int) -> list[_Part]:
-        """The experts that one of the ranks which they are spread over has of some layers."""
+        """Return one expert-parallel rank's experts of some layers."""
         result = list[_Part]()
         for layer in layers:
             if (down := self._blocks[layer].get(_EXPERTS)) is not None:
@@ -396,7 +398,7 @@ class _Model:
 
 
 def _place(result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Sequence[Buffer]) -> None:
-    """Note the places of a stage's parameters on each of its ranks."""
+    """Record the places of a stage's parameters on each of its ranks."""
     for rank, buffer in enumerate(ranks):
         starts = _starts(parts, buffer)
         if starts is None:
@@ -407,14 +409,14 @@ def _place(result: dict[str, list[_Place]], parts: Sequence[_Part], ranks: Seque
 
 
 def _starts(parts: Sequence[_Part], buffer: Buffer) -> list[int] | None:
-    """Where each parameter begins in a buffer without padding after buckets, the last parameter first; None:
-    they do not fill it.
+    """Return the first element of each parameter in a buffer without padding after buckets, from the last
+    parameter to the first; None if they do not fill the buffer.
     """
     sizes = buffer.buckets
     starts = list[int]()
     before = bucket = end = 0
     for part in reversed(parts):
-        at = _aligned(end)
+        at = -(-end // _ALIGNED) * _ALIGNED
         if end and (end == sizes[bucket] or (part.alone and at == sizes[bucket])):
             before += sizes[bucket]
             bucket += 1
@@ -429,22 +431,17 @@ def _starts(parts: Sequence[_Part], buffer: Buffer) -> list[int] | None:
     return starts if complete else None
 
 
-def _aligned(end: int) -> int:
-    return -(-end // _ALIGNED) * _ALIGNED
-
-
 class OrderedStates:
-    """The states of each parameter, out of the buffers of ranks.
+    """The states of each parameter, read from the ranks' buffers.
 
     Args:
-        rules: of the parameters that have states.
-        args: Megatron's arguments, which say what the ranks were like.
-        weight: reads a weight of the model, in Megatron's layout.
-        source: for errors.
+        rules: those of the parameters that have states.
+        args: Megatron's arguments, which tell the layout of the ranks.
+        weight: reads a weight of the model in Megatron's layout.
+        source: folder of the checkpoint, for errors.
 
     Raises:
-        StrettoError: no order that is known gives such buffers, or float32 weights in them that round to the
-            model's.
+        StrettoError: no known order gives these buffers, with float32 weights that round to the model's.
     """
 
     def __init__(
@@ -479,7 +476,7 @@ class OrderedStates:
         )
 
     def read(self, rule: MegatronRule, key: str) -> Tensor:
-        """A state of a parameter, or its float32 weights (MASTER), in Megatron's layout.
+        """Read a state of a parameter, or its float32 weights (MASTER), in Megatron's layout.
 
         Raises:
             StrettoError: it is damaged.
@@ -494,7 +491,7 @@ class OrderedStates:
 
 
 def rounds_to(exact: Tensor, weights: Tensor) -> bool:
-    """True if every float32 value is rounded to the weight, to nearest, in either direction at ties."""
+    """True if every float32 value rounds to its weight, to the nearest, in either direction at ties."""
     exact = exact.float()
     nearest = exact.to(weights.dtype).float()
     return bool(((exact - weights.float()).abs() <= (exact - nearest).abs()).all())
@@ -503,7 +500,9 @@ def rounds_to(exact: Tensor, weights: Tensor) -> bool:
 def _orders(
     buffers: BufferLayout, rules: Sequence[MegatronRule], args: Mapping[str, Any]
 ) -> Iterator[_Order]:
-    """What the ranks may have been like, as the arguments have it first; where they say it, nothing else."""
+    """Yield possible layouts of the ranks, the most likely by the arguments first; only those that the
+    arguments allow.
+    """
     ranks, moe = len(buffers.dense), any(rule.of_experts for rule in rules)
     tps = [tp] if (tp := _count(args, "tensor_model_parallel_size")) else range(ranks, 0, -1)
     impl = args.get("transformer_impl")

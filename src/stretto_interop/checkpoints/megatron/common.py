@@ -43,12 +43,12 @@ NAMES = _Names()
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What a common.pt says.
+    """The contents of a common.pt.
 
     Attributes:
-        args: Megatron's arguments by the names of their attributes; values that are no plain data are left
-            out. Empty where there are none.
-        iteration: steps of training.
+        args: Megatron's arguments by attribute name, without values that are no plain data; empty if there
+            are none.
+        iteration: training steps.
         optimiser: state of the optimiser except its tensors, or None if there is none.
         scheduler: the course of the learning rate, in samples.
     """
@@ -60,11 +60,11 @@ class Common:
 
 
 def find_iteration(path: Path) -> Path:
-    """The checkpoint at a path: the folder of one iteration, or the newest of the folder that Megatron saves
-    to.
+    """Return the checkpoint at a path: the folder of one iteration, or the newest in the folder that Megatron
+    saves to.
 
     Raises:
-        StrettoError: there is none, or one of a format that is not read here.
+        StrettoError: there is none, or it has a format that is not read.
     """
     folder = path
     if (path / LATEST).is_file():
@@ -82,7 +82,7 @@ def find_iteration(path: Path) -> Path:
 
 
 def _short_text(folder: Path, name: str) -> str:
-    """Read a small text file of the checkpoint; refuses links."""
+    """Read a small text file of the checkpoint; links are refused."""
     try:
         with open_plain(folder, name) as file:
             text = file.read(_LONGEST + 1)
@@ -167,12 +167,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def groups_of(common: Common, folder: Path) -> tuple[list[Mapping[str, Any]], int]:
-    """The optimiser's groups of parameters, and the updates that it counts.
+    """Return the optimiser's parameter groups, and the number of updates that it counts.
 
-    Several optimisers, one for the experts, are a dict by number.
+    Several optimisers, one of them for the experts, are a dict by number.
 
     Raises:
-        StrettoError: they are kept in a form that is not read, or do not count alike.
+        StrettoError: their form is not read, or their counts differ.
     """
     several = common.optimiser
     if not isinstance(several, dict) or not several:
@@ -204,7 +204,7 @@ def groups_of(common: Common, folder: Path) -> tuple[list[Mapping[str, Any]], in
 
 
 def optimiser_of(common: Common, groups: Sequence[Mapping[str, Any]], notes: list[str]) -> Optimiser:
-    """AdamW as it was set: the peak rate, betas, eps, and the weight decay of what decays.
+    """Return AdamW's settings: the peak rate, betas, eps, and the weight decay of the parameters that decay.
 
     Raises:
         StrettoError: the groups do not agree.

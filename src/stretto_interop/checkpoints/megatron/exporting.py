@@ -25,10 +25,7 @@ from stretto.engine.checkpoint.shards import Streamed
 from stretto.engine.optim.rate import LearningRate
 from stretto.job.optimiser import Optimiser
 from stretto.job.shape import ModelShape
-from stretto_interop.checkpoints.megatron.common import BACKEND, COMMON, KIND, LATEST
-from stretto_interop.checkpoints.megatron.importing import MASTERS, STATE
-from stretto_interop.checkpoints.megatron.names import LAYERS, MegatronRule, is_trained, rules
-from stretto_interop.checkpoints.transfer import (
+from stretto_interop.checkpoints.dcp.transfer import (
     MOMENTS,
     OPTIM,
     ExportedCheckpoint,
@@ -38,6 +35,9 @@ from stretto_interop.checkpoints.transfer import (
     steps_of,
     write_whole,
 )
+from stretto_interop.checkpoints.megatron.common import BACKEND, COMMON, KIND, LATEST
+from stretto_interop.checkpoints.megatron.importing import MASTERS, STATE
+from stretto_interop.checkpoints.megatron.names import LAYERS, MegatronRule, is_trained, rules
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _FORM = "fully_reshardable"
@@ -55,15 +55,15 @@ def export_megatron(
     *,
     experts_spread: bool = True,
 ) -> ExportedCheckpoint:
-    """Write a checkpoint for Megatron: the model, and where the optimiser is AdamW its states and the step.
-    One layer of a tensor at a time is in memory.
+    """Write a checkpoint for Megatron: the model and, if the optimiser is AdamW, its states and step. One
+    layer of a tensor at a time is in memory.
 
     Args:
-        out: the folder that Megatron loads from; it gets one folder `iter_...`.
-        arguments: attributes of Megatron's arguments for a model.
-        progress: called with the bytes written so far, and with all that there are.
-        experts_spread: whether ranks of Megatron will share experts out among them: they then have an
-            optimiser of their own, and else none.
+        out: folder for Megatron's `--load`; it gets one folder `iter_...`.
+        arguments: returns the attributes of Megatron's arguments for a model.
+        progress: called with the bytes written so far and the total.
+        experts_spread: True if Megatron will spread the experts over ranks, where they have an optimiser of
+            their own.
 
     Raises:
         StrettoError: a damaged checkpoint, a model that Megatron does not have, a folder with files, or no
@@ -117,7 +117,7 @@ def export_megatron(
 
 
 class _Source:
-    """Their tensors out of ours: one box for each layer of a stacked one."""
+    """Makes Megatron's tensors from Stretto's: one box for each layer of a stacked tensor."""
 
     def __init__(self, stored: StoredTensors, shape: ModelShape, progress: Progress | None) -> None:
         self._stored, self._progress = stored, progress
@@ -126,7 +126,7 @@ class _Source:
         self.total = self._done = 0
 
     def name(self, rule: MegatronRule) -> str:
-        """The name of the tensor that holds it."""
+        """Return the name of the tensor that holds the parameter."""
         if rule.layer is None:
             return rule.names[0]
         return f"{LAYERS}{'' if self.stacked else f'{rule.layer}.'}{rule.names[0]}"
@@ -134,10 +134,10 @@ class _Source:
     def tensors(
         self, mapping: Sequence[MegatronRule], tensor_here: str, exported: str, dtype: torch.dtype | None
     ) -> dict[str, Any]:
-        """The tensors of some rules by their names.
+        """Return the tensors of some rules by name.
 
         Args:
-            tensor_here, exported: prefixes of the names.
+            tensor_here, exported: prefixes of Stretto's and Megatron's names.
             dtype: dtype to convert to, or None to keep the stored one.
         """
         boxes: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -172,7 +172,7 @@ class _Source:
 
 
 def _extra_states(shape: ModelShape, stacked: bool) -> list[str]:
-    """Names of the empty objects that Megatron asks for, with and without Transformer Engine."""
+    """Return the names of the empty objects that Megatron expects, with and without Transformer Engine."""
     names = ["decoder.final_layernorm._extra_state/shard_0_1"]
     for i in range(shape.layers):
         prefix, place = (LAYERS, f"{i}_{shape.layers}") if stacked else (f"{LAYERS}{i}.", "0_1")
@@ -194,14 +194,14 @@ def _extra_states(shape: ModelShape, stacked: bool) -> list[str]:
 
 
 def _section(meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of the config that the checkpoint's run had; empty where it is not known."""
+    """Return a section of the run's config; empty if the checkpoint does not have it."""
     config: Any = meta.get("config")
     section: Any = config.get(name) if isinstance(config, Mapping) else None
     return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
 def _run(meta: Mapping[str, Any], step: int | None, half: torch.dtype | None) -> dict[str, Any]:
-    """Arguments that Megatron reads from a checkpoint in addition to those of the model."""
+    """Return the arguments that Megatron reads from a checkpoint besides those of the model."""
     samples = int(meta.get("samples") or 0) if step is not None else 0
     batch, data = _section(meta, "batch"), _section(meta, "data")
     sizes = {"global_batch_size": batch.get("global_size"), "seq_length": data.get("sequence")}
@@ -226,8 +226,8 @@ def _run(meta: Mapping[str, Any], step: int | None, half: torch.dtype | None) ->
 def _optimiser_state(
     optimiser: Optimiser, updates: int, steps: int | None, *, spread: bool
 ) -> dict[Any, Any]:
-    """The optimiser's settings where each of Megatron's optimisers looks; with experts that are spread over
-    ranks, the two optimisers' by number.
+    """Return the optimiser's settings in the places where Megatron's optimisers look; if experts are spread
+    over ranks, those of both optimisers by number.
     """
     rate = optimiser.lr if steps is None else LearningRate.of(optimiser, steps)(updates)
 
@@ -256,7 +256,7 @@ def _optimiser_state(
 
 
 def _scheduler(optimiser: Optimiser, updates: int, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The course of the learning rate, which Megatron counts in samples."""
+    """Return the state of the learning-rate schedule, which Megatron counts in samples."""
     batch = int(_section(meta, "batch").get("global_size") or 1)
     steps = steps_of(meta) or updates + 1
     rate = optimiser.rate

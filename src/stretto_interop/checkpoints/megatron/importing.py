@@ -24,6 +24,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.job.parameters import Sizes
 from stretto.job.shape import ModelShape
 from stretto_interop.checkpoints.dcp.reader import Archives, read_dcp_index
+from stretto_interop.checkpoints.dcp.transfer import MOMENTS, Incoming, OpenImport
 from stretto_interop.checkpoints.megatron.buffers import (
     MASTER,
     OrderedStates,
@@ -47,7 +48,6 @@ from stretto_interop.checkpoints.megatron.names import (
     is_trained,
     rules,
 )
-from stretto_interop.checkpoints.transfer import MOMENTS, Incoming, OpenImport
 
 STATE = "optimizer.state."
 MASTERS = ("fp32_param", "param", "master_param")
@@ -62,11 +62,9 @@ _CHAINED = re.compile(r"chained_\d+\.")
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor of theirs, or one layer or expert of it, in one of the forms that it may be stored in.
+    """A tensor in the checkpoint, or one layer or expert of it.
 
-    name: in the checkpoint.
-    start: of the stacked dimensions before `shape`.
-    shape: of the part.
+    name: in the checkpoint. start: of the stacked dimensions before `shape`. shape: of the part.
     """
 
     name: str
@@ -76,7 +74,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _MegatronNames:
-    """A parameter or a state of it in the checkpoint; `read` gives it in Megatron's layout."""
+    """A parameter or state in the checkpoint; `read` returns it in Megatron's layout."""
 
     dtype: torch.dtype
     read: Callable[[], Tensor]
@@ -86,12 +84,12 @@ class MegatronImport(OpenImport):
     """A checkpoint of Megatron-core.
 
     Args:
-        source: the folder of an iteration, or the one that Megatron saves to, of which the newest is taken.
-        states: whether the optimiser's states are imported, where there are any.
+        source: the folder of an iteration, or the folder that Megatron saves to, of which the newest is read.
+        states: import the optimiser's states, if there are any.
 
     Raises:
-        StrettoError: no such checkpoint, a damaged one, one of another model, or the optimiser's states in
-            buffers whose order of parameters is not known.
+        StrettoError: no such checkpoint, a damaged one, one of another model, or optimiser states in buffers
+            with an unknown order of parameters.
     """
 
     def __init__(self, source: Path, shape: ModelShape, *, states: bool = True) -> None:
@@ -109,7 +107,7 @@ class MegatronImport(OpenImport):
             raise
 
     def _match(self, common: Common, states: bool) -> None:
-        """A tensor for every parameter and state, after a check of all names, types and sizes."""
+        """Make a tensor for every parameter and state, after checking all names, types and sizes."""
         mapping = list(rules(self.shape))
         self.parameters = sum(prod(rule.shape) for rule in mapping)
         self._used = set[str]()
@@ -142,7 +140,7 @@ class MegatronImport(OpenImport):
     def _states(
         self, common: Common, trained: Sequence[MegatronRule], weights: Mapping[str, _MegatronNames]
     ) -> dict[tuple[str, str], _MegatronNames]:
-        """The optimiser's states and, as MASTER, float32 weights; none where it was not saved."""
+        """Return the optimiser's states and, as MASTER, its float32 weights; empty if they were not saved."""
         if has_buffers(self.archives.index):
             buffers = read_buffers(self.archives)
             self._set_optimiser(replace(common, optimiser=dict(enumerate(buffers.settings))))
@@ -176,7 +174,7 @@ class MegatronImport(OpenImport):
         self.optimiser = optimiser_of(common, groups, self.notes)
 
     def _checked(self, rule: MegatronRule, master: _MegatronNames, weight: _MegatronNames) -> _MegatronNames:
-        """Float32 weights that round to those of the model."""
+        """Return float32 weights that are checked, when they are read, to round to the model's."""
 
         def read() -> Tensor:
             foreign = master.read()
@@ -192,7 +190,7 @@ class MegatronImport(OpenImport):
         return _MegatronNames(master.dtype, read)
 
     def _slots(self, rule: MegatronRule, kind: str) -> Sequence[_Slot]:
-        """Where a parameter, or a state of it, is stored."""
+        """Return where a parameter, or a state of it, is stored."""
         stacked = [(name, 0) for name in rule.names] if rule.layer is not None else []
         for name, _ in stacked or [(rule.names[0], 0)]:
             for parts in self._forms(rule, name, kind):
@@ -203,7 +201,9 @@ class MegatronImport(OpenImport):
         raise self._missing(rule, kind)
 
     def _forms(self, rule: MegatronRule, name: str, kind: str) -> Iterator[list[_Slot]]:
-        """The ways in which it may be stored: the parts, in the order of the dimension that they divide."""
+        """Yield the forms in which it may be stored, each as parts in the order of the dimension that they
+        divide.
+        """
         before = kind + self._prefix
         if rule.layer is None:
             yield [_Slot(before + name, (), rule.shape)]
@@ -240,7 +240,7 @@ class MegatronImport(OpenImport):
         return StrettoError(what_lacks, hint=hint or "is it a language model's?")
 
     def _check_unused(self, used: set[str]) -> None:
-        """Refuse parameters that the model does not have: they would be lost in silence."""
+        """Raise StrettoError for parameters that the model does not have: they would be lost silently."""
         for plain, name in sorted(self._names.items()):
             if name in used or "optimizer." in plain or plain.startswith("rng_state"):
                 continue
@@ -255,10 +255,10 @@ class MegatronImport(OpenImport):
             )
 
     def _stored(self, rule: MegatronRule, kind: str) -> _MegatronNames:
-        """A parameter, or a state of it, that is stored in tensors of its own.
+        """Return a parameter, or a state of it, that is stored in tensors of its own.
 
         Args:
-            kind: what stands before the names of states; "" for the weights.
+            kind: prefix of the states' names; "" for the weights.
         """
         slots = self._slots(rule, kind)
         self._used |= {slot.name for slot in slots}
@@ -276,7 +276,7 @@ class MegatronImport(OpenImport):
         return _MegatronNames(dtype, read)
 
     def _read_slot(self, slot: _Slot, target: Tensor) -> None:
-        """Read a part, which lies whole or in flat pieces."""
+        """Read a part, which is stored in its shape or in flat pieces."""
         stored = self.archives.index.tensors[slot.name].shape
         wanted = (*(self.shape.layers,) * len(slot.start), *slot.shape)
         stack = len(slot.start)
@@ -302,7 +302,7 @@ class MegatronImport(OpenImport):
 
 
 def _incoming(name: str, rule: MegatronRule, foreign: _MegatronNames) -> Incoming:
-    """One of our tensors out of theirs."""
+    """Return one of Stretto's tensors, made from Megatron's."""
 
     def read() -> Tensor:
         stored = foreign.read()
@@ -317,7 +317,9 @@ def _incoming(name: str, rule: MegatronRule, foreign: _MegatronNames) -> Incomin
 
 
 def _experts(name: str, start: tuple[int, ...], rule: MegatronRule) -> Iterator[list[_Slot]]:
-    """Experts in tensors of their own, gate and up projection together or apart."""
+    """Yield the slots of experts that have tensors of their own, with gate and up projection together or
+    apart.
+    """
     count, sizes = rule.shape[0], list(rule.shape[1:])
     each = [name.replace(EXPERTS, f"{EXPERTS}{expert}.", 1) for expert in range(count)]
     yield [_Slot(item, start, tuple(sizes)) for item in each]
@@ -327,7 +329,7 @@ def _experts(name: str, start: tuple[int, ...], rule: MegatronRule) -> Iterator[
 
 
 def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: MegatronRule) -> Iterator[Tensor]:
-    """The part of the tensor that each slot fills."""
+    """Yield the part of the tensor that each slot fills."""
     if len(slots) == 1:
         yield foreign
         return
@@ -342,7 +344,7 @@ def _shares(foreign: Tensor, slots: Sequence[_Slot], rule: MegatronRule) -> Iter
 
 
 def _is_flat(stored: Sizes, wanted: Sizes) -> bool:
-    """True if a tensor of shape `wanted` may be stored so, in flat pieces."""
+    """True if `stored` is the shape of flat pieces of a tensor of shape `wanted`."""
     counts = stored[:-1]
     if (
         len(counts) != len(wanted)

@@ -67,13 +67,13 @@ _BLOCK = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronRule:
-    """One of our parameters, and the tensor that it is there, or one layer of it.
+    """A parameter of Stretto, and Megatron's tensor, or one layer of it, that holds it.
 
     Attributes:
-        names: possible names there, within the layer if there is one; the first that exists is read.
-        layer: number of the layer, or None outside of the layers.
-        order: pairs of views of equal shape, of ours and of theirs, which together cover both; none: the
-            values lie in the same order.
+        names: Megatron's possible names, within the layer if there is one; the first that exists is read.
+        layer: number of the layer, or None for a parameter outside the layers.
+        order: pairs of views of equal shape, of Stretto's tensor and of Megatron's, which together cover
+            both; empty if the values lie in the same order.
         halves: the dimension that gate and up projection are stacked along, or None without a gate.
     """
 
@@ -91,7 +91,7 @@ class MegatronRule:
 
 
 def rules(shape: ModelShape) -> Iterator[MegatronRule]:
-    """A rule for every parameter of the model; a tied head is the embedding's.
+    """Yield a rule for every parameter of the model; a tied head is the embedding's.
 
     Raises:
         StrettoError: checkpoints of Megatron-core are not read or written for such a model.
@@ -120,12 +120,12 @@ def rules(shape: ModelShape) -> Iterator[MegatronRule]:
 
 
 def is_trained(parameter: str) -> bool:
-    """True if the optimiser there has states of it: the router's correction is a buffer."""
+    """True if Megatron's optimiser has states for the parameter; the router's correction is a buffer."""
     return not parameter.endswith(".router.correction")
 
 
 def _qkv(shape: ModelShape) -> Iterator[tuple[View, View]]:
-    """Views of queries, of keys and of values as (groups, heads of a group, width, ...)."""
+    """Return views of queries, keys and values as (groups, heads of a group, width, ...)."""
     groups, width = shape.kv_heads, shape.head_dim
     members = (shape.heads // groups, 1, 1)
     for i, count in enumerate(members):
@@ -158,8 +158,8 @@ _ATTENTION: dict[str, object] = {"softcap": None, "query_scale": None, "local_th
 
 
 def _check(shape: ModelShape) -> None:
-    """Raise StrettoError for what Megatron-core's GPTModel does not compute, or keeps in tensors whose layout
-    is not known here.
+    """Raise StrettoError for a model that Megatron-core's GPTModel does not compute, or keeps in tensors of
+    an unknown layout.
     """
     values = [(name, getattr(shape, name), default) for name, default in _DEFAULT.items()]
     values += [

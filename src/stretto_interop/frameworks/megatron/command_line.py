@@ -34,14 +34,14 @@ VERSION = "core_v0.19.0"
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An argument by its name without dashes.
+    """An argument of Megatron-LM.
 
     Attributes:
-        values: how many it takes: "flag", "" (one), a number, "+" or "*".
-        kind: of each value: "int", "float" or "str".
-        choices: the values that it takes; empty: any.
-        default: its value if it is absent, as text; empty if it has none.
-        group: of those that no rule reads, what they are about.
+        values: number of values it takes: "flag", "" (one), a number, "+" or "*".
+        kind: type of each value: "int", "float" or "str".
+        choices: allowed values; empty if any.
+        default: value if it is absent, as text; empty if there is none.
+        group: subject of an argument that no rule reads.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Argument:
     group: str
 
     def read(self, argv: Sequence[str], place: str) -> Any:
-        """The value of the words behind it.
+        """Return the value of the words after the argument.
 
         Raises:
-            StrettoError: too few or too many, or a value that it does not take.
+            StrettoError: too few or too many words, or a value that it does not take.
         """
         if self.values == "flag":
             if argv:
@@ -88,7 +88,7 @@ class Argument:
 
 
 def _say(unknown: str) -> str:
-    """How to say the value of what nothing tells."""
+    """Return how to give the value of an unknown."""
     if unknown[1:].isdecimal():
         return f"it is word {unknown[1:]} behind the script's name"
     if not unknown.isidentifier():
@@ -98,7 +98,7 @@ def _say(unknown: str) -> str:
 
 @cache
 def arguments() -> Mapping[str, Argument]:
-    """Every argument of Megatron-LM by each of its names."""
+    """Return every argument of Megatron-LM by each of its names."""
     text = files("stretto_interop.frameworks").joinpath("data/megatron_lm.csv").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     result = dict[str, Argument]()
@@ -116,10 +116,10 @@ def arguments() -> Mapping[str, Argument]:
 
 
 def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) -> ParsedSettings:
-    """The arguments of a command line by their names; of those given twice the last, as argparse takes it.
+    """Read the arguments of a command line by name; the last of several wins, as with argparse.
 
     Args:
-        priced: names whose values matter to a price.
+        priced: names of arguments whose values affect a price.
 
     Raises:
         StrettoError: a first word that is no argument.
@@ -132,7 +132,11 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
         )
         for earlier in (parsed.settings, parsed.unsupported, parsed.files):
             earlier.pop(key, None)
-        if (instead := _former(name, values)) is not None:
+        instead = _FORMER.get(name)
+        if isinstance(instead, dict):
+            instead = instead.get(" ".join(values))
+        if instead is not None:
+            instead = instead.format(*values or [""])
             parsed.settings |= read_arguments(instead.split(), source, priced).settings
             parsed.deprecated[name] = instead or "nothing: it is Stretto's own way"
         elif key == JSON_FILE and values:
@@ -155,7 +159,7 @@ def read_arguments(argv: Sequence[str], source: str, priced: Collection[str]) ->
 
 
 def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
-    """Why a name is no argument."""
+    """Return the error for a name that is no argument."""
     if name.startswith("$"):
         hint = f"give it: {name[1:]}=..." if name[1:].isidentifier() else HINT
         return StrettoError(f"{source}: nothing tells what {name} holds", hint=hint)
@@ -167,8 +171,8 @@ def _unknown(name: str, values: Sequence[str], source: str) -> StrettoError:
 
 
 def _groups(argv: Sequence[str], source: str) -> Iterator[tuple[str, list[str]]]:
-    """Each argument with the values behind it; a variable that stands alone, whose value nothing tells, by
-    its name behind a $.
+    """Yield each argument with its values; a variable of unknown value that stands alone is named
+    with a $.
     """
     name, values = "", list[str]()
     for word in argv:
@@ -234,16 +238,8 @@ _HINTS = {
 }
 
 
-def _former(name: str, values: Sequence[str]) -> str | None:
-    """The arguments that replace one of another version, or None if it is none of these."""
-    instead = _FORMER.get(name)
-    if isinstance(instead, dict):
-        instead = instead.get(" ".join(values))
-    return None if instead is None else instead.format(*values or [""])
-
-
 # what arguments of a class change, if no price
-_UNPRICED = {
+UNPRICED = {
     "data": "what is read, not how long a step takes",
     "text": "what is read, not how long a step takes",
     "checkpoints": "checkpoints",
@@ -256,7 +252,7 @@ _UNPRICED = {
     "faults": "fault handling",
 }
 # why a run here does without arguments of a class
-_NEEDLESS = {
+NEEDLESS = {
     "data": "how files are opened and cached is Stretto's own",
     "checkpoints": "Stretto writes and reads checkpoints of its own",
     "start": "of a checkpoint to begin with, which `stretto checkpoint import --format megatron` brings over",
@@ -266,54 +262,38 @@ _NEEDLESS = {
     "faults": "Stretto saves and ends on a signal, and checkpoint.resume=auto continues",
 }
 # why arguments of a class are refused
-_UNREAD = {
+UNREAD = {
     "no-costs": "it has no costs here",
     "other": "it is for other programs than training with pretrain_gpt.py",
     "removed": "Megatron-LM does not take it any more",
 }
 
 
-def unpriced() -> dict[str, str]:
-    """Arguments that change no price, and what they change."""
+def with_reasons(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the arguments of some classes with the class's reason, from `UNPRICED`, `UNREAD` or
+    `NEEDLESS`.
+    """
     return {
-        argument.name: _UNPRICED[argument.group]
+        argument.name: reasons[argument.group]
         for argument in arguments().values()
-        if argument.group in _UNPRICED
-    }
-
-
-def unread() -> dict[str, str]:
-    """Arguments that change a price in ways that nothing here knows, and why."""
-    return {
-        argument.name: _UNREAD[argument.group]
-        for argument in arguments().values()
-        if argument.group in _UNREAD
-    }
-
-
-def needless() -> dict[str, str]:
-    """Arguments that a run here does without and is the same, and why."""
-    return {
-        argument.name: _NEEDLESS[argument.group]
-        for argument in arguments().values()
-        if argument.group in _NEEDLESS
+        if argument.group in reasons
     }
 
 
 def lost(name: str, value: Any) -> str | None:
-    """Why an argument that is not mapped, with that value, has no counterpart here; None: it needs none, or
-    nothing more is known.
+    """Return why an argument that is not mapped has no counterpart for this value; None if it needs none, or
+    nothing is known.
     """
     if name in _REASONS:
         return _REASONS[name]
     group = arguments()[name].group
     if not group:  # a rule reads it
         return None
-    return None if group in _NEEDLESS or is_default(name, value) else _LOST[group]
+    return None if group in NEEDLESS or is_default(name, value) else _LOST[group]
 
 
 def is_default(name: str, value: Any) -> bool:
-    """True if an argument's value is what it is where it is left out."""
+    """True if the value is the argument's default."""
     argument = arguments()[name]
     default = (
         argument.read([argument.default], name) if argument.default and argument.values != "flag" else None
@@ -342,7 +322,7 @@ _LOST = {
     "text": "Stretto does not read text so",
     "learning": "it changes training, and Stretto has no such choice",
     "maths": "it changes what the model computes, and Stretto has no such choice",
-    **_UNREAD,
+    **UNREAD,
     "no-costs": "Stretto has no such model, type or way to keep tensors",
 }
 
@@ -372,7 +352,7 @@ _SCRIPT_HINT = "give the script that starts pretrain_gpt.py, or its arguments al
 
 
 def render(settings: Settings, notes: Sequence[str]) -> str:
-    """A bash script that defines MEGATRON_ARGS and, unless it is sourced, starts training."""
+    """Return a bash script that defines MEGATRON_ARGS and, unless it is sourced, starts training."""
     world = settings["world-size"]
     node: int = min(_NODE, world) if world % min(_NODE, world) == 0 else world
     lines = ["#!/usr/bin/env bash", f"# Megatron-LM {VERSION} on {world} processes, written by Stretto."]
@@ -398,7 +378,7 @@ def render(settings: Settings, notes: Sequence[str]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value behind its argument, quoted for bash where it must be."""
+    """Return an argument's value, quoted for bash if necessary."""
     if value is True:
         return ""
     if isinstance(value, Unset):
@@ -413,11 +393,11 @@ def _text(value: Any) -> str:
 
 
 def parse(text: str, source: str, start: Start, priced: Collection[str]) -> ParsedSettings:
-    """The arguments of a script or of a command line, and `world-size` if it is known.
+    """Read the arguments of a script or of a command line, and `world-size` if it is known.
 
     Args:
         start: how the script is started.
-        priced: arguments whose values matter to a price.
+        priced: arguments whose values affect a price.
 
     Raises:
         StrettoError: no such script, or an argument that Megatron-LM does not have.
@@ -456,14 +436,16 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
 
 
 def _launch(every: Sequence[Command]) -> tuple[Command, int] | None:
-    """The command that starts training, and the place of the script among its words."""
+    """Return the command that starts training, and the index of the script among its words."""
     begun = [(command, at) for command in every if (at := _program(command)) is not None]
     named = [item for item in begun if re.search(r"pretrain\w*\.py$", item[0].argv[item[1]])]
     return next(reversed(named or begun), None)
 
 
 def _program(command: Command) -> int | None:
-    """The place of the program that a command starts, if that has a name or arguments as Megatron-LM's."""
+    """Return the index of the program that a command starts, if its name or arguments are like
+    Megatron-LM's.
+    """
     argv = command.argv
     if argv[0] in _TALKING:
         return None
@@ -478,7 +460,7 @@ def _program(command: Command) -> int | None:
 
 
 def _check_program(path: str, program: str | None, place: str) -> None:
-    """Raise StrettoError for a program that trains something else than a GPT, or perhaps."""
+    """Raise StrettoError for a program that does not, or may not, train a GPT."""
     for pattern, trained in _PROGRAMS.items():
         if fnmatchcase(f"/{path}", pattern):
             message = f"{place}: {path.rpartition('/')[2]} trains {trained}: only scripts of {_GPT} are read"
@@ -491,10 +473,10 @@ def _check_program(path: str, program: str | None, place: str) -> None:
 
 
 def _world(argv: Sequence[str], batch: Mapping[str, str]) -> int | None:
-    """Number of processes that a launcher starts, or None if its options do not say.
+    """Return the number of processes that a launcher starts, or None if its options do not tell.
 
     Args:
-        batch: variables of SLURM.
+        batch: SLURM's variables.
     """
     options = dict[str, str]()
     for at, word in enumerate(argv):

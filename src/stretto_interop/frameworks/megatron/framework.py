@@ -23,7 +23,6 @@ from stretto_interop.frameworks.fields import PRICED, RUN_DEFAULTS, job_from, re
 from stretto_interop.frameworks.mapping import (
     ExternalFramework,
     FileSettings,
-    ParsedSettings,
     Rule,
     Settings,
     Start,
@@ -34,16 +33,16 @@ from stretto_interop.frameworks.mapping import (
 )
 from stretto_interop.frameworks.megatron.command_line import (
     JSON_FILE,
+    NEEDLESS,
+    UNPRICED,
+    UNREAD,
     VERSION,
-    Argument,
     arguments,
     is_default,
     lost,
-    needless,
     parse,
     render,
-    unpriced,
-    unread,
+    with_reasons,
 )
 from stretto_interop.frameworks.megatron.model import MODEL_RULES, positions_of
 from stretto_interop.frameworks.megatron.ranks import RANKS
@@ -58,11 +57,11 @@ _SIZES = {"batch.global_size": "train_batch_size", "batch.micro_size": "train_mi
 
 
 def read_json(path: str, values: Mapping[str, Any], mapped: Collection[str]) -> FileSettings:
-    """What the JSON says of the run, and where it contradicts the arguments.
+    """Read DeepSpeed's JSON, and where it contradicts the arguments.
 
     Args:
-        values: of fields, as the arguments have them.
-        mapped: fields that the arguments name.
+        values: values of fields by the arguments.
+        mapped: fields that the arguments set.
     """
     added = FileSettings()
     try:
@@ -128,7 +127,7 @@ PLANS = ("schedule=1f1b,interleaved",)
 
 
 def as_run(job: Job, settings: Settings) -> Job:
-    """The job with what Megatron-LM keeps, fuses and recomputes."""
+    """Return the job with what Megatron-LM keeps, fuses and recomputes."""
     modules = settings.get("recompute-modules", list(CORE))
     if "moe-layer-recompute" in settings:
         modules = ["moe"] if settings.get("recompute-granularity") != "selective" else [*modules, "moe"]
@@ -141,7 +140,7 @@ def as_run(job: Job, settings: Settings) -> Job:
 
 
 def remarks(settings: Settings) -> Iterator[str]:
-    """What the price of these arguments leaves out."""
+    """Yield what the price of these arguments leaves out."""
     if positions_of(settings) == "rotary" and settings.get("hidden-dropout", 0.1):
         yield "dropout is left out: models with rotary positions have none here (--hidden-dropout 0)"
     if settings.get("recompute-method") == "uniform" and settings.get("recompute-num-layers", 1) > 1:
@@ -164,7 +163,7 @@ def overlaps(settings: Settings) -> bool:
 
 
 def differs(settings: Settings) -> Iterator[tuple[str, str]]:
-    """In what a run here is not as the arguments say, beyond rounding and random numbers."""
+    """Yield how a run differs from the arguments, beyond rounding and random numbers."""
     dropout, of_scores = (settings.get(f"{kind}-dropout", 0.1) for kind in ("hidden", "attention"))
     if positions_of(settings) == "rotary":
         for name, value in (("hidden-dropout", dropout), ("attention-dropout", of_scores)):
@@ -237,25 +236,20 @@ _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
 }
 
 
-def read_script(text: str, source: str, start: Start) -> ParsedSettings:
-    """As `script.parse`."""
-    return parse(text, source, start, _PRICED)
-
-
 MEGATRON = ExternalFramework(
     name="megatron",
     title=f"Megatron-LM {VERSION}",
     rules=RULES,
     render=render,
-    parse=read_script,
-    unpriced=unpriced(),
-    unread=unread(),
+    parse=lambda text, source, start: parse(text, source, start, _PRICED),
+    unpriced=with_reasons(UNPRICED),
+    unread=with_reasons(UNREAD),
     as_run=as_run,
     remarks=remarks,
     software=lambda _: "tuned",
     overlaps=overlaps,
     plans=PLANS,
-    needless=needless(),
+    needless=with_reasons(NEEDLESS),
     lost=lost,
     is_default=is_default,
     differs=differs,
@@ -301,11 +295,11 @@ _SAVED_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What the arguments of a checkpoint say.
+    """The model and run that a checkpoint's arguments describe.
 
     Attributes:
-        changes: by section of a config, fields of the run: sequence, batch, optimiser, learning rate, steps.
-        notes: what is not the same here, a sentence each.
+        changes: fields of the run by section of a config: sequence, batch, optimiser, learning rate, steps.
+        notes: differences, a sentence each.
     """
 
     shape: ModelShape
@@ -314,12 +308,12 @@ class SavedRun:
 
 
 def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
-    """The model and the run that a checkpoint's arguments describe.
+    """Return the model and the run that a checkpoint's arguments describe.
 
-    Text and tokenizer are taken where this machine has their files.
+    Data and tokenizer are included if their files are on this machine.
 
     Args:
-        args: attributes of the namespace; those that are no plain data may be missing.
+        args: attributes of the namespace; those that are not plain data may be missing.
         source: where they come from, for errors.
 
     Raises:
@@ -356,23 +350,19 @@ def read_saved(args: Mapping[str, Any], source: str) -> SavedRun:
                     raise
                 notes.append(error.message)
     for name in _FILES:
-        if name in values and (missing := _not_here(name, values[name])):
+        value = values.get(name)
+        files: list[str] = [] if value is None else [value] if isinstance(value, str) else list(value)
+        is_data = name == "data.source"
+        missing = [f for f in files if (megatron_prefix(f) is None if is_data else not os.path.exists(f))]
+        if missing:
             notes.append(f"name {name}: {', '.join(missing)}, which it was there, is not on this machine")
             del values[name]
     shape = job_from({name: value for name, value in values.items() if name.startswith("model.")}).shape
     return SavedRun(shape=shape, changes=_changes(args, values), notes=notes)
 
 
-def _not_here(field: str, value: Any) -> list[str]:
-    """Of the files that a field names, those that this machine lacks."""
-    names: list[str] = [] if value is None else [value] if isinstance(value, str) else list(value)
-    if field == "data.source":
-        return [name for name in names if megatron_prefix(name) is None]
-    return [name for name in names if not os.path.exists(name)]
-
-
 def _settings(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The arguments as a command line has them."""
+    """Return the arguments as on a command line."""
     result, all_arguments = dict[str, Any](), arguments()
     for name in sorted(set(names)):
         argument = all_arguments.get(name)
@@ -383,16 +373,12 @@ def _settings(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
             value = value is False
         if value is None or (argument.values == "flag" and value is not True):
             continue
-        result[argument.name] = _as_argument(argument, value)
+        if argument.values in ("+", "*"):
+            value = list(value) if isinstance(value, list | tuple) else [value]
+        elif argument.kind == "str" and not isinstance(value, str):
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        result[argument.name] = value
     return result
-
-
-def _as_argument(argument: Argument, value: Any) -> Any:
-    if argument.values in ("+", "*"):
-        return list(value) if isinstance(value, list | tuple) else [value]
-    if argument.kind == "str" and not isinstance(value, str):
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return value
 
 
 def _attribute(name: str) -> str:
@@ -400,7 +386,7 @@ def _attribute(name: str) -> str:
 
 
 def _changes(args: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Fields of the run, section by section."""
+    """Return the fields of the run, by section."""
     result: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for name in _SAVED_FIELDS:
         section, _, field = name.partition(".")
@@ -431,7 +417,7 @@ def _notes(args: Mapping[str, Any]) -> Iterable[str]:
 
 
 def saved_arguments(shape: ModelShape) -> dict[str, Any]:
-    """The attributes that a checkpoint's namespace has for a model.
+    """Return the attributes of a checkpoint's namespace for a model.
 
     Raises:
         StrettoError: Megatron-LM has no such model.

@@ -90,7 +90,7 @@ def _read_positions(settings: Settings) -> Values:
 
 
 def positions_of(settings: Settings) -> str:
-    """The kind of positions that the arguments choose: learned or rotary.
+    """Return the kind of positions that the arguments choose: learned or rotary.
 
     Raises:
         StrettoError: positions of a kind that has no costs here.
@@ -204,7 +204,7 @@ def _read_mlp(settings: Settings) -> Values:
 
 
 def ffn_of(settings: Settings) -> int:
-    """Inner width of the MLP, and of experts that have none of their own."""
+    """Return the inner width of the MLP, and of experts without one of their own."""
     hidden = settings["hidden-size"]
     default = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in settings else 4 * hidden
     return settings.get("ffn-hidden-size", default)
@@ -255,8 +255,8 @@ def _read_qkv_bias(settings: Settings) -> Values:
 
 
 def _write_vocabulary(values: JobValues) -> Settings:
-    """Without a tokenizer it is that of Megatron's NullTokenizer, which adds one entry for the end of a
-    document; a plan says no more.
+    """Without a tokenizer, write Megatron's NullTokenizer, which adds one entry for the end of a document; a
+    plan has no tokenizer.
     """
     if values[RUN.data.tokenizer] is not None:
         return {"vocab-size": values[MODEL.vocab]}
@@ -264,7 +264,7 @@ def _write_vocabulary(values: JobValues) -> Settings:
 
 
 def _tokenizer_type(settings: Settings) -> str | None:
-    """GPT-2's, if its two files are there and no other is chosen."""
+    """Return the tokenizer's type: GPT-2's if its two files are given and no other is chosen."""
     return settings.get("tokenizer-type", "GPT2BPETokenizer" if "merge-file" in settings else None)
 
 
@@ -297,8 +297,8 @@ def _write_tokenizer(values: JobValues) -> Settings:
 
 
 def _read_tokenizer(settings: Settings) -> Values:
-    """A file, a vocab.json with the merges.txt beside it (or any beginning of both names), or two files of
-    other names.
+    """Read a file, a vocab.json with its merges.txt (or the same names with a prefix), or two files of other
+    names.
     """
     kind, model = _tokenizer_type(settings), settings.get("tokenizer-model")
     field = name_of(RUN.data.tokenizer)
@@ -419,7 +419,7 @@ def _read_window(settings: Settings) -> Values:
 
 
 def _expert_rule(fields: tuple[object, ...], settings: str, write: Writer, read: Reader) -> Rule:
-    """A rule that says nothing about a model without experts."""
+    """Return a rule that does not apply to a model without experts."""
     return rule(
         fields,
         settings,
@@ -453,7 +453,7 @@ def _read_experts(settings: Settings) -> Values:
 
 
 def _write_scores(values: JobValues) -> Settings:
-    """How logits become weights: the softmax of the chosen ones, or of all before the choice."""
+    """Write how logits become weights: by a softmax of the chosen ones, or of all before the choice."""
     normalise, single = values[MOE.normalise], values[MOE.top_k] == 1
     if values[MOE.score] == "sigmoid":
         if not normalise and not single:
@@ -521,7 +521,7 @@ def _capacity_notes(values: JobValues) -> Iterable[str]:
 
 
 def _write_layers_with_experts(values: JobValues) -> Settings:
-    """The blocks with experts, as a list of ones and zeros."""
+    """Write which blocks have experts, as a list of ones and zeros."""
     layers, dense = values[MODEL.layers], values[MOE.dense_layers]
     every = values[MOE.every]
     if every == 1:
@@ -531,7 +531,7 @@ def _write_layers_with_experts(values: JobValues) -> Settings:
 
 
 def _read_layers_with_experts(settings: Settings) -> Values:
-    """From a number n (each n-th block from the first on), or a list such as "([0]*3+[1]*58)"."""
+    """Read a number n (each n-th block from the first on), or a list such as "([0]*3+[1]*58)"."""
     text, layers = settings.get("moe-layer-freq"), settings["num-layers"]
     if text is None:
         return {}
@@ -559,7 +559,7 @@ def _read_layers_with_experts(settings: Settings) -> Values:
 
 
 def _listed(node: ast.expr) -> list[int]:
-    """The value of an expression of lists of numbers, `+` and `*`; raises ValueError for any other."""
+    """Return the value of an expression of lists of numbers, `+` and `*`; raise ValueError for any other."""
     match node:
         case ast.List(elts=items):
             numbers = [item.value for item in items if isinstance(item, ast.Constant)]
@@ -586,7 +586,7 @@ def _read_router_bias(settings: Settings) -> Values:
 
 
 def _write_correction(values: JobValues) -> Settings:
-    """The numbers that balance experts; Megatron-LM always updates them."""
+    """Write the biases that balance experts; Megatron-LM always updates them."""
     if not values[MOE.correction]:
         return {}
     if values[MOE.score] != "sigmoid":

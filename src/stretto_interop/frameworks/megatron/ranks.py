@@ -25,10 +25,10 @@ _SCHEDULES = (PLAIN, _INTERLEAVED)
 
 
 def processes(settings: Settings) -> tuple[int, int]:
-    """All processes, and the data-parallel ranks that tp, cp and pp leave of them.
+    """Return the number of processes, and of the data-parallel ranks that tp, cp and pp leave.
 
     Raises:
-        StrettoError: nothing tells how many there are, or they do not divide.
+        StrettoError: their number is unknown, or does not divide.
     """
     world = settings.get("world-size")
     tp, cp, pp = (settings.get(name, 1) for name in _DEGREES)
@@ -118,7 +118,7 @@ def _write_pipeline(values: JobValues) -> Settings:
 
 
 def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
-    """The cut, as a layout in letters where it is not Megatron's own."""
+    """Write the cut, as a layout in letters unless it is Megatron's own."""
     depth = pp * chunks
     if depth == 1:
         return {}
@@ -136,7 +136,7 @@ def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
 
 
 def shortened(stages: list[str]) -> str:
-    """Stages joined by |, with runs of equal ones as (...|)*n."""
+    """Join stages by |, with runs of equal ones as (...|)*n."""
     parts, at = list[str](), 0
     while at < len(stages):
         count = 1
@@ -176,7 +176,7 @@ def _read_pipeline(settings: Settings) -> Values:
 
 
 def _counts(text: str, layers: int) -> list[int]:
-    """Layers of each stage of a layout such as "Et|(tt|)*2tL", embedding and head among them."""
+    """Return the layers of each stage of a layout such as "Et|(tt|)*2tL", embedding and head included."""
     letters = text.replace(",", "")
     letters = re.sub(r"\(([^)]+)\)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
     letters = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
@@ -195,7 +195,7 @@ def _counts(text: str, layers: int) -> list[int]:
 
 
 def _even(settings: Settings, layers: int, pp: int) -> list[int]:
-    """Layers of each stage where no layout says them, as `TransformerConfig` cuts them."""
+    """Return the layers of each stage without a given layout, as `TransformerConfig` cuts them."""
     embedding = "account-for-embedding-in-pipeline-split" in settings
     head = "account-for-loss-in-pipeline-split" in settings
     total, chunks = layers + embedding + head, settings.get("num-virtual-stages-per-pipeline-rank", 1)
@@ -227,7 +227,7 @@ def _even(settings: Settings, layers: int, pp: int) -> list[int]:
 
 
 def _uneven(layers: int, pp: int, chunks: int, *, first: int | None, last: int | None) -> list[int]:
-    """Blocks of each stage where the first and the last rank have their own number."""
+    """Return the blocks of each stage if the first and the last rank have their own number."""
     ends = (first is not None) + (last is not None)
     between, remainder = divmod(layers - (first or 0) - (last or 0), max(1, pp - ends))
     ranks = [between] * pp
@@ -270,7 +270,7 @@ def _write_sharing(values: JobValues) -> Settings:
 
 
 def sharing(settings: Settings) -> str:
-    """The mode of data parallelism."""
+    """Return the mode of data parallelism."""
     if "use-torch-fsdp2" in settings:
         return "zero3"
     if "use-megatron-fsdp" in settings:

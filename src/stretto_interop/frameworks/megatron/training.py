@@ -41,7 +41,7 @@ _SHAPES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential",
 
 
 def _write_rate(values: JobValues) -> Settings:
-    """The learning rate; what is open stays open, and so does what follows from it."""
+    """Write the learning rate; open values stay open, and so do those that follow from them."""
     rate = values.job.optimiser.rate
     lr, steps = values[JOB.optimiser.lr], values[RUN.train.steps]
     is_open = values.is_open(JOB.optimiser.lr)
@@ -79,7 +79,7 @@ def _rate_notes(values: JobValues) -> Iterable[str]:
 
 
 def _updates(settings: Settings, name: str) -> float | None:
-    """An argument that counts iterations, or samples, as updates of full batches."""
+    """Return an argument that counts iterations, or samples, as updates of full batches."""
     if (count := settings.get(f"{name}-iters")) is not None:
         return count
     samples = settings.get(f"{name}-samples")
@@ -92,7 +92,7 @@ def _updates(settings: Settings, name: str) -> float | None:
 
 
 def _read_rate(settings: Settings) -> Values:
-    """As `get_optimizer_param_scheduler` of megatron/training/training.py sets up the schedule."""
+    """Read the schedule as `get_optimizer_param_scheduler` of megatron/training/training.py sets it up."""
     values_read: dict[Any, Any] = {}
     steps, end = _updates(settings, "train"), _updates(settings, "lr-decay")
     if steps is not None:
@@ -125,12 +125,12 @@ def _read_rate(settings: Settings) -> Values:
 
 
 def _ratio(rate: float, peak: float | None) -> float:
-    """A rate as a part of the peak, to the 15 digits that a person writes: 6e-5 of 6e-4 is 0.1."""
+    """Return a rate as a fraction of the peak, to 15 digits, so that 6e-5 of 6e-4 is 0.1."""
     return float(f"{rate / (peak or 1.0):.15g}")
 
 
 def _read_warmup(settings: Settings, end: int) -> float:
-    """Updates of the warm-up, or the part of the `end` updates until the decay has ended."""
+    """Return the updates of the warm-up, or its fraction of the `end` updates until the decay has ended."""
     part = settings.get("lr-warmup-fraction")
     if part is None:
         count = _updates(settings, "lr-warmup") or 0
@@ -169,7 +169,9 @@ def parted(settings: Settings) -> bool:
 
 
 def _write_data(values: JobValues) -> Settings:
-    """The prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill in."""
+    """Write the prefixes of indexed datasets, with the weights of a mixture; other sources are left to fill
+    in.
+    """
     source = values[RUN.data.source]
     names: list[str] = [source] if isinstance(source, str) else list(source)
     prefixes = [megatron_prefix(name) for name in names]
@@ -181,7 +183,9 @@ def _write_data(values: JobValues) -> Settings:
 
 
 def _read_data(settings: Settings) -> Values:
-    """One prefix, several, or several with weights; of splits that are given apart those of training."""
+    """Read one prefix, several, or several with weights; if splits are given separately, those of
+    training.
+    """
     argv = _argv(settings)
     if not argv:
         return {name_of(RUN.data.source): "python-stdlib"} if "mock-data" in settings else {}
@@ -203,10 +207,10 @@ def _read_data(settings: Settings) -> Values:
 
 
 def _argv(settings: Settings) -> Sequence[str]:
-    """The words of --data-path, wherever they stand.
+    """Return the words of --data-path, wherever they are given.
 
     Raises:
-        StrettoError: the file that has them is not here, or is not such a file.
+        StrettoError: the file that has them does not exist, or is not such a file.
     """
     for name in ("data-path", "train-data-path"):
         if settings.get(name):
@@ -227,7 +231,7 @@ def _argv(settings: Settings) -> Sequence[str]:
 
 
 def _read_split(settings: Settings) -> Values:
-    """All is trained on where other splits have other prefixes."""
+    """Read the split; all is trained on if other splits have prefixes of their own."""
     if parted(settings):
         return {RUN.data.split: "100,0,0"}
     split = settings.get("split")
@@ -432,7 +436,9 @@ def _write_evaluation(values: JobValues) -> Settings:
 
 
 def _read_evaluation(settings: Settings) -> Values:
-    """None if the whole source is trained on, so that nothing is held out."""
+    """Read the evaluations; there are none if the entire source is trained on, so that nothing is
+    held out.
+    """
     if parted(settings):
         return {RUN.eval.every: None}
     batches = settings.get("eval-iters", 100)
@@ -445,7 +451,7 @@ _BOARD = (RUN.metrics.tensorboard, RUN.metrics.tensorboard_dir)
 
 
 def _write_checkpoint(values: JobValues) -> Settings:
-    """Where and when to save; without an interval at the end only, which is that of the last step."""
+    """Write where and when to save; without an interval, only at the last step."""
     if values.is_unsaid(RUN.run.name):
         return {}
     resume = values[RUN.checkpoint.resume]
@@ -468,7 +474,7 @@ def _write_checkpoint(values: JobValues) -> Settings:
 
 
 def _read_checkpoint(settings: Settings) -> Values:
-    """The folder that checkpoints are saved to is the run's, or lies in it as `checkpoints`."""
+    """Read the run's folder: the folder of checkpoints, or its parent if that is named `checkpoints`."""
     result: dict[Any, Any] = {RUN.checkpoint.every: settings.get("save-interval")}
     save = settings.get("save")
     folder = None if save is None else Path(save)
@@ -485,7 +491,7 @@ def _read_checkpoint(settings: Settings) -> Values:
 
 
 def _write_bucket(values: JobValues) -> Settings:
-    """In parameters, where ours is in bytes of weights."""
+    """Write the bucket in parameters; Stretto's is in bytes of weights."""
     each = 2 if values[JOB.precision.dtype] in ("bfloat16", "float16") else 4
     return {"ddp-bucket-size": int(values[RUN.train.bucket_mib] * 2**20 / each)}
 

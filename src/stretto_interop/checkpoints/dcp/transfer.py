@@ -44,7 +44,7 @@ Progress = Callable[[int, int], object]  # bytes written so far, of all
 
 @dataclass(frozen=True)
 class Incoming:
-    """One of our tensors, and how its values are read out of theirs."""
+    """A tensor of the new checkpoint, and how its values are read from the other framework's."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,23 +53,23 @@ class Incoming:
 
     @property
     def bytes(self) -> int:
-        """Bytes of it in memory."""
+        """Bytes in memory."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class OpenImport:
-    """A checkpoint of another framework, opened and checked against the shape of its model; no weight has
-    been read yet.
+    """A checkpoint of another framework, open and checked against the shape of its model; no weight has been
+    read yet.
 
     Attributes:
-        source: the folder of the step.
-        step: of training.
+        source: folder of the step.
+        step: training step.
         samples, tokens: seen so far.
-        optimiser: AdamW as it was set, where its states are imported.
-        updates: of the weights, which its states count.
-        parameters: of the model, each counted once.
-        notes: what is different here, a sentence each.
-        tensors: of the new checkpoint.
+        optimiser: AdamW's settings if its states are imported, else None.
+        updates: number of weight updates that the states count.
+        parameters: number of parameters of the model, each counted once.
+        notes: differences from the source, a sentence each.
+        tensors: those of the new checkpoint.
     """
 
     source: Path
@@ -114,11 +114,11 @@ class OpenImport:
     def write(
         self, run: Path, meta: Mapping[str, Any] | None = None, progress: Progress | None = None
     ) -> Path:
-        """Write `run`/checkpoints/step-N; one of the tensors at a time is in memory.
+        """Write `run`/checkpoints/step-N, with one tensor at a time in memory.
 
         Args:
-            meta: what the checkpoint's `meta` has beside what is known of the model and the optimiser.
-            progress: called with the bytes written so far, and with all that there are.
+            meta: entries of the checkpoint's `meta` besides those about the model and the optimiser.
+            progress: called with the bytes written so far and the total.
 
         Returns:
             The checkpoint's path.
@@ -184,11 +184,11 @@ class ExportedCheckpoint:
 
 
 class _Named(Protocol):
-    """A rule for one of our parameters."""
+    """A rule for a parameter."""
 
     @property
     def parameter(self) -> str:
-        """Its name here."""
+        """The parameter's name in Stretto."""
         ...
 
 
@@ -197,7 +197,7 @@ R = TypeVar("R", bound=_Named)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenExport(Generic[R]):
-    """A checkpoint of ours whose model another framework has.
+    """A checkpoint of Stretto whose model another framework has.
 
     Attributes:
         mapping: a rule for every parameter of the model.
@@ -213,11 +213,11 @@ class OpenExport(Generic[R]):
 def open_export(
     path: str | Path, out: Path, rules: Callable[[ModelShape], Iterable[R]], *, framework: str, form: str
 ) -> Generator[OpenExport[R]]:
-    """Open a checkpoint that is to be written to the new folder `out`.
+    """Open a checkpoint that will be written to the new folder `out`.
 
     Args:
-        rules: of a model's parameters there.
-        framework, form: what it is called, and its `--format`, for errors.
+        rules: yields the other framework's rules for a model's parameters.
+        framework, form: its name and its `--format`, for errors.
 
     Raises:
         StrettoError: a damaged checkpoint, a model that the framework does not have, or a folder with files.
@@ -239,10 +239,10 @@ def open_export(
 
 
 def write_whole(state: dict[str, Any], out: Path, size: int, source: str | Path) -> list[Path]:
-    """Write a state dict into the new folder `out`; where that fails, nothing is left of it.
+    """Write a state dict into the new folder `out`; if that fails, nothing is left there.
 
     Args:
-        size: bytes of its tensors.
+        size: bytes of all tensors.
         source: what is exported, for errors.
 
     Returns:
@@ -254,7 +254,8 @@ def write_whole(state: dict[str, Any], out: Path, size: int, source: str | Path)
     check_room(out, size, f"the checkpoint {source}")
     existed = out.exists()
     try:
-        _write(state, out)
+        writer, planner = _StreamingWriter(out), _StreamingPlanner()
+        run_collective(lambda: dcp_save(state, storage_writer=writer, planner=planner, no_dist=True))
     except BaseException:
         for child in list(out.iterdir()) if out.is_dir() else ():
             remove(child)
@@ -264,13 +265,10 @@ def write_whole(state: dict[str, Any], out: Path, size: int, source: str | Path)
     return [out / name for name in sorted(child.name for child in out.iterdir())]
 
 
-def _write(state: dict[str, Any], out: Path) -> None:
-    writer = _StreamingWriter(out)
-    run_collective(lambda: dcp_save(state, storage_writer=writer, planner=_StreamingPlanner(), no_dist=True))
-
-
 class _StreamingWriter(FileSystemWriter):
-    """torch's writer, which itself keeps every tensor until its file is complete (torch 2.13)."""
+    """torch's writer, changed to hold one tensor at a time; torch's own keeps all until its file is complete
+    (torch 2.13).
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this process: objects first, as torch does, then the tensors one by one. A
@@ -303,7 +301,7 @@ class _StreamingWriter(FileSystemWriter):
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """torch's planner, which fetches a streamed tensor only when it is written."""
+    """torch's planner, changed to fetch a streamed tensor only when it is written."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -315,11 +313,12 @@ class _StreamingPlanner(DefaultSavePlanner):
 def saved_optimiser(
     meta: Mapping[str, Any], stored: StoredTensors, trained: Sequence[str], notes: list[str]
 ) -> Optimiser | None:
-    """The optimiser as the run's config has it, if it is AdamW and its states are all there.
+    """Return the optimiser as the run's config has it, or None unless it is AdamW and all its states are
+    stored.
 
     Args:
         trained: names of the parameters that must have states.
-        notes: to which a sentence is added where they are left out.
+        notes: receives a sentence if the states are left out.
     """
     config = meta.get("config")
     section: Mapping[str, Any] = config.get("optim", {}) if isinstance(config, Mapping) else {}
@@ -344,7 +343,9 @@ def saved_optimiser(
 
 
 def steps_of(meta: Mapping[str, Any]) -> int | None:
-    """Updates of the whole run, on which the learning rate depends; None where the config is not there."""
+    """Return the number of updates of the complete run, on which the learning rate depends; None without a
+    config.
+    """
     config: Any = meta.get("config")
     train: Any = config.get("train") if isinstance(config, Mapping) else None
     steps: Any = train.get("steps") if isinstance(train, Mapping) else None
