@@ -96,7 +96,10 @@ _FUSED = "attention.qkv_linear.wqkv.weight"
 class TitanTensor:
     """A tensor of torchtitan, and which of its values are which of Stretto's.
 
-    names: one for each version that differs, the newest first.
+    Attributes:
+        names: one for each version that differs, the newest first.
+        views: pairs of views of equal shape, of Stretto's tensor and of torchtitan's; together they cover
+            torchtitan's.
     """
 
     names: tuple[str, ...]
@@ -117,7 +120,8 @@ class TitanTensor:
 class TitanRule:
     """A parameter of Stretto, and the tensors of torchtitan that make it up.
 
-    fused: the same for the optimiser's states, where they are kept for several parts together.
+    Attributes:
+        fused: the tensor whose optimiser states are those of all parts, if there is one.
     """
 
     parameter: str

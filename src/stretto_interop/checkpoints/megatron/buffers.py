@@ -240,8 +240,9 @@ class _Order:
 class _Part:
     """A parameter on a rank: one of the model's, or one expert's, cut over `ranks`.
 
-    alone: in a bucket of its own: an embedding that is the head's too, on another stage. copy: its values are
-    read from another stage.
+    Attributes:
+        alone: True if it has a bucket of its own: an embedding that is also the head, on another stage.
+        copy: True if its values are read from another stage.
     """
 
     rule: MegatronRule

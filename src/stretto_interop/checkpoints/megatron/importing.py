@@ -64,7 +64,9 @@ _CHAINED = re.compile(r"chained_\d+\.")
 class _Slot:
     """A tensor in the checkpoint, or one layer or expert of it.
 
-    name: in the checkpoint. start: of the stacked dimensions before `shape`. shape: of the part.
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        start: offsets in the stacked dimensions before `shape`.
     """
 
     name: str
