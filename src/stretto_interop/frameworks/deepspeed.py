@@ -38,6 +38,7 @@ from stretto_interop.frameworks.mapping import (
     next_token,
     others,
     refused,
+    require,
     restricted,
     rule,
     under,
@@ -192,13 +193,9 @@ _PARAMS = "optimizer.params"
 def _write_optimiser(values: JobValues) -> Settings:
     optimiser = values.job.optimiser
     name = optimiser.name
-    if name not in _OPTIMISERS:
-        raise refused(
-            JOB.optimiser.name, name, "DeepSpeed makes AdamW, Lamb, Muon and torch's own", _OPTIMISERS
-        )
-    if optimiser.states != "float32":
-        rule = "DeepSpeed keeps means in 16 bits beside masters in 16 bits only"
-        raise refused(JOB.optimiser.states, optimiser.states, rule, ["float32"])
+    require(values, JOB.optimiser.name, _OPTIMISERS, "DeepSpeed makes AdamW, Lamb, Muon and torch's own")
+    rule = "DeepSpeed keeps means in 16 bits beside masters in 16 bits only"
+    require(values, JOB.optimiser.states, ["float32"], rule)
     if optimiser.no_decay:
         rule = "in DeepSpeed the script makes the parameter groups"
         raise refused(JOB.optimiser.no_decay, list(optimiser.no_decay), rule, ["[]"])
@@ -378,8 +375,7 @@ def _read_batch(settings: Settings) -> Values:
 
 def _write_layout(values: JobValues) -> Settings:
     layout = values.job.layout
-    if layout.pp > 1:
-        raise refused(JOB.layout.pp, layout.pp, _NO_PIPELINE, [1])
+    require(values, JOB.layout.pp, [1], _NO_PIPELINE)
     if layout.cp > 1 and layout.tp > 1:
         rule = "DeepSpeed has sequence parallelism without AutoTP only"
         raise Problem("layout.cp", layout.cp, rule, "layout.tp=1, or layout.cp=1")
@@ -439,8 +435,7 @@ _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 def _write_zero(values: JobValues) -> Settings:
     job = values.job
     dp = job.dp
-    if dp.mode not in _STAGES:
-        raise refused(JOB.dp.mode, dp.mode, "DeepSpeed has ZeRO's stages 0 to 3", _STAGES)
+    require(values, JOB.dp.mode, _STAGES, "DeepSpeed has ZeRO's stages 0 to 3")
     settings: dict[str, Any] = {"zero_optimization.stage": _STAGES[dp.mode]}
     sizes = dp.sizes(job.copies)
     global_batch = {"shard_states": sizes.states, "shard_gradients": sizes.gradients}
@@ -490,11 +485,10 @@ def _write_overlap(values: JobValues) -> Settings:
 
 
 def _write_reduce(values: JobValues) -> Settings:
-    mode, choice = values.job.dp.mode, values[JOB.dp.reduce]
+    mode = values.job.dp.mode
     does = "microbatch" if mode in ("zero2", "zero3") else "step"
-    if choice not in ("auto", does):
-        rule = f"DeepSpeed's ZeRO {mode[-1]} reduces with each microbatch"
-        raise refused(JOB.dp.reduce, choice, rule, ["auto", does])
+    rule = f"DeepSpeed's ZeRO {mode[-1]} reduces with each microbatch"
+    require(values, JOB.dp.reduce, ["auto", does], rule)
     return {}
 
 
@@ -599,11 +593,10 @@ _ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
 def _write_recompute(values: JobValues) -> Settings:
     again = values.job.recompute
+    rule = "DeepSpeed repeats whole modules: its script checkpoints blocks or none"
+    require(values, JOB.recompute.mode, ["none", "full"], rule)
     if again.mode == "none":
         return {}
-    if again.mode != "full":
-        rule = "DeepSpeed repeats whole modules: its script checkpoints blocks or none"
-        raise refused(JOB.recompute.mode, again.mode, rule, ["none", "full"])
     return {"activation_checkpointing.partition_activations": again.shard_inputs}
 
 

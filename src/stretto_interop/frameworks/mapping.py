@@ -327,10 +327,8 @@ def one_of(
         allowed.setdefault(of_setting, value)
 
     def write(among: JobValues) -> Settings:
-        value = among[field]
-        if value not in values:
-            raise refused(field, value, instead, values)
-        return {setting: values[value]}
+        require(among, field, values, instead)
+        return {setting: values[among[field]]}
 
     def read(settings: Settings) -> Values:
         value = settings.get(setting, default)
@@ -360,8 +358,7 @@ def restricted(field: T, allowed: Iterable[T], instead: str) -> Rule:
     accepted = tuple(allowed)
 
     def write(values: JobValues) -> Settings:
-        if values[field] not in accepted:
-            raise refused(field, values[field], instead, accepted)
+        require(values, field, accepted, instead)
         return {}
 
     return rule(field, write=write)
@@ -375,8 +372,7 @@ def absent(instead: str, presence: object, fields: tuple[object, ...]) -> Rule:
     """
 
     def write(values: JobValues) -> Settings:
-        if (value := values[presence]) is not None:
-            raise refused(presence, value, instead, (None,))
+        require(values, presence, (None,), instead)
         return {}
 
     return rule((presence, *fields), write=write)
@@ -393,8 +389,7 @@ def without_encoder(instead: str, *fields: object) -> Rule:
         sequence = values[JOB.sequence]
         decoder = ((MODEL.encoder_layers, 0), (JOB.target_sequence, sequence), (JOB.encoder_pp, None))
         for entry, value in decoder:
-            if values[entry] != value:
-                raise refused(entry, values[entry], instead, (value,))
+            require(values, entry, (value,), instead)
         return {}
 
     return rule((JOB.target_sequence, JOB.encoder_pp, *fields), write=write)
@@ -423,6 +418,13 @@ def next_token(instead: str) -> tuple[Rule, Rule]:
             (data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
         ),
     )
+
+
+def require(values: JobValues, field: object, allowed: Iterable[Any], instead: str) -> None:
+    """Raise Problem, as of `refused`, for a value that is not allowed."""
+    accepted = tuple(allowed)
+    if values[field] not in accepted:
+        raise refused(field, values[field], instead, accepted)
 
 
 def refused(field: object, value: Any, instead: str, allowed: Iterable[Any]) -> Problem:

@@ -17,7 +17,7 @@ from typing import Any
 from stretto.job.framework import framework_behaviour
 from stretto.job.job import Job
 from stretto_interop.frameworks.fields import JOB, RATE, RUN, JobValues, name_of
-from stretto_interop.frameworks.mapping import Rule, Settings, Unset, refused
+from stretto_interop.frameworks.mapping import Rule, Settings, Unset, refused, require
 from stretto_interop.frameworks.megatron.framework import MEGATRON, as_run
 
 VERSION = "v0.3.1"
@@ -249,15 +249,13 @@ def _check_decay(values: JobValues) -> None:
 
 
 def _check_states(values: JobValues) -> None:
-    if values[JOB.optimiser.states] != "float32":
-        instead = "types of states are no overrides of a recipe in Megatron-Bridge"
-        raise refused(JOB.optimiser.states, values[JOB.optimiser.states], instead, ("float32",))
+    instead = "types of states are no overrides of a recipe in Megatron-Bridge"
+    require(values, JOB.optimiser.states, ("float32",), instead)
 
 
 def _check_retained(values: JobValues) -> None:
-    if values[RUN.checkpoint.keep_every] is not None:
-        instead = "Megatron-Bridge keeps the newest checkpoints (checkpoint.most_recent_k), or all"
-        raise refused(RUN.checkpoint.keep_every, values[RUN.checkpoint.keep_every], instead, (None,))
+    instead = "Megatron-Bridge keeps the newest checkpoints (checkpoint.most_recent_k), or all"
+    require(values, RUN.checkpoint.keep_every, (None,), instead)
 
 
 _CHECKS: Sequence[tuple[object, Callable[[JobValues], None]]] = (

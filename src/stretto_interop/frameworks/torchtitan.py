@@ -29,6 +29,7 @@ from stretto_interop.frameworks.mapping import (
     others,
     refused,
     renamed,
+    require,
     restricted,
     rule,
     under,
@@ -142,11 +143,10 @@ def _read_layout(settings: Settings) -> Values:
 
 def _write_reduce(values: JobValues) -> Settings:
     """FSDP2 reduces after every backward; in a pipeline after the last microbatch's."""
-    job, choice = values.job, values[JOB.dp.reduce]
+    job = values.job
     does = "step" if job.layout.pp > 1 or job.dp.mode == "ddp" else "microbatch"
-    if choice not in ("auto", does):
-        rule = f"torchtitan {'with' if job.layout.pp > 1 else 'without'} a pipeline reduces once a {does}"
-        raise refused(JOB.dp.reduce, choice, rule, [does, "auto"])
+    rule = f"torchtitan {'with' if job.layout.pp > 1 else 'without'} a pipeline reduces once a {does}"
+    require(values, JOB.dp.reduce, [does, "auto"], rule)
     return {}
 
 
@@ -216,9 +216,8 @@ def _read_offload(settings: Settings) -> Values:
 
 def _write_types(values: JobValues) -> Settings:
     precision = values.job.precision
-    if precision.dtype not in ("float32", "bfloat16"):
-        rule = "torchtitan computes in float32 or bfloat16"
-        raise refused(JOB.precision.dtype, precision.dtype, rule, ["bfloat16", "float32"])
+    rule = "torchtitan computes in float32 or bfloat16"
+    require(values, JOB.precision.dtype, ["bfloat16", "float32"], rule)
     if precision.dtype == "bfloat16" and precision.gradients != "float32":
         rule = "torchtitan reduces gradients in float32"
         raise refused(JOB.precision.gradients, precision.gradients, rule, ["float32"])
@@ -257,9 +256,8 @@ _OPTIMISER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 def _write_optimiser(values: JobValues) -> Settings:
     optimiser = values.job.optimiser
-    if optimiser.name != "adamw":
-        rule = "torchtitan's optimisers are AdamW, and Muon with buckets of its own"
-        raise refused(JOB.optimiser.name, optimiser.name, rule, ["adamw"])
+    rule = "torchtitan's optimisers are AdamW, and Muon with buckets of its own"
+    require(values, JOB.optimiser.name, ["adamw"], rule)
     if optimiser.no_decay:
         rule = "names of parameters are others in torchtitan: add groups to the config by hand"
         raise refused(JOB.optimiser.no_decay, list(optimiser.no_decay), rule, ["[]"])
@@ -299,9 +297,7 @@ def _read_optimiser(settings: Settings) -> Values:
 
 def _write_rate(values: JobValues) -> Settings:
     rate, steps = values.job.optimiser.rate, values[RUN.train.steps]
-    if rate.warmup_init is not None:
-        instead = "torchtitan's warm-up begins at 1/warmup"
-        raise refused(RATE.warmup_init, rate.warmup_init, instead, [None])
+    require(values, RATE.warmup_init, [None], "torchtitan's warm-up begins at 1/warmup")
     if rate.schedule == "inverse-sqrt":
         instead = "torchtitan holds, then decays linearly, by sqrt or as a cosine"
         raise refused(RATE.schedule, rate.schedule, instead, ["cosine", "linear", "constant", "wsd"])
@@ -343,11 +339,9 @@ def _read_rate(settings: Settings) -> Values:
 
 def _write_recompute(values: JobValues) -> Settings:
     again = values.job.recompute
-    if again.mode not in ("none", "full"):
-        rule = "torchtitan repeats whole blocks, or (SelectiveAC) every second matrix product"
-        raise refused(JOB.recompute.mode, again.mode, rule, ["none", "full"])
-    if again.blocks is not None:
-        raise refused(JOB.recompute.blocks, again.blocks, "torchtitan repeats all blocks or none", [None])
+    rule = "torchtitan repeats whole blocks, or (SelectiveAC) every second matrix product"
+    require(values, JOB.recompute.mode, ["none", "full"], rule)
+    require(values, JOB.recompute.blocks, [None], "torchtitan repeats all blocks or none")
     if again.shard_inputs and not values.job.sequence_parallel and again.mode == "full":
         rule = "torchtitan keeps inputs of blocks as they are"
         raise refused(JOB.recompute.shard_inputs, True, rule, [False])

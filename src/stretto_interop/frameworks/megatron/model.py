@@ -38,6 +38,7 @@ from stretto_interop.frameworks.mapping import (
     flag,
     refused,
     renamed,
+    require,
     restricted,
     rule,
     without_encoder,
@@ -113,16 +114,13 @@ def _write_rope(values: JobValues) -> Settings:
     instead = "Megatron-LM scales rotary positions as Llama 3.1, or by yarn"
     latent = values[KV_RANK] is not None
     fixed = _LLAMA3 if kind == "llama3" else _YARN if latent else {}
-    if kind not in ("llama3", "yarn"):
-        raise refused(ROPE.type, kind, instead, ("llama3", "yarn"))
+    require(values, ROPE.type, ("llama3", "yarn"), instead)
     for name, only in fixed.items():
-        if (value := values[getattr(ROPE, name)]) != only:
-            raise refused(getattr(ROPE, name), value, instead, (only,))
+        require(values, getattr(ROPE, name), (only,), instead)
     if kind == "llama3":
         return {"use-rope-scaling": True, "rope-scaling-factor": values[ROPE.factor]}
-    if values[ROPE.attention_factor] is not None:
-        instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
-        raise refused(ROPE.attention_factor, values[ROPE.attention_factor], instead, (None,))
+    instead = "Megatron-LM's yarn multiplies by 0.1 ln(factor) + 1, or as --mscale says"
+    require(values, ROPE.attention_factor, (None,), instead)
     if latent:
         return {
             "rope-type": "yarn",
@@ -182,10 +180,8 @@ def _write_mlp(values: JobValues) -> Settings:
         "gelu": {},
         "swiglu_clamped": {"quick-geglu": True, **_QUICK},
     }
-    kind = values[MODEL.mlp]
-    if kind not in kinds:
-        raise refused(MODEL.mlp, kind, "Megatron-LM's arguments have no such gate", kinds)
-    return kinds[kind]
+    require(values, MODEL.mlp, kinds, "Megatron-LM's arguments have no such gate")
+    return kinds[values[MODEL.mlp]]
 
 
 def _read_mlp(settings: Settings) -> Values:

@@ -16,6 +16,7 @@ from stretto_interop.frameworks.mapping import (
     ignored,
     refused,
     renamed,
+    require,
     restricted,
     rule,
 )
@@ -72,11 +73,8 @@ _ORDERS = {"tp-cp-ep-dp-pp": {}, "tp-cp-ep-pp-dp": {"use-tp-pp-dp-mapping": True
 
 
 def _write_order(values: JobValues) -> Settings:
-    order = values[JOB.layout.order]
-    if order not in _ORDERS:
-        instead = f"Megatron-LM numbers ranks as {' or '.join(_ORDERS)}"
-        raise refused(JOB.layout.order, order, instead, _ORDERS)
-    return _ORDERS[order]
+    require(values, JOB.layout.order, _ORDERS, f"Megatron-LM numbers ranks as {' or '.join(_ORDERS)}")
+    return _ORDERS[values[JOB.layout.order]]
 
 
 def _read_sequence_parallel(settings: Settings) -> Values:
@@ -98,13 +96,10 @@ def _read_context(settings: Settings) -> Values:
 
 def _write_pipeline(values: JobValues) -> Settings:
     """The schedule follows from the stages of a rank: one is 1F1B, several are interleaved."""
-    if values[RUN.schedule.file] is not None:
-        instead = "Megatron-LM makes its schedule itself and takes none from a file"
-        raise refused(RUN.schedule.file, values[RUN.schedule.file], instead, (None,))
+    instead = "Megatron-LM makes its schedule itself and takes none from a file"
+    require(values, RUN.schedule.file, (None,), instead)
     name, pp = values[JOB.schedule], values[JOB.layout.pp]
-    if name not in _SCHEDULES:
-        instead = "Megatron-LM has 1F1B and interleaved 1F1B"
-        raise refused(JOB.schedule, name, instead, _SCHEDULES)
+    require(values, JOB.schedule, _SCHEDULES, "Megatron-LM has 1F1B and interleaved 1F1B")
     chunks = (values[RUN.schedule.chunks] or 2) if name == _INTERLEAVED else values[RUN.schedule.chunks] or 1
     if pp == 1 and chunks > 1:
         instead = "Megatron-LM has several stages on a rank only in a pipeline of two ranks or more"
@@ -311,13 +306,12 @@ def _read_shards(settings: Settings) -> Values:
 def _write_reduce(values: JobValues) -> Settings:
     each = values[JOB.dp.mode] in ("zero2", "zero3")
     allowed = ("auto", "microbatch") if each else ("auto", "step")
-    if values[JOB.dp.reduce] not in allowed:
-        instead = (
-            "Megatron-LM's FSDP reduces gradients with each microbatch"
-            if each
-            else "Megatron-LM reduces gradients once, with the last microbatch"
-        )
-        raise refused(JOB.dp.reduce, values[JOB.dp.reduce], instead, allowed)
+    instead = (
+        "Megatron-LM's FSDP reduces gradients with each microbatch"
+        if each
+        else "Megatron-LM reduces gradients once, with the last microbatch"
+    )
+    require(values, JOB.dp.reduce, allowed, instead)
     return {}
 
 

@@ -26,6 +26,7 @@ from stretto_interop.frameworks.mapping import (
     optional,
     refused,
     renamed,
+    require,
     restricted,
     rule,
 )
@@ -300,8 +301,7 @@ SEED = 1234  # Megatron-LM's usual one; it takes none below 1
 def _write_dtype(values: JobValues) -> Settings:
     dtype, same_type = values[JOB.precision.dtype], values[JOB.precision.gradients] == "same"
     kinds: dict[str, dict[str, Any]] = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
-    if dtype not in kinds:
-        raise refused(JOB.precision.dtype, dtype, "Megatron-LM computes in 32 or 16 bits", kinds)
+    require(values, JOB.precision.dtype, kinds, "Megatron-LM computes in 32 or 16 bits")
     if dtype == "float32":
         return {}
     if not same_type:
@@ -369,8 +369,7 @@ _OPTIMISERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
 def _write_optimiser(values: JobValues) -> Settings:
     name, momentum = values[JOB.optimiser.name], values[JOB.optimiser.momentum]
-    if name not in _OPTIMISERS:
-        raise refused(JOB.optimiser.name, name, "Megatron-LM has Adam, SGD and Muon", _OPTIMISERS)
+    require(values, JOB.optimiser.name, _OPTIMISERS, "Megatron-LM has Adam, SGD and Muon")
     if name == "muon" and values[JOB.dp.mode] != "ddp":
         raise refused(JOB.optimiser.name, name, "Megatron-LM shards no states of Muon", ("adamw",))
     if values.is_unsaid(JOB.optimiser.betas):
@@ -455,9 +454,8 @@ def _write_checkpoint(values: JobValues) -> Settings:
     if values.is_unsaid(RUN.run.name):
         return {}
     resume = values[RUN.checkpoint.resume]
-    if resume not in ("never", "auto"):
-        instead = "Megatron-LM cannot load a checkpoint of another framework"
-        raise refused(RUN.checkpoint.resume, resume, instead, ("never", "auto"))
+    instead = "Megatron-LM cannot load a checkpoint of another framework"
+    require(values, RUN.checkpoint.resume, ("never", "auto"), instead)
     folder = f"{values[RUN.run.dir]}/{values[RUN.run.name]}"
     every = values[RUN.checkpoint.every]
     steps: object = RUN.checkpoint.every if values.is_open(RUN.checkpoint.every) else RUN.train.steps
