@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +47,37 @@ def import_dcp(
         return _written(model, run, changes, notes, progress)
 
 
-def _import_megatron(
+def import_megatron(
     source: Path,
     run: Path,
-    shape: ModelShape,
-    changes: Mapping[str, Mapping[str, Any]],
+    shape: ModelShape | None,
     *,
     states: bool = True,
     progress: Progress | None = None,
 ) -> Imported:
-    """Create a run from a distributed checkpoint of Megatron-core. If the checkpoint has optimiser states,
-    training continues with them, from its step and its number of samples.
+    """Create a run from a distributed checkpoint of Megatron-core. If it has the optimiser's states, training
+    continues with them, from its step and its number of samples.
 
     Args:
         source: the folder of an iteration, or of all of them.
-        shape: the model's.
-        changes: by section of the config, what the checkpoint's arguments say of the run.
+        shape: shape of the model, or None to take model and settings from the checkpoint's arguments.
         states: import the optimiser's states too.
         progress: as for `import_model`.
 
     Raises:
         StrettoError: as `MegatronImport`; the run's folder has a run already, or too little room.
     """
+    folder, notes = find_iteration(source), list[str]()
+    sections: dict[str, dict[str, Any]] = {}
+    if shape is None:
+        saved = read_saved(read_common(folder).args, str(folder / COMMON))
+        shape, notes = saved.shape, list(saved.notes)
+        sections = {name: dict(section) for name, section in saved.changes.items()}
     with MegatronImport(source, shape, states=states) as model:
-        sections = {name: dict(section) for name, section in changes.items()}
         sequence = sections.get("data", {}).get("sequence")
         if sequence is not None and sequence > shape.sequence:
             del sections["data"]["sequence"]
-        notes = list(model.notes)
+        notes += model.notes
         if model.optimiser is not None:
             sections["optim"] = {**_settings(model.optimiser), **sections.get("optim", {})}
             sections["optim"]["no_decay"] = list(model.optimiser.no_decay)
@@ -159,20 +161,3 @@ def export(
     if last:
         report.line(last)
     report.print(as_json)
-
-
-def import_megatron(
-    source: Path, run: Path, shape: ModelShape | None, *, states: bool, progress: Progress | None
-) -> Imported:
-    """Create a run from a checkpoint of Megatron-LM.
-
-    Args:
-        shape: shape of the model, or None to take model and settings from the checkpoint's arguments.
-        states: import the optimiser's states too.
-    """
-    folder = find_iteration(source)
-    if shape is not None:
-        return _import_megatron(source, run, shape, {}, states=states, progress=progress)
-    saved = read_saved(read_common(folder).args, str(folder / COMMON))
-    run_made = _import_megatron(source, run, saved.shape, saved.changes, states=states, progress=progress)
-    return replace(run_made, notes=[*saved.notes, *run_made.notes])
