@@ -133,6 +133,8 @@ def _cluster_job(options: RanksOptions) -> ClusterJob:
         config=options.config,
         overrides=overrides,
         layout=layout,
+        folder=str(config.run.folder),
+        steps=config.train.steps,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         devices_per_node=devices,

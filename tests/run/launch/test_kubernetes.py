@@ -29,6 +29,8 @@ def job(**changes: Any) -> ClusterJob:
         "config": "my job.yaml",
         "overrides": ["data.source=a$$b$(c)"],
         "layout": "dp=8",
+        "folder": "runs/gpt",
+        "steps": 300,
         "nodes": 2,
         "ranks_per_node": 4,
         "devices_per_node": 4,
@@ -110,7 +112,9 @@ def test_nodes_run_the_agent(kind: str, node: str, host: str, tmp_path: Path) ->
     variables = {entry["name"]: entry.get("value") for entry in holder["env"]}
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "90"
     assert variables["NCCL_DEBUG"] == "INFO"
-    assert holder["env"][-1]["valueFrom"]["secretKeyRef"]["name"] == "gpt-key"
+    (key,) = (entry["valueFrom"] for entry in holder["env"] if "valueFrom" in entry)
+    assert key["secretKeyRef"]["name"] == "gpt-key"
+    assert variables.get("STRETTO_PROGRESS") == ("300 runs/gpt" if kind == "trainjob" else None)
     bash, option, script = holder["command"]
     script = script.replace("$$", "$")
     check_shell(script, tmp_path / "script.sh")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from stretto.run.launch.progress import report_progress
 from stretto.run.launch.stop import SAVED
 
 
@@ -24,7 +25,8 @@ def run(arguments: Sequence[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     try:
-        torchrun(list(arguments))
+        with report_progress():
+            torchrun(list(arguments))
     except SignalException:
         return SAVED
     except ChildFailedError as error:

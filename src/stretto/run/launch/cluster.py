@@ -30,6 +30,8 @@ class ClusterJob:
     Attributes:
         config, overrides: as `stretto train` takes them.
         layout: the layout, as text.
+        folder: folder of the run.
+        steps: number of updates in the whole run.
         devices_per_node: accelerators requested per node; None if other options of the launcher request them.
         grace_s: time that ranks have from the signal that asks them to stop until they are killed, seconds.
         restarts: most times that the job is started again after it was stopped.
@@ -46,6 +48,8 @@ class ClusterJob:
     config: str
     overrides: Sequence[str] = ()
     layout: str
+    folder: str = ""
+    steps: int = 0
     nodes: int
     ranks_per_node: int
     devices_per_node: int | None = None

@@ -15,6 +15,7 @@ from typing import Any
 from stretto.engine.parallel.signed import KEY
 from stretto.errors import Problem, StrettoError
 from stretto.run.launch.cluster import RESTARTED, ClusterJob, yaml_text
+from stretto.run.launch.progress import PROGRESS
 
 KINDS = ("trainjob", "jobset", "volcano")
 RUNTIME = "torch-distributed"  # Kubeflow's own ClusterTrainingRuntime for torchrun
@@ -86,7 +87,7 @@ def _train_job(
         "numProcPerNode": job.ranks_per_node,
         "image": container["image"],
         "command": container["command"],
-        "env": container["env"],
+        "env": [*container["env"], {"name": PROGRESS, "value": f"{job.steps} {job.folder}"}],
     }
     if container["resources"]:
         trainer["resourcesPerNode"] = container["resources"]
