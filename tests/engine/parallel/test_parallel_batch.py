@@ -496,12 +496,14 @@ def test_a_parameter_whose_gradient_would_be_counted_wrongly_is_refused():
         parallelize(keyed(Net()), {**plan, "": Replicate()}, FakeMesh(2))
 
 
-def test_gradients_that_are_not_there_are_not_passed_over():
+def test_missing_gradients_raise():
     model = keyed(_chain())
     table = parallelize(model, {"": BatchParallel()}, FakeMesh(2, grouped=True), convert=False)
-    with pytest.raises(StrettoError, match="no parameter whose gradient is to be summed has one in grad"):
+    with pytest.raises(StrettoError, match="no parameter whose gradient must be summed has a grad"):
         sum_gradients(model, table)
-    with pytest.raises(StrettoError, match=r"gradient of 0.weight is to be summed .* which zero1 does not"):
+    with pytest.raises(
+        StrettoError, match=r"gradient of 0.weight must also be summed .* which zero1 does not"
+    ):
         data_parallel(model, FakeMesh(2), "zero1")
 
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks that hold the same tensor hold the same bits: checksums, compared by one all-reduce.
+"""Checks that replicas of a tensor are bitwise equal on all ranks: checksums, compared by one all-reduce.
 
 Two tensors are replicas if they have the same name and cover the same boxes of the full tensor, on any axis:
 data-parallel replicas, parameters that tensor parallelism does not split, tied weights on two stages, the
@@ -24,7 +24,7 @@ RankTensors = Mapping[str, tuple[Tensor, ShardPlacement]]
 """Tensors of this rank by name, with their placements; replicas have the same name on all ranks."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ABSENT = torch.iinfo(torch.int64).min  # in place of a checksum
+_ABSENT = torch.iinfo(torch.int64).min  # the checksum of a tensor without memory
 MAX_LISTED = 5  # tensors that a message lists
 
 
@@ -52,18 +52,18 @@ class ReplicaMismatch:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's elements, read as integers of their size, with wrap-around: int64 [], on
-    its device. Any change of a single element changes it; zeros and the order of elements do not.
+    its device. Any change of a single element changes it; additional zeros and the order of elements do not.
     """
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     kind = _INTEGERS[tensor.element_size()]
-    # in the elements' own size, wrapping round: torch adds those as fast as memory gives them
+    # integers of the elements' size, with wrap-around: torch sums these at the speed of memory
     return tensor.detach().view(-1).view(kind).sum(dtype=kind).to(torch.int64)
 
 
 class ReplicaConsistencyCheck:
-    """Compares the tensors that this rank shares with other ranks. The first comparison finds out which these
-    are; from then on every rank must hold the same tensors.
+    """Compares the tensors that this rank shares with other ranks. The first comparison determines these
+    tensors; from then on every rank must hold the same ones.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ReplicaConsistencyCheck:
     @torch.no_grad()
     def differences(self, tensors: RankTensors) -> list[ReplicaMismatch]:
         """Return the tensors whose replicas differ, the same list on every rank. Tensors without memory, such
-        as weights that are gathered for use, are left out. Collective over all ranks.
+        as released sharded weights, are left out. Collective over all ranks.
         """
         if not has_group():
             return []
@@ -94,10 +94,10 @@ class ReplicaConsistencyCheck:
         if present:
             checksums = [checksum(tensors[name][0]).to(device, non_blocking=True) for name in present]
             sums[torch.tensor(list(present.values()), device=device)] = torch.stack(checksums)
-        both = torch.cat([sums, torch.where(sums == _ABSENT, _ABSENT, ~sums)])  # ~x falls as x rises
+        both = torch.cat([sums, torch.where(sums == _ABSENT, _ABSENT, ~sums)])  # ~x decreases as x increases
         dist.all_reduce(both, dist.ReduceOp.MAX)
         highest, lowest = both[: self._count], ~both[self._count :]
-        wrong = (highest != lowest) & (highest != _ABSENT)  # some have no memory anywhere now
+        wrong = (highest != lowest) & (highest != _ABSENT)  # some have no memory on any rank
         return self._mismatches(sums, wrong.nonzero().view(-1)) if bool(wrong.any()) else []
 
     @property
@@ -106,7 +106,7 @@ class ReplicaConsistencyCheck:
         return self._count
 
     def _mismatches(self, sums: Tensor, wrong: Tensor) -> list[ReplicaMismatch]:
-        """Names and ranks of the tensors at the indices `wrong`. Collective."""
+        """Return names and ranks of the tensors at the indices `wrong`. Collective."""
         assert self._index_of is not None
         wrong_sums = dict(zip(wrong.tolist(), sums[wrong].tolist(), strict=True))
         names = {index: name for name, index in self._index_of.items() if index in wrong_sums}
@@ -123,23 +123,21 @@ class ReplicaConsistencyCheck:
 
 
 def report(differences: list[ReplicaMismatch]) -> str:
-    """Describe the first `MAX_LISTED` of them in one line."""
+    """Describe the first `MAX_LISTED` differences in one line."""
     more = len(differences) - MAX_LISTED
     lines = [str(mismatch) for mismatch in differences[:MAX_LISTED]]
     return "; ".join([*lines, *([f"and {more} tensors more"] if more > 0 else [])])
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """True if there is memory behind all of a tensor: not for weights that are gathered for use, nor for
-    states in files.
-    """
+    """True if all of a tensor is in memory, unlike released sharded weights and states in files."""
     last = tensor.storage_offset() + tensor.numel()
     return tensor.numel() > 0 and last * tensor.element_size() <= tensor.untyped_storage().size()
 
 
 def _digest(name: str, tensor: Tensor, placed: ShardPlacement) -> int:
-    """63 bits that identify the name, dtype and boxes of a tensor; a tensor without a box, which is padding,
-    gets an identity of this rank alone.
+    """Return 63 bits that identify the name, dtype and boxes of a tensor; a tensor without boxes (padding
+    only) gets an identity that is unique to this rank.
     """
     boxes = sorted((piece.offsets, piece.sizes) for piece in placed.pieces)
     identity = repr((name, str(tensor.dtype), boxes or (this_rank(), world_size())))

@@ -1,9 +1,9 @@
-"""Signatures of control messages, by a key that the ranks of one job share.
+"""Signatures of control messages, with a key that the ranks of one job share.
 
 The launcher puts a new key into the environment of its ranks; on several machines the batch script does. A
-message that does not come from a rank of the job, is repeated, or comes from another rank than it claims is
-then refused. Nothing else that ranks exchange is signed: anyone who can write to a process group's sockets
-can still change tensors.
+message from outside the job, a repeated message, or one from another rank than it claims is then rejected.
+Nothing else that ranks exchange is signed: anyone who can write to a process group's sockets can still change
+tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ SIZE = 32  # bytes of a signature
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
-    """Return the key of this job; empty if none is set: signatures then detect accidents, not forgery."""
+    """Return the key of this job, or empty bytes if none is set; signatures then detect only accidents."""
     return environment.get(KEY, "").encode()
 
 
 def signature(key: bytes, rank: int, number: int, body: bytes) -> bytes:
-    """Return the signature of message `number` of a rank, `SIZE` bytes: HMAC (RFC 2104) with SHA-256."""
+    """Return the signature of a rank's message with this sequence number, `SIZE` bytes: HMAC (RFC 2104) with
+    SHA-256.
+    """
     head = f"{rank} {number} {len(body)} ".encode()
     return hmac.new(key, head + body, sha256).digest()
 
 
 def is_genuine(key: bytes, rank: int, number: int, signed: bytes) -> bool:
-    """True if the bytes are a body behind its signature."""
+    """True if the bytes are a body preceded by its valid signature."""
     return hmac.compare_digest(signed[:SIZE], signature(key, rank, number, signed[SIZE:]))

@@ -1,9 +1,9 @@
-"""How activations are split over tensor-parallel ranks, and what brings them from one split to another.
+"""Splits of activations over tensor-parallel ranks, and conversions between them.
 
 A network may change its split from layer to layer: convolutions on each rank's part of the batch, fully
-connected layers on the whole batch with a part of the features (Krizhevsky 2014, "One weird trick for
+connected layers on the full batch with a part of the features (Krizhevsky 2014, "One weird trick for
 parallelizing convolutional neural networks"). Every conversion is an autograd operator whose backward is its
-adjoint, so that all ranks' gradients are those of one process.
+adjoint, so gradients on all ranks are those of one process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from stretto.engine.parallel.collectives import (
 from stretto.errors import StrettoError
 
 Split = Literal["whole", "batch", "features", "assembled"]
-"""Of an activation, over the ranks of tp:
+"""The split of an activation over the tp ranks:
 
-whole: the same on every rank, and so is its gradient.
+whole: the same on every rank, as is its gradient.
 batch: each rank has its part of dimension 0, in the order of the ranks.
 features: each rank has its part of the last dimension.
-assembled: the same on every rank, but each rank has only a term of its gradient, and their sum is due. It is
-    what layers split by output features are handed, whose input gradients are such terms.
+assembled: the same on every rank, but each rank has only a term of its gradient, and the terms must be
+    summed. This is the input of layers split by output features, whose input gradients are such terms.
 """
 
 
 class _CountedOnce(torch.autograd.Function):
-    """Of a gradient that is whole on every rank, only the first rank's passes: terms of a sum."""
+    """Passes only the first rank's copy of a replicated gradient, as the terms of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -71,10 +71,10 @@ _CONVERSIONS: dict[tuple[Split, Split], Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def convert(x: Tensor, before: Split, after: Split, group: ProcessGroup | None) -> Tensor:
-    """x, split as `before`, split as `after`.
+    """Convert x from split `before` to split `after`.
 
     Raises:
-        StrettoError: a batch or features that do not divide over the ranks.
+        StrettoError: the batch or the features do not divide over the ranks.
     """
     if group is None or before == after:
         return x
@@ -94,9 +94,10 @@ Change = tuple[Split, Split]
 
 @dataclass(frozen=True)
 class BeforeModule:
-    """A hook that converts what a module is called with.
+    """A hook that converts the arguments of a module.
 
-    changes: by position or keyword of the argument; under None, of every tensor.
+    Attributes:
+        changes: change of each argument, by position or keyword; under None, of every tensor.
     """
 
     changes: Mapping[int | str | None, Change]
@@ -121,7 +122,8 @@ class BeforeModule:
 class AfterModule:
     """A hook that converts the tensors that a module returns.
 
-    changes: of each leaf of its output, in order; or one for all of them.
+    Attributes:
+        changes: change of each leaf of the output, in order, or a single one for all.
     """
 
     changes: Sequence[Change | None]
@@ -131,7 +133,7 @@ class AfterModule:
         return self.converted(output)
 
     def converted(self, output: Any) -> Any:
-        """The output in its new split."""
+        """Return the output in its new split."""
         leaves, structure = pytree.tree_flatten(output)
         changes = list(self.changes)
         if len(changes) != len(leaves):

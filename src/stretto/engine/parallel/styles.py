@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks, of
-    which one owns them.
+    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` adjacent ranks, one of
+    which owns them.
     """
 
     start: int
@@ -46,11 +46,13 @@ class ShardRange:
 class ParameterShard:
     """One rank's share of one parameter: ranges along `dim` in local order, then `padding` rows of zeros.
 
-    within: (dimension, start, size) of a slice along another dimension, to which all ranges are restricted.
-    partial: every rank holds the whole tensor, and computes the part of its gradient from its own tokens.
+    Attributes:
+        within: (dimension, start, size) of a slice along another dimension, to which all ranges are
+            restricted.
+        partial: every rank holds the full tensor, and computes the part of its gradient from its own tokens.
     """
 
-    dim: int | None  # None: the whole tensor on every rank
+    dim: int | None  # None: the full tensor on every rank
     runs: tuple[ShardRange, ...] = ()
     padding: int = 0
     within: tuple[int, int, int] | None = None
@@ -62,7 +64,7 @@ class ParameterShard:
 
 
 def even(name: str, size: int, index: int, parts: int) -> ShardRange:
-    """Part `index` of `parts` equal ones of `size` rows."""
+    """Return part `index` of `parts` equal parts of `size` rows."""
     if size % parts:
         raise StrettoError(
             f"{name}: size {size} does not divide over tp={parts} ranks",
@@ -73,8 +75,8 @@ def even(name: str, size: int, index: int, parts: int) -> ShardRange:
 
 
 def padded(size: int, index: int, parts: int, multiple: int) -> ParameterShard:
-    """Rank `index`'s share of a vocabulary padded so that all shares are equal, and a multiple of `multiple`;
-    the last ranks hold the padding.
+    """Return the share of rank `index` in a vocabulary that is padded to equal shares, multiples of
+    `multiple`; the last ranks hold the padding.
     """
     step = -(-size // (parts * multiple)) * multiple
     start = min(index * step, size)
@@ -86,10 +88,11 @@ def padded(size: int, index: int, parts: int, multiple: int) -> ParameterShard:
 class ParallelStyle(ABC):
     """Style of splitting a module; one instance serves all modules that its pattern matches.
 
-    axes: axes of the layout over which the parameters are split.
-    input: split of the tensors that the module is called with. By default `parallelize` finds it by tracing
-        the model, or they are as the style takes them.
-    output: split of its output; by default as the style leaves it.
+    Attributes:
+        axes: axes of the layout over which the parameters are split.
+        input: split of the module's input tensors. By default `parallelize` finds it by tracing the model, or
+            assumes the split that the style requires.
+        output: split of the module's output; by default the one that the style produces.
     """
 
     axes: ClassVar[str] = "tp"
@@ -98,13 +101,13 @@ class ParallelStyle(ABC):
 
     @property
     def natural(self) -> tuple[Split, Split] | None:
-        """Splits of the module's input and output; None if they cannot be converted to others."""
+        """Splits of the module's input and output, or None if they cannot be converted."""
         return None
 
     @abstractmethod
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
-        """Return the share of rank `index`, of `tp` ranks along the axes, in each of the module's parameters,
-        by name in the module.
+        """Return the share of rank `index`, among `tp` ranks along the axes, in each of the module's
+        parameters, by name in the module.
         """
 
     @abstractmethod
@@ -123,7 +126,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _replaceable(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Refuse a module with buffers, hooks or a forward of its own, which its replacement would lose."""
+    """Reject a module with buffers, hooks or an overridden forward, which its replacement would lose."""
     buffers = [leaf for leaf, _ in module.named_buffers()]
     hooks = (
         "_forward_pre_hooks",
@@ -150,7 +153,7 @@ def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | No
 
 
 def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.Module:
-    """The layer with this rank's output features."""
+    """Return the layer with this rank's output features."""
     parameters, group = _weight_and_bias(linear), mesh.group("tp")
     if sequence and group is not None:
         return GatherLinear(*parameters, group, ordered)
@@ -159,8 +162,8 @@ def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.
 
 @dataclass(frozen=True)
 class Replicate(ParallelStyle):
-    """The same parameters on every rank, and the same computation; or with `sequence`, each rank on its part
-    of the tokens, so that gradients are summed over the ranks.
+    """The same parameters and the same computation on every rank; with `sequence` each rank computes on its
+    part of the tokens, so gradients are summed over the ranks.
     """
 
     sequence: bool = False
@@ -183,7 +186,7 @@ class Replicate(ParallelStyle):
 class BatchParallel(ParallelStyle):
     """The same parameters on every rank, each of which computes on its part of the batch, in the order of the
     ranks: data parallelism over the ranks that split other layers. Gradients are summed over the ranks once a
-    step, by `sum_gradients`. BatchNorm takes its statistics over the whole batch.
+    step, by `sum_gradients`. BatchNorm takes its statistics over the full batch.
     """
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, ParameterShard]:
@@ -206,14 +209,16 @@ class BatchParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class GatherBatch(ParallelStyle):
-    """A module that gets each rank's part of the batch, and computes on the whole batch, as its layers with
-    styles of their own are split; parameters without a style are replicated. It takes and returns one tensor.
+    """A module whose input is each rank's part of the batch, and which computes on the full batch; its layers
+    with styles are split, parameters without a style are replicated. It takes and returns one tensor.
 
-    schedule: when the ranks' parts are gathered (Krizhevsky 2014, section 4, schemes a, b and c).
-        "all": at once, before the module computes.
-        "turns": the ranks take turns to broadcast their parts, each while the module computes on the last.
-        "shares": in each of as many rounds, every rank sends an equal share of its part, while the module
-            computes on the shares of the previous round. No rank's link is the bottleneck.
+    Attributes:
+        schedule: when the ranks' parts are gathered (Krizhevsky 2014, section 4, schemes a, b and c).
+            "all": at once, before the module computes.
+            "turns": the ranks take turns to broadcast their parts, each while the module computes on the
+                previous one.
+            "shares": in each round, one per rank, every rank sends an equal share of its part, while the
+                module computes on the shares of the previous round. No rank's link is the bottleneck.
     """
 
     schedule: Schedule = "all"
@@ -240,7 +245,7 @@ class GatherBatch(ParallelStyle):
 
 @dataclass(frozen=True)
 class ReplicatedLinear(Replicate):
-    """An nn.Linear with Replicate style that accumulates its gradients in place, as split ones do."""
+    """An nn.Linear with Replicate style that accumulates its gradients in place, like split ones."""
 
     def replace_module(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return ParallelLinear(*_weight_and_bias(_linear(module, "ReplicatedLinear")))
@@ -248,13 +253,13 @@ class ReplicatedLinear(Replicate):
 
 @dataclass(frozen=True)
 class ColumnParallel(ParallelStyle):
-    """nn.Linear split by output features; its input is replicated, its output stays split.
+    """nn.Linear split by output features; its input is replicated, its output is split.
 
-    `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
-    (kv, d), (kv, d)) for a fused query-key-value product. In a segment of fewer units than ranks, tp/units
-    neighbours hold the same unit and sum their gradients of it. With `sequence` the input is split along the
-    sequence and is gathered; the output then has all tokens, as samples if `ordered`, else as the ranks'
-    pieces one after the other, which saves copies (see `SequenceLinear`).
+    `segments` lists the fused blocks of rows as (units, unit size), which are split between units: ((heads,
+    d), (kv, d), (kv, d)) for a fused query-key-value product. In a segment with fewer units than ranks,
+    tp/units adjacent ranks hold the same unit and sum its gradients. With `sequence` the input is split along
+    the sequence and is gathered; the output then has all tokens, as samples if `ordered`, else as the
+    concatenation of the ranks' pieces, which saves copies (see `SequenceLinear`).
     """
 
     segments: tuple[tuple[int, int], ...] = ()
@@ -289,8 +294,8 @@ class ColumnParallel(ParallelStyle):
 @dataclass(frozen=True)
 class RowParallel(ParallelStyle):
     """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
-    `sequence` the output is split along the sequence; `ordered` must be that of the ColumnParallel style
-    before it.
+    `sequence` the output is split along the sequence; `ordered` must be that of the preceding ColumnParallel
+    style.
     """
 
     sequence: bool = False
@@ -316,8 +321,8 @@ class RowParallel(ParallelStyle):
 @dataclass(frozen=True)
 class VocabParallel(ParallelStyle):
     """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
-    `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
-    sequence. With `gather_logits` the output layer, without a bias, gives every rank all logits, without
+    `multiple`. With `sequence` the embedding's output and the output layer's input are split along the
+    sequence. With `gather_logits` the output layer, without a bias, returns all logits on every rank, without
     gradients.
     """
 
@@ -402,8 +407,8 @@ class HeadParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class SharedInput(ParallelStyle):
-    """An nn.Identity through which all ranks' heads get the same tensor [b, s, n], whose gradients are summed
-    over the ranks. With `sequence` each rank has its part of the tokens before, and all of them after.
+    """An nn.Identity whose output [b, s, n] the heads of all ranks use, so its gradients are summed over the
+    ranks. With `sequence` its input is each rank's part of the tokens, and its output has all of them.
     """
 
     sequence: bool = False
@@ -422,10 +427,11 @@ class SharedInput(ParallelStyle):
 
 @dataclass(frozen=True)
 class SplitDropout(ParallelStyle):
-    """Dropout of a split activation, whose masks are this rank's slices of one process's.
+    """Dropout of a split activation, whose masks are this rank's slices of the masks of one process.
 
-    heads: (dimension, full size) of a dimension that is split evenly over the tp ranks.
-    sequence: (dimension, tokens of a sample, also split over tp) of the positions.
+    Attributes:
+        heads: (dimension, full size) of a dimension that is split evenly over the tp ranks.
+        sequence: (dimension, tokens of a sample, True if also split over tp) of the positions.
     """
 
     heads: tuple[int, int] | None = None
@@ -457,8 +463,9 @@ class SplitDropout(ParallelStyle):
 class ShardedPositions(ParallelStyle):
     """A module whose `positions` become this rank's positions of samples of `length` tokens.
 
-    sequence: sequence parallelism is on, which pads samples for the tp ranks.
-    sharded: each tp rank has only its part of the positions in this module.
+    Attributes:
+        sequence: sequence parallelism is on, which pads samples for the tp ranks.
+        sharded: each tp rank has only its part of the positions in this module.
     """
 
     length: int
@@ -484,12 +491,12 @@ class ShardedPositions(ParallelStyle):
 
 @lru_cache(maxsize=8)
 def _positions(split: SequenceSplit, sharded: bool, device: torch.device) -> torch.Tensor:
-    """One tensor for all layers, so that they share what they make of it."""
+    """Return one tensor for all layers, so that they share tables derived from it."""
     return (split.shard if sharded else split.positions).to(device)
 
 
 def empty_shard(parameter: torch.Tensor, part: ParameterShard) -> torch.Tensor:
-    """An empty tensor of the local shape on the parameter's device."""
+    """Return an uninitialised tensor of the local shape on the parameter's device."""
     if part.dim is None:
         return torch.empty_like(parameter)
     shape = list(parameter.shape)

@@ -8,9 +8,9 @@ The methods of ProcessGroup are replaced while counting, so there is no cost oth
 torch.distributed are counted too; collectives issued from C++, as by DTensor, are not.
 
 The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
-all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
-all-to-all the rows for other ranks, a message its size. A broadcast counts (n-1) S at its root, although
-other ranks may forward it; a gather, or a sum on one rank ("reduce"), S at every rank but the root.
+all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S with S of the full tensor (Patarasuk & Yuan
+2009), all-to-all the rows for other ranks, a message its size. A broadcast counts (n-1) S at its root,
+although other ranks may forward it; a gather, or a sum on one rank ("reduce"), S at every rank but the root.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _replaced = dict[str, Any]()  # the original methods
 
 
 class Traffic:
-    """Counts of what this process has sent.
+    """Counts of the messages that this process has sent.
 
     Attributes:
         bytes: bytes by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers
@@ -55,14 +55,16 @@ class Traffic:
 
 
 def counted_as(kind: str, options: Options) -> Options:
-    """Count calls with this options object as `kind`, such as a reduce-scatter done by an all-to-all."""
+    """Count calls with this options object as `kind`, such as a reduce-scatter implemented by an
+    all-to-all.
+    """
     _kinds[id(options)] = options, kind
     return options
 
 
 @contextmanager
 def traffic(on_collective: OnCollective | None = None) -> Generator[Traffic]:
-    """Count what all threads of this process send within the context; may be nested.
+    """Count the messages that all threads of this process send within the context; may be nested.
 
     Args:
         on_collective: see `Traffic`.

@@ -1,7 +1,7 @@
-"""BatchNorm (Ioffe & Szegedy 2015) whose samples are spread over ranks: statistics of the whole batch.
+"""BatchNorm (Ioffe & Szegedy 2015) with samples on several ranks: statistics of the full batch.
 
-Each rank sends its mean, variance and number of elements; they are combined as in Chan et al. 1983, so that
-no sum of squares is taken whose digits cancel. torch.nn.SyncBatchNorm does the same on GPUs only.
+Each rank sends its mean, variance and number of elements; they are combined as in Chan et al. 1983, without
+the cancellation of a sum of squares. torch.nn.SyncBatchNorm does the same on GPUs only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from stretto.engine.parallel.collectives import all_sum, start_gather
 
 
 class BatchNormOverRanks(nn.Module):
-    """Mixed into the class of a BatchNorm, of whose batch each rank has a part. In evaluation the running
-    statistics are used, which are the same on all ranks, and nothing is sent.
+    """Mixin of a BatchNorm of whose batch each rank has a part. In evaluation the running statistics are
+    used, which are the same on all ranks, and nothing is sent.
     """
 
     _group: ProcessGroup
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's samples [b, channels, ...] to the same shape."""
+        """Normalise this rank's samples [b, channels, ...]."""
         norm = cast(_BatchNorm, self)
         tracked = norm.running_mean is not None and norm.running_var is not None
         if not (norm.training or not tracked):
@@ -43,7 +43,7 @@ class BatchNormOverRanks(nn.Module):
 
 
 class _Normalised(torch.autograd.Function):
-    """Returns the normalised x, and the mean and unbiased variance of the whole batch."""
+    """Returns the normalised x, and the mean and unbiased variance of the full batch."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _channels(values: Tensor, like: Tensor) -> Tensor:
-    """[channels] so that it broadcasts over an activation [b, channels, ...]."""
+    """Reshape [channels] to broadcast over an activation [b, channels, ...]."""
     return values.view(-1, *[1] * (like.dim() - 2))
 
 
@@ -102,6 +102,6 @@ def _class_over_ranks(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 
 def over_ranks(norm: _BatchNorm, group: ProcessGroup) -> None:
-    """Let a BatchNorm take its statistics over the samples of all ranks of the group; in place."""
+    """Make a BatchNorm take its statistics over the samples of all ranks of the group, in place."""
     norm.__class__ = _class_over_ranks(type(norm))
     cast(BatchNormOverRanks, norm)._group = group

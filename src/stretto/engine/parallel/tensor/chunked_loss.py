@@ -1,12 +1,12 @@
-"""The output layer and the cross-entropy together, one chunk of tokens after another, so that the logits of
-all tokens never exist at once.
+"""The output layer and the cross-entropy together, in chunks of tokens, so that the logits of all tokens
+never exist at once.
 
-A pass over a chunk multiplies, takes the loss, turns the logits into their gradient in place, and adds to the
-gradients of input and weight, as the fused kernels of Liger do (Hsu et al. 2024, "Liger Kernel", section 3.2)
-and those of Wijmans et al. 2025, "Cut your losses in large-vocabulary language models", who keep no logits
-either but compute them twice. Here they are computed once: the pass is made in the backward, where the
+A pass over a chunk multiplies, computes the loss, turns the logits into their gradient in place, and adds to
+the gradients of input and weight, like the fused kernels of Liger (Hsu et al. 2024, "Liger Kernel", section
+3.2) and those of Wijmans et al. 2025, "Cut your losses in large-vocabulary language models", which do not
+store logits either but compute them twice. This module computes them once: in the backward, where the
 gradient of the loss, and with it the loss scale, is known and weight gradients may be accumulated; the loss,
-which nothing reads before, is filled in then. Without gradients the forward computes it.
+which is not read earlier, is filled in then. Without gradients the forward computes it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from stretto.engine.parallel.tensor.vocabulary import IGNORED, VocabParallelCros
 
 
 class ChunkedCrossEntropy(nn.Module):
-    """Cross-entropy summed over tokens, from the input of the output layer, with the output layer's product.
+    """Cross-entropy summed over tokens, from the input of the output layer, including the output layer.
 
-    It is called in the last layer's forward, and told the targets before.
+    It is called in the last layer's forward, after the targets are set.
 
     Args:
         out: the output layer: all of it, or this rank's rows of the vocabulary.
-        part: which rows of the vocabulary these are.
-        tokens: of a chunk, at most.
-        softcap: logits are softcap * tanh(logit / softcap); 0: as they are.
+        part: the loss over these rows of the vocabulary.
+        tokens: largest number of tokens of a chunk.
+        softcap: logits are softcap * tanh(logit / softcap); 0: unchanged.
 
     Attributes:
-        targets: int64 [b, s] of the next forward, -100 where ignored.
+        targets: int64 [b, s] of the next forward, -100 for ignored tokens.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class ChunkedCrossEntropy(nn.Module):
         self.targets: Tensor | None = None
 
     def expect(self, targets: Tensor) -> None:
-        """Take the targets [b, s] of the next forward."""
+        """Set the targets [b, s] of the next forward."""
         self.targets = targets
 
     def of(self, x: Tensor) -> Tensor:
-        """x [b, s, hidden], or with a `GatherLinear` [b, s/t, hidden], to the loss of all its tokens: a
-        scalar, in float32, or in float64 for float64 weights. Where gradients are recorded, it is 0 until its
+        """Return the loss of all tokens of x [b, s, hidden], or [b, s/t, hidden] with a `GatherLinear`: a
+        scalar in float32, or in float64 for float64 weights. If gradients are recorded, it is 0 until its
         backward has run.
         """
         targets, self.targets = self.targets, None
-        assert targets is not None, "the loss has not been told the targets"
+        assert targets is not None, "the targets of the loss are not set"
         later = torch.is_grad_enabled() and (x.requires_grad or self.out.weight.requires_grad)
         return cast(Tensor, _Chunked.apply(x, self.out.weight, targets, self, later))
 
     def forward(self, y: Tensor, targets: Tensor) -> Tensor:
-        """What `of` gave, which the layer has put out."""
+        """Return the loss that `of` computed, which is the layer's output y."""
         return y
 
     def rows(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens' input [n, hidden] and targets [n]: of ranks' parts one piece after the other."""
+        """Return all tokens' input [n, hidden] and targets [n], as the concatenation of the ranks' pieces."""
         if isinstance(self.out, GatherLinear):
             pieces, work = start_gather(x, self.out.group)
             work.wait()
@@ -78,15 +78,15 @@ class ChunkedCrossEntropy(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Some tokens.
+    """A chunk of tokens.
 
     Attributes:
-        at: their place among all.
+        at: their range among all tokens.
         loss: the sum of their losses.
-        counted: which of them have a target, bool [c].
-        chosen: the target's column among this rank's, [c, 1], and whether it is one of them, [c].
-        probabilities: [c, local].
-        capped: the hyperbolic tangents of soft-capped logits, [c, local].
+        counted: True for tokens with a target, bool [c].
+        chosen: the target's column on this rank, [c, 1], and whether this rank has it, bool [c].
+        probabilities: probabilities [c, local].
+        capped: tanh of soft-capped logits, [c, local], or None.
     """
 
     at: slice
@@ -97,7 +97,7 @@ class _Chunk:
     capped: Tensor | None
 
     def gradient(self, scale: Tensor) -> Tensor:
-        """That of the logits [c, local], in place of the probabilities."""
+        """Return the gradient of the logits [c, local], computed in place of the probabilities."""
         at, on_this_rank = self.chosen
         gradient = self.probabilities
         gradient.scatter_add_(-1, at, -on_this_rank.to(gradient.dtype).unsqueeze(-1))
@@ -108,14 +108,14 @@ class _Chunk:
 
 
 def _chunks(x: Tensor, weight: Tensor, targets: Tensor, loss: ChunkedCrossEntropy) -> Iterator[_Chunk]:
-    """x [n, hidden], targets [n]; in chunks of one size, but for the last."""
+    """Yield chunks of x [n, hidden] and targets [n], all of one size except the last."""
     for start in range(0, len(x), loss.tokens):
         at = slice(start, start + loss.tokens)
         yield _chunk(at, loss.out.multiply(x[at], weight, None), targets[at], loss)
 
 
 def _chunk(at: slice, logits: Tensor, targets: Tensor, loss: ChunkedCrossEntropy) -> _Chunk:
-    """The loss of some tokens from their logits [c, local], which are overwritten."""
+    """Compute the loss of a chunk from its logits [c, local], which are overwritten."""
     scores = logits.float() if logits.dtype in HALVES else logits
     del logits
     capped = None
@@ -151,7 +151,7 @@ class _Chunked(torch.autograd.Function):
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         if later:
             ctx.save_for_backward(x, weight)
-            # not saved as what the backward reads: it writes it
+            # not in save_for_backward, since the backward writes it
             ctx.loss, ctx.targets = loss, targets
             ctx.total = total.detach()
             return total

@@ -1,8 +1,7 @@
 """Dropout with layout-independent masks.
 
 The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements as
-one process does: a rank that holds a slice of an activation draws the whole sample's mask and takes its
-slice.
+one process: a rank that holds a slice of an activation draws the full sample's mask and takes its slice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from stretto.engine.device import moved
 
 
 class DropoutKeys:
-    """The seed, and the numbers of the samples in the current microbatch; shared by all dropout layers of a
+    """The seed, and the indices of the samples in the current microbatch; shared by all dropout layers of a
     rank.
     """
 
@@ -28,14 +27,14 @@ class DropoutKeys:
         self.samples: Sequence[int] = ()
 
     def generator(self, name: str, sample: int, device: torch.device) -> torch.Generator:
-        """A newly seeded generator for one layer and one sample."""
+        """Return a newly seeded generator for one layer and one sample."""
         digest = hashlib.blake2b(f"{self.seed}/{name}/{sample}".encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of an activation is split: a rank holds `indices` of the full `size`.
+    """The split of one dimension of an activation: a rank holds `indices` of the full `size`.
 
     Indices of `size` and above are padding, whose mask is arbitrary.
     """
@@ -46,21 +45,21 @@ class Cut:
 
     @property
     def of_sample(self) -> int:
-        """The dimension in one sample."""
+        """The dimension within one sample."""
         return self.dim - 1 if self.dim > 0 else self.dim
 
     @classmethod
     def even(cls, dim: int, size: int, index: int, parts: int) -> Cut:
-        """Part `index` of `parts` equal ones."""
+        """Return part `index` of `parts` equal parts."""
         step = size // parts
         return cls(dim, size, torch.arange(index * step, (index + 1) * step))
 
 
 class KeyedDropout(nn.Module):
-    """Dropout with probability `p` of an activation that is whole, or split along some dimensions.
+    """Dropout with probability `p` of an activation that may be split along some dimensions.
 
     Attributes:
-        share: (index, parts) of the samples of a microbatch: the activation has the samples of one of so many
+        share: (index, parts): the activation has part `index` of the microbatch's samples, cut into `parts`
             equal parts.
     """
 
@@ -74,8 +73,8 @@ class KeyedDropout(nn.Module):
         self.cuts = tuple(cuts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [samples, ...] to the same shape: each element zeroed with probability p, the others scaled by
-        1/(1-p). Only the mask is saved for the backward, one byte for each element.
+        """Zero each element of x [samples, ...] with probability p and scale the others by 1/(1-p). Only the
+        mask is saved for the backward, one byte per element.
         """
         if not self.active:
             return x
@@ -83,15 +82,15 @@ class KeyedDropout(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether anything is dropped."""
+        """True if elements are dropped."""
         return self.training and self.p > 0.0
 
     def mask(self, shape: Sequence[int], device: torch.device, cuts: Sequence[Cut] | None = None) -> Tensor:
-        """Which elements of an activation of that (local) shape the current microbatch keeps: bool, of that
-        shape.
+        """Return the mask of an activation of this (local) shape in the current microbatch: bool, True for
+        elements that are not dropped.
 
         Args:
-            cuts: in place of the module's `cuts`.
+            cuts: replaces the module's `cuts`.
         """
         index, parts = self.share
         assert len(self.keys.samples) == shape[0] * parts, "one key for each sample of the microbatch"
@@ -129,7 +128,7 @@ class _Drop(torch.autograd.Function):
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:
     """Replace every nn.Dropout of `model` by a keyed one."""
     for name, module in list(model.named_modules()):
-        # not named_children, which lists a module once: under two names it is two layers with two masks
+        # not named_children, which lists a module once: a module with two names is two layers with two masks
         for child_name, child in list(module._modules.items()):
             if isinstance(child, nn.Dropout):
                 full = f"{name}.{child_name}" if name else child_name

@@ -5,11 +5,11 @@ which trades precision for range, and the weight in E4M3. The weight gradient is
 dtype from the unquantised input: it is the product that 8 bits hurt most, it may be deferred for long (W),
 and saving the input takes no more memory than training without fp8.
 
-Scales come from the tensors of the moment ("current scaling"): one for each tensor, or one for each row along
-the dimension that is summed. They are powers of two, so that scaling and unscaling are exact. Where several
-ranks hold parts of what one scale covers in one process, the maximum over these ranks is taken, so that the
-result does not depend on the layout. This rules out, with one scale for each tensor, padded microbatches; and
-key heads with copies on several ranks, each of which has a part of their gradient.
+Scales are computed from the current tensors ("current scaling"): one for each tensor, or one for each row
+along the dimension that is summed. They are powers of two, so scaling and unscaling are exact. If several
+ranks hold parts of a tensor that one scale covers in one process, the maximum over these ranks is used, so
+the result does not depend on the layout. This excludes padded microbatches with one scale for each tensor,
+and key heads with copies on several ranks, each of which has a part of their gradient.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
 
 SCALINGS = ("tensor", "row")
-LAYERS = ("qkv", "proj", "up", "gate_up", "down")  # of the blocks
+LAYERS = ("qkv", "proj", "up", "gate_up", "down")  # linears of blocks
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # which both sizes of a matrix must be multiples of, for hardware
+MULTIPLE = 16  # hardware requires multiples of this for both sizes of a matrix
 _MIN_SCALE = 2.0**-126  # the smallest scale: a smaller one has no inverse in float32
 
 
@@ -43,12 +43,12 @@ def enable_fp8(model: nn.Module, scaling: str, mesh: Mesh | None = None) -> None
     place. Embedding, head, routers and routed experts are unchanged.
 
     Args:
-        model: from `stretto.engine.models`, plain or after `parallelize`.
-        scaling: "tensor", a scale for each tensor; "row", a scale for each row.
-        mesh: this rank's mesh; None in one process.
+        model: a model of `stretto.engine.models`, plain or after `parallelize`.
+        scaling: "tensor": a scale for each tensor; "row": a scale for each row.
+        mesh: this rank's mesh, or None in one process.
 
     Raises:
-        StrettoError: `scaling` is neither, or the model has no such layers.
+        StrettoError: `scaling` is unknown, or the model has no such layers.
     """
     if scaling not in SCALINGS:
         suggestion = nearest(scaling, SCALINGS)
@@ -79,12 +79,13 @@ def enable_fp8(model: nn.Module, scaling: str, mesh: Mesh | None = None) -> None
 
 @dataclass(frozen=True)
 class Products8:
-    """How a layer multiplies in 8 bits.
+    """The 8-bit products of a layer.
 
     Attributes:
-        rows: a scale for each row of a factor; else one for the whole factor.
+        rows: one scale for each row of a factor; otherwise one for the entire factor.
         forward_group, backward_group: ranks over which the maximum of a scale is taken: with `rows` those
-            that split the dimension that is summed, else all that hold parts of the microbatch or weight.
+            that split the dimension that is summed, otherwise all that hold parts of the microbatch or
+            weight.
     """
 
     rows: bool
@@ -92,16 +93,16 @@ class Products8:
     backward_group: ProcessGroup | None = None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias; x [..., in], weight [out, in]."""
+        """Return x weight^T + bias; x [..., in], weight [out, in]."""
         y = self._multiply(x, weight, E4M3, self.forward_group)
         return y if bias is None else y.add_(bias)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy weight; dy [..., out], weight [out, in]."""
+        """Return dy weight; dy [..., out], weight [out, in]."""
         return self._multiply(dy, weight.t(), E5M2, self.backward_group)
 
     def _multiply(self, a: Tensor, b: Tensor, kind: torch.dtype, group: ProcessGroup | None) -> Tensor:
-        """a b^T [..., m] of a [..., k], in the 8-bit type `kind`, and b [m, k], in E4M3."""
+        """Return a b^T [..., m] of a [..., k], in the 8-bit type `kind`, and b [m, k], in E4M3."""
         flat = a.reshape(-1, a.shape[-1])
         largest = [self._largest(flat), self._largest(b)]
         if group is not None:
@@ -113,7 +114,7 @@ class Products8:
         return product(left, right, a.dtype, fast=kind is E4M3).view(*a.shape[:-1], len(b))
 
     def _largest(self, t: Tensor) -> Tensor:
-        """The largest magnitude in each row of t [n, k], as [n], or in all of it, as [1]; at least
+        """Return the largest magnitude in each row of t [n, k], as [n], or in all of t, as [1]; at least
         float32.
         """
         over = torch.linalg.vector_norm(t, float("inf"), dim=-1 if self.rows else None)
@@ -122,34 +123,34 @@ class Products8:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix in 8 bits: values [n, k] times scale, [n] for its rows or [1]."""
+    """A matrix in 8 bits: values [n, k] times scale, which is [n] (per row) or [1]."""
 
     values: Tensor
     scale: Tensor
 
     @classmethod
     def of(cls, t: Tensor, scale: Tensor, kind: torch.dtype) -> Quantised:
-        """t [n, k] / scale, rounded to nearest."""
+        """Return t [n, k] / scale, rounded to nearest."""
         work = _work(t.dtype)
         return cls((t.to(work) / scale.to(work).unsqueeze(-1)).to(kind), scale)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The values times the scale: exact in bfloat16 and all wider types."""
+        """Return the values times the scale: exact in bfloat16 and all wider types."""
         return self.values.to(dtype) * self.scale.to(dtype).unsqueeze(-1)
 
 
 def power_of_two(bound: Tensor) -> Tensor:
-    """The next power of two above each element; NaN where it is not finite, so that overflow propagates."""
+    """Return the next power of two above each element, or NaN if it is not finite, to propagate overflow."""
     bound = bound.clamp(min=_MIN_SCALE)
     return bound / torch.frexp(bound).mantissa
 
 
 def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b^T [n, m], of a [n, k] and b [m, k], in `dtype`: by hardware where it applies, else emulated, with
-    sums in that type's precision or more.
+    """Return a b^T [n, m], of a [n, k] and b [m, k], in `dtype`: in hardware if possible, else emulated, with
+    sums in at least that type's precision.
 
     Args:
-        fast: let the hardware accumulate in its shorter type.
+        fast: allow the hardware to accumulate in its shorter type.
     """
     sizes = (*b.values.shape, len(a.values))
     fits = sizes[0] % MULTIPLE == 0 and sizes[1] % MULTIPLE == 0 and sizes[2] > 0
@@ -170,10 +171,10 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tenso
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Whether a device has 8-bit matrix products."""
+    """True if a device has 8-bit matrix products."""
     return compute_capability(device) >= (8, 9)
 
 
 def _work(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scales and emulated products are computed: float16 has too little range."""
+    """Return the dtype of scales and emulated products: float16 has too little range."""
     return torch.float32 if dtype == torch.float16 else dtype

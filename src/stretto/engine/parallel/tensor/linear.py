@@ -5,12 +5,12 @@ the input gradient is being reduced over the tensor-parallel group. It can also 
 schedule splits the backward gives its layers a queue, which the W action processes. nn.Linear layers can be
 converted to do the same (`convert_linears`).
 
-Under sequence parallelism (Korthikanti et al. 2022, section 4.2.2), `GatherLinear` and `ScatterLinear` lie
-between a part of the model that is split along the sequence and one that is split by features. Only this
-rank's shard of the gathered input is saved; the backward gathers it again while it computes the input
-gradient, and reduces that while it computes the weight gradient. Ranks gather and scatter pieces,
-[t, b, s/t, ...], and a linear layer treats every token alike, so the product is computed in the order of the
-pieces. Where the tokens' true order is required, the narrower side of the product is reordered.
+Under sequence parallelism (Korthikanti et al. 2022, section 4.2.2), `GatherLinear` and `ScatterLinear` are at
+the boundaries between parts of the model that are split along the sequence and by features. Only this rank's
+shard of the gathered input is saved; the backward gathers it again while it computes the input gradient, and
+reduces that while it computes the weight gradient. Ranks gather and scatter pieces, [t, b, s/t, ...], and a
+linear layer treats every token alike, so the product is computed in the order of the pieces. If the tokens'
+true order is required, the narrower side of the product is reordered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from stretto.engine.parallel.tensor.matmul import add_weight_gradient, input_gra
 
 
 def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + the column sums of dy [n, out]: in place if `grad` exists, else a new tensor of `dtype`."""
+    """Return grad + the column sums of dy [n, out]: in place if `grad` exists, else a new tensor of
+    `dtype`.
+    """
     # on CPUs a sum into another type takes ten times as long, and the plain one accumulates in float32 anyway
     total = dy.sum(0) if dy.is_cpu else dy.sum(0, dtype=dtype)
     return total.to(dtype) if grad is None else grad.add_(total)
@@ -79,10 +81,11 @@ def run_deferred(entries: list[DeferredGradient]) -> None:
 
 
 class AccumulatesOwnGradients(nn.Module):
-    """A layer that accumulates its weight gradients itself, outside autograd: at once, or later from `queue`.
+    """A layer that accumulates its weight gradients itself, outside autograd: immediately, or later from
+    `queue`.
 
     Attributes:
-        queue: where to put deferred gradients; None: they are accumulated at once.
+        queue: the queue of deferred gradients, or None if they are accumulated immediately.
         on_gradient: called with each parameter that has received a gradient.
     """
 
@@ -100,7 +103,7 @@ class WeightProduct:
     """The deferred weight gradient of one product."""
 
     layer: FusedLinear
-    x: Tensor | None  # None: the weight is frozen, and the bias is not
+    x: Tensor | None  # None if the weight is frozen and the bias is not
     dy: Tensor
 
     def start(self) -> None:
@@ -111,7 +114,7 @@ class WeightProduct:
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a product in the dtype in which it is computed: autocast's, else the weight's."""
+    """Return the factors of a product in the dtype in which it is computed: autocast's, else the weight's."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -150,14 +153,14 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class FusedLinear(AccumulatesOwnGradients):
-    """A linear layer, whole or one rank's part of it, that accumulates its weight gradients itself.
+    """A linear layer, or one rank's part of it, that accumulates its weight gradients itself.
 
     Attributes:
-        input_group: the ranks over which the input's gradient is summed (column-parallel: every rank holds
-            some output rows, and the input is replicated).
-        output_group: the ranks over which the output is summed (row-parallel: every rank holds some input
+        input_group: ranks over which the input's gradient is summed (column-parallel: every rank holds some
+            output rows, and the input is replicated).
+        output_group: ranks over which the output is summed (row-parallel: every rank holds some input
             columns); the bias is added once, after the sum.
-        products: replaces the plain matrix products.
+        products: replacement of the plain matrix products, if any.
     """
 
     weight: nn.Parameter
@@ -167,11 +170,11 @@ class FusedLinear(AccumulatesOwnGradients):
     products: LayerProducts | None = None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias."""
+        """Return x weight^T + bias."""
         return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias, of factors already converted by `operands`."""
+        """Return x weight^T + bias for factors that `operands` has converted."""
         run, kind = linear if self.products is None else self.products.forward, x.device.type
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -179,12 +182,14 @@ class FusedLinear(AccumulatesOwnGradients):
         return run(x, weight, bias)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy weight."""
+        """Return dy weight."""
         run = input_gradient if self.products is None else self.products.input_gradient
         return run(dy, weight)
 
     def add_weight_gradient(self, x: Tensor | None, dy: Tensor) -> None:
-        """Accumulate the weight and bias gradients. x [..., in], None for a frozen weight; dy [..., out]."""
+        """Accumulate weight and bias gradients from x [..., in] (None for a frozen weight) and dy [...,
+        out].
+        """
         if dy.dim() != 2:
             x, dy = None if x is None else x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         bias = self.bias
@@ -198,14 +203,14 @@ class FusedLinear(AccumulatesOwnGradients):
                 report(bias)
 
     def accumulate(self, x: Tensor, dy: Tensor) -> None:
-        """Add the gradient of the weight from some of the tokens, x [n, in] and dy [n, out], to what comes
-        before `report`.
+        """Accumulate the weight gradient of some tokens, x [n, in] and dy [n, out]; `report` follows the
+        last.
         """
         weight = self.weight
         weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
 
     def report(self) -> None:
-        """Tell that the weight has got its gradient of a microbatch."""
+        """Report that the weight has received its gradient of a microbatch."""
         if self.on_gradient is not None:
             self.on_gradient(self.weight)
 
@@ -217,7 +222,7 @@ class FusedLinear(AccumulatesOwnGradients):
 
 
 class ParallelLinear(FusedLinear):
-    """A `FusedLinear` of parameters that exist already."""
+    """A `FusedLinear` of existing parameters."""
 
     def __init__(
         self,
@@ -233,7 +238,7 @@ class ParallelLinear(FusedLinear):
         self.output_group = output_group
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], both local sizes."""
+        """Map x [..., in] to [..., out], both local sizes."""
         bias = self.bias
         if self.output_group is None:
             return self.product(x, bias)
@@ -248,16 +253,16 @@ class AdoptedLinear(FusedLinear, nn.Linear):  # pyright: ignore[reportIncompatib
     """An nn.Linear that can defer its weight gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Map x [..., in] to [..., out]."""
         return self.product(input, self.bias)
 
 
 def convert_linears(module: nn.Module) -> bool:
-    """Convert the nn.Linear layers in `module` to AdoptedLinear in place; returns whether it did.
+    """Convert the nn.Linear layers in `module` to AdoptedLinear in place; return True if it did.
 
-    Parameters, names and hooks stay; only the class changes, to a subclass of nn.Linear. Nothing is converted
-    if linear layers hold at most half of the elements in weight matrices (walking the graph then defers
-    more), if a part is compiled, or if a weight has gradient hooks, which would not be called.
+    Parameters, names and hooks do not change, only the class, to a subclass of nn.Linear. Nothing is
+    converted if linear layers hold at most half of the elements in weight matrices (walking the graph then
+    defers more), if a part is compiled, or if a weight has gradient hooks, which would not be called.
     """
     parts = list(module.modules())
     linears = [p for p in parts if type(p) is nn.Linear or isinstance(p, FusedLinear)]
@@ -287,8 +292,8 @@ class SequenceLinear(ParallelLinear):
 
     Attributes:
         group: the tensor-parallel ranks.
-        ordered: on the side with all tokens, these are samples [b, s, ...]; else the ranks' pieces one after
-            the other, [t b, s/t, ...], which saves copies where b > 1. Everything between two such layers
+        ordered: on the side with all tokens, these are samples [b, s, ...]; otherwise the concatenated pieces
+            of the ranks, [t b, s/t, ...], which saves copies if b > 1. Everything between two such layers
             must then treat each token independently.
     """
 
@@ -297,7 +302,7 @@ class SequenceLinear(ParallelLinear):
 
     @property
     def narrow_output(self) -> bool:
-        """Whether it is cheaper to reorder outputs, twice (y, dy), than inputs, three times (x, dx, and x for
+        """True if reordering outputs, twice (y, dy), is cheaper than inputs, three times (x, dx, and x for
         the weight gradient).
         """
         rows, columns = self.weight.shape
@@ -305,13 +310,13 @@ class SequenceLinear(ParallelLinear):
 
 
 def _pieces(x: Tensor, t: int) -> Tensor:
-    """[t b, s/t, ...] as [t, b, s/t, ...]."""
+    """View [t b, s/t, ...] as [t, b, s/t, ...]."""
     return x.unflatten(0, (t, -1))
 
 
 class GatherLinear(SequenceLinear):
-    """Split by output features: every rank's x [b, s/t, in] to this rank's features of all tokens,
-    [b, s, out/t] or, if not `ordered`, [t b, s/t, out/t].
+    """Linear split by output features: maps every rank's x [b, s/t, in] to this rank's features of all
+    tokens, [b, s, out/t] or, if not `ordered`, [t b, s/t, out/t].
     """
 
     def __init__(
@@ -321,11 +326,11 @@ class GatherLinear(SequenceLinear):
         self.group, self.ordered = group, ordered
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, s/t, in]."""
+        """Apply the layer to x [b, s/t, in]."""
         return cast(Tensor, _Gathered.apply(x, self.weight, self.bias, self))
 
     def arranged(self, pieces: Tensor) -> Tensor:
-        """Gathered input [t, b, s/t, in] in the order in which the product is computed."""
+        """Return the gathered input [t, b, s/t, in] in the order in which the product is computed."""
         return join(pieces, 1) if self.ordered and not self.narrow_output else pieces
 
 
@@ -397,21 +402,23 @@ class _GatheredProduct:
 
 
 class ToHeads(nn.Module):
-    """What every rank's features use as it is: x [b, s, n], or with `sequence` the gathered x [b, s/t, n]."""
+    """Provides an input to the features of every rank: x [b, s, n], or with `sequence` the gathered x
+    [b, s/t, n].
+    """
 
     def __init__(self, group: ProcessGroup, sequence: bool) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives [b, s, n]."""
+        """Return [b, s, n]."""
         return gather_from(x, self.group, 1) if self.sequence else copy_to(x, self.group)
 
 
 class ScatterLinear(SequenceLinear):
-    """Split by input features: x [b, s, in/t] or, if not `ordered`, [t b, s/t, in/t], to this rank's tokens
-    of the sum over the ranks, [b, s/t, out]. The bias is added after the sum; its gradient covers only this
-    rank's tokens.
+    """Linear split by input features: maps x [b, s, in/t] or, if not `ordered`, [t b, s/t, in/t], to this
+    rank's tokens of the sum over the ranks, [b, s/t, out]. The bias is added after the sum; its gradient
+    covers only this rank's tokens.
     """
 
     def __init__(
@@ -421,16 +428,16 @@ class ScatterLinear(SequenceLinear):
         self.group, self.ordered = group, ordered
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, s, in/t], or [t b, s/t, in/t] if not `ordered`."""
+        """Apply the layer to x [b, s, in/t], or [t b, s/t, in/t] if not `ordered`."""
         y = cast(Tensor, _Scattered.apply(x, self.weight, self))
         return y if self.bias is None else y + self.bias
 
     def add_weight_gradient(self, x: Tensor | None, dy: Tensor) -> None:
-        """Accumulate the weight gradient. x as in `forward`, dy of all tokens in the product's order."""
+        """Accumulate the weight gradient; x as in `forward`, dy of all tokens in the product's order."""
         super().add_weight_gradient(None if x is None else self.arranged(x), dy)
 
     def arranged(self, x: Tensor) -> Tensor:
-        """The input in the order in which the product is computed."""
+        """Return the input in the order in which the product is computed."""
         t = self.group.size()
         if not self.ordered:
             return _pieces(x, t)

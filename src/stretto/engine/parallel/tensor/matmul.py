@@ -1,9 +1,9 @@
 """Matrix products of linear layers, by the faster of two libraries on CPUs.
 
-Torch's x86 builds multiply float32 with MKL, which uses AVX2 at most on CPUs that are not Intel's; oneDNN
-uses what the CPU has. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a
-small transformer (`benchmarks/matmul.py`). The choice depends on machine and sizes only, so that runs repeat
-bit by bit.
+Torch's x86 builds multiply float32 with MKL, which uses at most AVX2 on CPUs that are not Intel's; oneDNN
+uses all instructions of the CPU. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the
+shapes of a small transformer (`benchmarks/matmul.py`). The choice depends on machine and sizes only, so runs
+are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Wide = Literal["sum", "product"]
 
 
 def _prefers_onednn() -> bool:
-    """Whether oneDNN is available and likely to be faster than torch's BLAS."""
+    """True if oneDNN is available and likely to be faster than torch's BLAS."""
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     wide = torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     return has and wide and not _is_intel()
@@ -49,26 +49,26 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, then: str = "none") 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
+    """Return x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
     return _onednn(x, weight, bias) if _applies(x, weight.shape[0]) else functional.linear(x, weight, bias)
 
 
 def linear_rectified(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """max(0, x weight^T + bias), in one pass where oneDNN applies. Not differentiable."""
+    """Return max(0, x weight^T + bias), in one pass if oneDNN applies. Not differentiable."""
     if _applies(x, weight.shape[0]):
         return _onednn(x, weight, bias, "relu")
     return functional.linear(x, weight, bias).relu_()
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy weight; dy [..., out], weight [out, in]."""
+    """Return dy weight; dy [..., out], weight [out, in]."""
     return _onednn(dy, weight.t(), None) if _applies(dy, weight.shape[1]) else dy @ weight
 
 
 def product(
     a: Tensor, b: Tensor, *, factor: float = 1.0, add: Tensor | None = None, weight: float = 1.0
 ) -> Tensor:
-    """factor a b, plus weight x add; a [..., n, k], b [..., k, m], with at most one dimension of a stack. Not
+    """Return factor a b + weight add; a [..., n, k], b [..., k, m], with at most one batch dimension. Not
     differentiable.
     """
     if a.dim() == 2 and _applies(a, b.shape[1]):
@@ -83,11 +83,11 @@ def product(
 
 
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + dy^T x: in place if `grad` exists, else a new tensor of `dtype`; dy [n, out], x [n, in], grad
-    [out, in].
+    """Return grad + dy^T x: in place if `grad` exists, else a new tensor of `dtype`; dy [n, out], x [n, in],
+    grad [out, in].
 
-    For 16-bit factors and a float32 gradient, the product is computed and added in float32 where the device
-    can, else computed in 16 bits (summed in float32, rounded once) and then added.
+    For 16-bit factors and a float32 gradient, the product is computed and added in float32 if the device
+    supports it, else computed in 16 bits (summed in float32, rounded once) and then added.
     """
     if _applies(x, dy.shape[1]):
         product = _onednn(dy.t(), x.t(), None)
@@ -104,18 +104,20 @@ def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch
 
 
 def _wide_sum(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """grad += a b, with a float32 grad and 16-bit factors."""
+    """Compute grad += a b, with a float32 grad and 16-bit factors."""
     return cast(Tensor, torch.ops.aten.addmm.dtype_out(grad, a, b, torch.float32, out=grad))
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32, of 16-bit factors."""
+    """Return a b in float32, of 16-bit factors."""
     return cast(Tensor, torch.ops.aten.mm.dtype(a, b, torch.float32))
 
 
 @cache
 def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
-    """Which float32 result of 16-bit factors a device supports: tried out, since CUDA versions differ."""
+    """Return the float32 result of 16-bit factors that a device supports: by trial, since CUDA versions
+    differ.
+    """
     if device.type == "cpu":
         return None
     factors, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)

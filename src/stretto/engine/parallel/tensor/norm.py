@@ -1,9 +1,10 @@
 """RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016) that save only their input and one or two
-numbers for each row, also with float32 weights and 16-bit inputs.
+numbers per row, also with float32 weights and 16-bit inputs.
 
 On CPUs, torch composes RMSNorm of small operations, which save the input and the normalised input, both in
-float32: 8 bytes an element for an input of 2. Its LayerNorm accumulates weight gradients in 16 bits there, an
-error of percents over a thousand rows. On CUDA its kernels require weights in the input's dtype.
+float32: 8 bytes per element for an input of 2. Its LayerNorm accumulates weight gradients in 16 bits there,
+with an error of several percent over a thousand rows. On CUDA its kernels require weights in the input's
+dtype.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class MemoryEfficientRMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dimension, which saves less for the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to [..., hidden], in the input's type."""
-        if has_cuda_kernels(x.device) and not _mixed(x, self.weight):  # a single one, which saves as little
+        """Normalise [..., hidden], in the input's type."""
+        if has_cuda_kernels(x.device) and not _mixed(x, self.weight):  # one kernel, which saves as little
             return super().forward(x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return cast(Tensor, _RMSNorm.apply(x, self.weight, eps))
@@ -34,7 +35,7 @@ class MemoryEfficientLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., hidden] to [..., hidden], in the input's type."""
+        """Normalise [..., hidden], in the input's type."""
         short = input.is_cpu and input.dtype in HALVES
         if short or _mixed(input, cast("Tensor | None", self.weight)):
             return cast(Tensor, _LayerNorm.apply(input, self.weight, self.bias, self.eps))
@@ -42,7 +43,7 @@ class MemoryEfficientLayerNorm(nn.LayerNorm):
 
 
 def use_memory_efficient_norms(model: nn.Module) -> None:
-    """Let all norms over one dimension in `model` save no more than they need; in place."""
+    """Convert all norms over one dimension in `model` to memory-efficient ones, in place."""
     for module in model.modules():
         if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
             module.__class__ = MemoryEfficientRMSNorm
@@ -59,7 +60,7 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def _times(x: Tensor, factor: Tensor, original: Tensor) -> Tensor:
-    """x * factor, in place unless x is the caller's tensor `original`."""
+    """Return x * factor, in place unless x is the caller's tensor `original`."""
     return x * factor if x is original else x.mul_(factor)
 
 
@@ -95,7 +96,7 @@ class _RMSNorm(torch.autograd.Function):
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        if x.is_cpu:  # a kernel that takes mixed types
+        if x.is_cpu:  # its kernel accepts mixed types
             scales, shifts = (None if t is None else t.to(_exact(x)) for t in (weight, bias))
             y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], scales, shifts, eps)
         else:

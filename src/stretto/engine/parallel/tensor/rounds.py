@@ -1,21 +1,21 @@
-"""A module on the whole batch, of which every rank has computed a part: gathered at once, or in rounds under
-the module's computation.
+"""A module that computes on the full batch, of which every rank has a part: gathered at once, or in rounds
+that overlap with the module's computation.
 
-Krizhevsky 2014 ("One weird trick for parallelizing convolutional neural networks", section 4) puts three
+Krizhevsky 2014 ("One weird trick for parallelizing convolutional neural networks", section 4) describes three
 schemes between data-parallel convolutions and fully connected layers that are split over the same K ranks:
 
-- (a) "all": every rank sends its activations to every other, and the layers compute on the whole batch.
-- (b) "turns": K rounds. In round k, rank k's part is broadcast, and the layers compute on it, while that of
-  rank k + 1 is on its way: (K - 1)/K of the communication can be hidden.
+- (a) "all": every rank sends its activations to every other, and the layers compute on the full batch.
+- (b) "turns": K rounds. In round k, rank k's part is broadcast, and the layers compute on it while that of
+  rank k + 1 is in transit: (K - 1)/K of the communication can be hidden.
 - (c) "shares": K rounds, in each of which every rank sends 1/K of its part to all others. The rounds are as
-  large as those of (b), but no single rank's link carries them.
+  large as those of (b), but all ranks' links share the traffic.
 
-Backward, the gradient of each sample's activations goes to the rank that sent them, summed over the ranks,
-each of which has the term of its features; in rounds, while the next round computes.
+In the backward, the gradient of each sample's activations is summed over the ranks, each of which has the
+term of its features, and sent to the rank of the sample; in rounds, while the next round computes.
 
-In the paper each round is a forward and a backward, so that the activations of one round only are alive, and
-the weights may be updated after each ("variable batch size"). That takes the loss inside the loop, which
-`InRounds.rounds` is for. Called as a module, all forwards come before all backwards.
+In the paper each round is a forward and a backward, so only one round's activations are alive, and the
+weights may be updated after each ("variable batch size"). That requires the loss inside the loop, as with
+`InRounds.rounds`. Called as a module, all forwards come before all backwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 class _Rows:
-    """What of the batch is gathered in each round.
+    """The rows of the batch that are gathered in each round.
 
     Args:
         part: this rank's rows of the batch [b, ...].
@@ -66,11 +66,11 @@ class _Rows:
 
     @property
     def share(self) -> int:
-        """Rows of one rank in one round of "shares"."""
+        """Number of rows of one rank in one round of "shares"."""
         return len(self.part) // self.ranks
 
     def of_round(self, k: int) -> Tensor:
-        """Which rows of the batch round k has, in its order: int64."""
+        """Return the indices of the batch's rows in round k, in the round's order: int64."""
         b = len(self.part)
         if self.schedule == "all":
             return torch.arange(self.ranks * b)
@@ -90,8 +90,8 @@ class _Rows:
         return pieces.flatten(0, 1), work
 
     def start_return(self, k: int, term: Tensor) -> Callable[[], object]:
-        """Start summing the ranks' terms of the gradient of round k's rows, each row's at the rank that it is
-        from; returns what is to be called for its end.
+        """Start summing the ranks' terms of the gradient of round k's rows, each row on its rank; return a
+        function that completes the sum.
         """
         if self.gradient is None:
             self.gradient = torch.empty_like(self.part)
@@ -109,13 +109,13 @@ class _Rows:
         return start_scatter_sum(cut(term, self.ranks, 0), self.group, out)[1].wait
 
     def ordered(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The rounds' outputs in the order of the batch."""
+        """Return the rounds' outputs in the order of the batch."""
         if self.schedule != "shares":
             return torch.cat(list(outputs))
         return torch.stack([output.unflatten(0, (self.ranks, -1)) for output in outputs], 1).flatten(0, 2)
 
     def cut(self, batch: Tensor) -> list[Tensor]:
-        """A tensor in the order of the batch as the rounds have it: the reverse of `ordered`."""
+        """Split a tensor in the order of the batch into rounds: the inverse of `ordered`."""
         if self.schedule != "shares":
             return list(batch.chunk(self.rounds))
         shares = batch.unflatten(0, (self.ranks, self.rounds, -1))
@@ -126,9 +126,10 @@ class _Rows:
 class GatherRound:
     """One round of `InRounds.rounds`.
 
-    output: of the module, for this round's rows.
-    rows: which rows of the batch these are, in the order of `output`: int64.
-    number, rounds: which round this is, from 0, of how many.
+    Attributes:
+        output: output of the module for this round's rows.
+        rows: indices of these rows in the batch, in the order of `output`: int64.
+        number, rounds: index of this round, from 0, and number of rounds.
     """
 
     output: Tensor
@@ -138,35 +139,35 @@ class GatherRound:
 
 
 class InRounds(nn.Module):
-    """Mixed into the class of a module with the style `GatherBatch`."""
+    """Mixin of a module with the style `GatherBatch`."""
 
     _group: ProcessGroup
     _schedule: Schedule
     _finish: Callable[[Any], Any]
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's rows of the module's input to its output for the whole batch, on every rank."""
+        """Map this rank's rows of the module's input to the output for the full batch, on every rank."""
         rows = _Rows(x, self._group, self._schedule)
         if torch.is_grad_enabled():
             return cast(Tensor, _Rounds.apply(self, rows, x, *self.parameters()))
         return rows.ordered([self._compute(batch, rows, k) for k, batch in _gathered(rows)])
 
     def rounds(self, x: Tensor) -> Iterator[GatherRound]:
-        """One round after another, of which each is to be followed by its backward:
+        """Yield one round after another, each to be followed by its backward:
 
             for one in model.classifier.rounds(x):
                 loss = cross_entropy(one.output, y[one.rows]) / one.rounds
                 loss.backward()
 
-        The next round's rows are on their way meanwhile, and so is the gradient of the round before. After
-        the last round the gradient goes on to whatever has computed x. The module's weights may be updated
-        between rounds; this is not what one process does on the whole batch, but on as many small ones.
+        Meanwhile the next round's rows and the previous round's gradient are in transit. After the last round
+        the gradient continues to the graph of x. The module's weights may be updated between rounds; this is
+        then equal to one process on small batches, one per round, not on the full batch.
 
         Args:
             x: this rank's rows of the module's input.
 
         Raises:
-            StrettoError: a round whose backward did not follow.
+            StrettoError: a round was not followed by its backward.
         """
         rows = _Rows(x, self._group, self._schedule)
         returned = list[Callable[[], object]]()
@@ -193,7 +194,7 @@ class InRounds(nn.Module):
 
     @contextmanager
     def _samples_of(self, rows: Tensor) -> Generator[None]:
-        """Within this context, dropout has the keys of these samples only."""
+        """Within this context dropout has the keys of these samples only."""
         keys = list[DropoutKeys]({m.keys for m in self.modules() if isinstance(m, KeyedDropout) and m.active})
         before = [dropout_keys.samples for dropout_keys in keys]
         try:
@@ -206,7 +207,7 @@ class InRounds(nn.Module):
 
 
 def _gathered(rows: _Rows) -> Iterator[tuple[int, Tensor]]:
-    """Each round's number and rows, with those of the next on their way."""
+    """Yield each round's index and rows, while those of the next are in transit."""
     following = rows.start(0)
     for k in range(rows.rounds):
         batch, work = following
@@ -217,9 +218,10 @@ def _gathered(rows: _Rows) -> Iterator[tuple[int, Tensor]]:
 
 
 class _Rounds(torch.autograd.Function):
-    """All rounds' forwards; backward, each round's own graph, while the gradient of the one before travels.
+    """Runs all rounds' forwards; the backward runs each round's graph while the previous gradient is in
+    transit.
 
-    The parameters are inputs so that the output requires a gradient with them; their gradients are
+    The parameters are inputs so that the output requires a gradient if they do; their gradients are
     accumulated by the rounds' backwards.
     """
 
@@ -259,7 +261,7 @@ def _class_in_rounds(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def in_rounds(module: nn.Module, group: ProcessGroup, schedule: Schedule) -> nn.Module:
-    """Let the module be called with this rank's rows; in place."""
+    """Convert a module to be called with this rank's rows, in place."""
     module.__class__ = _class_in_rounds(type(module))
     assert isinstance(module, InRounds)
     module._group, module._schedule = group, schedule
@@ -268,7 +270,7 @@ def in_rounds(module: nn.Module, group: ProcessGroup, schedule: Schedule) -> nn.
 
 
 def finish_rounds(module: nn.Module, convert: Callable[[Any], Any]) -> None:
-    """What makes the output of each round whole."""
+    """Set the conversion of each round's output to the full tensor."""
     assert isinstance(module, InRounds)
     module._finish = convert
 

@@ -1,11 +1,10 @@
-"""Which positions of a sample a rank holds, when the sequence is split over context- and tensor-parallel
-ranks.
+"""The positions of a sample on a rank when the sequence is split over context- and tensor-parallel ranks.
 
 The cost of causal attention at a position grows with the number of positions before it. To balance it, the
 sequence is cut into 2 cp chunks, and context-parallel rank i holds chunks i and 2 cp - 1 - i (zigzag order).
 With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a tensor-parallel rank holds, outside of
-attention and MLP, a contiguous part of its context-parallel rank's positions. Where the length does not
-divide, the sequence is padded at its end, which no real position attends to.
+attention and MLP, a contiguous part of its context-parallel rank's positions. If the length does not divide,
+the sequence is padded at its end, to which no real position attends.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def zigzag(length: int, cp: int, index: int) -> Tensor:
-    """Positions of rank `index` of `cp`, [length / cp], int64, ascending; `length` divides into 2
-    cp chunks.
+    """Return the positions of rank `index` of `cp`, [length / cp], int64, ascending; `length` must divide
+    into 2 cp chunks.
     """
     if cp == 1:
         return torch.arange(length)
@@ -52,7 +51,7 @@ class SequenceSplit:
 
     @classmethod
     def of(cls, mesh: Mesh, length: int, sequence_parallel: bool) -> SequenceSplit:
-        """This rank's split of samples of `length` tokens."""
+        """Return this rank's split of samples of `length` tokens."""
         return cls(
             length=length,
             cp=mesh.size("cp"),
@@ -63,7 +62,7 @@ class SequenceSplit:
 
     @property
     def complete(self) -> bool:
-        """Whether this rank holds every position, in order, and nothing else."""
+        """True if this rank holds exactly all positions, in order."""
         return self.cp == 1 and self.tp == 1
 
     @cached_property
@@ -81,14 +80,14 @@ class SequenceSplit:
 
     @cached_property
     def shard(self) -> Tensor:
-        """Positions of this rank where the sequence is split over tp too [padded / cp / tp]: outside of
-        attention and MLP. Equal to `positions` without sequence parallelism.
+        """Positions of this rank outside of attention and MLP, where the sequence is also split over tp
+        [padded / cp / tp]. Equal to `positions` without sequence parallelism.
         """
         return self.positions.chunk(self.tp)[self.tp_index]
 
     def take(self, x: Tensor, dim: int, fill: int | float) -> Tensor:
-        """This context-parallel rank's positions of x, whose dimension `dim` has all `length` positions; the
-        padding is `fill`.
+        """Return this context-parallel rank's positions of x, whose dimension `dim` has all `length`
+        positions; padding is `fill`.
         """
         if self.cp == 1 and self.padded == self.length:
             return x

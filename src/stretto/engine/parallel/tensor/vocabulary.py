@@ -21,7 +21,7 @@ IGNORED = -100  # target of a token that the loss ignores
 
 
 class _Rows(torch.autograd.Function):
-    """Embedding lookup whose backward adds directly into `weight.grad`, without a dense gradient of the whole
+    """Embedding lookup whose backward adds directly into `weight.grad`, without a dense gradient of the
     table.
     """
 
@@ -40,7 +40,7 @@ class _Rows(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [start, start + rows) of an embedding table; the group's other ranks hold the rest.
+    """Rows [start, start + rows) of an embedding table; the group's other ranks hold the other rows.
 
     With `sequence` each rank gets only its part of the tokens, split along dimension 1.
     """
@@ -68,13 +68,13 @@ class VocabParallelEmbedding(nn.Module):
         dy = dy.to(weight.grad.dtype)
         if dy.device.type == "cpu":
             weight.grad.index_add_(0, ids, dy)
-        else:  # it sorts by row: atomic additions would not repeat bit by bit
+        else:  # it sorts by row: atomic additions would not be bitwise reproducible
             weight.grad += torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
         if self.on_gradient is not None:
             self.on_gradient(weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [b, s] -> [b, s, hidden], the same on every rank of the group, or [b, s/t, hidden]."""
+        """Map ids [b, s] to [b, s, hidden], the same on every rank of the group, or to [b, s/t, hidden]."""
         if self.group is None:
             return cast(Tensor, _Rows.apply(self.weight, ids, self))
         if self.sequence:
@@ -87,8 +87,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class GatheredLogits(ParallelLinear):
-    """An output layer split by vocabulary rows that gives every rank the logits of all `vocab` entries. For
-    generation: the gathered logits have no gradient.
+    """An output layer split by vocabulary rows that returns the logits of all `vocab` entries on every rank.
+    For generation: the gathered logits have no gradient.
     """
 
     def __init__(self, weight: nn.Parameter, vocab: int, group: ProcessGroup | None) -> None:
@@ -97,14 +97,14 @@ class GatheredLogits(ParallelLinear):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, s, hidden] -> [b, s, vocab]; the padding is at the end of the last ranks' rows."""
+        """Map x [b, s, hidden] to [b, s, vocab]; padding is at the end of the last ranks' rows."""
         return gather(super().forward(x), self.group, x.dim() - 1)[..., : self.vocab]
 
 
 class VocabParallelCrossEntropy(nn.Module):
     """Cross-entropy summed over tokens, from this rank's columns of the logits.
 
-    `start` is the first vocabulary id held here, `real` the number of columns that are not padding.
+    `start` is this rank's first vocabulary id, `real` its number of columns that are not padding.
     """
 
     def __init__(self, start: int, real: int, group: ProcessGroup | None) -> None:
@@ -114,11 +114,15 @@ class VocabParallelCrossEntropy(nn.Module):
         self.group = group
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [b, s, local], targets [b, s] -> scalar; float32, or float64 for float64 logits."""
+        """Map logits [b, s, local] and targets [b, s] to a scalar in float32, or float64 for float64
+        logits.
+        """
         return cast(Tensor, _CrossEntropy.apply(logits, targets, self))
 
     def largest(self, logits: Tensor) -> Tensor:
-        """The largest real logit of each token, [n], of this rank's [n, local] and the others'."""
+        """Return the largest real logit of each token, [n], over this rank's logits [n, local] and the
+        others'.
+        """
         work = logits.dtype if logits.dtype == torch.float64 else torch.float32
         real = logits[:, : self.real]
         on_this_rank = (
@@ -129,12 +133,12 @@ class VocabParallelCrossEntropy(nn.Module):
         return all_max(on_this_rank, self.group)
 
     def probabilities(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Those of logits [n, local], in new memory, and what `normalise` returns."""
+        """Return the probabilities of logits [n, local], in new memory, and the results of `normalise`."""
         largest = self.largest(logits)
         if self.group is not None or self.real < logits.shape[-1]:
             scores = logits.to(largest.dtype) - largest.unsqueeze(-1)
             return scores, *self.normalise(scores, targets)
-        # one pass instead of four; that of the largest logit is 1 over the sum of exponentials
+        # one pass instead of four; the largest probability is 1 over the sum of exponentials
         result = logits.softmax(-1, dtype=largest.dtype)
         counted = targets != IGNORED
         at = targets.masked_fill(~counted, 0).unsqueeze(-1)
@@ -145,8 +149,8 @@ class VocabParallelCrossEntropy(nn.Module):
         """Turn scores [n, local], logits minus the largest of each token, into probabilities, in place.
 
         Returns:
-            The losses of targets [n], 0 where ignored; the target's column among this rank's, [n, 1], and
-            whether it is one of them, [n].
+            The losses of targets [n], 0 for ignored ones; the target's column on this rank, [n, 1]; and
+            whether this rank has it, [n].
         """
         scores[:, self.real :] = -torch.inf
         local = targets - self.start
