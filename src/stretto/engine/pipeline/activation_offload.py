@@ -1,4 +1,4 @@
-"""Activation offloading: what a forward saved for its backward, moved to host memory and back."""
+"""Activation offloading: tensors that a forward saved for its backward are moved to host memory and back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from stretto.engine.device import CopyStreams, current_stream, on_accelerator, o
 
 
 class _SavedTensor:
-    """One saved tensor: on the device or on the host.
+    """One saved tensor, on the device or on the host.
 
-    copied: event of the end of the last copy between the two, if copies run on streams.
+    Attributes:
+        copied: event at the end of the last copy between the two, if copies run on streams.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -28,8 +29,8 @@ class _SavedTensor:
 class ActivationCopies:
     """The activations that one forward of one stage saves, and their copies in host memory.
 
-    Parameters stay on the device, and so does the stage's input, which lies in a buffer of the pipeline.
-    On an accelerator, copies run on separate streams, through pinned memory.
+    Parameters stay on the device, as does the stage's input, which is in a buffer of the pipeline. On an
+    accelerator, copies run on separate streams, through pinned memory.
 
     Args:
         streams: streams for the copies of all forwards of a rank.
@@ -57,7 +58,7 @@ class ActivationCopies:
         return saved
 
     def offload(self) -> None:
-        """Copy to the host; the device's memory is free once the copies are done."""
+        """Start copying to the host; the device's memory is free once the copies are done."""
         devices = [saved.on_device.device for saved in self._saved if saved.on_device is not None]
         self._device = next(filter(on_accelerator, devices), None)
         side = None if self._device is None else self._streams.to_host(self._device)
@@ -98,7 +99,7 @@ class ActivationCopies:
 
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, _SavedTensor):
-        assert saved.on_device is not None, "a backward before its reload"
+        assert saved.on_device is not None, "backward before reload"
         if saved.copied is not None:
             current = current_stream(saved.on_device.device)
             current.wait_event(saved.copied)

@@ -1,6 +1,6 @@
-"""The compute actions of one rank, each bound into a call without arguments.
+"""The compute actions of one rank, each bound to a call without arguments.
 
-All lookups are done once, when a call is made, so that the step loop only runs calls.
+All lookups are done once, when a call is created, so the step loop only runs calls.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from stretto.program.action import Action, ActionKind
 from stretto.program.messages import needed_by
 from stretto.program.program import Program
 
-# Autograd's engine itself: torch.autograd.backward adds 10 us of checks to every call.
+# autograd's engine itself: torch.autograd.backward adds 10 us of checks to every call
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 
 
 @runtime_checkable
 class LayerLoss(Protocol):
-    """A loss that the last layer computes, and puts out: it is told the targets before that layer's forward.
-    In training its value is only sure to be there after the backward.
+    """A loss that the last layer computes and outputs; its targets are set before that layer's forward. In
+    training its value is only valid after the backward.
     """
 
     def expect(self, targets: Any) -> None: ...
@@ -40,15 +40,15 @@ class LayerLoss(Protocol):
 
 
 class ComputeCalls:
-    """Makes the calls of one rank's compute actions.
+    """Creates the calls of one rank's compute actions.
 
     Args:
-        exchange: delivers messages of other ranks; None where there are no other ranks.
-        loss: (output of the last stage, targets) to a scalar, or a `LayerLoss`; None keeps the outputs
-            instead.
-        before: called with the microbatch's place in `live` before each forward and each backward, since
+        exchange: delivers messages of other ranks, or None without other ranks.
+        loss: maps (output of the last stage, targets) to a scalar, or is a `LayerLoss`; None stores the
+            outputs instead.
+        before: called with the microbatch's slot in `live` before each forward and each backward, since
             layers may recompute in the backward.
-        versions: by stage, where weights change within the step.
+        versions: weight versions by stage, if weights change within the step.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ComputeCalls:
         self.random = dict[tuple[int, int], RandomState]()
         queue: list[
             DeferredGradient
-        ] = []  # one for all stages: they may share a layer, and each I empties it
+        ] = []  # one queue for all stages: they may share a layer, and each I empties the queue
         for stage in self.split:
             live.stages[stage].split_backward(queue)
         self.ages = {s: ages([a for a in order if a.stage == s], program.versions[s]) for s in self.versions}
@@ -86,7 +86,7 @@ class ComputeCalls:
     # ------------------------------------------------------------------ forward
 
     def forward(self, action: Action) -> Call:
-        """x = input; y = stage(x); keep the graph's root for the backward and pass y on."""
+        """Bind a forward: x = input; y = stage(x); store the graph's root for the backward and pass y on."""
         stage, mb = action.stage, self.live.place(action)
         buffers, fetch = self.live.stages[stage], self._input(action)
         run, xs = self._run(action), buffers.x
@@ -119,7 +119,7 @@ class ComputeCalls:
         return train
 
     def recompute(self, action: Action) -> Call:
-        """Run the forward again, this time with its graph."""
+        """Bind a repeated forward, this time with its graph."""
         stage, mb = action.stage, self.live.place(action)
         xs = self.live.stages[stage].x
         run = self._run(action)
@@ -133,7 +133,7 @@ class ComputeCalls:
         return call
 
     def _run(self, action: Action) -> Callable[[Bundle], Any]:
-        """The stage's forward, after `before` and with the weights of its version."""
+        """Return the stage's forward, after `before` and with the weights of its version."""
         stage = action.stage
         module = self.live.stages[stage].module.forward
         host = self.offloaded.get((stage, self.live.place(action)))
@@ -157,8 +157,8 @@ class ComputeCalls:
         return run
 
     def _prepare(self, action: Action) -> Call | None:
-        """What precedes a forward or backward: call `before`, and bind the microbatch's version of the
-        weights. None if there is nothing to do.
+        """Return the preparation of a forward or backward: call `before`, and bind the microbatch's version
+        of the weights. None if neither applies.
         """
         stage, mb = action.stage, self.live.place(action)
         before, versions = self.before, self.versions.get(stage)
@@ -201,7 +201,9 @@ class ComputeCalls:
         return local
 
     def _keep(self, stage: int, mb: int) -> Callable[[Any], None]:
-        """Keep where the backward starts: the graph's edge, so that the output's memory can be freed."""
+        """Return a function that stores the start of the backward: the graph's edge, so that the output's
+        memory can be freed.
+        """
         roots = self.live.stages[stage].root
         if self.program.is_last(stage):
             loss = self.loss
@@ -225,9 +227,9 @@ class ComputeCalls:
         return middle
 
     def _pass_on(self, stage: int, mb: int) -> Callable[[Any, Bundle], None]:
-        """Store the output for the send, or for the next stage here.
+        """Return a function that stores the output for the send, or for the next stage on this rank.
 
-        The memory of `reused` may be overwritten by the next message at once, so an output in it is copied.
+        The next message may overwrite the memory of `reused` immediately, so an output in it is copied.
         """
         live = self.live
         loss = self.loss
@@ -255,7 +257,7 @@ class ComputeCalls:
     # ------------------------------------------------------------------ backward
 
     def backward(self, action: Action) -> Call:
-        """Run the graph of one microbatch back to the stage's input."""
+        """Bind a backward, which runs the graph of one microbatch back to the stage's input."""
         stage, mb = action.stage, self.live.place(action)
         buffers, fetch = self.live.stages[stage], self._gradient(action)
         roots, xs = buffers.root, buffers.x
@@ -290,7 +292,9 @@ class ComputeCalls:
         return split
 
     def _walk(self, action: Action) -> Call:
-        """The input gradient of a stage whose graph is walked (`walk`), since no layer in it can defer."""
+        """Bind the input gradient of a stage whose graph is walked (`walk`), since its layers cannot
+        defer.
+        """
         stage, mb = action.stage, self.live.place(action)
         buffers = self.live.stages[stage]
         fetch = self._gradient(action)
@@ -317,7 +321,9 @@ class ComputeCalls:
         return call
 
     def _drop(self, action: Action) -> Call | None:
-        """What follows a backward: free its version of the weights if it was the last to use it."""
+        """Return the call after a backward that frees its version of the weights after the last use, or
+        None.
+        """
         stage = action.stage
         if stage not in self.versions:
             return None
@@ -325,18 +331,20 @@ class ComputeCalls:
         return partial(self.versions[stage].drop, version_ages.of[action], version_ages.following[action])
 
     def update(self, action: Action) -> Call:
-        """Apply the gradients of one stage."""
+        """Bind the update of one stage."""
         return partial(self.versions[action.stage].update, self.ages[action.stage].following[action])
 
     def _hand_back(self, action: Action) -> Callable[[Bundle, Bundle], None]:
-        """Store the input's gradients for the send, or for the previous stage here."""
+        """Return a function that stores the input's gradients for the send, or for the previous stage on this
+        rank.
+        """
         stage, mb = action.stage, self.live.place(action)
         dxs, received = self.live.stages[stage].dx, needed_by(self.program, action) is not None
         if self.program.is_first(stage):
             return lambda _x, _dy: None
 
         def call(x: Bundle, dy: Bundle) -> None:
-            # a stage that only reshapes passes dy on, in the buffer that the next message is received into
+            # a stage that only reshapes passes on dy, in the buffer that receives the next message
             dxs[mb] = tuple(_gradient(t, dy if received else ()) for t in x if t.requires_grad)
 
         return call
@@ -360,7 +368,7 @@ class ComputeCalls:
         return local
 
     def weights(self, action: Action) -> Call:
-        """The weight gradients that the input-gradient pass deferred."""
+        """Bind the weight gradients that the input-gradient pass has deferred."""
         buffers, mb = self.live.stages[action.stage], self.live.place(action)
         weight_work, walk = buffers.weight_work, buffers.walk
         if walk is not None:
@@ -379,16 +387,16 @@ class ComputeCalls:
         return call
 
     def offload(self, action: Action) -> Call:
-        """Start copying what the forward saved to host memory."""
+        """Return the call that starts copying the forward's saved tensors to host memory."""
         return self.offloaded[action.stage, self.live.place(action)].offload
 
     def reload(self, action: Action) -> Call:
-        """Start copying it back."""
+        """Return the call that starts copying them back."""
         return self.offloaded[action.stage, self.live.place(action)].reload
 
 
 def _edge(y: Tensor) -> Any:
-    """Where the backward enters the graph of y; None where nothing before it needs a gradient."""
+    """Return the edge at which the backward enters the graph of y, or None if y requires no gradient."""
     return get_gradient_edge(y) if y.requires_grad else None
 
 
@@ -404,7 +412,7 @@ def _backward(edges: tuple[Any, ...], dy: tuple[Any, ...]) -> None:
 
 
 def _gradient(x: Tensor, received: Bundle) -> Tensor:
-    """The gradient accumulated in x, copied where it is a view of a received message."""
+    """Return the gradient accumulated in x, copied if it is a view of a received message."""
     dx, x.grad = x.grad, None
     if dx is None:  # the stage does not use this input
         return torch.zeros_like(x, requires_grad=False)
@@ -412,5 +420,5 @@ def _gradient(x: Tensor, received: Bundle) -> Tensor:
 
 
 def _unaliased(y: Tensor, reused: Bundle) -> Tensor:
-    """y, copied where it is a view of memory that messages are received into."""
+    """Return y, copied if it is a view of memory that receives messages."""
     return y.clone() if any(same_memory(x, y) for x in reused) else y

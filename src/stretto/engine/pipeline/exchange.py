@@ -1,7 +1,7 @@
 """Point-to-point messages of one rank: calls that post receives, deliver received tensors, and start sends.
 
-A message is what one stage passes to the next: one or several tensors. Either their shapes are known and
-buffers are preallocated, or shapes differ between microbatches (`boundaries` is None) and every message
+A message has the tensors, one or several, that one stage passes to the next. Either their shapes are known
+and buffers are preallocated, or shapes differ between microbatches (`boundaries` is None) and every message
 begins with its shapes.
 """
 
@@ -27,7 +27,7 @@ Channel = tuple[int, int, int]  # source and destination pipeline rank, directio
 
 
 def channels(program: Program) -> list[Channel]:
-    """Every channel that the lowered program sends on, in the same order on all ranks."""
+    """Return every channel that the lowered program sends on, in the same order on all ranks."""
     used = set[Channel]()
     for rank, order in enumerate(program.orders):
         for action in order:
@@ -41,15 +41,15 @@ def channels(program: Program) -> list[Channel]:
 class Transfer:
     """Sends to and receives from the other ranks of one pipeline.
 
-    Every channel has its own communicator. NCCL keeps the messages of one communicator in order, so channels
+    Every channel has its own communicator. NCCL runs the messages of one communicator in order, so channels
     that share one would wait for each other; gloo's sender and receiver threads would contend for one lock
     (shared connections made the step of trivial stages 1.6 times as long).
 
     Args:
-        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make
-            all groups, in one order: torch names a group by the number of groups made before it on the rank.
-        program: lowered; its channels are set up here.
-        timeout: longest wait for a message; None: torch's default.
+        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job
+            create all groups in one order: torch names a group by the number of groups created before it.
+        program: the lowered program, whose channels are created.
+        timeout: longest wait for a message; by default torch's.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Transfer:
                     self._ends[channel] = (group, 1 - ends.index(me))
 
     def send(self, tensor: Tensor, channel: Channel) -> Work:
-        """Start sending; `tensor` must stay as it is until the work is done."""
+        """Start sending; `tensor` must not change until the work is done."""
         group, peer = self._ends[channel]
         return group.send([tensor], peer, 0)
 
@@ -92,16 +92,16 @@ DTYPES = (
     torch.uint8,
 )
 MOST_DIMENSIONS = 8
-MOST_TENSORS = 16  # of one message
+MOST_TENSORS = 16  # per message
 _ROW = MOST_DIMENSIONS + 2
 HEADER = MOST_TENSORS * _ROW
 
 
 def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
-    """Shapes and dtypes as one int64 tensor [HEADER], for the wire.
+    """Encode shapes and dtypes as one int64 tensor [HEADER].
 
     Raises:
-        StrettoError: too many tensors or dimensions, or a type that no message carries.
+        StrettoError: a message has too many tensors or dimensions, or an unsupported type.
     """
     rows: list[int] = []
     for boundary in boundaries:
@@ -120,7 +120,7 @@ def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
 
 
 def unpack(header: Tensor) -> Boundaries:
-    """The inverse of `pack`."""
+    """Decode the header of `pack`."""
     boundaries: list[Boundary] = []
     for code, dims, *shape in header.view(MOST_TENSORS, _ROW).tolist():
         if code:
@@ -129,14 +129,14 @@ def unpack(header: Tensor) -> Boundaries:
 
 
 def boundaries_of(tensors: Bundle) -> Boundaries:
-    """Their shapes and types."""
+    """Return the shapes and types of tensors."""
     return tuple(Boundary(tuple(t.shape), t.dtype) for t in tensors)
 
 
 class Inbox:
-    """The incoming messages of one channel when shapes vary: for every message its shapes, then its tensors.
+    """The incoming messages of one channel if shapes vary: for every message its shapes, then its tensors.
 
-    Everything arrives in the order sent, so the receive of the next header is posted right after those of the
+    Messages arrive in the order sent, so the receive of the next header is posted right after those of the
     current message's tensors, and no earlier; opening a later message first receives those before it.
     """
 
@@ -145,7 +145,7 @@ class Inbox:
         self._channel = channel
         self._device = device
         self._expected = deque[Action]()
-        self._header: tuple[Work, Tensor] | None = None  # of the first message expected
+        self._header: tuple[Work, Tensor] | None = None  # of the first expected message
         self._coming = dict[Action, tuple[list[Work], Bundle]]()
 
     def expect(self, action: Action) -> None:
@@ -170,23 +170,23 @@ class Inbox:
         self._coming[action] = [], tensors
 
     def take(self, action: Action) -> Bundle:
-        """The tensors of a message."""
+        """Return the tensors of a message and remove it."""
         self.open(action)
         return self._coming.pop(action)[1]
 
     def _post_header(self) -> None:
-        """Post the receive of the next message's shapes, unless one is posted already."""
+        """Post the receive of the next message's shapes, unless it is already posted."""
         if self._expected and self._header is None:
             header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
             self._header = self._transfer.receive(header, self._channel), header
 
 
 class TransferCalls:
-    """Makes the calls of one rank's transfers.
+    """Creates the calls of one rank's transfers.
 
     Args:
-        slots: the number of each receive's buffer, among those of its stage and direction.
-        boundaries: what enters each stage of the model but the first, by its number in one copy; None where
+        slots: index of each receive's buffer, among those of its stage and direction.
+        boundaries: inputs of each stage of the model but the first, by its index in one copy, or None if
             shapes differ between microbatches.
     """
 
@@ -215,7 +215,7 @@ class TransferCalls:
     # ------------------------------------------------------------------ receiving
 
     def receive(self, action: Action) -> Call:
-        """Post the receive; the action that uses the message waits for it."""
+        """Bind the posting of a receive; the action that uses the message waits for it."""
         post = self.transfer.receive
         channel, key = self._channel(action), self.live.key(action)
         receives = self.live.receives
@@ -236,7 +236,7 @@ class TransferCalls:
         return several
 
     def incoming(self, action: Action) -> Callable[[], Bundle]:
-        """Wait for the message of a receive and return its tensors."""
+        """Return a function that waits for the message of a receive and returns its tensors."""
         receives, key = self.live.receives, self.live.key(action)
         channel = self._channel(action)
         if self.boundaries is None:
@@ -257,7 +257,9 @@ class TransferCalls:
         return fixed
 
     def wait(self, action: Action) -> Call:
-        """Wait for a message without taking it, so that a recorder can time the wait separately."""
+        """Bind the wait for a message without consuming it, so that a recorder can time the wait
+        separately.
+        """
         receives, key = self.live.receives, self.live.key(action)
         channel = self._channel(action)
         if self.boundaries is None:
@@ -276,7 +278,9 @@ class TransferCalls:
         return self._inboxes[channel]
 
     def _buffers(self, action: Action) -> Bundle:
-        """The buffers of one receive; activations are leaves, whose gradients accumulate in `.grad`."""
+        """Return the buffers of one receive; activations are leaves, whose gradients accumulate in
+        `.grad`.
+        """
         key = (action.stage, action.kind, self.slots[action])
         if key not in self.memory:
             forward = action.kind is ActionKind.RECV_F
@@ -306,7 +310,7 @@ class TransferCalls:
     # ------------------------------------------------------------------ sending
 
     def send(self, action: Action) -> Call:
-        """Start sending activations forward or input gradients backward."""
+        """Bind the start of a send of activations forward or input gradients backward."""
         stage = action.stage
         mb, key = self.live.place(action), self.live.key(action)
         forward = action.kind is ActionKind.SEND_F
@@ -348,7 +352,7 @@ class TransferCalls:
         return several
 
     def release(self, send: Action) -> Call:
-        """Wait for a send that the program proves to be done, and free its tensors."""
+        """Bind the wait for a send that the program proves to be done, which frees its tensors."""
         sends, key = self.live.sends, self.live.key(send)
 
         def call() -> None:

@@ -1,8 +1,8 @@
-"""Run a lowered program on this rank's stages.
+"""Runs a lowered program on this rank's stages.
 
-The program is bound once into a flat list of calls on preallocated buffers, cut where a step ends: the step
-loop looks nothing up. Receives are posted where the program says and waited for by the action that uses them;
-a send is waited for where the program proves that it is done.
+The program is bound once to a flat list of calls on preallocated buffers, cut at the ends of steps: the step
+loop does no lookups. Receives are posted where the program posts them, and the action that uses a message
+waits for it; a send is waited for where the program proves that it is done.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from stretto.program.checks.residency import USES
 from stretto.program.lower import send_releases
 from stretto.program.messages import channel_of, needed_by
 
-_WAIT_FOR = "the wait for "  # a message that was sent
-Enter = Callable[[int], Batch]  # from the number of a step in its window to its batch
+_WAIT_FOR = "the wait for "  # a sent message
+Enter = Callable[[int], Batch]  # from the index of a step in its window to its batch
 
 
 class Awaited(NamedTuple):
-    """A message that an action waits for: with which pipeline rank, and whether it is sent or received."""
+    """A message that an action waits for: the other pipeline rank, and True if the message is sent."""
 
     peer: int
     sends: bool
 
 
 class PipelineError(RuntimeError):
-    """A rank failed in the middle of a step: at which action, and why.
+    """A rank failed within a step; the message has the action and the cause.
 
-    awaited: the message that the action waits for; None: it waits for none.
+    Attributes:
+        awaited: the message that the action waits for, or None.
     """
 
     awaited: Awaited | None = None
 
 
 def error_text(error: Exception) -> str:
-    """Text of an error; with its type if the text says little alone, such as the key of a KeyError."""
+    """Return the text of an error, with its type if the text is unclear alone, such as a KeyError's key."""
     kind, text = type(error).__name__, str(error)
     if not text:
         return kind
@@ -64,11 +65,11 @@ class ExecutorInputs:
     """Modules, weights and messages that a rank's program uses.
 
     Attributes:
-        stages: this rank's stage modules by stage number.
-        weights: owns their parameters and gradients, and gathers, reduces and updates them for the program.
-        loss: (output of the last stage, targets) to a scalar; None stores outputs instead.
-        transfer: messages to the other pipeline ranks; None if there are none.
-        boundaries: inputs of each stage of the model but the first; None if shapes differ between
+        stages: this rank's stage modules by stage.
+        weights: owner of their parameters and gradients, which gathers, reduces and updates them.
+        loss: maps (output of the last stage, targets) to a scalar; None stores outputs instead.
+        transfer: messages to the other pipeline ranks, or None without other ranks.
+        boundaries: inputs of each stage of the model but the first, or None if shapes differ between
             microbatches.
         reduce_tied: called once, at this rank's last REDUCE_TIED.
         before_forward: called before each forward with the microbatch's slot in the ring
@@ -95,11 +96,11 @@ class _Segment:
     Attributes:
         calls: calls in order.
         labels: label of each call; empty if it is not recorded.
-        waits: wait for a message with which a call begins.
-        messages: message that a call waits for.
+        waits: the wait for a message with which each call begins, if any.
+        messages: the message that each call waits for, if any.
         marks: progress marks of each call and of its wait.
         microbatches: microbatch of each call; in a window that ends before it, the call is left out.
-        newest: the highest of these.
+        newest: largest of these microbatches.
     """
 
     calls: list[Call] = field(default_factory=list[Call])
@@ -124,10 +125,10 @@ class _Segment:
 
 
 class Executor:
-    """A lowered program bound to one rank of the pipeline: its actions as flat lists of calls, one a step.
+    """A lowered program bound to one rank of the pipeline: its actions as flat lists of calls, one per step.
 
     Args:
-        rounds: the program, and which of its steps are repeated.
+        rounds: the program, and the steps of it that are repeated.
 
     Attributes:
         step: index of the next step in the window; 0 if the pipeline is drained.
@@ -182,7 +183,7 @@ class Executor:
             else None
         )
         self.step = self.place = 0
-        self._entered = 0  # steps of the window whose batches are here
+        self._entered = 0  # steps of the window whose batches have been fetched
         self._fetch: Enter | None = None
         self._segments = [_Segment()]
         self._bind()
@@ -194,7 +195,8 @@ class Executor:
         scales: Sequence[Tensor | None] = (),
         recorder: Recorder | None = None,
     ) -> None:
-        """A window of one step: forward and backward of all microbatches, gradients summed into the buffers.
+        """Run a window of one step: forward and backward of all microbatches, with gradients summed into the
+        buffers.
 
         Args:
             inputs: input of each microbatch, read by the first stage.
@@ -205,8 +207,8 @@ class Executor:
         self.advance(lambda _: (inputs, targets, scales), 1, recorder)
 
     def advance(self, enter: Enter, steps: int, recorder: Recorder | None = None) -> None:
-        """Run to this rank's last action of the next step of a window, with the actions of later steps that
-        come before it.
+        """Run to this rank's last action of the next step of a window, including the actions of later steps
+        before it.
 
         Args:
             enter: returns the batch of a step; called once for each step of the window, in order, when this
@@ -350,14 +352,14 @@ class Executor:
                 self._release(send)
 
     def _call(self, action: Action) -> Call | None:
-        """Return the call of one action; None if there is nothing to do."""
+        """Return the call of one action, or None if it needs none."""
         compute = self._compute
         exchange = self._exchange
         work = self.work
         stage = action.stage
         graph = self._graph
         match action.kind:
-            case ActionKind.F if graph is not None:  # which begins with it
+            case ActionKind.F if graph is not None:  # the graph includes the forward
                 return partial(work.weights.await_stage, stage) if work.weights.gathers else None
             case ActionKind.B if graph is not None:
                 return partial(graph.run, self.live, self.live.place(action))
@@ -389,10 +391,10 @@ class Executor:
                 call = work.weights.gather if action.kind is ActionKind.UNSHARD else work.weights.release
                 return partial(call, stage)
             case ActionKind.REDUCE_TIED:
-                raise AssertionError("bound with all others of the rank")
+                raise AssertionError("bound together with the rank's other reductions of tied parameters")
 
     def _label(self, action: Action) -> str:
-        """Text of an action with the index of its microbatch within the step."""
+        """Return the text of an action with the index of its microbatch within the step."""
         if action.microbatch is None:
             return str(action)
         return str(action._replace(microbatch=action.microbatch % self.rounds.microbatches))
@@ -406,7 +408,7 @@ class Executor:
         self._add(self._exchange.release(send), name, microbatch_of(send), message=send)
 
     def _awaited(self, message: Action | None) -> Awaited | None:
-        """The peer of a message, and its direction."""
+        """Return the peer of a message, and its direction."""
         if message is None:
             return None
         source, target, _ = channel_of(self.program, message)

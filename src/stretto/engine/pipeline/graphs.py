@@ -1,8 +1,8 @@
-"""Forward and backward of a microbatch as one graph of the device, captured once and replayed for all others.
+"""Forward and backward of a microbatch as one device graph, captured once and replayed for all others.
 
 A graph reads and writes the memory that it was captured with. So each microbatch is copied to the memory of
 the first one: the model's inputs, its targets, and the gradient of its loss with the loss scale. Gradients
-add up in the flat tensors of the parameters, which keep their memory, and are set to zero outside.
+accumulate in the parameters' flat tensors, whose memory is fixed, and are zeroed outside of the graph.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def check_capturable(program: Program, device: torch.device, autocast: torch.dty
         raise StrettoError(f"this torch has no graphs for device {device.type}", hint="train without them")
     if not in_turn(program):
         raise StrettoError(
-            f"schedule {program.name} on {program.ranks} ranks does not end a microbatch before it begins "
-            "the next one, and a graph has the memory of one",
+            f"schedule {program.name} on {program.ranks} ranks does not finish a microbatch before it begins "
+            "the next, and a graph has the memory of one",
             hint="use 1f1b on one rank, or no graphs",
         )
     if autocast is not None:
         raise StrettoError(
-            "autocast keeps weights that it has converted, and a graph would read those of its capture",
+            "autocast caches converted weights, and a graph would read those of its capture",
             hint="give parameters the type to compute in, or use no graphs",
         )
 
 
 class MicrobatchGraph:
-    """Runs microbatches one after the other: the first `WARM_UP` as they are, later ones by a graph.
+    """Runs microbatches in sequence: the first `WARM_UP` eagerly, later ones by a graph.
 
     Args:
         program: a program that finishes one microbatch before it begins the next.
@@ -75,10 +75,10 @@ class MicrobatchGraph:
         self._warmed = 0
 
     def run(self, live: RankBuffers, at: int) -> None:
-        """Forward and backward of the microbatch at index `at` of the buffers; its loss is stored there.
+        """Run forward and backward of the microbatch at index `at` of the buffers, and store its loss there.
 
         Raises:
-            StrettoError: its shapes are not those of the first one, or it cannot be captured.
+            StrettoError: its shapes differ from those of the first one, or it cannot be captured.
         """
         batch: list[Any] = [live.inputs[at], live.targets[at], live.scales[at]]
         if not all(isinstance(tensor, Tensor) for tensor in batch):
@@ -91,7 +91,7 @@ class MicrobatchGraph:
         for captured, new in zip(self._batch, batch, strict=True):
             if (captured.shape, captured.dtype) != (new.shape, new.dtype):
                 raise StrettoError(
-                    f"a microbatch has {new.dtype} {list(new.shape)} where its graph reads {captured.dtype} "
+                    f"a microbatch has {new.dtype} {list(new.shape)}, but its graph reads {captured.dtype} "
                     f"{list(captured.shape)}",
                     hint="give all microbatches one shape, or use no graphs",
                 )

@@ -34,7 +34,7 @@ from stretto.program.program import Program
 
 def forward_only(program: Program, microbatches: int) -> Program:
     """Return a program of only the forwards, for any number of microbatches, in an order that always
-    completes. If the program has several copies of the model, it runs the first.
+    completes. If the program has several copies of the model, the first is used.
     """
     orders = tuple(
         tuple(
@@ -63,7 +63,7 @@ def check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
     if len(cut) != stages or [layer for stage in cut for layer in stage] != list(range(layers)):
         raise StrettoError(
             f"cut {[(stage.start, stage.stop) for stage in cut]} of {layers} layers into {stages} stages",
-            hint=f"give {stages} ranges that follow one another and hold layers 0 to {layers - 1}",
+            hint=f"give {stages} consecutive ranges that cover layers 0 to {layers - 1}",
         )
 
 
@@ -84,7 +84,7 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
     if optimizer and not program.versions:
         raise StrettoError(
             f"schedule {program.name} updates weights after the step, but the pipeline has an optimizer",
-            hint="leave optimizer out and call your own after step()",
+            hint="leave optimizer out and call an optimizer after step()",
         )
     if program.versions and tied:
         raise StrettoError(
@@ -94,7 +94,7 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
 
 
 def parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
-    """Cost of each layer for an even cut: 1 + its parameters; layers without parameters count too."""
+    """Return the cost of each layer for an even cut: 1 + its number of parameters."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
@@ -114,24 +114,25 @@ class Pipeline:
         window: returns the same asynchronous schedule over a number of steps; with it, steps may follow one
             another without a drain (`advance`).
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
-        loss: (output of the last layer, target) to a scalar, summed over the microbatch; or a `LayerLoss`.
-        weights: owns the parameters of this rank's stages: gathers and releases them, reduces their gradients
-            and, with an asynchronous schedule, updates them. By default `ReplicatedWeights`.
+        loss: maps (output of the last layer, target) to a scalar, summed over the microbatch; or a
+            `LayerLoss`.
+        weights: owner of the parameters of this rank's stages, which gathers and releases them, reduces their
+            gradients and, with an asynchronous schedule, updates them. By default `ReplicatedWeights`.
         cut: layers of each stage; by default cut evenly by parameter count.
-        skips: outputs that go to a later layer as well.
+        skips: outputs that are also passed to a later layer.
         ties: shared parameters. By default they are detected by identity, which is lost when layers leave the
             meta device.
         partial: slices whose gradients several tensor-parallel ranks share.
         boundary: shape and dtype of the activations between stages, if all are alike, or of the inputs of
             each stage of the model but the first, by stage; by default a trial forward determines them.
         varying: microbatches differ in shape; each message then begins with its shapes.
-        lookahead: number of actions before its use that a receive is posted. Each takes a buffer of the size
-            of a boundary; a message whose receive is posted when it arrives costs the CPU about half.
+        lookahead: number of actions between a receive and its use. Each takes a buffer of the size of a
+            boundary; a message that arrives after its receive is posted costs the CPU about half.
         before_forward: called before each forward with the microbatch's index in its step; with `window`,
             with its slot of `ring`.
-        autocast: dtype that forwards compute in, if it differs from the parameters'.
-        graphs: each microbatch of training is replayed as one graph of the device (`MicrobatchGraph`). Its
-            gradients are reduced at the end of the step.
+        autocast: dtype of forward computation, if it differs from the parameters'.
+        graphs: each microbatch of training is replayed as one device graph (`MicrobatchGraph`). Its gradients
+            are reduced at the end of the step.
 
     Attributes:
         rank: rank of this process in its pipeline.
@@ -141,14 +142,14 @@ class Pipeline:
         ring: microbatches after which memory is reused: those of a step, or with `window` of several. The
             first microbatch of step n of a window is in slot `n * m % ring`.
         ahead: minimum number of steps that a window in progress has after its finished ones.
-        late: number of steps after which all ranks have finished a step too, so that agreeing on it delays
+        late: number of steps after which all ranks have also finished a step, so that agreeing on it delays
             no rank.
         holds_loss: this rank has a last stage.
 
     Raises:
-        StrettoError: a program for another number of ranks or one that cannot complete; more stages than
-            layers; an asynchronous program whose weights have no optimiser, or with tied parameters; graphs
-            of what cannot be captured.
+        StrettoError: the program is for another number of ranks or deadlocks; it has more stages than layers;
+            it is asynchronous, and the weights have no optimiser or parameters are tied; or microbatches
+            cannot be captured as graphs.
     """
 
     def __init__(
@@ -240,17 +241,17 @@ class Pipeline:
         return f"Pipeline({self.program.name!r}: {place}, stages {', '.join(map(str, self.stages))})"
 
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters, each once."""
+        """Return this rank's parameters, without duplicates."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
 
     def copies_elsewhere(self) -> list[nn.Parameter]:
-        """This rank's tied or copied parameters whose first copy is on another rank, where norms count them
-        and checkpoints save them.
+        """Return this rank's tied or copied parameters whose first copy is on another rank, where norms count
+        them and checkpoints save them.
         """
         return self._shared.copies_elsewhere(self.rank)
 
     def post_reduced_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are summed further after the data-parallel reduction: over
+        """Return the parameters whose gradients are also summed after the data-parallel reduction: over
         tensor-parallel ranks, stages, or copies of a stage.
         """
         if self.program.copies > 1:
@@ -264,7 +265,7 @@ class Pipeline:
 
     @property
     def weight_versions(self) -> dict[int, int]:
-        """Maximum number of versions of its weights that each stage held at once in the last step."""
+        """Peak number of versions of each stage's weights in the last step."""
         return {s: self._versions[s].max_held if s in self._versions else 1 for s in self.stages}
 
     def train(self, mode: bool = True) -> None:
@@ -281,11 +282,10 @@ class Pipeline:
         scale: Scale = None,
         recorder: Recorder | None = None,
     ) -> Tensor | None:
-        """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
+        """Run forward and backward of one batch; reduced gradients are then in `parameter.grad`.
 
         An asynchronous program updates the weights within the step and leaves no gradients. The pipeline
-        drains at the end of a step: no microbatch stays in flight. For more steps without a drain see
-        `advance`.
+        drains at the end of a step: no microbatch stays in flight. For steps without a drain see `advance`.
 
         Args:
             inputs: input of each microbatch, a tensor or a tuple of arguments; used by ranks that hold the
@@ -301,8 +301,8 @@ class Pipeline:
             through it.
 
         Raises:
-            StrettoError: no loss, or not one input and one target for each microbatch of the program.
-            PipelineError: names the action during which this rank failed.
+            StrettoError: the pipeline has no loss, or not every microbatch has one input and one target.
+            PipelineError: this rank failed; the message names the action.
         """
         self._check_batch(inputs, targets, self.program.microbatches)
         return self.advance(lambda _: (inputs, targets, scale), 1, recorder)
@@ -318,8 +318,8 @@ class Pipeline:
         steps: int,
         recorder: Recorder | None = None,
     ) -> Tensor | None:
-        """Run one step of a window of steps, which drains at its end only: an asynchronous program continues
-        to this rank's last action of the step, with actions of later steps in between.
+        """Run one step of a window of steps, which drains only at its end: an asynchronous program runs to
+        this rank's last action of the step, with actions of later steps in between.
 
         Args:
             enter: returns inputs, targets and scale of a step of the window, as `step` takes them. Called
@@ -329,7 +329,7 @@ class Pipeline:
             recorder: as in `step`.
 
         Returns:
-            As `step`, for the step that has finished on this rank.
+            Those of `step`, for the step that has finished on this rank.
         """
         if self._loss is None:
             raise StrettoError(
@@ -364,7 +364,9 @@ class Pipeline:
         return self._results(executor)
 
     def _prepare(self, enter: Enter) -> Enter:
-        """Create the executor of training; return `enter`, from which the first batch may have been taken."""
+        """Create the executor of training; return `enter`, which repeats the first batch if it was
+        fetched.
+        """
         if self._boundaries is not None or self._varying:
             self._train = self._executor(self._rounds, ())
             return enter
@@ -381,7 +383,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:
-        """Forward only: the losses of any number of microbatches, as `step` returns them. Collective.
+        """Run only forwards; return the losses of any number of microbatches, like `step`. Collective.
 
         Every rank passes the same number of inputs; ranks without the first stage may pass None for each.
         Without a loss the rank that holds the last stage gets the outputs: stacked, or as a list if they
@@ -398,7 +400,7 @@ class Pipeline:
             with self._precision():
                 self._infer[m].run(inputs, targets)
         finally:
-            for module, mode in was:  # module by module: parts of a model may be held in evaluation mode
+            for module, mode in was:  # for each module: some may have been in evaluation mode
                 module.training = mode
         return self._results(self._infer[m])
 
@@ -427,7 +429,7 @@ class Pipeline:
         local_microbatches = [
             i for i, copy in enumerate(of_step) if (copy + 1) * program.depth - 1 in self.stages
         ]
-        if not local_microbatches:  # a copy that no microbatch goes through
+        if not local_microbatches:  # a copy without microbatches
             return torch.empty(0, device=self.mesh.device)
         results = [
             (live.losses if self._loss is not None else live.outputs)[executor.place + i]
@@ -496,12 +498,14 @@ class Pipeline:
         return Executor(rounds, self.rank, work, self.mesh.device)
 
     def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
-        """A parameter's reduced gradient: this rank's part, flat, and the index of its first element."""
+        """Return this rank's flat part of a parameter's reduced gradient, and the index of its first
+        element.
+        """
         parts = (buffer.reduced(parameter) for buffer in self.buffers.values())
         return next((part for part in parts if part is not None), None)
 
     def _update(self, stage: int) -> Callable[[], None]:
-        """The update of one stage in the middle of the program."""
+        """Return the update of one stage within the program."""
         buffer, ids = self.buffers[stage], {id(p) for p in self.stages[stage].parameters()}
         shared = [part for part in self._partial if id(part.parameter) in ids]
 

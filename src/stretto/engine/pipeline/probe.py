@@ -1,4 +1,4 @@
-"""Shape inference: one trial forward finds the shapes of the activations between stages."""
+"""Shape inference: one trial forward determines the shapes of the activations between stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def probe_boundaries(
 
     Raises:
         PipelineError: a stage's forward failed.
-        StrettoError: a stage returns something else than tensors, or none with a gradient.
+        StrettoError: a stage returns other values than tensors, or no floating-point tensor.
     """
     entering = dict[int, Boundaries]()
     with forked_random([device]):
@@ -77,7 +77,7 @@ def probe_boundaries(
 
 
 def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
-    """The stage's output in evaluation mode, which leaves running averages alone."""
+    """Return the stage's output in evaluation mode, in which running averages do not change."""
     was = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,4 +1,4 @@
-"""Tensors alive on a rank between the actions of a step, and the buffer of each received message."""
+"""Tensors that are alive on a rank between the actions of a step, and the buffer of each received message."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stretto.program.action import Action, ActionKind
 if TYPE_CHECKING:
     from stretto.engine.pipeline.walk import GraphSplit
 
-Bundle = tuple[Tensor, ...]  # what one stage passes to the next, in one direction
-# of each microbatch of a step: input, target, and gradient of the loss
+Bundle = tuple[Tensor, ...]  # tensors that one stage passes to the next, in one direction
+# inputs, targets and gradients of the loss, for each microbatch of a step
 Batch = tuple[Sequence[Any], Sequence[Any], Sequence[Tensor | None]]
 Call = Callable[[], None]
 
@@ -31,7 +31,7 @@ class Boundary:
 
     @property
     def has_gradient(self) -> bool:
-        """True if a gradient comes back for it."""
+        """True if the tensor has a gradient, which is sent back."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
@@ -45,10 +45,10 @@ class StageBuffers:
         self.module = module
         self.x: list[Any] = [None] * microbatches  # inputs; their gradients accumulate in .grad
         self.y: list[Any] = [None] * microbatches  # outputs not yet sent or used, detached
-        self.root: list[Any] = [None] * microbatches  # where the backward starts, for each floating output
+        self.root: list[Any] = [None] * microbatches  # start of the backward, for each floating-point output
         self.dx: list[Any] = [None] * microbatches  # input gradients not yet sent or used
-        self.weight_work: list[Any] = [None] * microbatches  # what W needs, between I and W
-        self.queue: list[DeferredGradient] = []  # the weight gradients that this stage's layers defer
+        self.weight_work: list[Any] = [None] * microbatches  # deferred work, between I and W
+        self.queue: list[DeferredGradient] = []  # deferred weight gradients of this stage's layers
         self.walk: GraphSplit | None = None  # for stages without layers that can defer
 
     def split_backward(self, queue: list[DeferredGradient]) -> None:
@@ -66,16 +66,16 @@ class StageBuffers:
 
 
 class RankBuffers:
-    """The tensors of one rank: those alive of each microbatch, in its slot of a ring buffer.
+    """The live tensors of one rank, by microbatch, in slots of a ring buffer.
 
     Args:
         modules: stages of the rank.
-        ring: number of slots: microbatches after which a slot is reused.
+        ring: number of slots, which is the number of microbatches after which a slot is reused.
 
     Attributes:
         inputs, targets, scales: current batches; `scales` are the gradients of losses.
         losses: losses of the last stage, detached.
-        outputs: outputs of the last stage if there is no loss.
+        outputs: outputs of the last stage, without a loss.
         receives, sends: messages in flight.
     """
 
@@ -99,13 +99,15 @@ class RankBuffers:
         return Action(action.stage, action.kind, self.place(action))
 
     def set_batch(self, at: int, microbatches: int, batch: Batch) -> None:
-        """Store a batch from slot `at` on; a rank without the first or last stage need not have its parts."""
+        """Store a batch in slots from `at`; a rank without the first or last stage need not have its
+        parts.
+        """
         for slots, values in zip((self.inputs, self.targets, self.scales), batch, strict=True):
             if len(values) == microbatches:
                 slots[at : at + microbatches] = values
 
     def clear_batch(self, at: int, microbatches: int) -> None:
-        """Drop a batch, so that none of its tensors outlives its step."""
+        """Drop a batch, so that its tensors do not outlive their step."""
         for slots in (self.inputs, self.targets, self.scales):
             slots[at : at + microbatches] = [None] * microbatches
 
@@ -146,6 +148,6 @@ def same_memory(a: object, b: Tensor) -> bool:
 
 
 def microbatch_of(action: Action) -> int:
-    """The microbatch of an action that has one."""
+    """Return the microbatch of an action that has one."""
     assert action.microbatch is not None
     return action.microbatch

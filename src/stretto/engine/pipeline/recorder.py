@@ -31,7 +31,7 @@ class Recorder:
     queue work: times are those of the device's stream, and `spans` waits for it.
 
     Args:
-        device: that the stages run on.
+        device: device of the stages.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -43,7 +43,7 @@ class Recorder:
         self._zero = self._now()
 
     def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Time a call, and before it the wait for its message."""
+        """Time the wait for a call's message, and then the call."""
         if wait is not None:
             start = self._now()
             wait()
@@ -51,7 +51,7 @@ class Recorder:
         self.timed(label, call)
 
     def timed(self, label: str, call: Callable[[], T]) -> T:
-        """Time a call that returns something."""
+        """Time a call and return its result."""
         start = self._now()
         result = call()
         self._marks.append((label, start, self._now()))
@@ -66,7 +66,7 @@ class Recorder:
 
     @property
     def spans(self) -> list[Span]:
-        """All calls in order; waits for an accelerator."""
+        """All calls, in order; waits for an accelerator."""
         synchronize(self._device)
         return [Span(label, self._since(start), self._since(end)) for label, start, end in self._marks]
 

@@ -1,5 +1,5 @@
-"""Tied parameters, and gradient sums beyond data parallelism: of tied parameters, of copies of a stage, and
-of partial slices.
+"""Tied parameters, and gradient sums besides data parallelism: over tied parameters, copies of a stage, and
+partial slices.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from stretto.program.program import Program
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter that several layers share: one tensor in the plain model, a copy on each rank that holds
-    one of these layers.
+    """One parameter that several layers share: one tensor in the plain model, and a copy on each rank that
+    holds one of these layers.
     """
 
     uses: tuple[tuple[int, str], ...]  # (layer, name in the layer), in model order
 
     def stages(self, cut: Sequence[range]) -> tuple[int, ...]:
-        """Return the stages that hold it."""
+        """Return the stages that hold the parameter."""
         return tuple(s for s, layers in enumerate(cut) if any(layer in layers for layer, _ in self.uses))
 
 
 def find_ties(layers: Sequence[nn.Module]) -> list[Tie]:
-    """Return every parameter that more than one layer holds. The layers must still share the tensors."""
+    """Return every parameter that several layers share; these must still be the same tensors."""
     uses = dict[int, list[tuple[int, str]]]()
     for at, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -54,7 +54,7 @@ class PartialGradient:
     slice: SharedSlice
 
     def view(self, reduced: Reduced | None = None) -> Tensor:
-        """Return the slice of the gradient; if data-parallel ranks split the gradient, this rank's part."""
+        """Return the slice of the gradient, or this rank's part if data-parallel ranks shard the gradient."""
         part = None if reduced is None else reduced(self.parameter)
         if part is None or len(part[0]) == self.parameter.numel():
             gradient = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
@@ -98,13 +98,13 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
 
 def sum_gradients(model: nn.Module, table: Mapping[str, ShardedParameter]) -> None:
     """Sum the gradients to which several ranks contribute, as with BatchParallel style: once a step, after
-    the last backward and before clipping. Collective over the ranks of tp.
+    the last backward and before clipping. Collective over the tp ranks.
 
     Args:
         table: result of `parallelize` for the model.
 
     Raises:
-        StrettoError: none of them is in `grad`.
+        StrettoError: no such parameter has a `grad`.
     """
     shared = [
         (p, shared_slice) for name, p in model.named_parameters() for shared_slice in table[name].shared
@@ -112,8 +112,8 @@ def sum_gradients(model: nn.Module, table: Mapping[str, ShardedParameter]) -> No
     parts = [PartialGradient(p, shared_slice) for p, shared_slice in shared if p.grad is not None]
     if shared and not parts:
         raise StrettoError(
-            "sum_gradients: no parameter whose gradient is to be summed has one in grad",
-            hint="call it after backward; of data_parallel's modes it goes with 'ddp'",
+            "sum_gradients: no parameter whose gradient must be summed has a grad",
+            hint="call it after backward; of data_parallel's modes it supports 'ddp'",
         )
     sum_partial(parts)
 
@@ -127,7 +127,7 @@ class SharedGradients:
 
     Args:
         cut: layers of each stage of the model.
-        stages: stages of this rank, by number.
+        stages: stages of this rank, by index.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class SharedGradients:
         self._copies = self._copied(mesh)
 
     def copies_elsewhere(self, rank: int) -> list[nn.Parameter]:
-        """This rank's parameters whose first copy is on another rank: not to be counted or saved twice."""
+        """Return this rank's parameters whose first copy is on another rank, which counts and saves them."""
         copies = list[nn.Parameter]()
         first = {s % self.program.depth for s in self.stages if s < self.program.depth}
         for s, stage in self.stages.items():
@@ -173,7 +173,7 @@ class SharedGradients:
                 all_sum(flat, group)
 
     def tied(self) -> frozenset[int]:
-        """Return the ids of this rank's tied parameters. Each gets a unit of its own on all ranks that share
+        """Return the ids of this rank's tied parameters. Each gets a separate unit on all ranks that share
         it, so that its gradient has the same shape on all of them.
         """
         return frozenset(self._tied_here())
@@ -208,7 +208,7 @@ class SharedGradients:
             if not local_stages:
                 continue
             parameter = self._parameter(tie, local_stages[0])
-            # the sum of a stage's copies must not include it again
+            # the sum over a stage's copies must not include it again
             if len(local_stages) > 1 or self.program.copies > 1:
                 self.late[id(parameter)] = parameter
             if group is not None and parameter.requires_grad:

@@ -15,8 +15,8 @@ from stretto.errors import StrettoError
 class Skip:
     """The output of layer `source` as an extra argument of layer `target`, after its others.
 
-    Between stages it is sent with the activation, across every boundary, and its gradient comes back the same
-    way: if source and target are k ranks apart it is sent k times.
+    Between stages it is sent with the activation, across every boundary, and its gradient is sent back the
+    same way: if source and target are k ranks apart it is sent k times.
     """
 
     source: int
@@ -24,10 +24,10 @@ class Skip:
 
 
 def check_skips(skips: Sequence[Skip], layers: int) -> tuple[Skip, ...]:
-    """Check that every skip goes forward.
+    """Check that every skip leads to a later layer.
 
     Raises:
-        StrettoError: one does not go from a layer to a later one.
+        StrettoError: a skip does not.
     """
     for skip in skips:
         if not 0 <= skip.source < skip.target < layers:
@@ -61,7 +61,7 @@ class Stage(nn.Sequential):
         )
 
     def forward(self, *x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The activation, or a tuple of the activation and the skips that leave the stage."""
+        """Return the activation, or a tuple of the activation and the skips that leave the stage."""
         if not self._plain:
             return self._with_skips(x)
         for layer in self:

@@ -1,9 +1,9 @@
 """The repeated part of an asynchronous schedule: a program is bound once for any number of training steps.
 
-An asynchronous schedule fills the pipeline, does the same in every step from then on, and drains at the end
-of a window of steps. So the filling steps are bound, and after them as many steps as it takes until the
-memory of their microbatches is reused; these are repeated. At the end of a window, the actions of later
-microbatches are left out, which gives the schedule's order for that number of steps.
+An asynchronous schedule fills the pipeline, runs the same actions in every later step, and drains at the end
+of a window of steps. So the filling steps are bound, and after them the steps until the memory of their
+microbatches is reused; these are repeated. At the end of a window, the actions of later microbatches are left
+out, which gives the schedule's order for that number of steps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _Pool = tuple[int, ActionKind]  # receives of one stage in one direction, which 
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
-    """The bound steps of a lowered program, and which of them are repeated.
+    """The bound steps of a lowered program, and those of them that are repeated.
 
     Attributes:
-        program: program lowered for this rank, with all bound steps and some after them, so that the bound
-            ones do not see its end.
+        program: program lowered for this rank, with all bound steps and some more, so that its end does not
+            affect the bound ones.
         microbatches: microbatches of one step.
         fill: number of steps that run once, at the start of a window.
         cycle: number of steps after these that are repeated; 0 if a window is one step.
-        ahead: distance from the oldest unfinished step to the newest step that has begun, the maximum over
-            all ranks. A window in progress cannot be made to end earlier.
-        buffers: number of buffers of each stage and direction for receives that are repeated.
+        ahead: maximum over all ranks of the distance from the oldest unfinished step to the newest step that
+            has begun. A window in progress cannot end earlier.
+        buffers: number of receive buffers of each stage and direction in the repeated steps.
     """
 
     program: Program
@@ -47,7 +47,7 @@ class SteadyState:
 
     @property
     def ring(self) -> int:
-        """Microbatches after which memory is used again."""
+        """Number of microbatches after which memory is reused."""
         return (self.cycle or 1) * self.microbatches
 
     def slots(self, rank: int) -> dict[Action, int]:
@@ -69,16 +69,16 @@ class SteadyState:
         return step_ends(order, self.microbatches)[: self.fill + self.cycle]
 
     def bound(self, step: int) -> int:
-        """Return the bound step that step `step` of a window runs as."""
+        """Return the bound step that runs as step `step` of a window."""
         return step if step < self.fill else self.fill + (step - self.fill) % self.cycle
 
 
 def once(program: Program) -> SteadyState:
-    """A lowered program whose window is one step."""
+    """Return a lowered program whose window is one step."""
     return SteadyState(program=program, microbatches=program.microbatches)
 
 
-_LONGEST_RING = 1024  # microbatches bound at most to have no more receive buffers than needed
+_LONGEST_RING = 1024  # largest number of microbatches to bind for the minimum number of receive buffers
 
 
 def repeated(
@@ -91,12 +91,12 @@ def repeated(
         tied, lookahead: as in `lower`.
 
     Raises:
-        ScheduleError: the program cannot complete, or does not repeat itself from some step on.
+        ScheduleError: the program deadlocks, or is not periodic from some step on.
     """
     tied = [tuple(stages) for stages in tied]
     first = build(1)
     m, look_ahead = first.microbatches, 2 * (first.ranks + lookahead + 1)
-    margin = -(-look_ahead // m) + 1  # steps until nothing is left of the start; as many see the end coming
+    margin = -(-look_ahead // m) + 1  # steps that the start affects; the end affects as many
     sample = lower(build(2 * margin + 1), tied=tied, lookahead=lookahead)
     check(sample)
     needs, together = _needs(sample, rank, m)
@@ -118,7 +118,9 @@ def repeated(
 
 
 def _ahead(order: Sequence[Action], steps: int, m: int) -> int:
-    """Maximum distance from the oldest unfinished step to the newest that has begun, in the first steps."""
+    """Return the maximum distance from the oldest unfinished step to the newest begun one, in the first
+    steps.
+    """
     ends = step_ends(order, m)
     furthest = newest = 0
     for at, action in enumerate(order[: ends[steps - 1]]):
@@ -162,7 +164,7 @@ def _needs(program: Program, rank: int, m: int) -> tuple[dict[_Pool, int], int]:
 
 
 class _Lifetimes:
-    """Lifetimes of things numbered in the order of their first use, each alive until its last use."""
+    """Lifetimes of objects with indices in the order of their first use, each alive until its last use."""
 
     def __init__(self) -> None:
         self._first, self._last = dict[int, int](), dict[int, int]()
@@ -175,7 +177,7 @@ class _Lifetimes:
         return number in self._first
 
     def max_alive(self) -> int:
-        """Maximum width of the range from the oldest to the newest that is alive."""
+        """Return the maximum width of the range from the oldest to the newest live object."""
         widest, oldest = 1, 0
         for number in sorted(self._first):
             while self._last[oldest] < self._first[number]:
@@ -190,7 +192,7 @@ def _check_steady(program: Program, rank: int, fill: int, cycle: int, m: int) ->
     ends = step_ends(order, m)
 
     def actions(step: int) -> list[tuple[int, ActionKind, int | None, int]]:
-        """Actions of a step, with microbatches and versions relative to those of its first microbatch."""
+        """Return the actions of a step, with microbatches and versions relative to its first microbatch's."""
         done = list[tuple[int, ActionKind, int | None, int]]()
         for stage, kind, i in order[ends[step - 1] : ends[step]]:
             versions = program.versions[stage]
@@ -200,6 +202,6 @@ def _check_steady(program: Program, rank: int, fill: int, cycle: int, m: int) ->
 
     if actions(fill) != actions(fill + cycle):
         raise ScheduleError(
-            f"schedule {program.name} does not do the same in every step: rank {rank} does other things in "
-            f"step {fill + cycle} than in step {fill}"
+            f"schedule {program.name} is not periodic: rank {rank} has other actions in step {fill + cycle} "
+            f"than in step {fill}"
         )

@@ -1,9 +1,9 @@
 """Weight stashing: versions of one stage's weights, for schedules that update with microbatches in flight
 (Narayanan et al. 2019, "PipeDream", section 3.3).
 
-Each forward runs on leaf parameters of its version, which its graph keeps. Before an update, weights whose
-old version is still needed move to new memory. The gradients of all versions accumulate in the parameters'
-`.grad`.
+Each forward runs on leaf parameters of its version, which its graph references. Before an update, weights
+whose old version is still needed move to new memory. The gradients of all versions accumulate in the
+parameters' `.grad`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stretto.program.action import Action, ActionKind
 NEVER = sys.maxsize  # a microbatch beyond all windows
 _USES = frozenset(
     {ActionKind.F, ActionKind.RECOMPUTE, ActionKind.B, ActionKind.I}
-)  # W has kept what it needs
+)  # W does not read the weights
 
 
 class WeightVersions:
@@ -32,9 +32,9 @@ class WeightVersions:
         recreate_storage: moves the parameters to new memory with the same values.
 
     Attributes:
-        newest: number of the newest version.
-        max_held: versions held at once, since the last start.
-        left: the first microbatch that will not come, in the numbers of the program that is bound.
+        newest: index of the newest version.
+        max_held: peak number of versions since the last start.
+        left: the first microbatch outside the window, numbered as in the bound program.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class WeightVersions:
             if id(p) in at
         ]
         self._leaves_of = dict[int, list[nn.Parameter]]()
-        self._bound: int | None = None  # None: the parameters themselves are bound
+        self._bound: int | None = None  # None if the parameters themselves are bound
         self.newest = 0
         self.max_held = 0
         self.left = NEVER
 
     def start(self) -> None:
-        """Begin a window with one version, number 0."""
+        """Begin a window with one version, 0."""
         self.newest = 0
         self.max_held = 1
         self._leaves_of = {0: self._leaves()}
@@ -127,7 +127,7 @@ class VersionAges:
     Attributes:
         of: for each forward and backward, the number of updates between its version and the newest one then.
         following: for each of them, the next microbatch that uses its version; for each update, the first one
-            that still uses the version that it replaces; NEVER if there is none.
+            that still uses the replaced version; NEVER if none does.
     """
 
     of: Mapping[Action, int]
@@ -152,7 +152,7 @@ def ages(order: Sequence[Action], versions: Sequence[int]) -> VersionAges:
     for action in reversed(order):
         if action.kind is ActionKind.UPDATE:
             newest -= 1
-            # of several updates that name no microbatch, the first that needs to keep anything decides
+            # several updates without a microbatch share one key: the earliest use decides
             following[action] = min(users.get(newest, NEVER), following.get(action, NEVER))
         elif action in of:
             version = versions[microbatch_of(action)]

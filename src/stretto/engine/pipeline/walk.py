@@ -1,15 +1,15 @@
-"""Split the backward of any module into input gradient (I) and weight gradient (W) by its autograd graph.
+"""Splits the backward of any module into input gradient (I) and weight gradient (W) by its autograd graph.
 
-Autograd computes only the gradients requested. I requests those of the inputs, and records the incoming
+Autograd computes only the requested gradients. I requests those of the inputs, and records the incoming
 gradient of every node that also has weights; W starts from those nodes and requests the weights. This works
 for any module; linear layers that defer their weight gradients (engine/parallel/tensor/linear.py) are
-cheaper. The graph lives until W.
+cheaper. The graph is alive until W.
 
-What cannot be deferred is computed in I, with the same result: weights that enter a torch.autograd.Function
-(its backward computes everything whenever it is called); weights used at several places of a stage with no
-operation between, such as the bias of a layer that runs twice; a whole stage with a compiled part, or with a
-reentrant checkpoint. A non-reentrant checkpoint is repeated for every layer in it: let the schedule recompute
-instead. Hooks on activations see both I and W.
+Gradients that cannot be deferred are computed in I, with the same result: weights that enter a
+torch.autograd.Function (its backward always computes everything); weights used several times in a stage with
+no operation in between, such as the bias of a layer that runs twice; an entire stage with a compiled part or
+a reentrant checkpoint. A non-reentrant checkpoint is repeated for every layer in it: let the schedule
+recompute instead. Hooks on activations run in both I and W.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 # (roots, gradients, keep graph, create graph, inputs, unreachable inputs allowed, accumulate)
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 
-# Their backward cannot run for requested inputs only, or with a retained graph.
+# their backward cannot run for requested inputs only, or with a retained graph
 _INDIVISIBLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
 
 
@@ -36,12 +36,12 @@ _Arrival = tuple[GradientEdge, Tensor]  # an edge of the graph and the gradient 
 
 @dataclass
 class WeightWork:
-    """The work that I leaves for W.
+    """The work that I defers to W.
 
     Attributes:
         alone: for each node whose weights no other node uses: incoming gradients, and the weights.
-        shared: for each node with weights that others use too: incoming gradients, and the edges towards the
-            weights.
+        shared: for each node whose weights other nodes also use: incoming gradients, and the edges towards
+            the weights.
         ends: edges from which all paths lead to weights.
     """
 
@@ -66,15 +66,16 @@ class GraphSplit:
         gradients: Sequence[Tensor | None],
         inputs: Sequence[Tensor],
     ) -> WeightWork:
-        """I: leave the gradient of each input in its `.grad`.
+        """Run I: accumulate the gradient of each input in its `.grad`.
 
         Args:
-            roots: outputs of the stage, or where backward enters their graph.
-            gradients: of each root; None: 1 for a tensor of one element, else that output is skipped.
-            inputs: leaves. Without any (a first stage) everything is left to W.
+            roots: outputs of the stage, or the edges at which the backward enters their graph.
+            gradients: gradient of each root; None means 1 for a tensor of one element, otherwise the output
+                is skipped.
+            inputs: leaves. Without any (a first stage) everything is deferred to W.
 
         Returns:
-            What `weight_gradients` needs, once. It keeps the graph alive.
+            The argument of `weight_gradients`, to be used once. It keeps the graph alive.
         """
         starts, arriving = _starts(roots, gradients)
         if not inputs:
@@ -89,14 +90,14 @@ class GraphSplit:
         return _run_inputs(cut, starts, arriving, targets, ends)
 
     def weight_gradients(self, work: WeightWork) -> None:
-        """W: add the deferred weight gradients into `parameter.grad`, and free the graph."""
+        """Run W: add the deferred weight gradients into `parameter.grad`, and free the graph."""
         alone = work.alone
         shared = work.shared
         ends = work.ends
         work.alone = []
         work.shared = []
         work.ends = []
-        while alone:  # from the output on, freeing memory on the way
+        while alone:  # from the output, freeing memory on the way
             arrivals, leaves = alone.pop()
             places, gradients = zip(*arrivals, strict=True)
             del arrivals
@@ -132,7 +133,7 @@ def _starts(
 
 
 def _run_all(arrivals: list[_Arrival]) -> None:
-    """Run the complete backward from these edges on; empties the list, which frees memory on the way."""
+    """Run the complete backward from these edges; empties the list, which frees memory on the way."""
     places, gradients = zip(*arrivals, strict=True)
     arrivals.clear()
     _run_backward(places, gradients, False, False, (), True, True)
@@ -182,9 +183,9 @@ class _Source:
     """A node on a path to an input, with branches that lead to weights only.
 
     Attributes:
-        places: the edges where gradients arrive.
+        places: the edges at which gradients arrive.
         ways: the edges that W follows.
-        leaves: the weights behind them; None where other sources share these.
+        leaves: the weights behind them, or None if other sources share these.
     """
 
     places: list[GradientEdge]
@@ -208,12 +209,12 @@ class _Cut:
 
 
 class _Graph:
-    """The nodes of one backward, and which of them lie on a path to an input."""
+    """The nodes of one backward, and those of them on a path to an input."""
 
     def __init__(self, starts: Iterable[GradientEdge], inputs: Iterable[Node]) -> None:
         self.roots = [start.node for start in starts]
-        self.edges = edges = dict[Node, Any]()  # the ways on from each node: (next node or None, its slot)
-        self.into = into = dict[Node, list[tuple[Node | None, int]]]()  # the ways to it
+        self.edges = edges = dict[Node, Any]()  # outgoing edges of each node: (next node or None, its slot)
+        self.into = into = dict[Node, list[tuple[Node | None, int]]]()  # incoming edges
         for start in starts:
             into.setdefault(start.node, []).append((None, start.output_nr))
         waiting = list(into)
@@ -228,7 +229,7 @@ class _Graph:
                 else:
                     into[nearer] = [(node, slot)]
                     waiting.append(nearer)
-        self.passed = passed = {node for node in inputs if node in into}  # on a way to an input
+        self.passed = passed = {node for node in inputs if node in into}  # on a path to an input
         waiting = list(passed)
         while waiting:
             for node, _ in into[waiting.pop()]:
@@ -237,7 +238,9 @@ class _Graph:
                     waiting.append(node)
 
     def branches(self) -> list[tuple[Node | None, Node]]:
-        """(source, first node) of every path to weights only; those from an output have source None."""
+        """Return (source, first node) of every path to weights only; those from an output have source
+        None.
+        """
         branches = dict[tuple[Node | None, Node], None]()
         for root in self.roots:
             if root not in self.passed:
@@ -249,7 +252,7 @@ class _Graph:
         return list(branches)
 
     def below(self, node: Node) -> list[Node]:
-        """The node and all nodes behind it."""
+        """Return the node and all nodes behind it."""
         reached, waiting = {node: None}, [node]
         while waiting:
             for nearer, _ in self.edges[waiting.pop()]:
@@ -259,16 +262,16 @@ class _Graph:
         return list(reached)
 
     def places(self, node: Node) -> list[GradientEdge]:
-        """The edges where gradients arrive at the node."""
+        """Return the edges at which gradients arrive at the node."""
         return [GradientEdge(node, slot) for slot in sorted({slot for _, slot in self.into[node]})]
 
 
 @dataclass
 class _Group:
-    """Branches that share weights with one another, and with no other."""
+    """Branches that share weights with each other, and with no other branch."""
 
     branches: list[tuple[Node | None, Node]]
-    below: list[list[Node]]  # the nodes of each
+    below: list[list[Node]]  # the nodes of each branch
 
     @property
     def sources(self) -> set[Node | None]:
@@ -276,12 +279,12 @@ class _Group:
 
     @property
     def alone(self) -> bool:
-        """Whether one run of the engine reaches the weights by these branches only."""
+        """True if one run of the engine reaches the weights by these branches only."""
         return len(self.branches) == 1 or len(self.sources) == 1
 
     @property
     def severable(self) -> bool:
-        """Whether no branch begins inside another: then the whole gradient at its first node comes from its
+        """True if no branch begins inside another: then the full gradient at its first node comes from its
         source.
         """
         if len(self.branches) == 1:
@@ -291,12 +294,12 @@ class _Group:
 
     @property
     def repeatable(self) -> bool:
-        """Whether running the sources again computes no more than is requested."""
+        """True if running the sources again computes no more than requested."""
         return not any(isinstance(source, BackwardCFunction) for source in self.sources)
 
 
 def _groups(graph: _Graph) -> list[_Group]:
-    """All branches, merged (union-find) where they share nodes."""
+    """Return all branches, merged (union-find) if they share nodes."""
     branches = graph.branches()
     below = [graph.below(first) for _, first in branches]
     head = list(range(len(branches)))
@@ -320,7 +323,7 @@ def _groups(graph: _Graph) -> list[_Group]:
 
 
 def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
-    """Divide the graph; None where W would have nothing to do, or the whole must run at once."""
+    """Divide the graph; return None if W would have no work, or if the graph must run at once."""
     graph = _Graph(starts, inputs)
     if any(type(node).__name__ in _INDIVISIBLE for node in graph.edges):
         return None
@@ -328,7 +331,7 @@ def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
     for group in _groups(graph):
         (late if group.repeatable and (group.alone or group.severable) else early).append(group)
     shared = {source for group in late if not group.alone for source in group.sources}
-    for group in list(late):  # one run serves all branches of a source: to the weights, or to the ways only
+    for group in list(late):  # one run serves all branches of a source: to the weights, or only to the edges
         if group.alone and not group.severable and group.sources & shared - {None}:
             late.remove(group)
             early.append(group)
@@ -343,7 +346,9 @@ def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
 
 
 def _watched(leaf: Any) -> bool:
-    """True if the weight has hooks, which would see its gradient twice: computed, then accumulated."""
+    """True if the weight has hooks, which would run twice: when its gradient is computed, then
+    accumulated.
+    """
     return bool(leaf.variable._backward_hooks)
 
 
@@ -366,7 +371,7 @@ def _sources(graph: _Graph, late: list[_Group], shared: set[Node | None]) -> lis
 
 
 def _leaves(groups: Iterable[_Group]) -> list[Node]:
-    """Return the weights of these groups, each once."""
+    """Return the weights of these groups, without duplicates."""
     return list(
         {n: None for g in groups for nodes in g.below for n in nodes if type(n).__name__ == "AccumulateGrad"}
     )

@@ -1,4 +1,4 @@
-"""Actions in words, for people who ask what a rank is doing."""
+"""Descriptions of actions, for reports of what a rank is doing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MESSAGES = {
 
 
 def in_words(action: Action, microbatches: int) -> str:
-    """Such as `recv F of microbatch 3 from stage 1`, with the microbatch's number within its step."""
+    """Describe an action, such as `recv F of microbatch 3 from stage 1`; microbatches are counted within
+    their step.
+    """
     stage, kind, number = action
     if kind in _OF_A_STAGE:
         return _OF_A_STAGE[kind].format(stage=stage)
