@@ -27,7 +27,7 @@ from stretto.engine.optim.tensor_sums import (
 )
 from stretto.engine.parallel.fragment import ParameterFragment
 
-# The paper's values (section 9)
+# the paper's values (section 9)
 BETA2_DECAY = -0.8  # beta2 at step t is 1 - t^BETA2_DECAY
 SMALLEST_SCALE = 1e-3  # epsilon 2
 CLIP = 1.0  # d
@@ -39,13 +39,13 @@ class Adafactor(FragmentOptimizer):
 
     The rule is that of torch.optim.Adafactor: `lr` is the largest relative step and the factor of the
     decoupled decay, and epsilon 1 bounds the second moments from below. Epsilon 1 is float32's for every
-    dtype: float64's would scale up gradients that are mere rounding, such as those of key biases. Each expert
-    of a stack counts as a tensor. Two all-reduces a step for each group of holders: row and column sums with
-    the weights' squares, then the updates' squares. The updates stay in memory in between (without holders,
-    on a CPU, those of a batch).
+    dtype: float64's would scale up gradients that are mere rounding errors, such as those of key biases. Each
+    expert of a stack counts as a tensor. Each group of holders has two all-reduces per step: of row and
+    column sums with the weights' squares, then of the updates' squares. The updates stay in memory in between
+    (without holders, on a CPU, those of a batch).
 
-    States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], whole on every rank; for a vector
-    `variance`, of the fragment's shape.
+    States: for a matrix `row_var` [..., rows] and `col_var` [..., columns], complete on every rank; for a
+    vector `variance`, of the fragment's shape.
     """
 
     replicated: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
@@ -54,7 +54,7 @@ class Adafactor(FragmentOptimizer):
         super().__init__(groups, fragments, {"lr": lr, "weight_decay": 0.0})
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
-        """Second moments."""
+        """Return zero second moments."""
         p, shape = fragment.parameter, fragment.placed.shape
         if not _factored(fragment):
             return {"step": count(), "variance": torch.zeros_like(p)}
@@ -64,16 +64,16 @@ class Adafactor(FragmentOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
-        """One update. Collective over the holders."""
+        """Run one update. Collective over the holders."""
         for batches in rounds(self.begin()):
             round_robin(batches, [_update(batch, self.scratch(batch)) for batch in batches])
 
 
 def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
-    """An update by torch's operators; see `round_robin`.
+    """Run the update of a batch, yielding tensors to sum; see `round_robin`.
 
     Args:
-        updates: memory for them.
+        updates: memory for the updates.
     """
     sizes, sums = member_squares(batch, batch.parameters), _sums(batch, updates)
     if batch.fragments[0].holders is not None:
@@ -102,7 +102,7 @@ def _update(batch: TensorGroup, updates: list[Tensor]) -> Iterator[Tensor]:
     lengths = member_squares(batch, updates)
     yield lengths
     lr = batch.group["lr"]
-    # of each member: the bound of the relative step, and the number of elements
+    # for each member the bound of the relative step and the number of elements
     bounds = [(min(lr, float(state["step"]) ** -0.5), member_size(f)) for f, _, state in batch]
     table = [fact for fact, total in zip(bounds, batch.members, strict=True) for _ in range(prod(total))]
     relative, elements = torch.tensor(table, dtype=torch.float64).to(sizes.device, non_blocking=True).T
@@ -121,8 +121,8 @@ Sums = tuple[()] | tuple[Tensor, Tensor]
 
 
 def _sums(batch: TensorGroup, scratch: Sequence[Tensor]) -> list[Sums]:
-    """For each matrix the sums of the counted elements' squares: of each row, [..., rows], and column,
-    [..., columns]; float64 where they are not those of the whole tensor yet. For a vector nothing.
+    """Return for each matrix the sums of the counted elements' squares: of each row, [..., rows], and column,
+    [..., columns], in float64. For a vector the entry is empty.
     """
     sums = list[Sums]()
     for fragment, gradient, memory in zip(batch.fragments, batch.gradients, scratch, strict=True):
@@ -151,8 +151,8 @@ def _part_sums(fragment: ParameterFragment, gradient: Tensor) -> tuple[Tensor, T
 def _divide(
     fragment: ParameterFragment, gradient: Tensor, rows: Tensor, columns: Tensor, into: Tensor
 ) -> None:
-    """The gradient divided by the root of the second moments, which are rows x columns / mean of rows and at
-    least epsilon 1: the root of each factor is that of a vector, so none is taken of a matrix.
+    """Divide the gradient by the root of the second moments, which are rows x columns / mean of rows and at
+    least epsilon 1: roots are taken of each vector factor, not of a matrix.
     """
     mean = rows.mean(-1).clamp_(min=SMALLEST).unsqueeze(-1)
     left, right = (rows / mean).rsqrt_(), columns.rsqrt()

@@ -16,14 +16,14 @@ from stretto.engine.optim.base import FragmentOptimizer, Group, TensorGroup, cou
 from stretto.engine.optim.tensor_sums import member_squares, round_robin, subtract_scaled
 from stretto.engine.parallel.fragment import ParameterFragment
 
-CHUNK = 1 << 16  # elements whose moments are widened at a time: they stay in the CPU's cache
+CHUNK = 1 << 16  # elements whose moments are widened at a time, which fit the CPU's cache
 
 
 class _Adam(FragmentOptimizer):
     """States of every fragment: `exp_avg` and `exp_avg_sq`, of its shape, and `step` on its device.
 
     Attributes:
-        moments: dtype of the first two; None: the parameter's.
+        moments: dtype of the moments, or None for the parameter's.
     """
 
     moments: torch.dtype | None = None
@@ -39,7 +39,7 @@ class _Adam(FragmentOptimizer):
         super().__init__(groups, fragments, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
-        """First and second moments."""
+        """Return zero first and second moments."""
         p = fragment.parameter
         first, second = (torch.zeros_like(p, dtype=self.moments) for _ in range(2))
         return {"step": count(p.device), "exp_avg": first, "exp_avg_sq": second}
@@ -48,16 +48,16 @@ class _Adam(FragmentOptimizer):
 class NarrowAdamW(_Adam):
     """AdamW with both moments stored in bfloat16 and updated in the parameter's type.
 
-    They are rounded to nearest, not stochastically: no random number for each element, and the same result
-    under every layout. That suffices while a step changes a moment by more than half a unit in its last
-    place, 2^-9 of it, so the betas may be at most 0.99: above, rounding would discard the decay.
+    They are rounded to nearest, not stochastically, which needs no random numbers and gives the same result
+    under every layout. This suffices while a step changes a moment by more than half a unit in the last
+    place, 2^-9 of it, so the betas may be at most 0.99: above that, rounding would discard the decay.
     """
 
     moments = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
-        """One update."""
+        """Run one update."""
         for batch in self.begin():
             group = batch.group
             for fragment, gradient, state in batch:
@@ -85,20 +85,22 @@ class Lamb(_Adam):
 
         r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),  w <- w - lr |w| / |r + decay w| (r + decay w)
 
-    The paper's phi is the identity; where either norm is 0 the ratio is 1. Each expert of a stack counts as a
-    tensor. One all-reduce a step for each group of holders. The directions are kept from the norms to the
+    The paper's phi is the identity; if either norm is 0 the ratio is 1. Each expert of a stack counts as a
+    tensor. Each group of holders has one all-reduce per step. The directions are stored between norms and
     update, which takes as much memory as the fragments (without holders, on a CPU, as those of a batch).
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
-        """One update. Collective over the holders."""
+        """Run one update. Collective over the holders."""
         for batches in rounds(self.begin()):
             round_robin(batches, [self._update(batch, self.scratch(batch)) for batch in batches])
 
     @staticmethod
     def _update(batch: TensorGroup, directions: list[Tensor]) -> Iterator[Tensor]:
-        """The update of one batch, for `round_robin`; `directions` is memory for Adam's step plus decay."""
+        """Run the update of one batch, for `round_robin`; `directions` is memory for Adam's step plus
+        decay.
+        """
         for direction, parameter in zip(directions, batch.parameters, strict=True):
             torch.mul(parameter, batch.group["weight_decay"], out=direction)
         _add_adam_steps(
@@ -126,12 +128,12 @@ def _add_adam_steps(
     factor: float = 1.0,
 ) -> None:
     """Update the moments and add factor x m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), in one pass over
-    memory: torch's fused AdamW, without decay, applied to `into` as if it held weights.
+    memory: torch's fused AdamW, without decay, applied to `into` in place of weights.
 
     Args:
-        group: has `betas` and `eps`.
-        into, gradients, first, second: of one type on one device; not empty.
-        steps: t of each, on that device.
+        group: parameter group with `betas` and `eps`.
+        into, gradients, first, second: tensors of one type on one device; not empty.
+        steps: t of each tensor, on that device.
     """
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(

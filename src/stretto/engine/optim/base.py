@@ -1,5 +1,5 @@
-"""The base class of optimisers of fragments, and what follows from a parameter's plain name and shape:
-whether it decays, whether it is a stack of experts, whether Muon updates it.
+"""The base class of optimisers of fragments, and properties that follow from a parameter's plain name and
+shape: weight decay, stacked experts, matrices that Muon updates.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CACHED = 1 << 19  # elements whose weights, gradients and states stay in a CPU's
 
 @dataclass(kw_only=True, eq=False)
 class TensorGroup:
-    """Fragments that are updated together, with lists of tensors for torch's `_foreach_` operators: of one
-    group of parameters, dtype, device and holders.
+    """Fragments that are updated together, with lists of tensors for torch's `_foreach_` operators. All have
+    the same parameter group, dtype, device and holders.
     """
 
     group: Group
@@ -35,40 +35,40 @@ class TensorGroup:
     states: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
 
     def state(self, name: str) -> list[Tensor]:
-        """One state of every fragment."""
+        """Return one state of every fragment."""
         return [state[name] for state in self.states]
 
     @property
     def alone(self) -> bool:
-        """Whether it is updated by itself, in a CPU's cache: see `FragmentOptimizer.begin`."""
+        """True if the group is updated alone, in a CPU's cache: see `FragmentOptimizer.begin`."""
         return self.fragments[0].holders is None and self.parameters[0].device.type == "cpu"
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """`members_of` every fragment."""
+        """`members_of` for every fragment."""
         return tuple(map(members_of, self.fragments))
 
     @cached_property
     def plain(self) -> bool:
-        """Whether every local tensor belongs to one tensor of the plain model and is counted here: padding is
-        zero, so sums of squares are those of the whole local tensors.
+        """True if every local tensor belongs to one tensor of the plain model and is counted on this rank:
+        padding is zero, so sums of squares are those of the full local tensors.
         """
         return not any(self.members) and all(
             len(counted_pieces(fragment)) == len(fragment.placed.pieces) for fragment in self.fragments
         )
 
     def __iter__(self) -> Iterator[tuple[ParameterFragment, Tensor, dict[str, Tensor]]]:
-        """Each fragment with its gradient and its states."""
+        """Iterate over fragments with their gradients and states."""
         return zip(self.fragments, self.gradients, self.states, strict=True)
 
 
 class FragmentOptimizer(torch.optim.Optimizer):
     """A torch optimiser of fragments; a step is collective over their holders.
 
-    A fragment takes part in a step if its `parameter.grad` is set, which must be so on all of its holders or
-    on none: a holder without elements of it sets an empty gradient.
+    A fragment takes part in a step if its `parameter.grad` is set, on all of its holders or on none: a holder
+    without elements of it sets an empty gradient.
 
-    A state has the fragment's shape and place, except for `step` and the states named in `replicated`, which
+    A state has the fragment's shape and placement, except `step` and the states named in `replicated`, which
     describe the plain tensor and are the same on all holders.
     """
 
@@ -83,14 +83,14 @@ class FragmentOptimizer(torch.optim.Optimizer):
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
-        """Zero states, for the first update or for a checkpoint to be read into."""
+        """Return zero states, for the first update or to be loaded from a checkpoint."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's.
+        """Load states like torch's optimisers.
 
         Raises:
-            StrettoError: a state lacks a tensor, or one has another shape.
+            StrettoError: a tensor is missing or has another shape.
         """
         super().load_state_dict(state_dict)
         for parameter, fragment in self.fragments.items():
@@ -105,12 +105,12 @@ class FragmentOptimizer(torch.optim.Optimizer):
                     )
 
     def begin(self) -> list[TensorGroup]:
-        """The fragments that have a gradient, with gradients in the parameter's type, and their states, with
-        `step` (where there is one) increased to count this update.
+        """Return the fragments that have a gradient, with gradients in the parameter's type and their states,
+        whose `step`, if any, is increased to count this update.
 
         An accelerator's kernels take as many tensors as possible at once. On a CPU, a group of fragments
-        without holders is closed at `CACHED` elements: the passes of an update after the first then find
-        their tensors in the cache. (Holders of a tensor have to wait for each other between two passes.)
+        without holders is closed at `CACHED` elements: later passes of an update then find their tensors in
+        the cache. (Holders of a tensor have to wait for each other between two passes.)
         """
         moving = [
             (number, parameter)
@@ -119,7 +119,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None and parameter in self.fragments
         ]
         key = [id(self.state), *(id(parameter) for _, parameter in moving)]
-        if key != self._cached_key:  # else as in the last update
+        if key != self._cached_key:  # otherwise the same fragments as in the last update
             self._cached_key, self._batches = key, self._batched(moving)
         for batch in self._batches:
             batch.gradients = [cast(Tensor, p.grad).to(p.dtype) for p in batch.parameters]
@@ -131,7 +131,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
         return self._batches
 
     def _batched(self, moving: Iterable[tuple[int, nn.Parameter]]) -> list[TensorGroup]:
-        """Fragments by the number of their group and their parameter."""
+        """Group fragments, given by the index of their parameter group and their parameter."""
         batches, opened = list[TensorGroup](), dict[tuple[Any, ...], TensorGroup]()
         for number, parameter in moving:
             fragment = self.fragments[parameter]
@@ -149,8 +149,8 @@ class FragmentOptimizer(torch.optim.Optimizer):
         return batches
 
     def scratch(self, batch: TensorGroup) -> list[Tensor]:
-        """Memory for an update of each parameter, in its shape, with any values. That of batches which are
-        updated one after the other is the same, which is in the CPU's cache.
+        """Return uninitialised memory for an update of each parameter, in its shape. Batches that are updated
+        in sequence share the memory, which is in the CPU's cache.
         """
         if not batch.alone:
             return [torch.empty_like(parameter) for parameter in batch.parameters]
@@ -164,17 +164,17 @@ class FragmentOptimizer(torch.optim.Optimizer):
 
 
 def counted_pieces(fragment: ParameterFragment) -> tuple[TensorBox, ...]:
-    """The pieces that this rank contributes to a sum over the holders, so that each element of the plain
-    tensor counts once.
+    """Return the boxes that this rank contributes to a sum over the holders, in which each element of the
+    plain tensor counts once.
     """
-    if fragment.holders is None:  # the whole tensor is here, even where another rank owns it
+    if fragment.holders is None:  # this rank has the full tensor, even if another rank owns it
         return fragment.placed.pieces
     return tuple(piece for piece in fragment.placed.pieces if piece.owned)
 
 
 def rounds(batches: Iterable[TensorGroup]) -> list[list[TensorGroup]]:
-    """Batches that an update goes through side by side: those with holders together, so that a group of
-    holders has one all-reduce for all of them, each of the others by itself.
+    """Return the batches of each round of an update: those with holders in one round, so that a group of
+    holders has one all-reduce for all of them, and each of the others in a separate round.
     """
     alone, together = list[list[TensorGroup]](), list[TensorGroup]()
     for batch in batches:
@@ -186,39 +186,39 @@ def rounds(batches: Iterable[TensorGroup]) -> list[list[TensorGroup]]:
 
 
 def count(device: torch.device | str = "cpu") -> Tensor:
-    """A new count of updates, 0, on the device that reads it."""
+    """Return a new count of updates, 0, on the device that reads it."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def stack_depth(name: str, shape: Sequence[int]) -> int:
-    """How many leading dimensions number separate tensors, such as stacked experts: what remains of a weight
-    is a matrix or a vector, of a bias a vector.
+    """Return the number of leading dimensions that index separate tensors, such as stacked experts: the
+    remaining dimensions of a weight are a matrix or a vector, those of a bias a vector.
     """
     return max(0, len(shape) - (1 if name.endswith("bias") else 2))
 
 
 def depth_of(fragment: ParameterFragment) -> int:
-    """`stack_depth` of the plain tensor."""
+    """Return `stack_depth` of the plain tensor."""
     return stack_depth(fragment.name, fragment.placed.shape)
 
 
 def members_of(fragment: ParameterFragment) -> tuple[int, ...]:
-    """The stacked dimensions of the plain tensor; () where it is one tensor."""
+    """Return the stacked dimensions of the plain tensor, or () if it is a single tensor."""
     return fragment.placed.shape[: depth_of(fragment)]
 
 
 def member_shape(fragment: ParameterFragment) -> tuple[int, ...]:
-    """The shape of one member of the stack."""
+    """Return the shape of one member of the stack."""
     return fragment.placed.shape[depth_of(fragment) :]
 
 
 def member_size(fragment: ParameterFragment) -> int:
-    """Elements of one member, padding left out."""
+    """Return the number of elements of one member, without padding."""
     return prod(member_shape(fragment))
 
 
 def decays(name: str, shape: Sequence[int], exempt: Sequence[str] = ()) -> bool:
-    """Whether weight decay applies: not to vectors (norms), biases (stacked or not), or names that match a
+    """True if weight decay applies: not to vectors (norms), biases (stacked or not), or names that match a
     pattern of `exempt`.
     """
     vector = len(shape) - stack_depth(name, shape) < 2 or name.endswith("bias")
@@ -226,8 +226,8 @@ def decays(name: str, shape: Sequence[int], exempt: Sequence[str] = ()) -> bool:
 
 
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: a matrix or stack of matrices that a block multiplies with, but not a
-    router.
+    """True if Muon updates a parameter: a matrix or stack of matrices that a block multiplies with, except
+    routers.
     """
     return len(shape) - stack_depth(name, shape) == 2 and in_linear_of_block(name)
 
@@ -235,8 +235,8 @@ def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
 def decay_groups(
     fragments: Iterable[ParameterFragment], weight_decay: float, exempt: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """The optimiser's parameter groups: one with weight decay and one without. Empty groups are left out,
-    except on a rank without parameters, since torch's optimisers need one.
+    """Return the optimiser's parameter groups: one with weight decay and one without. Empty groups are left
+    out, except on a rank without parameters, since torch's optimisers need one.
     """
     fragments = list(fragments)
     decayed = [decays(f.name, f.placed.shape, exempt) for f in fragments]

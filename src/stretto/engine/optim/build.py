@@ -1,4 +1,4 @@
-"""Optimisers by name."""
+"""Builds optimisers by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stretto.job.optimiser import Optimiser
 
 
 class DecoupledSGD(torch.optim.SGD):
-    """SGD whose weight decay stays out of the momentum, SGDW (Loshchilov and Hutter 2019, algorithm 1)."""
+    """SGD with weight decay outside of the momentum, SGDW (Loshchilov and Hutter 2019, algorithm 1)."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore
-        """One update."""
+        """Run one update."""
         decays = [group["weight_decay"] for group in self.param_groups]
         for group, decay in zip(self.param_groups, decays, strict=True):
             moving = [p for p in group["params"] if p.grad is not None]
@@ -35,10 +35,10 @@ class DecoupledSGD(torch.optim.SGD):
 def build_optimizer(
     parameters: Iterable[ParameterFragment] | Iterable[tuple[str, nn.Parameter]], config: Optimiser
 ) -> torch.optim.Optimizer:
-    """The optimiser of this rank's fragments, or of one process's parameters by name.
+    """Return the optimiser of this rank's fragments, or of one process's parameters by name.
 
-    Weight decay leaves out vectors (norms and biases), experts' biases, and what `no_decay` names. Lamb,
-    Adafactor and Muon look at whole tensors: their steps are collective over the fragments' holders. The
+    Weight decay excludes vectors (norms and biases), experts' biases, and the names in `no_decay`. Lamb,
+    Adafactor and Muon depend on full tensors: their steps are collective over the fragments' holders. The
     states are read and loaded through `stretto.engine.optim.states`.
     """
     fragments = list[ParameterFragment]()

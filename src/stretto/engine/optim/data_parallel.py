@@ -54,18 +54,18 @@ def data_parallel(
         shard: number of ranks that share one copy of the sharded tensors; by default all.
         dtype: torch.bfloat16 or torch.float16: dtype of the weights, with float32 masters; by default
             unchanged.
-        keep: patterns of the names of parameters that stay in float32 among such weights.
+        keep: name patterns of parameters that stay in float32 among such weights.
         offload: location of optimiser states and updates: "none", "cpu", or "nvme" under `path`.
         offload_parameters: with zero3, location of a rank's shard of the parameters.
         layers: with zero3, modules that are gathered one at a time, in the order of their use; by default the
             members of the module's longest nn.ModuleList or nn.Sequential. All other parameters stay
-            gathered for a whole forward and a whole backward.
+            gathered during an entire forward and an entire backward.
         places: placements of parameters that `parallelize` has split, by name.
         bucket_mib: size of a gradient bucket in MiB.
 
     Raises:
-        StrettoError: an unknown mode, sizes that do not divide, a dtype that needs no masters, an offload
-            without its path or mode, parameters or buffers that other ranks do not have.
+        StrettoError: the mode is unknown, sizes do not divide, the dtype needs no masters, an offload lacks
+            its path or mode, or ranks have different parameters or buffers.
     """
     copies = mesh.size("cp-dp")
     if mode not in MODES:
@@ -93,7 +93,7 @@ def data_parallel(
     summed = [name for name, p in _trained(module) if getattr(p, SUMMED, False)]
     if mode != "ddp" and summed:
         raise StrettoError(
-            f"the gradient of {summed[0]} is to be summed over the ranks of tp too, which {mode} does not do",
+            f"the gradient of {summed[0]} must also be summed over tp ranks, which {mode} does not do",
             hint="mode='ddp', and sum_gradients(model, table) after backward",
         )
     types = {
@@ -128,8 +128,8 @@ class DataParallel(nn.Module):
     The loss on each rank is the mean over that rank's samples, equally many on all, as with torch's
     DistributedDataParallel. Only `optimizer` may change weights. Buffers, such as the running statistics of
     BatchNorm, are those of the first rank: as with DistributedDataParallel they are broadcast before a
-    forward, in evaluation too, but not between the forwards that `accumulate` groups. So all ranks call the
-    module equally often.
+    forward, including in evaluation, but not between the forwards that `accumulate` groups. So all ranks must
+    call the module equally often.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class DataParallel(nn.Module):
         self.fragments = list(self.states.begin(values.__getitem__))
 
     def _gather_hooks(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
-        """Hooks that gather the weights of each inner layer, and all other weights of the module."""
+        """Register hooks that gather the weights of each inner layer, and all other weights of the module."""
         units = self.states.units[_STAGE]
         if all(unit.plain for unit in units):
             return []
@@ -200,7 +200,7 @@ class DataParallel(nn.Module):
     # ------------------------------------------------------------------ running
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The wrapped module's forward."""
+        """Run the wrapped module's forward."""
         self._shared_buffers.before_forward()
         out = self.module(*inputs, **named)
         self._shared_buffers.after_forward(self._accumulating)
@@ -212,8 +212,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """For gradient accumulation: a backward inside is not the step's last. If ranks keep whole gradients,
-        it accumulates without a reduction.
+        """For gradient accumulation: backwards within this context are not the step's last. If gradients are
+        not sharded, they accumulate without a reduction.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -222,7 +222,7 @@ class DataParallel(nn.Module):
             self._accumulating = before
 
     def _begin_backward(self) -> None:
-        """At the start of a backward."""
+        """Prepare the gradients at the start of a backward."""
         if self._running:
             return
         if self.reduced:
@@ -237,7 +237,7 @@ class DataParallel(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
 
     def _end_backward(self) -> None:
-        """At the end of a backward."""
+        """Release gathered weights and finish reductions at the end of a backward."""
         self._running = False
         for hooks in self._hooks:
             hooks.release()
@@ -263,7 +263,7 @@ class DataParallel(nn.Module):
                 its keyword arguments.
 
         Raises:
-            StrettoError: an unknown name or setting.
+            StrettoError: the name or a setting is unknown.
         """
         if isinstance(rule, str):
             fields = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
@@ -301,7 +301,7 @@ class DataParallel(nn.Module):
         )
 
     def norm(self) -> GradientNorm:
-        """The norm of all gradients."""
+        """Return the norm of all gradients."""
         return GradientNorm(self.fragments, {axes: self.states.groups[axes].counted for axes in self._over})
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -321,23 +321,21 @@ class DataParallelOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the torch optimisers inside, for learning-rate schedulers."""
+        """The parameter groups of the wrapped torch optimisers, for learning-rate schedulers."""
         return [group for optimizer in self.sharded.optimizers for group in optimizer.param_groups]
 
     def clip(self, largest: float) -> Tensor:
-        """Scale gradients down to a norm of at most `largest` over all ranks; returns the norm
-        before that.
-        """
+        """Clip gradients to a norm of at most `largest` over all ranks; return the norm before clipping."""
         norm = self._model.states.from_server(self._norm())
         clip(self._model.buffer.flats, norm, largest)
         return norm
 
     def step(self) -> None:
-        """Update; the new weights may still be in flight when this returns."""
+        """Update; the new weights may still be in transit when this returns."""
         self.sharded.step()
 
     def zero_grad(self) -> None:
-        """Start a new step."""
+        """Zero the gradients, for a new step."""
         self._model.begin_step()
 
     def close(self) -> None:
@@ -347,14 +345,14 @@ class DataParallelOptimizer:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The members of the longest list of modules inside."""
+    """Return the members of the longest list of modules inside."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     longest = max(lists, key=len, default=None)
     return [] if longest is None else [m for m in longest if any(p.requires_grad for p in m.parameters())]
 
 
 def _from_first(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """The tensor, overwritten with the first data-parallel rank's values."""
+    """Overwrite the tensor with the first data-parallel rank's values, and return it."""
     group = mesh.group("cp-dp")
     if group is not None:
         group.broadcast([tensor]).wait()

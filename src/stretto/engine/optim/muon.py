@@ -41,19 +41,19 @@ class MatrixPart(NamedTuple):
         return self.tensor, self.member
 
     def of(self, matrix: Tensor) -> Tensor:
-        """The box as a view of its matrix."""
+        """Return the box as a view of its matrix."""
         return matrix[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
 
 
 class MatrixExchange:
     """Gathers each matrix on one of the holders of some fragments, and scatters the results back.
 
-    Matrices are assigned greedily: the costliest first, each to the least loaded rank; the cost is rows x
-    columns x the smaller of the two. Every rank computes the same assignment from all ranks' boxes, which are
-    gathered on construction: collective over the holders.
+    Matrices are assigned greedily: the most expensive first, each to the least loaded rank; the cost is rows
+    x columns x the smaller of the two. Every rank computes the same assignment from all ranks' boxes, which
+    are gathered by the constructor: collective over the holders.
 
     Args:
-        fragments: with the same `holders`, matrices or stacks of matrices.
+        fragments: matrices or stacks of matrices with the same `holders`.
     """
 
     def __init__(self, fragments: Sequence[ParameterFragment]) -> None:
@@ -66,7 +66,7 @@ class MatrixExchange:
         for i, fragment in enumerate(self._fragments):
             rows, columns = member_shape(fragment)
             for member in product(*map(range, members_of(fragment))):
-                if (i, member) in present:  # under a parameter server, the other ranks hold nothing
+                if (i, member) in present:  # under a parameter server, other ranks hold no elements
                     costs[i, member] = rows * columns * min(rows, columns)
         loads, owners = [0] * len(self._boxes), dict[tuple[int, tuple[int, ...]], int]()
         for matrix in sorted(costs, key=lambda m: -costs[m]):
@@ -75,14 +75,16 @@ class MatrixExchange:
         n = range(len(self._boxes))
         assigned = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
         self._arriving = [[b for b in boxes if b.owned] for boxes in assigned]  # by sender
-        self._leaving_back = assigned  # by receiver: copies that are not owned get their part too
+        self._leaving_back = assigned  # by receiver: copies that are not owned also get their part
         boxes_here = self._boxes[self._rank]
         self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
         self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
         self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
 
     def gather(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
-        """Send this rank's part of every tensor, in its local shape; returns this rank's whole matrices."""
+        """Send this rank's part of every tensor, in its local shape; return the matrices assigned to this
+        rank.
+        """
         received = self._move(
             [self._view(b, tensors) for part in self._leaving for b in part], tensors[0], back=False
         )
@@ -98,7 +100,7 @@ class MatrixExchange:
         return matrices
 
     def scatter(self, matrices: dict[tuple[int, tuple[int, ...]], Tensor], tensors: Sequence[Tensor]) -> None:
-        """Scatter the results into every rank's part of the tensors; padding is left alone."""
+        """Scatter the results into every rank's part of the tensors; padding is unchanged."""
         leaving = [b.of(matrices[b.matrix]) for part in self._leaving_back for b in part]
         received = self._move(leaving, tensors[0], back=True)
         at = 0
@@ -114,8 +116,8 @@ class MatrixExchange:
         return piece.of_local(tensors[box.tensor])[local_member]
 
     def _move(self, views: Sequence[Tensor], like: Tensor, back: bool) -> Tensor:
-        """One all-to-all of the views, which are ordered by receiver; returns what arrives, flat,
-        by sender.
+        """Run one all-to-all of the views, which are ordered by receiver; return the received data, flat, by
+        sender.
         """
         flat = torch.cat([v.reshape(-1) for v in views]) if views else like.new_empty(0)
         if self._group is None:
@@ -132,7 +134,7 @@ def _elements(parts: Sequence[Sequence[MatrixPart]]) -> list[int]:
 
 
 def _boxes(tensor: int, fragment: ParameterFragment) -> list[MatrixPart]:
-    """This rank's boxes of one fragment."""
+    """Return this rank's boxes of one fragment."""
     depth = depth_of(fragment)
     return [
         MatrixPart(
@@ -153,7 +155,7 @@ def _boxes(tensor: int, fragment: ParameterFragment) -> list[MatrixPart]:
 def _boxes_of_all(
     fragments: Sequence[ParameterFragment], group: ProcessGroup | None
 ) -> list[list[MatrixPart]]:
-    """Every holder's boxes. They are gathered as integers, one row for each box: tensor, piece, owned,
+    """Return every holder's boxes. They are gathered as integers, one row for each box: tensor, piece, owned,
     offsets, sizes, and the member, padded to the deepest stack.
     """
     local_boxes = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
@@ -194,21 +196,21 @@ STACKED = 1 << 27  # elements of equal matrices that an accelerator orthogonalis
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0; values end in about [0.7, 1.2]
 SMALLEST = 1e-7  # lower bound of the norm in the denominator
-RMS = 0.2  # of an update's elements, about AdamW's (Liu et al. 2025, equation 4)
+RMS = 0.2  # RMS of an update's elements, about AdamW's (Liu et al. 2025, equation 4)
 
 
 class Muon(FragmentOptimizer):
-    """Orthogonalised momentum for the blocks' matrices; `rest`, a torch optimiser, updates everything else.
+    """Orthogonalised momentum for the blocks' matrices; the torch optimiser `fallback` updates all others.
 
     With momentum b, in Nesterov's form, m <- b m + (1 - b) g and
 
         w <- (1 - lr decay) w - 0.2 lr sqrt(max(rows, columns)) orthogonal((1 - b) g + b m)
 
     Each expert of a stack counts as a matrix. A matrix that ranks share is gathered on one of its holders,
-    orthogonalised there and scattered back: two all-to-alls a step for each group of holders. Copies of a
+    orthogonalised there and scattered back: two all-to-alls per step for each group of holders. Copies of a
     tensor, as on data-parallel ranks without sharded states, repeat the work.
 
-    States: `momentum_buffer`, of the fragment's shape, or those of `rest`.
+    States: `momentum_buffer`, of the fragment's shape, or those of `fallback`.
     """
 
     def __init__(
@@ -221,18 +223,18 @@ class Muon(FragmentOptimizer):
     ) -> None:
         super().__init__(groups, fragments, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
         self.fallback = fallback
-        if fallback is not None:  # to callers this is one optimiser, with the groups and states of both
+        if fallback is not None:  # callers see one optimiser, with the groups and states of both
             self.param_groups += fallback.param_groups
             fallback.state = self.state
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
-        """The momentum."""
+        """Return a zero momentum."""
         return {"momentum_buffer": torch.zeros_like(fragment.parameter)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
-        """One update. Collective over the holders."""
+        """Run one update. Collective over the holders."""
         shared: dict[ProcessGroup, list[TensorGroup]] = {}
         for batch in self.begin():
             holders = batch.fragments[0].holders
@@ -269,7 +271,7 @@ class Muon(FragmentOptimizer):
 
 
 def _directions(batch: TensorGroup) -> list[Tensor]:
-    """Move the momenta; Nesterov's form of them, in new memory."""
+    """Update the momenta; return their Nesterov form, in new memory."""
     momentum: float = batch.group["momentum"]
     buffers = batch.state("momentum_buffer")
     torch._foreach_lerp_(buffers, batch.gradients, 1.0 - momentum)
@@ -277,8 +279,8 @@ def _directions(batch: TensorGroup) -> list[Tensor]:
 
 
 def orthogonal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """`orthogonal` of every matrix, in the precision of `products_in` and returned in their own; matrices of
-    a shape are one stack on an accelerator, whose kernels are too small for it otherwise.
+    """Return `orthogonal` of every matrix, computed in the precision of `products_in` and returned in the
+    matrix's type. On an accelerator, matrices of one shape are stacked, since single ones would not fill it.
     """
     results = list(matrices)
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
@@ -298,17 +300,16 @@ def orthogonal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def products_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The precision of the iterations: bfloat16, as by Jordan et al. 2024, of float32 matrices on CUDA
-    devices with such products (compute capability 8.0); otherwise the matrices' own.
+    """Return the precision of the iterations: bfloat16, as in Jordan et al. 2024, for float32 matrices on
+    CUDA devices with such products (compute capability 8.0); otherwise the matrices' type.
     """
     fast = compute_capability(device) >= (8, 0)
     return torch.bfloat16 if fast and dtype == torch.float32 else dtype
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately U V^T of the matrix U S V^T, or of each of a stack [..., rows, columns], by five
-    Newton-Schulz iterations in the matrix's type: singular values above rounding error come out between 0.7
-    and 1.2.
+    """Approximate U V^T of the matrix U S V^T, or of each of a stack [..., rows, columns], by five
+    Newton-Schulz iterations in the matrix's type: singular values above rounding error become 0.7 to 1.2.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]

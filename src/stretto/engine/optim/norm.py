@@ -1,4 +1,4 @@
-"""The gradient norm of the whole model under any layout, and clipping by it."""
+"""The gradient norm of the full model under any layout, and clipping by it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GradientNorm:
         }
         for fragment in fragments:
             placed = fragment.counted
-            if all(p.owned for p in placed.pieces):  # the gradient of padding is zero: take the whole tensor
+            if all(p.owned for p in placed.pieces):  # the gradient of padding is zero: use the full tensor
                 self._parts[placed.over].append((fragment, None))
                 continue
             if any(p.owned for p in placed.pieces):
@@ -47,7 +47,8 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self, scale: float = 1.0) -> Tensor:
-        """The norm of the unscaled gradients: a float64 scalar tensor, the same on every rank. Collective.
+        """Return the norm of the unscaled gradients: a float64 scalar tensor, the same on every rank.
+        Collective.
 
         Args:
             scale: the loss scale, by which the gradients are multiplied.
@@ -66,7 +67,7 @@ class GradientNorm:
 
 
 def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) -> Tensor:
-    """The sum of squares of the elements that this rank owns, float64, on the gradients' device."""
+    """Return the sum of squares of the elements that this rank owns, float64, on the gradients' device."""
     views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for fragment, placed in parts:
         gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
@@ -79,7 +80,7 @@ def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) ->
     total: Tensor | None = None
     for (dtype, device), gradients in views.items():  # norms of 16-bit gradients are computed in float32
         norms = torch._foreach_norm(gradients, 2, torch.promote_types(dtype, torch.float32))
-        # squared in float64: float32 would overflow from a norm of 2e19 on
+        # squared in float64: float32 would overflow above a norm of 2e19
         square = torch.stack(norms).double().square().sum()
         total = square if total is None else square + moved(total, device)
     return torch.zeros((), dtype=torch.float64) if total is None else total
@@ -87,8 +88,8 @@ def _square(parts: Sequence[tuple[ParameterFragment, ShardPlacement | None]]) ->
 
 @torch.no_grad()
 def finite(tensors: Sequence[Tensor]) -> bool:
-    """True if all elements are finite, from their norms in one pass at the speed of memory. Numbers above
-    1e19, whose square overflows float32, count as infinite. The host waits for it.
+    """True if all elements are finite, from their norms, in one memory-bound pass. Numbers above 1e19, whose
+    square overflows float32, count as infinite. The host waits for the device.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -102,12 +103,12 @@ def finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:
-    """The factor that clips and unscales all gradients: min(1, largest / (norm + 1e-6)) / scale, the rule of
-    torch.nn.utils.clip_grad_norm_.
+    """Return the factor that clips and unscales all gradients: min(1, largest / (norm + 1e-6)) / scale, the
+    rule of torch.nn.utils.clip_grad_norm_.
 
     Args:
         norm: norm of the unscaled gradients.
-        largest: norm to clip to; None for no clipping.
+        largest: norm to clip to, or None for no clipping.
         scale: the loss scale, by which the gradients are multiplied.
     """
     return (1.0 if largest is None else min(1.0, largest / (norm + 1e-6))) / scale
@@ -115,9 +116,9 @@ def ratio(norm: float, largest: float | None, scale: float = 1.0) -> float:
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale: float = 1.0) -> None:
-    """Multiply all gradients by `ratio` in place, in one pass; see there for the arguments."""
+    """Multiply all gradients by `ratio`, with the same arguments, in place and in one pass."""
     ratio = torch.ones_like(norm) if largest is None else largest / (norm + 1e-6)
-    if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass
+    if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it is free on CPUs and saves a pass
         if scale == 1.0:
             return
         ratio = torch.ones_like(ratio)

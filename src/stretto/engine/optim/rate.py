@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as pure functions of the step: a resumed run needs nothing but the step.
+"""Learning-rate schedules, as pure functions of the step: a resumed run only needs the step.
 
 `step` is the number of updates already made, so the first update has step 0.
 """
@@ -12,8 +12,8 @@ from stretto.job.optimiser import DecayShape, Optimiser, RateCurve
 
 
 def warmup_ratio(step: int, warmup: float, init: float | None) -> float:
-    """Linear warm-up: 1/warmup at the first update, 1 from update number `warmup` on. Schedules that start at
-    0 waste the first update; with `init` = 0 this is one.
+    """Return the ratio of linear warm-up: 1/warmup at the first update, and 1 from the `warmup`-th on. With
+    `init` = 0 it starts at 0, which wastes the first update.
     """
     if init is None:
         return min(1.0, (step + 1) / warmup)
@@ -21,14 +21,14 @@ def warmup_ratio(step: int, warmup: float, init: float | None) -> float:
 
 
 def progress(step: int, start: float, end: int) -> float:
-    """How far `step` is from `start` (0.0) to `end` (1.0), clamped at both ends."""
+    """Return the progress of `step` from `start` (0.0) to `end` (1.0), clamped at both ends."""
     if step < start:
         return 0.0
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0
 
 
 def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
-    """From 1 at `done` = 0 down to `floor` at `done` = 1.
+    """Return a ratio that decays from 1 at `done` = 0 to `floor` at `done` = 1.
 
     `cosine` is half a period (Loshchilov and Hutter 2017, SGDR, eq. 5); `sqrt` is 1 - sqrt(done), the
     cool-down that Hägele et al. 2024 (Scaling Laws Beyond Fixed Training Durations) prefer; `exponential` is
@@ -48,8 +48,8 @@ def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """A learning-rate schedule of a run of `steps` updates; call it with a step to get the learning rate,
-    which stays at its minimum once the decay has ended.
+    """The learning-rate schedule of a run of `steps` updates; calling it with a step returns the learning
+    rate, which stays at its minimum after the decay.
     """
 
     schedule: RateCurve
@@ -58,11 +58,11 @@ class LearningRate:
 
     @classmethod
     def of(cls, optimiser: Optimiser, steps: int) -> LearningRate:
-        """The learning rate of a run of `steps` updates."""
+        """Return the learning rate of a run of `steps` updates."""
         return cls(optimiser.rate, optimiser.lr, steps)
 
     def ratio(self, step: int) -> float:
-        """The learning rate divided by its peak, in [0, 1]."""
+        """Return the learning rate divided by its peak, in [0, 1]."""
         schedule = self.schedule
         warmup, end = schedule.warmup_steps(self.steps), schedule.end(self.steps)
         if step < warmup:
@@ -79,7 +79,7 @@ class LearningRate:
         return decay_ratio(shape, progress(step, start, end), schedule.min_ratio)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the update that follows `step` updates."""
+        """Return the learning rate of the update that follows `step` updates."""
         return self.peak * self.ratio(step)
 
 
@@ -87,9 +87,8 @@ def delay_ratio(step: int, delay: int, steps: int) -> float:
     """Return the factor of the learning rate of a stage whose gradients are `delay` updates late.
 
     Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique T1 (learning rate
-    rescheduling): delay^-(1 - min(step/steps, 1)). At first an update of an old gradient is divided by the
-    delay, which keeps it stable, and after `steps` steps it is made in full. The delay counts updates, at
-    least 1.
+    rescheduling): delay^-(1 - min(step/steps, 1)). At first the update of a delayed gradient is divided by
+    the delay, for stability, and after `steps` steps it is not. A delay below 1 counts as 1.
 
     Args:
         steps: number of steps of the rescheduling.

@@ -1,4 +1,6 @@
-"""Dynamic loss scaling, which keeps gradients in float16's range (Micikevicius et al. 2018, section 3.2)."""
+"""Dynamic loss scaling, which keeps gradients within float16's range (Micikevicius et al. 2018, section
+3.2).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ LARGEST, SMALLEST = 2.0**24, 1.0
 @dataclass(kw_only=True)
 class LossScale:
     """A dynamic loss scale: halved when gradients overflow, in which case the update is skipped; doubled
-    after `steps` updates in a row without overflow.
+    after `steps` consecutive updates without overflow.
 
     Attributes:
         value: the current scale, by which loss and gradients are multiplied.
-        steps: updates without overflow after which it doubles.
-        good: updates since the last change.
-        skipped: updates skipped in total.
+        steps: number of updates without overflow after which the scale doubles.
+        good: number of updates since the last change.
+        skipped: total number of skipped updates.
         exhausted: gradients overflowed at the smallest scale: training has diverged.
     """
 
@@ -41,11 +43,11 @@ class LossScale:
             self.value = min(LARGEST, self.value * 2)
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: dict[str, float]) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state`."""
         self.value = state["value"]
         self.good = int(state["good"])
         self.skipped = int(state["skipped"])

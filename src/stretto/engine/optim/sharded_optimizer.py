@@ -2,9 +2,9 @@
 
 Offloaded states are updated unit by unit, each with a separate torch optimiser, so that transfers of one unit
 overlap the update of another. Optimisers are unaware of placement; results are bitwise identical.
-ZeRO-Offload (Ren et al. 2021) keeps states in host memory and updates there; ZeRO-Infinity (Rajbhandari et
+ZeRO-Offload (Ren et al. 2021) stores states in host memory and updates there; ZeRO-Infinity (Rajbhandari et
 al. 2021) adds files. Unlike ZeRO-Infinity, gradients stay in host memory; unlike ZeRO-Offload (section 5.2),
-no update is delayed to the next step, so results never depend on where states are.
+no update is delayed to the next step, so results never depend on the location of states.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class GradientCopies:
             self._side = new_stream(gradient.device)
         self._side.wait_stream(current_stream(gradient.device))
         with on_stream(self._side):
-            # converted on the device where dtypes differ: only a plain copy is asynchronous
+            # converted on the device if dtypes differ: only a copy without conversion is asynchronous
             host.copy_(gradient.to(dtype), non_blocking=True)
             gradient.record_stream(self._side)
         self._events[key] = recorded_event(self._side)
 
     def wait_for(self, key: int) -> Tensor | None:
-        """Wait for the copy; None if none was started. The caller may write to it until the next `start`."""
+        """Wait for the copy and return it, or None if none was started. The caller may modify it until the
+        next `start`.
+        """
         event = self._events.pop(key, None)
         if event is None:
             return None
@@ -61,7 +63,7 @@ class GradientCopies:
 
 Build = Callable[[Sequence[ParameterFragment]], torch.optim.Optimizer]
 UnitCallback = Callable[[int], None]
-READ_AHEAD = 2  # units
+READ_AHEAD = 2  # number of units
 
 
 class ShardedOptimizer:
@@ -75,14 +77,14 @@ class ShardedOptimizer:
         path: folder for files, in which this rank creates a subfolder.
         device: device of the gradients.
         rank: rank in the name of the subfolder.
-        after: called with a unit's number once its parameters are updated, in the order of units on every
+        after: called with a unit's index once its parameters are updated, in the order of units on every
             rank, by the thread that calls `step`: it may start collectives.
         copy: called before `after`, by the updating thread. With `eager` it must copy the parameters that it
             needs, which may be moved back to their file afterwards.
-        eager: updates start in `gradient_ready`, on a separate thread, during the rest of the backward. Not
-            for updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
-            collective. A unit whose gradients are not finite is not updated; the caller detects it in their
-            norm, and must stop.
+        eager: updates start in `gradient_ready`, on a separate thread, during the remaining backward. Not for
+            updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
+            collective. A unit whose gradients are not finite is not updated; the caller detects this in their
+            norm and must stop.
 
     Attributes:
         optimizers: the torch optimisers: a single one, or one per unit.
@@ -134,7 +136,7 @@ class ShardedOptimizer:
         self._read_ahead(list(self._units))
 
     def _move_to_files(self, files: TensorFiles, unit: int) -> None:
-        """Make a unit's states and write them with its masters, before the next unit's are made."""
+        """Create a unit's states and write them with its masters, before the next unit's are created."""
         members, optimizer = self._units[unit], self._of[unit]
         prepare(optimizer, members, 0)
         tensors: list[Tensor] = [fragment.parameter for fragment in members]
@@ -147,12 +149,13 @@ class ShardedOptimizer:
 
     @property
     def units(self) -> list[int]:
-        """Numbers of the units, in the order of their updates."""
+        """Indices of the units, in the order of their updates."""
         return list(self._units)
 
     def owners(self) -> Iterator[tuple[torch.optim.Optimizer, ParameterFragment]]:
-        """All fragments with the torch optimiser that holds their states, in the order of units. Where states
-        are in files, access parameters and states through `stretto.engine.offload.tensor_files.at_hand`.
+        """Yield all fragments with the torch optimiser that holds their states, in the order of units. If
+        states are in files, access parameters and states through
+        `stretto.engine.offload.tensor_files.at_hand`.
         """
         for unit, members in self._units.items():
             for fragment in members:
@@ -171,7 +174,7 @@ class ShardedOptimizer:
                 (self.files.put if change else self.files.release)(unit)
 
     def prepare(self, weight_updates: int) -> None:
-        """Make zero states with `step` = `weight_updates`, for a checkpoint to be read into."""
+        """Create zero states with `step` = `weight_updates`, to be loaded from a checkpoint."""
         for unit, members in self._units.items():
             if self.files is None:
                 prepare(self._of[unit], members, weight_updates)
@@ -182,7 +185,7 @@ class ShardedOptimizer:
                     state[STEP].fill_(weight_updates)
 
     def skip(self) -> None:
-        """Count an update that is not made."""
+        """Count a skipped update."""
         for unit, members in self._units.items():
             for fragment in members:
                 state: dict[str, Tensor] = self._of[unit].state.get(fragment.parameter, {})
@@ -192,7 +195,7 @@ class ShardedOptimizer:
                     state[STEP] += 1
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the updates to come."""
+        """Set the learning rate of later updates."""
         assert not self._begun, "updates have begun"
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -222,7 +225,7 @@ class ShardedOptimizer:
         """Update everything.
 
         Args:
-            rate: learning rate; by default the one set last, which it must equal where updates have begun.
+            rate: learning rate; by default the last one set, which it must equal if updates have begun.
             ratio: factor of all gradients, from clipping and loss scaling. Gradients may be scaled in place.
 
         Raises:
@@ -274,14 +277,14 @@ class ShardedOptimizer:
             if call is not None:
                 call(unit)
         if self.files is not None:
-            if self._device is not None:  # copies to it must finish before another unit has the memory
+            if self._device is not None:  # copies to it must finish before another unit reuses the memory
                 current_stream(self._device).synchronize()
             self.files.put(unit)
 
     def _step(
         self, optimizer: torch.optim.Optimizer, fragments: Sequence[ParameterFragment], ratio: float
     ) -> None:
-        """One torch optimiser's update; `parameter.grad` is set for it and restored."""
+        """Run one torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
         gradients = list[Tensor | None]()  # in the parameters' dtype and on their device
         for fragment in fragments:

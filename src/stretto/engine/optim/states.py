@@ -1,4 +1,4 @@
-"""Optimiser states as a checkpoint stores them: tensors with a placement in the plain model."""
+"""Optimiser states in the form of a checkpoint: tensors with a placement in the plain model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.engine.optim.base import FragmentOptimizer, count
 from stretto.engine.optim.muon import Muon
 from stretto.engine.parallel.fragment import ParameterFragment, ShardPlacement, TensorBox
 
-STEP = "step"  # the count of updates: a checkpoint stores it once for the run, not for each tensor
+STEP = "step"  # the number of updates, which a checkpoint stores once for the run, not for each tensor
 
 
 def state_tensors(
@@ -35,7 +35,7 @@ def state_tensors(
 def prepare(
     optimizer: torch.optim.Optimizer, fragments: Iterable[ParameterFragment], weight_updates: int
 ) -> None:
-    """Give the fragments zero states with `step` = `weight_updates`, for a checkpoint to be read into."""
+    """Create zero states with `step` = `weight_updates`, to be loaded from a checkpoint."""
     for fragment in fragments:
         state = optimizer.state[fragment.parameter]
         state.clear()
@@ -45,7 +45,7 @@ def prepare(
 
 
 def _zeros(optimizer: torch.optim.Optimizer, fragment: ParameterFragment) -> dict[str, Tensor]:
-    """States before the first update."""
+    """Return the states before the first update."""
     if isinstance(optimizer, FragmentOptimizer) and fragment.parameter in optimizer.fragments:
         return optimizer.new_state(fragment)
     if isinstance(optimizer, Muon):
@@ -54,7 +54,7 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: ParameterFragment) -> dic
     parameter = fragment.parameter
     if isinstance(optimizer, torch.optim.AdamW):
         first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        # fused: the count is where the parameter is
+        # fused: the count is on the parameter's device
         return {STEP: count().to(parameter.device), "exp_avg": first, "exp_avg_sq": second}
     momentum = any(group.get("momentum") for group in optimizer.param_groups)
     return {"momentum_buffer": torch.zeros_like(parameter)} if momentum else {}

@@ -1,4 +1,4 @@
-"""Sums over whole tensors of the plain model, whose pieces are spread over their holders."""
+"""Sums over full tensors of the plain model, whose boxes are on several ranks (the holders)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ RUN = 1024  # elements whose squares are added in the tensors' own type
 
 
 def stack_slice(piece: TensorBox, depth: int) -> tuple[slice, ...]:
-    """The members of the stack that the piece covers."""
+    """Return the index of the stack members that the box covers."""
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
 
 
 def round_robin(batches: Sequence[TensorGroup], updates: Sequence[Iterator[Tensor]]) -> None:
-    """Carry out the updates of batches side by side.
+    """Run the updates of several batches in lockstep, so that their all-reduces are shared.
 
     Args:
-        updates: generators that yield a float64 tensor, of the same shape on all holders, where they need it
-            summed over the holders of the batch, in place.
+        updates: a generator per batch; each float64 tensor it yields, of the same shape on all holders, is
+            summed in place over the holders of the batch.
     """
     for tensors in zip(*updates, strict=True):
         sum_over_holders((b.fragments[0], tensor) for b, tensor in zip(batches, tensors, strict=True))
 
 
 def sum_over_holders(parts: Iterable[tuple[ParameterFragment, Tensor]]) -> None:
-    """Sum each tensor over the holders of its fragment, in place, with one all-reduce for each group of
-    holders. The tensors are float64, of the same shape on all holders.
+    """Sum each float64 tensor in place over the holders of its fragment, with one all-reduce per group.
+
+    A tensor has the same shape on all its holders.
     """
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for fragment, tensor in parts:
@@ -50,26 +51,28 @@ def sum_over_holders(parts: Iterable[tuple[ParameterFragment, Tensor]]) -> None:
 
 
 def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensor on a device that the group can send from: offloaded fragments of NCCL ranks are on
-    the host.
+    """Return the tensor on a device that the group can send from.
+
+    With NCCL, offloaded fragments are on the host and must be copied first.
     """
     devices = group._device_types
     return tensor if any(d.type == tensor.device.type for d in devices) else moved(tensor, devices[0])
 
 
 def is_whole(fragment: ParameterFragment) -> bool:
-    """Whether the local tensor is the whole tensor of the plain model, in its own shape."""
+    """True if the local tensor is the full tensor of the plain model, in the plain model's shape."""
     pieces, shape = fragment.placed.pieces, fragment.placed.shape
     complete = len(pieces) == 1 and pieces[0].strides is None and pieces[0].sizes == shape
     return complete and fragment.holders is None and tuple(fragment.parameter.shape) == shape
 
 
 def member_squares(batch: TensorGroup, tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of the counted elements of every member of the fragments' stacks, one after the
-    other, not yet summed over the holders; float64.
+    """Return this rank's sum of squares of every member of the fragments' stacks, concatenated, in float64.
+
+    Only counted elements are included; the result is not yet summed over the holders.
 
     Args:
-        tensors: one of each fragment, of its local shape.
+        tensors: one per fragment, of its local shape.
     """
     if batch.plain and tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors)).double().square_()
@@ -90,7 +93,9 @@ def member_squares(batch: TensorGroup, tensors: list[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Sum in float64 of the sums over `RUN` elements: one long sum in float32 loses digits on a CPU."""
+    """Sum squares over runs of `RUN` elements, then in float64: one long float32 sum loses digits on a
+    CPU.
+    """
     flat = tensor.reshape(-1)
     even = flat.numel() // RUN * RUN
     norms = torch.linalg.vector_norm(flat[:even].view(-1, RUN), dim=1)
@@ -98,8 +103,8 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def by_fragment(batch: TensorGroup, members: Tensor) -> list[Tensor]:
-    """What `member_squares` returns, as a view for each fragment, in the shape of its stack: () for a single
-    tensor.
+    """Split the result of `member_squares` into a view per fragment, in the shape of its stack: () for a
+    single tensor.
     """
     parts, lead = members.split([prod(shape) for shape in batch.members], -1), members.shape[:-1]
     return [part.view((*lead, *shape)) for part, shape in zip(parts, batch.members, strict=True)]
@@ -109,7 +114,7 @@ def subtract_scaled(batch: TensorGroup, updates: Sequence[Tensor], factors: Tens
     """Subtract factor x update from the parameters.
 
     Args:
-        factors: one for each member, as in `member_squares`: nothing is read back to the host.
+        factors: one per member, in the order of `member_squares`, on the device: nothing is read to the host.
     """
     factors = factors.to(batch.parameters[0].dtype)
     if not any(batch.members):
