@@ -260,5 +260,5 @@ def test_other_frameworks_have_no_such_model(name: str) -> None:
 
 def test_a_decoder_without_tokens_is_an_error() -> None:
     shape = ModelShape(family="t5", layers=1, hidden=8, heads=2, vocab=16, sequence=8)
-    with pytest.raises(StrettoError, match="no tokens to read"):
+    with pytest.raises(StrettoError, match="the decoder has no tokens"):
         build(shape)(torch.zeros(1, 4, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Attention with its linears, rotary positions, biases by distance, norms of queries and keys, and sinks."""
+"""Attention modules: linears, rotary positions, relative position biases, query and key norms, and sinks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class FullAttention(nn.Module):
     Args:
         probability: probability of dropping an attention probability in training.
         explicit: store the probabilities, as the published memory formulas assume.
-        causal: a query sees no key after it.
+        causal: a query attends to no later key.
         scale: factor of the scores; by default 1 / sqrt(d).
 
     Attributes:
-        packing: holds the numbers of real tokens of the encoder.
+        packing: has the number of real tokens of each encoder sample.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class FullAttention(nn.Module):
         return f"causal={self.causal}" + ("" if self.scale is None else f", scale={self.scale:g}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, d] to [b, heads, n, d]. If
-        `causal`, the queries are those of the last n of the m positions.
+        """Attend with q [b, heads, n, d] to k and v [b, kv_heads, m, d]; return [b, heads, n, d].
+
+        If `causal`, the queries are at the last n of the m positions.
 
         Args:
-            bias: bias of the scores, [heads, n, m].
+            bias: added to the scores, [heads, n, m].
         """
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         dropping = self.training and not isinstance(self.drop, nn.Identity)
@@ -75,7 +76,9 @@ class FullAttention(nn.Module):
         return sdpa(q, k, v, scale=scale, mask=mask)
 
     def _hidden(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Bool, broadcastable to [b, heads, n, m], True for keys hidden from a query; None if none is."""
+        """Return bool, broadcastable to [b, heads, n, m], True for keys hidden from a query; None if
+        none is.
+        """
         n, m = q.shape[2], k.shape[2]
         if self.causal:
             return torch.ones(n, m, dtype=torch.bool, device=q.device).triu_(m - n + 1)
@@ -90,9 +93,9 @@ def distance_buckets(
 ) -> Tensor:
     """Return the bucket of every pair of n positions, int64 [n, n]: queries by rows, keys by columns.
 
-    Half of the buckets are for one distance each, the others for ranges that grow with the distance; all from
-    `max_distance` on share the last (Raffel et al. 2020, section 2.1, and their code). If not `causal`, half
-    of all buckets are for keys after the query.
+    Half of the buckets are for one distance each, the others for ranges that grow with the distance; all
+    distances from `max_distance` share the last (Raffel et al. 2020, section 2.1, and their code). If not
+    `causal`, half of all buckets are for keys after the query.
     """
     positions = torch.arange(n, device=device)
     distance = positions - positions.unsqueeze(1)
@@ -102,7 +105,7 @@ def distance_buckets(
         buckets //= 2
         first, distance = (distance > 0).long() * buckets, distance.abs()
     exact = buckets // 2
-    # in float32, as in published models: rounding decides to which of two buckets some distances belong
+    # float32, as in published models: rounding decides the bucket of some distances
     growth = torch.log(distance.clamp(min=1).float() / exact) / log(max_distance / exact)
     ranges = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
     return first + torch.where(distance < exact, distance, ranges)
@@ -110,13 +113,15 @@ def distance_buckets(
 
 @lru_cache(maxsize=4)
 def cached_buckets(n: int, device: torch.device, *, causal: bool, buckets: int, max_distance: int) -> Tensor:
-    """As `distance_buckets`: all layers of a stack share one tensor, in whatever mode the first one runs."""
+    """Cache `distance_buckets`; all layers of a stack share the tensor, whether the first runs in inference
+    mode or not.
+    """
     with torch.inference_mode(False), torch.no_grad():
         return distance_buckets(n, device, causal=causal, buckets=buckets, max_distance=max_distance)
 
 
 def split_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut features [b, s, (heads + 2 kv_heads) head_dim], ordered [q; k; v], into heads.
+    """Split features [b, s, (heads + 2 kv_heads) head_dim], ordered [q; k; v], into heads.
 
     Returns q [b, heads, s, head_dim], and k and v [b, kv_heads, s, head_dim].
     """
@@ -126,13 +131,15 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[b, heads, s, head_dim] to [b, s, heads head_dim]."""
+    """Merge [b, heads, s, head_dim] into [b, s, heads head_dim]."""
     return x.transpose(1, 2).flatten(2)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head or grouped-query self-attention. `heads` and `kv_heads` count the local heads, which are
-    fewer under tensor parallelism, and `relative` has a row for each of them.
+    """Multi-head or grouped-query self-attention.
+
+    `heads` and `kv_heads` count the local heads, which are fewer under tensor parallelism; `relative` has a
+    row per local head.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -159,19 +166,19 @@ class SelfAttention(nn.Module):
         self.drop = dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
+        """Map [b, s, hidden] to [b, s, hidden]."""
         q, k, v = self.to_heads(self.qkv(x))
         extra = self.sinks if self.relative is None else self._bias(self.relative, q)
         y = self.core(q, k, v) if extra is None else self.core(q, k, v, extra)
         return self.drop(self.proj(merge_heads(y)))
 
     def to_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features [b, s, ...] to queries, keys and values as `core` takes them."""
+        """Split features [b, s, ...] into queries, keys and values, normalised and rotated for `core`."""
         q, k, v = split_heads(qkv, self.heads, self.kv_heads, self.head_dim)
         return self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k)), v
 
     def _bias(self, relative: Tensor, q: Tensor) -> Tensor:
-        """Bias [heads, n, n] of the scores of queries [b, heads, n, d], by the distance of their keys."""
+        """Return the bias [heads, n, n] of the scores of queries [b, heads, n, d], by distance of the key."""
         shared = type(q) is Tensor and not torch.compiler.is_compiling()  # neither fake nor traced
         buckets = (cached_buckets if shared else distance_buckets)(
             q.shape[2],
@@ -198,7 +205,9 @@ class CrossAttention(nn.Module):
         self.drop = dropout(shape.dropout)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Tokens x [b, s, hidden] and the encoder's output [b, m, hidden] to [b, s, hidden]."""
+        """Attend from tokens x [b, s, hidden] to the encoder's output [b, m, hidden]; return [b, s,
+        hidden].
+        """
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.q(x), *self.kv(memory).chunk(2, dim=-1))

@@ -8,12 +8,13 @@ from stretto.job.shape import ModelShape, check_built
 
 
 def build(shape: ModelShape) -> LanguageModel:
-    """The plain model of that shape, with torch's default initial values (`weights.initialise` sets ours).
+    """Return the plain model of a shape, with torch's default initial values (`weights.initialise` sets
+    ours).
 
     Under `torch.device("meta")` the parameters have shapes but no storage.
 
     Raises:
-        StrettoError: the shape has parts that can be planned but not yet built.
+        StrettoError: the shape has parts that can be planned but not built.
     """
     check_built(shape)
     model = LanguageModel(shape)

@@ -1,4 +1,4 @@
-"""A cache of the keys and values of past tokens, so that each new token is computed alone."""
+"""A cache of the keys and values of past tokens, so that a step of generation computes only the new token."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from stretto.job.shape import ModelShape
 
 
 def cacheable(shape: ModelShape) -> bool:
-    """True if keys can be cached: dynamic scaling rotates all of them again as a sequence grows."""
+    """True if keys can be cached; with dynamic scaling all are rotated again as a sequence grows."""
     return shape.rope is None or shape.rope.type != "dynamic"
 
 
 class KeyValueCache:
-    """The cache of one model for one batch of sequences that are equally long.
+    """The cache of one model for one batch of sequences of equal length.
 
-    Modules do not know it. During a call, and only then, each `CausalAttention` gets the keys and values of
-    all tokens so far in place of those of the new ones (its queries are the last), and rotary and learned
-    positions count from the first new token. So it serves any attention that ends in that core: grouped heads
-    are cached as key heads; a block with a window caches about as many positions; latent attention is cached
-    as the heads it expands to, not as its narrow vector. Under tensor parallelism a rank caches its own
-    heads.
+    The modules are unaware of it. During a call, each `CausalAttention` gets the keys and values of all
+    tokens so far instead of only the new ones, and rotary and learned positions start at the first new token.
+    It therefore works for any attention with that core: grouped heads are cached as key heads; a block with a
+    window caches about that number of positions; latent attention is cached as expanded heads, not as its
+    narrow vector. Under tensor parallelism a rank caches its own heads.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -40,8 +39,9 @@ class KeyValueCache:
         self._placed = [module for module in model.modules() if isinstance(module, Rotary | Embedding)]
 
     def forward(self, ids: Tensor, last: bool = False) -> Tensor:
-        """New token ids [b, n], int64, to logits [b, n, vocab], or with `last` those of the last token,
-        [b, 1, vocab]. The tokens are then in the cache.
+        """Compute the logits [b, n, vocab] of new token ids [b, n], int64, and add the tokens to the cache.
+
+        With `last`, return the logits of the last token only, [b, 1, vocab].
         """
         with self._installed(torch.arange(self.length, self.length + ids.shape[1], device=ids.device)):
             logits = self._model(ids, last)
@@ -59,7 +59,7 @@ class KeyValueCache:
             yield
         finally:
             for cache in self._caches:
-                del cache.core.forward  # the class's own shows again
+                del cache.core.forward  # uncovers the method of the class
             for module, at in zip(self._placed, before, strict=True):
                 module.positions = at
 
@@ -74,7 +74,7 @@ class _CachedAttention:
         self._length = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """As `CausalAttention.forward`, with the keys and values of earlier calls before these."""
+        """Run `CausalAttention.forward` with the keys and values of earlier calls before the new ones."""
         new = k.shape[2]
         self._make_room(k, v)
         self._keys[:, :, self._length : self._length + new] = k
@@ -84,7 +84,7 @@ class _CachedAttention:
         return self._attend(q, self._keys[:, :, filled], self._values[:, :, filled], sinks)
 
     def _make_room(self, k: Tensor, v: Tensor) -> None:
-        """Make room for new positions, and drop those that no window reaches any more."""
+        """Make room for new positions, and drop old ones that are outside the window."""
         new, window = k.shape[2], self.core.window
         if self._length and self._length + new <= self._keys.shape[2]:
             return

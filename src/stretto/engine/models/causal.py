@@ -1,4 +1,4 @@
-"""Causal attention, softmax(q k^T) v, as all model families need it: windows, soft-capped scores, sinks."""
+"""Causal attention, softmax(q k^T) v, for all model families: windows, soft-capped scores, sinks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def dropout(probability: float) -> nn.Module:
 
 
 class CausalAttention(nn.Module):
-    """softmax(scale q k^T) v, in which a position sees itself and the positions before it.
+    """softmax(scale q k^T) v, in which a position attends to itself and to earlier positions.
 
-    The fused kernels do not store probabilities, and draw dropout inside, where no other layout could repeat
-    it. So with dropout, or if `explicit`, the probabilities are computed explicitly.
+    The fused kernels do not store probabilities, and draw dropout masks that no other layout could repeat.
+    With dropout, or if `explicit`, the probabilities are therefore stored.
 
     Args:
         probability: probability of dropping an attention probability in training.
         explicit: store the probabilities, as the published memory formulas assume.
-        window: number of positions that a query sees, including its own; by default all (Beltagy et al. 2020,
-            Longformer, section 3.1).
+        window: number of positions that a query attends to, including its own; by default all (Beltagy et al.
+            2020, Longformer, section 3.1).
         softcap: scores become softcap tanh(scores / softcap) (Gemma 2, section 2; Bello et al. 2016, section
             5.1); by default they are not capped.
         scale: factor of the scores; by default 1 / sqrt(d).
 
     Attributes:
-        packing: documents of the samples; a position sees none of another document.
-        kernel: kernel of training if probabilities are not stored: "sdpa", torch's fused kernels, and the
-            formula in tiles for cases that none of them computes; "flex", FlexAttention; "auto",
-            FlexAttention in place of the tiles, on accelerators where it trains.
+        packing: documents of the samples; a position attends only to its own document.
+        kernel: training kernel if probabilities are not stored: "sdpa", torch's fused kernels, with the
+            formula in tiles for cases that none of them supports; "flex", FlexAttention; "auto",
+            FlexAttention instead of the tiles, on accelerators on which it trains.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class CausalAttention(nn.Module):
         return ", ".join(f"{name}={value:g}" for name, value in options.items() if value is not None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, dv] to [b, heads, n, dv].
+        """Attend with q [b, heads, n, d] to k [b, kv_heads, m, d] and v [b, kv_heads, m, dv].
 
-        The queries are those of the last n of the m positions. Query head i uses key head
-        i // (heads / kv_heads) (Ainslie et al. 2023, section 2.2).
+        The queries are at the last n of the m positions. Query head i uses key head i // (heads / kv_heads)
+        (Ainslie et al. 2023, section 2.2). Returns [b, heads, n, dv].
 
         Args:
-            sinks: [heads], one more score in each softmax, whose value is zero (Xiao et al. 2023, section
-                3.2, "learnable sink token"; gpt-oss).
+            sinks: [heads], an additional score in each softmax, whose value vector is zero (Xiao et al. 2023,
+                section 3.2, "learnable sink token"; gpt-oss).
         """
         dropping = self.training and not isinstance(self.drop, nn.Identity)
         scores = self.scores(q.shape[-1])
@@ -102,11 +102,11 @@ class CausalAttention(nn.Module):
         return sdpa(by_position(q), k, separate(v, q), scale=scores.scale, causal=True)
 
     def _by_flex(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-        """True if FlexAttention computes this. In training only: it is compiled again for each shape, and
+        """True if FlexAttention computes this; only in training, since it is compiled for each shape and
         prompts vary in length.
 
         Raises:
-            StrettoError: the configured kernel is FlexAttention, and it does not train on this device.
+            StrettoError: the configured kernel is FlexAttention, which does not train on this device.
         """
         if self.kernel not in ("auto", "flex") or not self.training or q.shape[2] != k.shape[2]:
             return False
@@ -121,9 +121,7 @@ class CausalAttention(nn.Module):
         return refusal is None
 
     def _written_out(self, q: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-        """True if no fused kernel computes this attention, but the formula in tiles or one kernel call per
-        document.
-        """
+        """True if this attention is computed by the formula in tiles, or by one kernel call per document."""
         scores = self.scores(q.shape[-1])
         narrowed = scores.window is not None and scores.window < q.shape[2]
         different_documents = narrowed or self.packing.documents is not None
@@ -135,13 +133,13 @@ class CausalAttention(nn.Module):
         )
 
     def scores(self, d: int) -> ScoreOptions:
-        """How scores are made, with keys of d features."""
+        """Return the scale, cap and window of the scores, for keys of d features."""
         return ScoreOptions(d**-0.5 if self.scale is None else self.scale, self.softcap, self.window)
 
 
 def choose_kernel(model: nn.Module, kernel: AttentionKernel) -> None:
-    """Let all attention in `model` be computed by this kernel; `explicit` stores its probabilities, as the
-    published memory formulas assume.
+    """Set the kernel of all attention in `model`; "explicit" stores the probabilities, as the published
+    memory formulas assume.
     """
     for module in model.modules():
         if isinstance(getattr(module, "explicit", None), bool):
@@ -157,7 +155,7 @@ def causal_probabilities(
     sinks: Tensor | None = None,
     different_documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d].
+    """Return the attention probabilities [b, heads, n, m] of q [b, heads, n, d] and k [b, kv_heads, m, d].
 
     Args:
         different_documents: bool, broadcastable to the result; True hides a key, in addition to causality and
@@ -171,7 +169,9 @@ def causal_probabilities(
 
 
 def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
-    """Sums [b, heads, n, d] of values [b, kv_heads, m, d], weighted by probabilities [b, heads, n, m]."""
+    """Weight values [b, kv_heads, m, d] by probabilities [b, heads, n, m] and sum; return [b, heads, n,
+    d].
+    """
     sums = _by_key_head(probabilities, v) @ v.contiguous()
     return sums.view(*probabilities.shape[:-1], v.shape[-1])
 
@@ -179,11 +179,11 @@ def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """torch's scaled_dot_product_attention of q [b, heads, n, d], k [b, kv_heads, m, d] and
-    v [b, kv_heads, m, dv]: [b, heads, n, dv].
+    """Call torch's scaled_dot_product_attention with q [b, heads, n, d], k [b, kv_heads, m, d] and
+    v [b, kv_heads, m, dv]; return [b, heads, n, dv].
 
-    Grouped key heads are repeated where torch would otherwise write out all scores: of its fused kernels for
-    CUDA, the memory-efficient one, which float32 and masks need, takes no groups, and for AMD none does.
+    Grouped key heads are repeated if torch would otherwise store all scores: the memory-efficient CUDA
+    kernel, which float32 and masks need, and all fused AMD kernels lack grouped heads.
     """
     call: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": scale}
     grouped = k.shape[1] < q.shape[1]
@@ -196,21 +196,23 @@ def sdpa(
 
 
 def _is_fused(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], grouped: bool) -> bool:
-    """Whether torch has a fused kernel for this call; asked of torch."""
+    """True if torch would choose a fused kernel for this call."""
     choice = torch._fused_sdp_choice(q, k, v, **call, enable_gqa=grouped)
     return SDPBackend(choice) != SDPBackend.MATH
 
 
 def by_position(q: Tensor) -> Tensor:
-    """q [b, heads, s, d] with positions outermost in memory. The fused kernels save their result and lay it
-    out like q, so `merge_heads` then need not copy it.
+    """Return q [b, heads, s, d] with positions outermost in memory.
+
+    The fused kernels save their result in the layout of q, so `merge_heads` then need not copy it.
     """
     return q if q.stride(1) <= q.stride(2) else q.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def separate(v: Tensor, q: Tensor) -> Tensor:
-    """v, copied if it alone would keep the fused product of q, k and v alive for the backward: rotary queries
-    and keys are new tensors, v is a view of the product.
+    """Return v, copied if it alone would keep the fused qkv product alive for the backward.
+
+    Rotary queries and keys are new tensors; v is a view of the product.
     """
     if torch.compiler.is_compiling():  # the compiler decides what is saved
         return v
@@ -227,7 +229,7 @@ def _attend(
     scores: ScoreOptions,
     documents: DocumentStarts | None = None,
 ) -> Tensor:
-    """What `CausalAttention` computes, without the keys that are out of every query's sight."""
+    """Compute `CausalAttention` without the keys that are outside the window of every query."""
     first = 0 if scores.window is None else max(0, k.shape[2] - q.shape[2] - scores.window + 1)
     if first:
         k, v = k[:, :, first:], v[:, :, first:]
@@ -248,7 +250,7 @@ def _by_flex(
     scores: ScoreOptions,
     documents: DocumentStarts | None,
 ) -> Tensor:
-    """The same by FlexAttention."""
+    """Compute `CausalAttention` with FlexAttention."""
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
@@ -303,9 +305,7 @@ def _band(q: Tensor, k: Tensor, scores: ScoreOptions) -> Band:
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
-    """[b, heads, s, n] to [b, kv_heads, heads / kv_heads s, n]: the rows of all heads that share a
-    key head.
-    """
+    """View [b, heads, s, n] as [b, kv_heads, heads / kv_heads s, n]: the rows of all heads of a key head."""
     return x.contiguous().view(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

@@ -1,10 +1,10 @@
-"""Blocks whose computation between matrix products is compiled: sums of the residual stream with the norms
-around them, heads of attention with their norms and rotary positions, and activation functions.
+"""Blocks whose computation between matrix products is compiled: residual sums with their norms, the split of
+features into attention heads with norms and rotary positions, and activation functions.
 
-Products, attention kernels, dropout, routing and all communication stay uncompiled: they have kernels of
-their own and side effects (weight gradients in place or deferred, asynchronous sums, masks drawn by key,
-gathered weights) that a compiler could not move or repeat. The compiled regions between them have neither
-state nor parameters, and are therefore the same for all blocks, under any layout.
+Matrix products, attention kernels, dropout, routing and all communication are not compiled: they have their
+own kernels, and side effects (weight gradients in place or deferred, asynchronous sums, masks drawn by key,
+gathered weights) that a compiler could not move or repeat. The compiled functions have neither state nor
+parameters, and are therefore the same for all blocks, under any layout.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from stretto.engine.models.norms import RMSNorm1p
 from stretto.engine.models.rotary import Rotary, rotate
 from stretto.errors import StrettoError
 
-_ONE_KERNEL = ("gelu", "gelu_exact", "relu")  # activation functions that torch computes by one
+_ONE_KERNEL = ("gelu", "gelu_exact", "relu")  # activation functions that torch computes in one kernel
 
 
 def compile_blocks(model: LanguageModel, compiler: Compiler) -> None:
-    """Compile the regions between the matrix products of all blocks, in place; before parallelization and
-    recomputation, which preserve it.
+    """Compile the functions between the matrix products of all blocks, in place.
+
+    Call it before parallelization and recomputation, which preserve it.
     """
     for stack in (model.encoder, model.blocks):
         for module in stack.modules():
@@ -82,7 +83,7 @@ class _CompiledExperts(Experts):
     def activation(self, y: Tensor) -> Tensor:
         if self.kind in _ONE_KERNEL:
             return super().activation(y)
-        # as many rows as the router chose
+        # the number of rows varies with the routing
         return self.compiler(activate, dynamic=True)(y, self.kind)
 
 
@@ -95,7 +96,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _norm(module: nn.Module | None) -> tuple[Weights, NormKind | None]:
-    """Arguments for a norm in the compiled functions."""
+    """Return a norm as arguments of the compiled functions."""
     if module is None or isinstance(module, nn.Identity):
         return (None, None), None
     weight, bias = cast("Tensor | None", module.weight), cast("Tensor | None", getattr(module, "bias", None))
@@ -103,12 +104,12 @@ def _norm(module: nn.Module | None) -> tuple[Weights, NormKind | None]:
 
 
 def _exact(weight: Tensor | None) -> Tensor | None:
-    """A norm's weight in float32 at least, in which its gradient is then computed and accumulated."""
+    """Return a norm's weight in float32 or wider, in which its gradient is then computed and accumulated."""
     return _Widened.apply(weight) if weight is not None and weight.dtype.itemsize < 4 else weight
 
 
 class _Widened(torch.autograd.Function):
-    """x in float32; its gradient is not rounded to x's 16 bits, since autograd converts it to
+    """Convert x to float32; the gradient is not rounded to x's 16 bits, since autograd converts it to
     `parameter.grad_dtype`.
     """
 
@@ -145,7 +146,7 @@ class NormKind(NamedTuple):
 
 
 def normed(x: Tensor, weights: Weights, kind: NormKind) -> Tensor:
-    """x [..., n], normalised over its last dimension in float32 at least; in x's type."""
+    """Normalise x [..., n] over its last dimension, in float32 or wider; return x's dtype."""
     exact = torch.promote_types(x.dtype, torch.float32)
     gain, bias = (None if t is None else t.to(exact) for t in weights)
     if kind.name == "layer":
@@ -162,7 +163,7 @@ def normed(x: Tensor, weights: Weights, kind: NormKind) -> Tensor:
 def add_and_norm(
     x: Tensor, y: Tensor, after: Weights, after_kind: NormKind | None, norm: Weights, kind: NormKind
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream x plus what a layer adds to it, y, first normalised if `after_kind`; and the sum,
+    """Add y, first normalised if `after_kind`, to the residual stream x; return the sum, and the sum
     normalised.
     """
     total = added(x, y if after_kind is None else normed(y, after, after_kind))
@@ -170,7 +171,7 @@ def add_and_norm(
 
 
 def add_normed(x: Tensor, y: Tensor, after: Weights, kind: NormKind) -> Tensor:
-    """The residual stream x plus the normalised y."""
+    """Add the normalised y to the residual stream x."""
     return added(x, normed(y, after, kind))
 
 
@@ -192,8 +193,9 @@ def rotate_heads(
     k_norm: Weights,
     k_kind: NormKind | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [b, heads, s, d], keys and values [b, kv_heads, s, d] of features qkv [b, s, (heads + 2
-    kv_heads) d]: normalised, then rotated, each in memory of its own.
+    """Split features qkv [b, s, (heads + 2 kv_heads) d] into heads, and normalise and rotate them.
+
+    Returns queries [b, heads, s, d], and keys and values [b, kv_heads, s, d], each in separate memory.
 
     Args:
         tables: cos and sin, [s, d / 2] or [b, 1, s, d / 2]; None without rotary positions.
@@ -206,5 +208,5 @@ def rotate_heads(
         # positions before heads, as in qkv
         cos, sin = (t.unsqueeze(1) if t.dim() == 2 else t.transpose(1, 2) for t in tables)
         q, k = (rotate(t, cos, sin, sizes.interleaved) for t in (q, k))
-    # the attention kernels keep the order of positions and heads in memory of q, and copy v if it is a view
+    # the attention kernels preserve the memory layout of q, and copy v if it is a view
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2).contiguous()

@@ -31,17 +31,17 @@ def stream(
     """Yield the tokens that follow prompts `ids` [b, s], int64: [b] at a time, each as soon as it is sampled.
 
     Args:
-        model: gets the last `model.shape.sequence` tokens, with dropout off.
-        temperature: 0 takes the likeliest token.
+        model: run on the last `model.shape.sequence` tokens, without dropout.
+        temperature: 0 selects the likeliest token.
         top_k: sample from the k likeliest tokens only.
         generator: generator on the model's device; one per row makes rows independent of each other.
         stop: a row repeats such a token once it has been sampled, and the stream ends when all rows do.
-        top_p: sample from the likeliest tokens that together have this probability (Holtzman et al. 2020,
-            section 3.1), out of the k.
+        top_p: sample from the likeliest tokens, out of the k, that together have this probability (Holtzman
+            et al. 2020, section 3.1).
         cache: cache keys and values, if that changes no result (`cacheable`); otherwise, and for tokens
-            beyond the model's positions, each token runs the last window again.
-        group: ranks that share the model, whose head gives each of them all logits. All sample, with equal
-            generators, and the first rank's token is used, so that rounding cannot separate them. Collective.
+            beyond the model's positions, the last window is run again for each token.
+        group: ranks that share the model, whose head returns all logits on each. All sample with equal
+            generators, and use the first rank's token, so that rounding cannot make them differ. Collective.
 
     Raises:
         StrettoError: at once, for an empty prompt, a token outside the vocabulary, or arguments out of range.
@@ -84,7 +84,7 @@ def stream(
 
 @torch.no_grad()
 def _evaluated(model: LanguageModel, forward: Callable[[Tensor, bool], Tensor], ids: Tensor) -> Tensor:
-    """Logits [b, vocab] of the token after the last; the model's training mode is restored."""
+    """Return the logits [b, vocab] of the next token; the model's training mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -122,14 +122,13 @@ def check_generates(shape: ModelShape) -> None:
     """Raise StrettoError for a model that this module cannot generate with."""
     if shape.encoder_layers:
         raise StrettoError(
-            "a model with an encoder writes no text here: it answers what its encoder reads, and does not go "
-            "on from it",
+            "generation is not supported for models with an encoder: they do not continue a prompt",
             hint="export the checkpoint (`stretto checkpoint export`) and generate with transformers",
         )
 
 
 def check_tokens(largest: int, vocab: int) -> None:
-    """Raise StrettoError for a prompt's largest token, or a negative one, outside the vocabulary."""
+    """Raise StrettoError if a prompt's largest, or a negative, token is outside the vocabulary."""
     if not 0 <= largest < vocab:
         raise StrettoError(
             f"token {largest} is outside the model's vocabulary of {vocab}",
@@ -144,9 +143,13 @@ def check_sampling(
     if max_new_tokens < 0:
         raise StrettoError(f"max_new_tokens {max_new_tokens} is below 0", hint="0 or more")
     if not 0.0 <= temperature < float("inf"):
-        raise StrettoError(f"temperature {temperature} is not 0 or more", hint="0 takes the likeliest token")
+        raise StrettoError(
+            f"temperature {temperature} is not 0 or more", hint="0 selects the likeliest token"
+        )
     if top_k is not None and top_k < 1:
-        raise StrettoError(f"top_k {top_k} is below 1", hint="leave it out to draw from the whole vocabulary")
+        raise StrettoError(
+            f"top_k {top_k} is below 1", hint="leave it out to sample from the full vocabulary"
+        )
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise StrettoError(
             f"top_p {top_p} is not above 0 and at most 1", hint="the usual values are 0.9 to 1"

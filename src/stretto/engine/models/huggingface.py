@@ -1,10 +1,10 @@
-"""Weights to and from Hugging Face's models: names and forms of the tensors of every kind of model.
+"""Convert weights from and to Hugging Face's models: names and forms of the tensors of every kind of model.
 
-Their weights have other names than the plain model's, and other forms: GPT-2's linears are transposed;
-queries, keys and values, and gate and up, are separate tensors, here stacked by rows; experts are separate
-tensors in files, and stacked in memory as here; gpt-oss's experts are transposed, with gate and up
-interleaved; T5's biases by distance are transposed; BART's learned positions begin with two unused rows.
-Heads and rotary features have the same order.
+Their weights differ from the plain model's in names and forms: GPT-2's linears are transposed; queries, keys
+and values, and gate and up, are separate tensors, which the plain model stacks by rows; experts are separate
+tensors in files, and stacked in memory like the plain model's; gpt-oss's experts are transposed, with gate
+and up interleaved; T5's relative position biases are transposed; BART's learned positions begin with two
+unused rows. Heads and rotary features have the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.job.shape import ModelShape
 
 HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; not parameters
-# of models with an encoder: repeated or unused weights; all published values of the first are zero
+# repeated or unused weights of models with an encoder; all published values of the first are zero
 _REPEATED = frozenset(
     {
         "final_logits_bias",
@@ -35,7 +35,7 @@ _REPEATED = frozenset(
         "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
     }
 )
-# of a model with vision: prefixes of its language model's names, and of the others
+# prefixes of names in a model with vision: of its language model, and of the other weights
 _LANGUAGE = ("language_model.model.", "model.language_model.", "language_model.")
 _PICTURES = ("vision_tower.", "multi_modal_projector.")
 _FURTHER = (".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")  # in a layer that predicts further tokens
@@ -45,17 +45,17 @@ class WeightForm(Protocol):
     """Conversion of Hugging Face's tensors to one plain tensor, and back."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Theirs to ours."""
+        """Convert Hugging Face's tensors to the plain tensor."""
         ...
 
     def split(self, full: Tensor) -> list[Tensor]:
-        """Ours to theirs, contiguous."""
+        """Convert the plain tensor to Hugging Face's tensors, contiguous."""
         ...
 
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Hugging Face's tensors are stacked by rows; those of experts then have another first dimension."""
+    """Hugging Face's tensors are stacked by rows; the plain tensor of experts has another first dimension."""
 
     rows: tuple[int, ...]
     experts: int | None = None
@@ -71,7 +71,7 @@ class StackedRows:
 
 @dataclass(frozen=True)
 class Gpt2Linear:
-    """A linear of GPT-2: input features first, always with a bias, which is zero if the model has none."""
+    """A GPT-2 linear: input features first, always with a bias, which is zero if the plain model has none."""
 
     transposed: bool
     zeros: int | None = None
@@ -79,7 +79,7 @@ class Gpt2Linear:
     def join(self, parts: list[Tensor]) -> Tensor:
         if self.zeros is not None and not parts[1].is_meta and bool(parts[1].any()):
             raise StrettoError(
-                "a bias of the checkpoint is not zero, and the model has none", hint="bias: true"
+                "a bias of the checkpoint is not zero, but the model has none", hint="bias: true"
             )
         return parts[0].t().contiguous() if self.transposed else parts[0]
 
@@ -90,7 +90,7 @@ class Gpt2Linear:
 
 @dataclass(frozen=True)
 class GptOssExperts:
-    """Experts of gpt-oss, stacked in files too: input features first, gate and up interleaved."""
+    """Experts of gpt-oss, also stacked in files: input features first, gate and up interleaved."""
 
     gated: bool
 
@@ -131,7 +131,7 @@ class RowOffset:
 class WeightRule:
     """One plain tensor, and the tensors of Hugging Face that it consists of.
 
-    sizes: names and shapes of the latter, in the order of `join` and `split`.
+    sizes: names and shapes of Hugging Face's tensors, in the order of `join` and `split`.
     """
 
     plain_name: str
@@ -144,11 +144,11 @@ class WeightRule:
         return tuple(self.sizes)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Theirs to ours."""
+        """Convert Hugging Face's tensors to the plain tensor."""
         return self.form.join(parts)
 
     def split(self, full: Tensor) -> list[Tensor]:
-        """Ours to theirs, contiguous."""
+        """Convert the plain tensor to Hugging Face's tensors, contiguous."""
         return self.form.split(full)
 
 
@@ -156,8 +156,8 @@ def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[WeightRu
     """Yield a rule for every parameter of the model; a tied head is left out.
 
     Args:
-        present: names in a source, from `plain_names`: if a model in memory has other names than a file, the
-            rule uses those that are present.
+        present: names in a source, from `plain_names`; if names differ between models in memory and files,
+            a rule uses those that are present.
 
     Raises:
         StrettoError: no model of Hugging Face can represent the shape.
@@ -188,8 +188,8 @@ def rules(shape: ModelShape, present: Collection[str] = ()) -> Iterator[WeightRu
 def plain_names(names: Iterable[str], shape: ModelShape) -> dict[str, str]:
     """Map the names that `rules` uses for the language model's weights to their names in the source.
 
-    Files of the body alone lack the prefix of names; models with vision have another prefix. Buffers, copies
-    of the embedding, vision towers and layers that predict further tokens are left out.
+    Files without a head lack the prefix of names; models with vision have another prefix. Buffers, copies of
+    the embedding, vision towers and layers that predict further tokens are left out.
     """
     kind = kind_of(shape).name
     prefix = {"gpt2": "transformer.", "t5": ""}.get(kind, "model.")  # of all names but the head's
@@ -221,7 +221,7 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
         StrettoError: a weight is missing, unknown, or of another size than in the shape.
     """
     if (bias := weights.get("final_logits_bias")) is not None and not bias.is_meta and bool(bias.any()):
-        raise StrettoError("final_logits_bias is not zero, and our head has none")
+        raise StrettoError("final_logits_bias is not zero, but the plain model's head has no bias")
     named = {plain: weights[name] for plain, name in plain_names(weights, shape).items()}
     mapping = list(rules(shape, named))
     if shape.tied and HEAD in named:
@@ -236,8 +236,9 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
 
 
 def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Return Hugging Face's weights, contiguous, under the names of files, which leave out a tied head. Their
-    GPT-2 always has biases: for a shape without, these are zeros.
+    """Return Hugging Face's weights, contiguous, under the names of files, which leave out a tied head.
+
+    Hugging Face's GPT-2 always has biases: they are zero for a shape without.
 
     Raises:
         StrettoError: no model of Hugging Face can represent the shape; or a weight is missing, unknown or of
@@ -262,8 +263,7 @@ _GPT2 = {
     "head.norm": "transformer.ln_f",
     "head.out": "lm_head",
 }
-# of models with an encoder: modules outside of blocks, first parts of names in both stacks, and modules in
-# blocks
+# names for models with an encoder: modules outside of blocks, prefixes of both stacks, and modules in blocks
 _STACKS: Mapping[str, Mapping[str, str]] = {
     "t5": {
         "embed.tok": "shared",
@@ -313,8 +313,8 @@ _STACK_MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mlp.down": ("fc2",),
     },
 }
-_BART_OFFSET = 2  # rows before those of positions
-# of all others; a parameter without a module ends in a name of its own, as attn.sinks
+_BART_OFFSET = 2  # unused rows before position 0
+# names for all other models; attn.sinks and the router's correction are parameters, not modules
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "embed.tok": ("model.embed_tokens",),
     "norm1": ("input_layernorm",),
@@ -357,7 +357,7 @@ _OF_KIND: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gemma3_text": _SANDWICH,
     "gpt_oss": {"mlp.router.gate": ("mlp.router",)},
 }
-# of one expert in files: those that make up `gate_up`, and `down`
+# names of one expert in files: the parts of `gate_up`, and `down`
 _MIXTRAL_EXPERT = "block_sparse_moe.experts.{expert}.{part}.weight"
 _EXPERT = "mlp.experts.{expert}.{part}.weight"
 _MIXTRAL_PARTS = {"gate_up": ("w1", "w3"), "down": ("w2",)}
@@ -378,7 +378,7 @@ def _gpt2_rule(plain_name: str, sizes: Sizes, shape: ModelShape) -> WeightRule:
 
 
 def _stacks_rule(plain_name: str, sizes: Sizes, kind: str, shape: ModelShape) -> WeightRule:
-    """The rule of a parameter of a model with an encoder."""
+    """Return the rule of a parameter of a model with an encoder."""
     stack, _, inside = plain_name.partition(".")
     if stack not in _STACK_BLOCKS[kind]:
         module, _, leaf = plain_name.rpartition(".")
@@ -399,12 +399,14 @@ def _stacks_rule(plain_name: str, sizes: Sizes, kind: str, shape: ModelShape) ->
     rows = (sizes[0] // len(names),) * len(names)
     if module == "attn.qkv":
         rows = (shape.attention_width, shape.kv_width, shape.kv_width)
-    theirs_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
-    return WeightRule(plain_name=plain_name, sizes=theirs_sizes, form=StackedRows(rows))
+    hf_sizes = {name: (count, *sizes[1:]) for name, count in zip(names, rows, strict=True)}
+    return WeightRule(plain_name=plain_name, sizes=hf_sizes, form=StackedRows(rows))
 
 
 def _experts_rule(plain_name: str, sizes: Sizes, *, kind: str, present: Collection[str]) -> WeightRule:
-    """The rule of one linear of all experts of a block, or of its biases, as blocks.3.mlp.experts.gate_up."""
+    """Return the rule of one linear, or its biases, of all experts of a block:
+    blocks.3.mlp.experts.gate_up.
+    """
     prefix, module, _ = _parse(plain_name, "model.layers.")
     linear = module.removeprefix("mlp.experts.").removesuffix("_bias")
     full = f"{prefix}mlp.experts.{linear}_proj"
@@ -430,8 +432,10 @@ def _experts_rule(plain_name: str, sizes: Sizes, *, kind: str, present: Collecti
 
 
 def _parse(plain_name: str, blocks: str) -> tuple[str, str, str]:
-    """Split `blocks.3.attn.qkv.weight` into (blocks + "3.", "attn.qkv", "weight"); the last part is empty for
-    a parameter that is no module's weight or bias, the first for embedding and head.
+    """Split `blocks.3.attn.qkv.weight` into (blocks + "3.", "attn.qkv", "weight").
+
+    The first part is empty for embedding and head, the last for a parameter that is no module's weight or
+    bias.
     """
     module, _, kind = plain_name.rpartition(".")
     if kind not in ("weight", "bias"):

@@ -1,5 +1,5 @@
-"""Language models in one process, the specification that every layout must equal: a chain of embedding,
-blocks and head, with an encoder before the decoder or without, and a loss.
+"""Language models in one process, the reference for every layout: a chain of embedding, blocks and head, with
+or without an encoder before the decoder, and a loss.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ IGNORED = -100  # target of a token that the loss ignores
 
 
 def added(x: Tensor, y: Tensor) -> Tensor:
-    """x + y in the dtype of x, the residual stream. y is wider where its layers have float32 weights."""
+    """Return x + y in the dtype of x, the residual stream; y is wider if its layer has float32 weights."""
     return x + (y.to(x.dtype) if y.element_size() > x.element_size() else y)
 
 
 class Embedding(nn.Module):
-    """Token embedding, which may be scaled, plus a learned embedding of the position if attention encodes
-    none; the sum may be normalised.
+    """Token embedding, optionally scaled, plus a learned position embedding if attention encodes no
+    positions; the sum is optionally normalised.
 
     Attributes:
         positions: positions of the tokens in the output of `tok`, int64; None for 0, 1, 2, ...
-        packing: documents of the samples; positions restart at 0 in each.
+        packing: documents of the samples; positions restart at 0 in each document.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -47,9 +47,9 @@ class Embedding(nn.Module):
         self.packing = Packing()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids [b, s] to [b, s, hidden]."""
+        """Embed token ids [b, s], int64; return [b, s, hidden]."""
         x = self.tok(ids)
-        if self.scale != 1.0:  # rounded to the weights' type, as published models were trained
+        if self.scale != 1.0:  # rounded to the weights' dtype, like in the training of published models
             x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
         x = x if self.pos is None else x + self._position(self.pos, ids)
         return self.drop(x if self.norm is None else self.norm(x))
@@ -71,30 +71,30 @@ class Embedding(nn.Module):
 
 
 class DecoderEmbedding(Embedding):
-    """The layer between encoder and decoder: the encoder's last norm, and the embedding of the decoder's
-    tokens.
-    """
+    """The layer between encoder and decoder: the encoder's last norm, and the decoder's token embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
         self.memory_norm = norm(shape, shape.hidden) if shape.last_norm else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Output of the encoder's last block [b, m, hidden] to embedded tokens [b, s, hidden] and the memory
-        [b, m, hidden], to which the decoder attends.
+        """Return the decoder's embedded tokens [b, s, hidden], and the memory [b, m, hidden] that it attends
+        to, from the output of the encoder's last block [b, m, hidden].
         """
         ids = self.packing.decoder
         if ids is None:
             raise StrettoError(
-                "the decoder has no tokens to read", hint="model(ids, decoder=...) takes those of both stacks"
+                "the decoder has no tokens",
+                hint="call model(ids, decoder=...) with the tokens of both stacks",
             )
         return super().forward(ids), x if self.memory_norm is None else self.memory_norm(x)
 
 
 class TransformerBlock(nn.Module):
-    """Attention, in an encoder-decoder's decoder also to the memory, then an MLP or experts, each applied to
-    the normalised residual stream and added to it; with "sandwich" norms each is normalised again before it
-    is added. With "post" norms the sum is normalised.
+    """Self-attention, cross-attention in the decoder of an encoder-decoder, then an MLP or experts.
+
+    Each is applied to the normalised residual stream and added to it. With "sandwich" norms its output is
+    also normalised before it is added; with "post" norms only the sum is normalised.
 
     Args:
         last: the last block of its stack, after which no layer needs the memory.
@@ -115,7 +115,7 @@ class TransformerBlock(nn.Module):
         self.norm2_post = norm(shape, shape.hidden) if after else None
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """[b, s, hidden] to [b, s, hidden]; with the memory [b, m, hidden] beside it, which is passed on."""
+        """Map [b, s, hidden] to [b, s, hidden]; a memory [b, m, hidden] is also returned unless `last`."""
         if memory is None:
             if self.post:
                 x = self.add_and_norm(x, self.attn(x), None, self.norm1)[1]
@@ -135,29 +135,32 @@ class TransformerBlock(nn.Module):
         return x if self.last else (x, memory)
 
     def normed(self, x: Tensor) -> Tensor:
-        """The residual stream as attention takes it, unless norms come after."""
+        """Normalise the residual stream for attention; not used with "post" norms."""
         return self.norm1(x)
 
     def add_and_norm(
         self, x: Tensor, y: Tensor, after: nn.Module | None, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream x plus what a part of the block adds to it, y, itself normalised by `after` if
-        given; and that sum, normalised by `norm`.
+        """Add y, normalised by `after` if given, to the residual stream x; return the sum, and the sum
+        normalised by `norm`.
         """
         x = added(x, y if after is None else after(y))
         return x, norm(x)
 
     def add(self, x: Tensor, y: Tensor, after: nn.Module | None) -> Tensor:
-        """The residual stream x plus y, itself normalised by `after` if given."""
+        """Add y, normalised by `after` if given, to the residual stream x."""
         return added(x, y if after is None else after(y))
 
 
 class CrossEntropy(nn.Module):
-    """Cross-entropy summed over tokens, so that microbatches add up; the caller divides by their number."""
+    """Cross-entropy summed over tokens, so that microbatches add up; the caller divides by the token
+    count.
+    """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Loss of `logits` [b, s, vocab] against `targets` [b, s], int64, -100 where ignored: a scalar,
-        summed in float32, or in float64 for float64 logits.
+        """Return the scalar loss of `logits` [b, s, vocab] for `targets` [b, s], int64, -100 if ignored.
+
+        It is summed in float32, or in float64 for float64 logits.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(
@@ -166,10 +169,10 @@ class CrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, unless each block ends with one, and the projection to logits, which may be bounded.
+    """The last norm, unless each block ends with one, and the projection to logits, optionally soft-capped.
 
     Attributes:
-        loss: computes the loss from the projection's input; the head then puts out this and no logits.
+        loss: computes the loss from the projection's input; the head then returns it instead of logits.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -181,7 +184,7 @@ class Head(nn.Module):
         self.loss: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to logits [b, s, vocab], or with `loss` to the scalar that it gives."""
+        """Map [b, s, hidden] to logits [b, s, vocab], or to a scalar if `loss` is set."""
         x = self.norm(x)
         x = x if self.scale == 1.0 else x * self.scale
         if self.loss is not None:
@@ -191,9 +194,11 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A chain of layers. A decoder alone is embed, blocks.0, ..., head, each from one tensor to one tensor;
-    with an encoder it is embed, encoder.0, ..., decoder_embed, blocks.0, ..., head, where the memory travels
-    beside the decoder's activation.
+    """A chain of layers.
+
+    A decoder-only model is embed, blocks.0, ..., head, each from one tensor to one tensor. With an encoder
+    the chain is embed, encoder.0, ..., decoder_embed, blocks.0, ..., head; the decoder's blocks also take the
+    memory, and all but the last return it.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -215,9 +220,9 @@ class LanguageModel(nn.Module):
         share_packing(self, self.packing)
 
     def tie(self) -> None:
-        """Let modules share the parameters that are one: those of head and embedding if the shape is tied, of
-        both stacks' embeddings of tokens, and a stack's biases by distance. Call it again after `to_empty`,
-        which separates them.
+        """Share tied parameters: head and embedding if the shape is tied, the token embeddings of both
+        stacks, and the relative position biases of a stack. Call it again after `to_empty`, which separates
+        them.
         """
         tokens = self.get_parameter("embed.tok.weight")
         if self.shape.tied:
@@ -230,7 +235,7 @@ class LanguageModel(nn.Module):
                     block.get_submodule("attn").relative = stack[0].get_parameter("attn.relative")
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        """Name and module of every layer, in the order of the forward."""
+        """Return name and module of every layer, in forward order."""
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
         if self.shape.encoder_layers:
             encoder = [(f"encoder.{i}", block) for i, block in enumerate(self.encoder)]
@@ -240,14 +245,14 @@ class LanguageModel(nn.Module):
     def forward(
         self, ids: Tensor, last: bool = False, *, decoder: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        """Token ids [b, s], int64, to logits [b, s, vocab]; with `last` those of the last token alone,
+        """Return the logits [b, s, vocab] of token ids [b, s], int64; with `last` of the last token only,
         [b, 1, vocab].
 
         Args:
-            decoder: with an encoder, which reads `ids`, the tokens that the decoder reads, int64 [b, n];
-                logits are then of these. None: as `packing` says.
-            lengths: how many of the encoder's tokens are real, int64 [b]; the rest is padding that nothing
-                sees.
+            decoder: for a model with an encoder, whose input is `ids`: the decoder's tokens, int64 [b, n], to
+                which the logits belong; by default those of `packing`.
+            lengths: number of real tokens of each encoder sample, int64 [b]; the rest is padding, which is
+                masked.
         """
         if decoder is not None:
             self.packing.decoder, self.packing.lengths = decoder, lengths
@@ -258,7 +263,7 @@ class LanguageModel(nn.Module):
         return self.head(x[0][:, -1:] if last else x[0])
 
     def auxiliary(self) -> Tensor:
-        """The auxiliary loss of the last forward: that of all routers, summed over tokens, a scalar. 0 in
+        """Return the auxiliary loss of the last forward: a scalar, summed over routers and tokens. It is 0 in
         evaluation, and for a model without experts.
         """
         parts = [module.auxiliary for module in self.modules() if isinstance(module, MoE)]

@@ -1,5 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come
-from one narrow vector of a token, queries from another.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are
+projections of one narrow vector per token, queries of another.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from stretto.errors import StrettoError
 from stretto.job.attention import LatentShape
 from stretto.job.shape import ModelShape
 
-_EPS = 1e-6  # epsilon of the norms of narrow vectors, as in DeepSeek's code, for any epsilon of other norms
+_EPS = 1e-6  # of the norms of narrow vectors, like in DeepSeek's code, whatever the epsilon of other norms
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose queries and keys have two parts: the content, and one that is rotated by
-    the position and whose key all heads share.
+    """Causal self-attention whose queries and keys have two parts: content, and a part that is rotated by the
+    position; all heads share its key.
 
     For each head, the rows of `q` or `q_up` are [content; rotated] and those of `kv_up` [key; value], so that
-    they divide over tensor-parallel ranks. `heads` counts the local heads.
+    tensor parallelism can split them by heads. `heads` counts the local heads.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -41,7 +41,9 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(
             latent.kv_rank, shape.heads * (self.content_dim + latent.value_dim), bias=False
         )
-        self.shared_key = nn.Identity()  # where tensor-parallel ranks pass on the key of all heads
+        self.shared_key = (
+            nn.Identity()
+        )  # tensor parallelism attaches its communication of the shared key here
         self.rotary = Rotary.of(shape)
         self.core = CausalAttention(
             shape.dropout,
@@ -53,7 +55,7 @@ class LatentAttention(nn.Module):
         self.drop = dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
+        """Map [b, s, hidden] to [b, s, hidden]."""
         latent = self.latent
         narrow, shared = self.kv_down(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
         keys, values = self._heads(self.kv_up(self.kv_down_norm(narrow))).split(
@@ -74,16 +76,16 @@ class LatentAttention(nn.Module):
         return self.drop(self.proj(merge_heads(y)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[b, s, heads d] to [b, s, heads, d]."""
+        """View [b, s, heads d] as [b, s, heads, d]."""
         return x.unflatten(-1, (self.heads, -1))
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """[b, s, heads, rope_dim], rotated by the positions."""
+        """Rotate [b, s, heads, rope_dim] by the positions."""
         return self.rotary(x.transpose(1, 2)).transpose(1, 2)
 
 
 def latent_of(shape: ModelShape) -> LatentShape:
-    """Return the sizes of latent attention of a shape.
+    """Return the latent attention sizes of a shape.
 
     Raises:
         StrettoError: the shape has none.

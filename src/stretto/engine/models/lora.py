@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linears (Hu et al. 2021, "LoRA")."""
+"""Low-rank adapters of linears (Hu et al. 2021, "LoRA")."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.job.shape import ModelShape
 
 
 class Adapter(nn.Module):
-    """B A x, with A [rank, in] and B [out, rank]."""
+    """scale B A x, with A [rank, in] and B [out, rank]."""
 
     def __init__(self, lora: LoraShape, columns: int, rows: int) -> None:
         super().__init__()
@@ -21,23 +21,23 @@ class Adapter(nn.Module):
         self.B = nn.Linear(lora.rank, rows, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] to scale B A x [..., out]."""
-        return self.B(self.A(self.drop(x)) * self.scale)  # scaled where it is narrow
+        """Map x [..., in] to scale B A x [..., out]."""
+        return self.B(self.A(self.drop(x)) * self.scale)  # scales the narrow tensor
 
 
 class Adapters(nn.Module):
-    """The adapters of one linear, each a child by the name of its projection.
+    """The adapters of one linear, each a child module with the name of its projection.
 
     Attributes:
         projections: all projections of the linear, in the order of its output features.
-        rows: local output features of each, fewer under tensor parallelism.
+        rows: local output features of each projection, fewer under tensor parallelism.
     """
 
     def __init__(self, lora: LoraShape, name: str, linear: nn.Linear, kv_rows: int) -> None:
         """
         Args:
             name: name of the linear in its block.
-            kv_rows: features of all keys.
+            kv_rows: output features of the key projection.
         """
         super().__init__()
         self.projections = PROJECTIONS[name]
@@ -48,7 +48,7 @@ class Adapters(nn.Module):
                 self.add_module(projection, Adapter(lora, linear.in_features, rows))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the output with adapters, from the linear's input x [..., in] and output y [..., out]."""
+        """Add the adapters' output for the linear's input x [..., in] to the linear's output y [..., out]."""
         parts = [
             part if (adapter := self._modules.get(name)) is None else part + adapter(x)
             for name, part in zip(self.projections, y.split(list(self.rows), -1), strict=True)
@@ -62,12 +62,12 @@ class AdaptedLinear(nn.Linear):
     lora: Adapters
 
     def forward(self, input: Tensor) -> Tensor:
-        """x [..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         return self.lora(input, super().forward(input))
 
 
 def add_adapters(block: nn.Module, shape: ModelShape, lora: LoraShape) -> None:
-    """Give the linears of a block their adapters, in place. Names of parameters stay.
+    """Add adapters to the linears of a block, in place; names of parameters do not change.
 
     Args:
         shape: shape of this block.

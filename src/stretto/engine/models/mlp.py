@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from stretto.engine.models.causal import dropout
 from stretto.job.shape import Mlp, ModelShape
 
-_BOUND, _SHARPNESS = 7.0, 1.702  # of gpt-oss's gate
+_BOUND, _SHARPNESS = 7.0, 1.702  # constants of gpt-oss's gate
 
 
 def activate(y: Tensor, kind: Mlp) -> Tensor:
-    """What stands between the two linears of an MLP.
+    """Apply the activation function of an MLP.
 
     Args:
-        y: [..., width], or [..., 2 width] = [gate; up] of the kinds with a gate.
+        y: [..., width], or [..., 2 width] = [gate; up] for kinds with a gate.
 
     Returns:
         [..., width].
@@ -51,9 +51,9 @@ class MLP(nn.Module):
         self.drop = dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]."""
+        """Map [b, s, hidden] to [b, s, hidden]."""
         return self.drop(self.down(self.activation(getattr(self, self.into)(x))))
 
     def activation(self, y: Tensor) -> Tensor:
-        """The activation function between the linears, of y [..., width] or [gate; up]."""
+        """Apply the activation function to y [..., width] or [gate; up]."""
         return activate(y, self.kind)

@@ -1,5 +1,5 @@
-"""A mixture of experts in one process (Shazeer et al. 2017; Fedus et al. 2021; Jiang et al. 2024): the
-specification that every layout must equal.
+"""A mixture of experts in one process (Shazeer et al. 2017; Fedus et al. 2021; Jiang et al. 2024), the
+reference for every layout.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from stretto.job.shape import Mlp, ModelShape
 
 
 class Routing(NamedTuple):
-    """Where tokens are routed; the leading dimensions are those of the logits."""
+    """The routing of tokens; the leading dimensions are those of the logits."""
 
     experts: Tensor  # [..., top_k], int64, each token's likeliest expert first
-    weights: Tensor  # [..., top_k], of the experts' outputs in their sum; differentiable
+    weights: Tensor  # [..., top_k], factors of the experts' outputs in their sum; differentiable
     scores: Tensor  # [..., experts], summing to 1, for the balance loss; differentiable
 
 
 class Router(nn.Module):
-    """Routes every token to `top_k` experts. All methods treat tokens independently, except for `keep`, which
-    takes whole sequences.
+    """Routes every token to `top_k` experts.
+
+    All methods treat tokens independently, except for `keep`, which needs complete sequences.
 
     Attributes:
-        correction: added to the experts' scores for the choice alone, [experts]; no gradient reaches it, and
-            training moves it by `correct` after each step. None: scores decide.
+        correction: added to the experts' scores for the choice only, [experts], by default nothing. It has no
+            gradient; `correct` updates it after each step.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -46,13 +47,13 @@ class Router(nn.Module):
 
     @property
     def limited(self) -> bool:
-        """Whether experts have a capacity now: in training only, so that in evaluation a token's output does
-        not depend on tokens after it.
+        """True if experts have a capacity: only in training, so that in evaluation a token's output does not
+        depend on later tokens.
         """
         return self.training and self.moe.capacity is not None
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., hidden] to [..., experts], in float32, or in float64 if x is."""
+        """Map [..., hidden] to logits [..., experts], in float32, or in float64 for float64 x."""
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             bias = self.gate.bias.to(exact) if self.moe.router_bias else None
@@ -60,7 +61,7 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor) -> Routing:
         """Return the `top_k` experts that `preference` ranks first, and the weights of their outputs, which
-        do not contain the correction. Scores are normalised in log space, so that they sum to 1 even if some
+        exclude the correction. Scores are normalised in log space, so that they sum to 1 even if some
         underflow.
         """
         logarithms = logits if self.moe.score == "softmax" else F.logsigmoid(logits)
@@ -78,12 +79,13 @@ class Router(nn.Module):
         -inf outside the token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; DeepSeek-V3, arXiv
         2412.19437, section 2.1.2).
 
-        DeepSeek's published inference code uses -inf as well. Its first code for `transformers`, and still
-        the one for V2, uses 0: that is the same for positive scores, but with a correction below minus the
-        score an expert of another group would precede one of the best groups.
+        DeepSeek's published inference code also uses -inf. Its first code for `transformers`, and still that
+        for V2, uses 0: this is equivalent for positive scores, but with a correction below minus the score an
+        expert of another group would precede one of the best groups.
         """
         moe = self.moe
-        # logits rank experts and groups' best experts as their scores do, and keep apart what scores round
+        # logits rank experts (and groups by their best expert) like scores, and keep apart values that scores
+        # round to the same
         ranked = logits
         if self.correction is not None or (moe.groups > moe.top_groups and moe.group_score == "top2"):
             ranked = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
@@ -99,8 +101,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def keep(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return bool [b, s, k], True for choices within the experts' capacity, for experts and weights
-        [b, s, k] of complete samples. Ties are broken by position, then by the order of a token's choices.
+        """Return bool [b, s, k], True for choices within the experts' capacity.
+
+        Ties are broken by position, then by the order of a token's choices.
+
+        Args:
+            experts, weights: choices of complete samples, [b, s, k].
         """
         limit = self.moe.capacity_of(experts.shape[1])
         if limit is None:
@@ -117,7 +123,8 @@ class Router(nn.Module):
         return torch.zeros_like(flat).scatter(1, order, places).lt(limit).view_as(experts)
 
     def counts(self, experts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Count the choices of each expert in each sample, before any is dropped; [b, experts], int64.
+        """Return the number of choices of each expert in each sample before any is dropped: [b, experts],
+        int64.
 
         Args:
             experts: [b, s, k].
@@ -130,28 +137,28 @@ class Router(nn.Module):
         return none.scatter_add(1, experts.flatten(1), increments.flatten(1))
 
     def mass(self, scores: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Scores [b, s, experts] summed over the positions that are `valid` (bool [s]): [b, experts]."""
+        """Sum scores [b, s, experts] over the positions that are `valid` (bool [s]); return [b, experts]."""
         return (scores if valid is None else scores * valid[:, None]).sum(1)
 
     def balance(self, counts: Tensor, mass: Tensor, tokens: Tensor | int) -> Tensor:
-        """The balance loss, summed over samples and their tokens; see `ExpertShape.balance`.
+        """Return the balance loss, summed over samples and their tokens; see `ExpertShape.balance`.
 
         Args:
             counts, mass: counts and mass of complete samples, [b, experts].
             tokens: number of tokens in each sample, [b], or one number for all.
         """
-        share = counts.to(mass.dtype) / self.moe.top_k  # times 1 / tokens
+        share = counts.to(mass.dtype) / self.moe.top_k  # of all choices, times tokens
         each = (share * mass).sum(1) / tokens
         return self.moe.balance * self.moe.experts * each.sum()
 
     def z(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The z-loss of logits [b, s, experts], summed over the tokens that are `valid` (bool [s])."""
+        """Return the z-loss of logits [b, s, experts], summed over the tokens that are `valid` (bool [s])."""
         squares = logits.logsumexp(-1).square()
         return self.moe.z * (squares if valid is None else squares * valid).sum()
 
 
 class Experts(nn.Module):
-    """The routed experts, each an MLP as other blocks have; their parameters are stacked.
+    """The routed experts, each an MLP like in a dense block, with stacked parameters.
 
     With a gate: gate_up [E, 2 f, h], down [E, h, f]; without: up [E, f, h], down [E, h, f]. With biases also
     gate_up_bias [E, 2 f] or up_bias [E, f], and down_bias [E, h].
@@ -168,7 +175,9 @@ class Experts(nn.Module):
         self._add("down", shape.hidden, width, shape.bias)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows [n, hidden], sorted by expert, to [n, hidden]; `counts` [E], int64, rows of each expert."""
+        """Map rows [n, hidden], sorted by expert, to [n, hidden]; `counts` [E], int64, has rows per
+        expert.
+        """
         into, into_bias = self._each(self.into)
         down, down_bias = self._each("down")
         outputs: list[Tensor] = []
@@ -178,7 +187,7 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
     def activation(self, y: Tensor) -> Tensor:
-        """The activation function between the linears, of y [..., width] or [gate; up]."""
+        """Apply the activation function to y [..., width] or [gate; up]."""
         return activate(y, self.kind)
 
     def _add(self, name: str, rows: int, columns: int, bias: bool) -> None:
@@ -191,7 +200,7 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", nn.Parameter(shift))
 
     def _each(self, name: str) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Weight and bias of one linear for each expert."""
+        """Return weight and bias of one linear for each expert."""
         bias = self._parameters.get(f"{name}_bias")
         none: list[Tensor | None] = [None] * self.experts
         return getattr(self, name).unbind(0), none if bias is None else bias.unbind(0)
@@ -201,10 +210,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Takes the place of a block's MLP: the weighted sum of a token's experts, plus the shared expert if any.
+    """Replaces a block's MLP: the weighted sum of a token's experts, plus the shared expert if any.
 
-    A choice dropped for its expert's capacity adds nothing, and the weights of the others stay the same. A
-    `shared_gate` multiplies the shared expert's output by the sigmoid of one number a token (Qwen2-MoE).
+    A choice dropped for its expert's capacity adds nothing, and the weights of the others do not change. A
+    `shared_gate` multiplies the shared expert's output by a sigmoid, one value per token (Qwen2-MoE).
     """
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None = None) -> None:
@@ -219,9 +228,10 @@ class MoE(nn.Module):
         self.load = torch.zeros(moe_of(shape).experts, dtype=torch.int64, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, hidden] to [b, s, hidden]. Sets `auxiliary` to balance loss plus z-loss, summed over tokens
-        like the cross-entropy, 0 in evaluation; in training also `load` [experts], int64, to how often each
-        expert was chosen.
+        """Map [b, s, hidden] to [b, s, hidden].
+
+        Sets `auxiliary` to balance loss plus z-loss, summed over tokens like the cross-entropy, 0 in
+        evaluation. In training also sets `load` [experts], int64, to the number of choices of each expert.
         """
         logits = self.router.logits(x)
         choice = self.router.choose(logits)
@@ -238,13 +248,13 @@ class MoE(nn.Module):
         return self.drop(y)
 
     def _mix(self, x: Tensor, choice: Routing, kept_choices: Tensor | None) -> Tensor:
-        """Tokens [n, hidden] through their experts. A token's copies are summed in the order of its choices,
-        as under every layout.
+        """Run tokens [n, hidden] through their experts. A token's copies are summed in the order of its
+        choices, the same under every layout.
         """
         count, k = self.experts.experts, choice.experts.shape[-1]
         experts = choice.experts.flatten()
         if kept_choices is not None:
-            experts = experts.masked_fill(~kept_choices.flatten(), count)  # sorted behind all
+            experts = experts.masked_fill(~kept_choices.flatten(), count)  # sorted after all experts
         counts = experts.bincount(minlength=count + 1)[:count]
         order = experts.argsort(stable=True)[: int(counts.sum())]
         y = self.experts(x[order // k], counts)
@@ -253,28 +263,29 @@ class MoE(nn.Module):
         return copies.view(-1, k, x.shape[-1]).sum(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the last forward's graph, which cannot be copied."""
+        """Return the state without the last forward's autograd graph, which cannot be copied."""
         return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
 
 
 @torch.no_grad()
 def correct(correction: Tensor, load: Tensor, rate: float) -> None:
-    """After a step, move the number that the choice of experts adds to their scores, in place: up by `rate`
-    where an expert had less than the mean load, down where it had more (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2; Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+    """Update the router's correction after a step, in place: up by `rate` for experts with less than the mean
+    load, down for experts with more (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv
+    2408.15664, algorithm 1).
 
     Args:
         correction: [experts].
-        load: how often each expert was chosen in the whole step, before any choice is dropped; [experts].
+        load: number of choices of each expert in the step, before any is dropped; [experts].
     """
-    choices = load.round().long()  # whole numbers, which ranks may have added up from parts
+    choices = load.round().long()  # integers; ranks may have summed fractions of them
     below = choices.sum() - len(choices) * choices
     correction.add_(below.sign().to(correction.dtype), alpha=rate)
 
 
 def feed_forward(shape: ModelShape) -> nn.Module:
-    """A block's second half: an MLP, or experts in its place if the shape has any. The shared expert has no
-    dropout, since dropout applies to the sum over all experts.
+    """Return a block's MLP, or its experts if the shape has any.
+
+    The shared expert has no dropout, since dropout applies to the sum over all experts.
     """
     if shape.moe is None:
         return MLP(shape)
@@ -283,7 +294,11 @@ def feed_forward(shape: ModelShape) -> nn.Module:
 
 
 def moe_of(shape: ModelShape) -> ExpertShape:
-    """The expert sizes of a shape with experts."""
+    """Return the expert sizes of a shape.
+
+    Raises:
+        StrettoError: the shape has no experts.
+    """
     if shape.moe is None:
         raise StrettoError("the model has no experts", hint="set model.moe.experts")
     return shape.moe

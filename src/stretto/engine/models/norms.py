@@ -10,8 +10,8 @@ from stretto.job.shape import ModelShape
 
 
 class RMSNorm1p(nn.Module):
-    """RMSNorm whose gain is 1 + weight (Gemma), computed in float32 for 16-bit inputs: near 1, 16 bits would
-    round small weights away.
+    """RMSNorm whose gain is 1 + weight (Gemma), computed in float32 for 16-bit inputs, in which 1 + a small
+    weight would round to 1.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -21,7 +21,7 @@ class RMSNorm1p(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to [..., width], in the input's type."""
+        """Normalise [..., width]; return the input's dtype."""
         exact = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(exact), (self.width,), 1.0 + self.weight.to(exact), self.eps).to(x.dtype)
 
@@ -30,7 +30,7 @@ class RMSNorm1p(nn.Module):
 
 
 def norm(shape: ModelShape, width: int) -> nn.Module:
-    """The model's kind of norm over `width` features."""
+    """Return the model's kind of norm, over `width` features."""
     if shape.norm == "layer":
         return nn.LayerNorm(width, eps=shape.norm_eps, bias=shape.norm_bias)
     kind = RMSNorm1p if shape.norm == "rms1p" else nn.RMSNorm

@@ -1,7 +1,8 @@
-"""Low-rank adapters as `peft` names and stores them (`adapter_config.json`, `adapter_model.safetensors`).
+"""Convert low-rank adapters from and to the files of `peft` (`adapter_config.json`,
+`adapter_model.safetensors`).
 
-Where a linear of theirs is several projections of ours, as GPT-2's `c_attn` is, their one adapter has ours on
-the diagonal of its B, and all of their A below each other; its rank and alpha are then so many times ours.
+If a linear of Hugging Face's model consists of n adapted projections, like GPT-2's `c_attn`, its one adapter
+has the projections' B on the diagonal and their A stacked by rows, with n times their rank and alpha.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stretto.job.parameters import block_shapes, parameter_shapes
 from stretto.job.shape import ModelShape
 
 _PREFIX = "base_model.model."
-_REFUSED = {  # what changes the function, and its only value here
+_REFUSED = {  # options that change the function, with the only supported value
     "bias": "none",
     "use_dora": False,
     "modules_to_save": None,
@@ -33,12 +34,12 @@ _REFUSED = {  # what changes the function, and its only value here
 
 @dataclass(frozen=True)
 class PeftLinear:
-    """One linear of theirs, and which projections of ours it is.
+    """One linear of Hugging Face's model, and the plain model's projections in it.
 
     Attributes:
-        hf_name: its name, "model.layers.0.self_attn.q_proj".
-        block, module: the block's number, and the linear's name in it, "attn.qkv".
-        projections: their names, and the output features of each.
+        hf_name: name in Hugging Face's model, "model.layers.0.self_attn.q_proj".
+        block, module: index of the block, and the plain linear's name in it, "attn.qkv".
+        projections: name and output features of each projection.
     """
 
     hf_name: str
@@ -47,14 +48,14 @@ class PeftLinear:
     projections: tuple[tuple[str, int], ...]
 
     def factor_name(self, projection: str, factor: str) -> str:
-        """The name of A or B of a projection."""
+        """Return the plain name of A or B of a projection."""
         return f"blocks.{self.block}.{self.module}.lora.{projection}.{factor}.weight"
 
 
 def linears(shape: ModelShape) -> Iterator[PeftLinear]:
-    """The linears of all blocks that may have adapters."""
+    """Yield the linears of all blocks that may have adapters."""
     base = replace(shape, lora=None)
-    # the prefix that names in a model have beyond those of the rules
+    # the prefix of names in a model that the rules' names lack
     empty = {name: torch.empty(sizes, device="meta") for name, sizes in parameter_shapes(base).items()}
     first = next(rules(base)).hf_names[0]
     body = min((n.removesuffix(first) for n in to_huggingface(empty, base) if n.endswith(first)), key=len)
@@ -73,10 +74,10 @@ def linears(shape: ModelShape) -> Iterator[PeftLinear]:
 
 
 def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The fields of adapter_config.json, and the tensors by their names.
+    """Return the fields of adapter_config.json, and the tensors of adapter_model.safetensors.
 
     Args:
-        weights: of the adapters, by their names in the plain model.
+        weights: the adapters' weights, by their names in the plain model.
     """
     lora = shape.lora
     assert lora is not None, "a model without adapters"
@@ -115,15 +116,15 @@ def to_peft(shape: ModelShape, weights: Mapping[str, Tensor]) -> tuple[dict[str,
 def from_peft(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape
 ) -> tuple[LoraShape, dict[str, Tensor]]:
-    """The adapters of a model, and their weights by our names.
+    """Return the adapters of a model, and their weights by the plain model's names.
 
     Args:
         config: the fields of adapter_config.json.
-        tensors: of adapter_model.safetensors.
-        shape: of the base.
+        tensors: the tensors of adapter_model.safetensors.
+        shape: shape of the base model.
 
     Raises:
-        StrettoError: adapters that the model here cannot have, or that are not of this base.
+        StrettoError: the plain model cannot have these adapters, or they belong to another base model.
     """
     _check(config)
     rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -153,8 +154,8 @@ def from_peft(
     for name, sizes in expected.items():
         if is_adapter(name) and name not in weights:
             raise StrettoError(
-                f"the adapters have no {name}: some blocks have it and others not",
-                hint="adapters of all blocks alike can be imported",
+                f"the adapters have no {name}: only some blocks are adapted",
+                hint="adapters can be imported if all blocks have them",
             )
         if is_adapter(name) and tuple(weights[name].shape) != sizes:
             raise StrettoError(
@@ -167,13 +168,12 @@ def from_peft(
 def merged(
     weight: Tensor, module: str, adapters: Mapping[str, Sequence[Tensor]], shape: ModelShape
 ) -> Tensor:
-    """The weight W [out, in] of a linear with what its adapters add, W + scale B A, computed in float32 at
-    least.
+    """Merge adapters into the weight W [out, in] of a linear: W + scale B A, computed in float32 or wider.
 
     Args:
         module: the linear's name in its block.
-        adapters: A and B of each projection that has one.
-        shape: of the block.
+        adapters: A and B of each adapted projection.
+        shape: shape of the block.
     """
     assert shape.lora is not None, "a model without adapters"
     exact = torch.promote_types(weight.dtype, torch.float32)
@@ -192,7 +192,7 @@ def _name(linear: PeftLinear, factor: str) -> str:
 
 
 def _diagonal(linear: PeftLinear, names: Sequence[str], weights: Mapping[str, Tensor], rank: int) -> Tensor:
-    """B of all projections: a block of rows and columns for each, the rest zero."""
+    """Return B of a linear: the projections' B on the diagonal, zero elsewhere."""
     if len(linear.projections) == 1:
         return weights[linear.factor_name(names[0], "B")]
     first = weights[linear.factor_name(names[0], "B")]
@@ -207,12 +207,12 @@ def _diagonal(linear: PeftLinear, names: Sequence[str], weights: Mapping[str, Te
 
 
 def _split_factors(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[str, Tensor]:
-    """Our factors of theirs: A [n rank, in], B [out, n rank]."""
+    """Split a linear's A [n rank, in] and B [out, n rank] into the factors of its projections."""
     n, remainder = divmod(len(a), rank)
     if remainder or n not in (1, len(linear.projections)) or b.shape[1] != len(a):
         raise StrettoError(
             f"the adapter of {linear.hf_name} has rank {len(a)}, the others {rank}",
-            hint="adapters of one rank (no rank_pattern) can be imported",
+            hint="adapters can be imported if all have the same rank (no rank_pattern)",
         )
     weights, at = dict[str, Tensor](), 0
     for number, (name, rows) in enumerate(linear.projections):
@@ -222,7 +222,7 @@ def _split_factors(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[
         if rows_of.count_nonzero() != inside.count_nonzero():
             raise StrettoError(
                 f"the adapter of {linear.hf_name} mixes queries, keys and values",
-                hint="an adapter of the common rank can be imported",
+                hint="it can be imported if it has the rank of the others",
             )
         weights[linear.factor_name(name, "A")] = a[column : column + rank].contiguous()
         weights[linear.factor_name(name, "B")] = inside.contiguous()
@@ -232,13 +232,11 @@ def _split_factors(linear: PeftLinear, a: Tensor, b: Tensor, rank: int) -> dict[
 def _check(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise StrettoError(
-            f"peft_type is {config.get('peft_type')!r}", hint="adapters of LoRA can be imported"
+            f"peft_type is {config.get('peft_type')!r}", hint="only LoRA adapters can be imported"
         )
     for name, allowed in _REFUSED.items():
         if (value := config.get(name, allowed)) not in (allowed, None, [], {}):
-            raise StrettoError(
-                f"adapters with {name}={value!r} have no counterpart here", hint=f"{name}={allowed}"
-            )
+            raise StrettoError(f"adapters with {name}={value!r} are not supported", hint=f"{name}={allowed}")
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -246,7 +244,7 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _targets(every: Sequence[str], adapted: Sequence[str]) -> list[str]:
-    """The shortest ends of names that say which of these linears have adapters."""
+    """Return the shortest name suffixes that match exactly the adapted linears."""
     chosen, targets = set(adapted), dict[str, None]()
     for name in adapted:
         parts = name.split(".")

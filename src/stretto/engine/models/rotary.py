@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al. 2021, RoFormer, section 3.2), and their scaling to contexts longer than those
-of the original training.
+"""Rotary positions (Su et al. 2021, RoFormer, section 3.2), and their scaling to contexts longer than in the
+original training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.job.shape import ModelShape
 class Angles:
     """Parameters of the angles of rotary positions.
 
-    length: tokens of a sample, on which the frequencies of `dynamic` scaling depend.
+    length: tokens of a sample, which determine the frequencies of `dynamic` scaling.
     """
 
     dim: int
@@ -30,7 +30,9 @@ class Angles:
     length: int = 0
 
     def frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Radians per position of every pair of features, [dim / 2]; theta^(-2i / dim) unless scaled."""
+        """Return the radians per position of every pair of features, [dim / 2]; theta^(-2i / dim)
+        unscaled.
+        """
         dim, theta = self.dim, self.theta
         scaling = self.scaling
         even = torch.arange(0, dim, 2, device=device, dtype=dtype)
@@ -56,13 +58,13 @@ class Rotary(nn.Module):
     """Rotates pairs of features by angles that grow with the position: (i, i + d/2), the half-split order of
     published weights, or neighbours (2i, 2i + 1) if `interleaved`.
 
-    Holds no tensors: its tables are computed at first use, so nothing is to do when a model leaves the meta
-    device.
+    It has no buffers: tables are computed at first use, so a model needs no initialisation of them when it
+    leaves the meta device.
 
     Attributes:
         positions: positions of the s rows, int64; None for 0 to s - 1.
-        length: tokens of the complete samples, of which `positions` are a part; for `dynamic` scaling.
-        packing: documents of the samples; positions restart at 0 in each.
+        length: tokens of the complete samples that `positions` are part of; for `dynamic` scaling.
+        packing: documents of the samples; positions restart at 0 in each document.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Rotary(nn.Module):
         return cls(shape.rope_dim, shape.rope_theta, shape.rope, shape.attention.interleaved)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, heads, s, dim], rotated by its positions."""
+        """Rotate x [b, heads, s, dim] by its positions."""
         return rotate(x, *self.tables(x), self.interleaved)
 
     def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +100,7 @@ class Rotary(nn.Module):
         return self._tables(x) if at is None else self._tables_at(x, at)
 
     def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables for x; cached between calls unless x is a traced or fake tensor."""
+        """Return the tables for x; cached between calls unless x is a traced or fake tensor."""
         length = x.shape[-2]
         full_length = self._frequency_length(length)
         if torch.compiler.is_compiling() or type(x) is not Tensor:
@@ -106,11 +108,11 @@ class Rotary(nn.Module):
         rows = 1 << (length - 1).bit_length()  # so that generation needs no new table each token
         cos, sin = _cached_tables(rows, self._angles(full_length), x.device, x.dtype)
         if is_capturing():
-            self._captured = cos, sin  # the graph reads them however long the cache keeps them
+            self._captured = cos, sin  # the graph reads them even after the cache has dropped them
         return cos[:length], sin[:length]
 
     def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables' rows at these positions."""
+        """Return the tables' rows at these positions."""
         cached = self._rows
         if cached is None or cached[0] is not positions or cached[1][0].dtype != x.dtype:
             length = int(positions.max()) + 1
@@ -121,7 +123,7 @@ class Rotary(nn.Module):
         return cached[1]
 
     def _tables_of(self, x: Tensor, documents: DocumentStarts) -> tuple[Tensor, Tensor]:
-        """The tables' rows at the positions within documents, [b, 1, s, dim / 2]."""
+        """Return the tables' rows at the positions within documents, [b, 1, s, dim / 2]."""
         at, angles = self.positions, self._angles(self._frequency_length(documents.length))
 
         def make() -> tuple[Tensor, Tensor]:
@@ -135,7 +137,7 @@ class Rotary(nn.Module):
         return Angles(self.dim, self.theta, self.scaling, length)
 
     def _frequency_length(self, length: int) -> int:
-        """Length that the frequencies depend on; 0 if they do not."""
+        """Return the length that the frequencies depend on; 0 if they depend on none."""
         return length if self.scaling is not None and self.scaling.type == "dynamic" else 0
 
     def extra_repr(self) -> str:
@@ -170,10 +172,12 @@ _cached_tables = lru_cache(maxsize=8)(rotary_tables)  # all layers of a model sh
 
 
 def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling, even: Tensor) -> Tensor:
-    """Ramp from 0 for unscaled frequencies to 1 for those divided by the factor; [dim / 2]."""
+    """Return the ramp from 0 for unscaled frequencies to 1 for those divided by the factor, [dim / 2]
+    (Peng et al. 2023, YaRN).
+    """
 
     def feature(turns: float) -> float:
-        """Index of the pair with this number of turns within the original positions."""
+        """Return the index of the pair with this number of turns within the original positions."""
         return dim * log((scaling.original_positions or 1) / (turns * tau)) / (2 * log(theta))
 
     low, high = feature(scaling.beta_fast), feature(scaling.beta_slow)

@@ -32,7 +32,7 @@ from stretto.job.shape import ModelShape
 
 
 def sharding_plan(job: Job) -> dict[str, ParallelStyle]:
-    """Style of every module of the model that `build(job.shape)` makes, on the job's layout."""
+    """Return the style of every module of the model `build(job.shape)`, for the job's layout."""
     shape, sp = job.shape, _sequence_parallel(job)
     multiple = job.vocab_multiple
     plan: dict[str, ParallelStyle] = {
@@ -56,7 +56,7 @@ def sharding_plan(job: Job) -> dict[str, ParallelStyle]:
 
 
 def _embedding(name: str, job: Job) -> dict[str, ParallelStyle]:
-    """Of learned positions and of the norm of embeddings."""
+    """Return the styles of learned positions and of the embedding norm."""
     shape, sp = job.shape, _sequence_parallel(job)
     styles: dict[str, ParallelStyle] = (
         {f"{name}.norm": Replicate(sequence=sp)} if shape.embedding_norm else {}
@@ -68,7 +68,7 @@ def _embedding(name: str, job: Job) -> dict[str, ParallelStyle]:
 
 
 def _stack(name: str, job: Job, stack: ModelShape) -> dict[str, ParallelStyle]:
-    """Of the blocks of a stack, for samples of `job.sequence` tokens."""
+    """Return the styles of the blocks of a stack, for samples of `job.sequence` tokens."""
     if len(stack.kinds()) == 1:
         return _block(f"{name}.*", job, stack.block(0))
     plan = dict[str, ParallelStyle]()
@@ -78,17 +78,17 @@ def _stack(name: str, job: Job, stack: ModelShape) -> dict[str, ParallelStyle]:
 
 
 def _sequence_parallel(job: Job) -> bool:
-    """Whether norms, dropout and residual stream are split along the sequence over tp."""
+    """True if norms, dropout and residual stream are split along the sequence over tp."""
     return job.sequence_parallel and job.layout.tp > 1
 
 
 def _dropout(job: Job) -> ParallelStyle:
-    """Of dropout of the residual stream."""
+    """Return the style of dropout of the residual stream."""
     return SplitDropout(sequence=(1, job.sequence, _sequence_parallel(job)))
 
 
 def _block(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
-    """Styles of the modules of blocks that match `name` and are all like `shape`."""
+    """Return the styles of the blocks that match `name`, all of one shape."""
     norms = ["norm1", "norm2"]
     if shape.block_norms == "sandwich":
         norms += ["norm1_post", "norm2_post"]
@@ -111,7 +111,7 @@ def _block(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
 def _adapters(
     parts: Mapping[str, ParallelStyle], job: Job, shape: ModelShape, lora: LoraShape
 ) -> dict[str, ParallelStyle]:
-    """Styles of the linears of a block that are split and have adapters, and of these."""
+    """Return the styles of the split, adapted linears of a block, and of their adapters."""
     styles, sizes = dict[str, ParallelStyle](), block_shapes(shape)
     for name, style in parts.items():
         if isinstance(style, ColumnParallel | RowParallel) and (adapted := lora.adapted(name)):
@@ -130,7 +130,7 @@ def _attention(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
     d, sp = shape.head_dim, _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
     styles = {**_heads("attn", job, shape), "attn.qkv": ColumnParallel(segments=fused, sequence=sp)}
-    if shape.attention.norm is not None:  # of this rank's heads alone, so that gradients are summed
+    if shape.attention.norm is not None:  # they see only local heads, so their gradients are summed
         styles |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), Replicate(sequence=True))
     if shape.rotary:
         styles["attn.rotary"] = ShardedPositions(job.sequence, sp)
@@ -138,7 +138,7 @@ def _attention(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
 
 
 def _cross(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
-    """Of attention to the encoder's output, whose tokens sequence parallelism splits as it does the
+    """Return the styles of cross-attention; sequence parallelism splits the encoder's tokens like the
     decoder's.
     """
     d, sp = shape.head_dim, _sequence_parallel(job)
@@ -151,7 +151,7 @@ def _cross(job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
 
 
 def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
-    """Of softmax(q k^T) v, each rank with some of the heads, and of what follows."""
+    """Return the styles of softmax(q k^T) v, split by heads, and of the modules after it."""
     plain = name == "attn" and shape.attention.causal and not shape.relative
     return {
         name: HeadParallel(),
@@ -163,9 +163,10 @@ def _heads(name: str, job: Job, shape: ModelShape) -> dict[str, ParallelStyle]:
 
 
 def _latent(job: Job, shape: ModelShape, latent: LatentShape) -> dict[str, ParallelStyle]:
-    """The linears to narrow vectors are whole on every rank. Under sequence parallelism each rank makes the
-    narrow vectors of its own tokens, and these are gathered for the linears to heads: fewer bytes than the
-    tokens themselves, and no rank repeats another's product.
+    """Return the styles of latent attention; the linears to narrow vectors are replicated.
+
+    Under sequence parallelism each rank computes the narrow vectors of its own tokens, which are gathered for
+    the linears to heads: fewer bytes than the tokens themselves, and no redundant products.
     """
     sp = _sequence_parallel(job)
     rows = shape.head_dim - latent.rope_dim + latent.value_dim
@@ -194,8 +195,9 @@ def _experts(job: Job, shape: ModelShape, moe: ExpertShape) -> dict[str, Paralle
 
 
 def _linears(mlp: str, shape: ModelShape, width: int, sp: bool) -> dict[str, ParallelStyle]:
-    """The two linears of an MLP of that inner width; between them, tokens may be in any order, but for the
-    masks of adapters.
+    """Return the styles of the two linears of an MLP of this inner width.
+
+    Between them tokens may be in any order, unless adapters draw dropout masks.
     """
     ordered = shape.lora is not None and shape.lora.dropout > 0.0
     first: dict[str, ParallelStyle] = (

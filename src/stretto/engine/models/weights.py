@@ -1,4 +1,4 @@
-"""A plain model's weights by name: initial values, and the check of weights that are to be loaded."""
+"""Weights of a plain model by name: initial values, and the check of weights before they are loaded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stretto.job.shape import ModelShape
 def initial_values(
     name: str, shape: tuple[int, ...], seed: int, model_shape: ModelShape, initial: Initial | None = None
 ) -> Tensor:
-    """Initial values of a whole parameter of the plain model, float32, on the CPU. They are a function of
-    seed and name, and so the same under every layout.
+    """Return the initial values of a full parameter of the plain model, float32, on the CPU.
 
-    Norm gains are 1 (weights of `rms1p` 0), biases 0, all other values normal with the spread that `initial`
-    says (None: the usual one). Of adapters B is 0, and A uniform as PEFT draws it: within 1/sqrt(in).
+    They are a function of seed and name, and therefore the same under every layout. Norm gains are 1 (weights
+    of `rms1p` 0), biases 0, all other values normal with the standard deviation of `initial` (by default
+    `Initial()`). B of adapters is 0, and A uniform within 1/sqrt(in), like in PEFT.
 
-    Where attention does not scale its scores, its queries begin smaller by as much (T5); where the head
-    scales its input and is tied, the embedding begins larger by as much, so that logits begin alike.
+    If attention does not scale its scores, the query weights are divided by sqrt(d) instead (T5); if the head
+    scales its input and is tied, the embedding is divided by that scale, so that initial logits are the same.
     """
     if is_adapter(name):
         if name.endswith(".B.weight"):
@@ -50,14 +50,14 @@ def initial_values(
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """A generator for one parameter; sha256, because Python's hash() differs between processes."""
+    """Return a generator for one parameter, seeded by sha256: Python's hash() differs between processes."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
 def initialise(model: LanguageModel, seed: int, initial: Initial | None = None) -> None:
-    """Give every parameter of the plain model its initial values, in place. The model must have storage."""
+    """Set every parameter of the plain model to its initial values; the model must have storage."""
     model.tie()
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: call to_empty first"
@@ -65,7 +65,7 @@ def initialise(model: LanguageModel, seed: int, initial: Initial | None = None) 
 
 
 def freeze(model: LanguageModel, trained: TrainedParameters) -> None:
-    """Let autograd compute no gradients of the parameters that are not trained."""
+    """Set `requires_grad` of every parameter to whether it is trained."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained(name))
 
@@ -74,7 +74,7 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
     """Check that weights have exactly the expected names and sizes.
 
     Raises:
-        StrettoError: naming the first weight that is missing, unknown or of another size.
+        StrettoError: a weight is missing, unknown or of another size; it names the first.
     """
     if missing := sorted(expected.keys() - weights.keys()):
         suggestion = nearest(missing[0], weights.keys() - expected.keys())
