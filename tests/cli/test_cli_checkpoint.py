@@ -95,7 +95,7 @@ def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
         (["list", "nowhere"], "no checkpoint at nowhere"),
         (["verify", "."], "no checkpoint at ."),
         (["export", "nowhere", "--out", "x"], "no checkpoint at nowhere"),
-        (["import", "nowhere", "--out", "x"], "nowhere/config.json is not there"),
+        (["import", "nowhere", "--out", "x"], "nowhere/config.json does not exist"),
         (["export", "nowhere"], "Missing option '--out'"),
         (["export", "nowhere", "--out", "x", "--shard-gb", "0"], "--shard-gb"),
     ],

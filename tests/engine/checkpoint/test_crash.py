@@ -213,7 +213,7 @@ def test_invalid_steps_are_refused(tmp_path: Path, bad: Any) -> None:
 def test_pieces_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
     whole = ShardPlacement.unsharded("w", (4, 2))
     hole = ShardPlacement("w", (5, 2), whole.pieces)
-    with pytest.raises(StrettoError, match=r"tensor w of shape \[5, 2\]: pieces hold 8 elements of 10"):
+    with pytest.raises(StrettoError, match=r"tensor w of shape \[5, 2\]: pieces have 8 elements of 10"):
         save(tmp_path, 1, {"w": (torch.ones(4, 2), hole)}, {})
     with pytest.raises(
         StrettoError, match=r"tensor w: piece at \[0, 0\] of size \[4, 2\] lies outside the local"
@@ -294,7 +294,7 @@ def test_a_failure_on_one_rank_is_the_same_failure_on_all(tmp_path: Path) -> Non
         "StrettoError: meta.x is a object (on rank 1)",
         "StrettoError: ranks save different steps: [2, 3]",
         "StrettoError: tensor model.scale has shape [] on one rank, [2] on another",
-        "StrettoError: tensor model.embed of shape [13, 6]: pieces hold 48 elements of 78",
+        "StrettoError: tensor model.embed of shape [13, 6]: pieces have 48 elements of 78",
         "StrettoError: checkpoint of another model: it has no tensor w of shape [2] (on rank 1)",
         f"CollectiveError: rank 1: checkpoint {tmp_path}/step-00000001 is damaged: file shard-",
         "done",

@@ -109,7 +109,7 @@ def test_a_file_of_another_step_is_damage(run: Path, name: str) -> None:
 def test_a_manifest_of_another_step_than_the_folder_is_damage(run: Path) -> None:
     shutil.rmtree(run / "step-00000002")
     shutil.copytree(run / "step-00000001", run / "step-00000002")
-    falls_back(run, "says step 1")
+    falls_back(run, "its manifest is of step 1")
 
 
 def test_a_link_in_place_of_a_file_is_damage(run: Path) -> None:
@@ -177,7 +177,7 @@ def test_without_a_whole_checkpoint_none_is_returned(run: Path) -> None:
         (run / f"step-{step:08d}" / SHARD).write_bytes(b"")
     name, reported = newest(run)
     assert name is None
-    assert reported[-1].endswith("there is no older one")
+    assert reported[-1].endswith("no older one exists")
 
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def test_a_json_file_that_is_too_large_is_not_read(run: Path) -> None:
         ({"tensors": 1}, "it counts 1 tensors"),
         ({"dtypes": {}}, "tensors of {}, not"),
         ({"dtypes": {"float32": 10**400}}, "it counts"),
-        ({"dtypes": {"x" * 10**6: 1}}, "types of tensors"),
-        ({"dtypes": {"float32": "4"}}, "types of tensors"),
+        ({"dtypes": {"x" * 10**6: 1}}, "tensor dtypes to bytes"),
+        ({"dtypes": {"float32": "4"}}, "tensor dtypes to bytes"),
         ({"step": 10**400}, "step is out of range"),
         ({"step": -1}, "step is out of range"),
         ({"saved": "x" * 10**6}, "saved has 1000000 characters"),
@@ -387,7 +387,7 @@ class TestAnotherModel:
 
     def test_extra(self, run: Path) -> None:
         error = self.refused(run, lambda s: (s.pop("model.scale"), s.pop("optim.scale")))
-        assert "it holds model.scale and 1 more tensors" in error.message
+        assert "it has model.scale and 1 more tensors" in error.message
 
     def test_dtype(self, run: Path) -> None:
         ids = (torch.full((5,), 77.0), ShardPlacement.unsharded("model.table.ids", (5,)))

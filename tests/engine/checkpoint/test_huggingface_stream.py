@@ -197,7 +197,7 @@ class TestHostileFolders:
         self.change(source, num_hidden_layers=10**9)
         self.refused(source, "num_hidden_layers is 1000000000")
         self.change(source, num_hidden_layers=9000)
-        self.refused(source, r"says 9000 layers, and the files hold \d+ tensors")
+        self.refused(source, r"has 9000 layers, but the files have \d+ tensors")
 
     @pytest.mark.parametrize(
         "name", ["config.json", "tokenizer.json", "notes.txt", "more/a.jinja", "model.safetensors"]
@@ -264,7 +264,7 @@ class TestHostileFolders:
         moved = next(name for name, file in body["weight_map"].items() if file == first)
         body["weight_map"][moved] = last
         index.write_text(json.dumps(body))
-        self.refused(source, f"says that {moved} is in {last}, which does not hold it")
+        self.refused(source, f"lists {moved} in {last}, which does not contain it")
 
     def test_a_tensor_in_two_files(self, source: Path) -> None:
         files = sorted(source.glob("model-*.safetensors"))
@@ -302,7 +302,7 @@ class TestHostileFolders:
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(StrettoError, match=r"config\.json is not there") as caught:
+        with pytest.raises(StrettoError, match=r"config\.json does not exist") as caught:
             import_huggingface("meta-llama/Llama-3.1-8B", "new")
         assert caught.value.hint is not None
         assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in caught.value.hint

@@ -74,14 +74,20 @@ def test_sizes_of_every_model_come_back(name: str) -> None:
 
 
 FORGED: dict[str, tuple[dict[str, Any], str]] = {
-    "few samples": ({"samples": 7}, "samples is 7 at step 80, and steps of 4 from 164 at step 40 make 324"),
-    "another step": ({"step": 79}, "it is of two steps, 80 and 79"),
+    "few samples": (
+        {"samples": 7},
+        "samples is 7 at step 80, but steps of 4 from 164 at step 40 add up to 324",
+    ),
+    "another step": ({"step": 79}, "its step is 79, but the checkpoint is of step 80"),
     "a later start": ({"counted_from": {"step": 81, "samples": 328}}, "samples is 324 at step 80"),
-    "more targets than tokens": ({"targets": 2561}, "targets is 2561, and at step 80 there are at most 2560"),
+    "more targets than tokens": (
+        {"targets": 2561},
+        "targets is 2561, more than the 2560 possible at step 80",
+    ),
     "more updates than samples": ({"updates": 321}, "updates is 321"),
-    "skipped in no order": ({"skipped": [[160, 164], [4, 8]]}, "samples 4 to 8 are skipped"),
-    "skipped that never came": ({"skipped": [[4, 400]]}, "samples 4 to 400 are skipped, of 324 in all"),
-    "another seed": ({"seed": 2}, "its seed is 2, and in its config 1"),
+    "skipped in no order": ({"skipped": [[160, 164], [4, 8]]}, "invalid range of skipped samples, 4 to 8"),
+    "skipped that never came": ({"skipped": [[4, 400]]}, "invalid range of skipped samples, 4 to 400 of 324"),
+    "another seed": ({"seed": 2}, "its seed is 2, but 1 in its config"),
     "no number": ({"tokens": 48.0}, "tokens is 48.0: Input should be a valid integer"),
     "a truth": ({"updates": True}, "updates is True"),
     "below zero": ({"tokens": -1}, "tokens is -1"),
@@ -93,9 +99,9 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
     "other layers": ({"model": {**META["model"], "layers": 3}}, "model.blocks.2.norm1.weight is missing"),
     "fewer layers": (
         {"model": {**META["model"], "layers": 1}},
-        "it holds more blocks than model.layers=1",
+        "it has more blocks than model.layers=1",
     ),
-    "another width": ({"model": {**META["model"], "ffn": 16}}, "and the model has it in shape"),
+    "another width": ({"model": {**META["model"], "ffn": 16}}, "but the model's has shape"),
     "an unknown size": ({"model": {**META["model"], "depth": 2}}, "model.depth is 2"),
     "another kind of size": ({"model": {**META["model"], "tied": 0}}, "model.tied is 0"),
     "a wrong pair": ({"history": [[1.5]]}, "history.0"),
@@ -118,7 +124,7 @@ def test_forged_metadata_is_refused_at_once(
     assert not (tmp_path / "out").exists()
     with pytest.raises(StrettoError):
         StoredTensors(checkpoint)
-    if not about.startswith(("and the", "model.blocks", "it holds")):  # which compare tensors
+    if not about.startswith(("but the", "model.blocks", "it has")):  # which compare tensors
         assert quick_problems(checkpoint)
         with pytest.raises(StrettoError, match=r"is damaged: file manifest\.json: "):
             read_meta(checkpoint, COUNTS)
@@ -127,11 +133,11 @@ def test_forged_metadata_is_refused_at_once(
 
 def test_ranks_that_wrote_nothing_are_missed(checkpoint: Path) -> None:
     forge(checkpoint, world=3)
-    assert "its layout has 2 ranks, and 3 have written it" in problems(checkpoint)[0]
+    assert "its layout has 2 ranks, but 3 wrote it" in problems(checkpoint)[0]
     forge(checkpoint, world=3, meta=META | {"config": {}})
-    assert "is there of ranks [0, 1], and 3 have written it" in problems(checkpoint)[0]
+    assert "but 3 ranks wrote the checkpoint" in problems(checkpoint)[0]
     forge(checkpoint, world=1, meta=META | {"config": {}})
-    assert "is there of ranks [0, 1], and 1 have written it" in problems(checkpoint)[0]
+    assert "but 1 ranks wrote the checkpoint" in problems(checkpoint)[0]
 
 
 def test_since_when_samples_are_counted() -> None:
@@ -198,7 +204,7 @@ def test_metadata_of_other_programs_is_left_alone(checkpoint: Path) -> None:
         assert problems(checkpoint) == []
         with pytest.raises(StrettoError, match="does not say what model it is of"):
             read_meta(checkpoint, COUNTS)
-    with pytest.raises(StrettoError, match="has no sizes of its model"):
+    with pytest.raises(StrettoError, match="has no model sizes in its metadata"):
         shape_of(checkpoint, {})
 
 

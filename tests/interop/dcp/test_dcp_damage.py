@@ -158,7 +158,7 @@ DAMAGE: dict[Any, str] = {
     beyond: "'norm.weight' should be bytes",
     elsewhere: "file name '../step-1/__0_0.distcp' is not allowed",
     coded: "encoded by an extension",
-    gap: "tensor 'norm.weight': pieces hold 3 elements of 8",
+    gap: "tensor 'norm.weight': pieces have 3 elements of 8",
     overlap: "tensor 'norm.weight': pieces .* overlap",
     huge: r"norm.weight has shape \[140737488355328\]",
     complex_type: "complex64",

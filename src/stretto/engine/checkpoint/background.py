@@ -1,4 +1,4 @@
-"""Save checkpoints while training continues: what is saved is copied to host memory, and threads write it."""
+"""Save checkpoints while training continues: tensors are copied to host memory, and threads write them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from stretto.engine.checkpoint.shards import Saved
 from stretto.engine.parallel.control import gather_json, run_on_all, run_on_first, this_rank
 
 T = TypeVar("T")
-_PATIENCE_S = 30.0  # for a thread to end, after which a process that has failed ends without it
+_PATIENCE_S = 30.0  # that a failed process waits for its thread before it exits
 
 
 class BackgroundSave:
-    """Saves as `save` does, with the same guarantees, and one checkpoint at a time.
+    """Saves one checkpoint at a time in the background, with the guarantees of `save`.
 
-    `start` copies what this rank saves to host memory. A thread of each rank then writes it without calling
-    any collective, so that it never meets those of a step. The ranks learn from what they agree on in each
-    step whether all of them have `written`, or one has `failed`; then all call `advance`, which has rank 0
-    commit the checkpoint in its thread, and, called once more after that, ends the save.
+    `start` copies this rank's tensors to host memory. A thread on each rank then writes them without any
+    collective, which could interleave with those of a step. The ranks exchange in each step whether all have
+    `written`, or one has `failed`; then all call `advance`, which makes rank 0 commit the checkpoint in its
+    thread, and, called again after that, ends the save.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,21 +40,21 @@ class BackgroundSave:
         self._stop = threading.Event()
         self._writing: _Task[Written] | None = None
         self._commit: _Task[tuple[str, list[str]]] | None = None
-        self._committing = False  # on all ranks: rank 0 does
+        self._committing = False  # True on all ranks while rank 0 commits
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is not committed yet; the same on all ranks."""
+        """True until the checkpoint is committed; the same on all ranks."""
         return self._planned is not None
 
     @property
     def written(self) -> bool:
-        """Whether this rank has done all that there is to do now."""
+        """True if this rank has finished its current work: its files, or on rank 0 the commit."""
         return self.busy and (self._task is None or self._task.ended)
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has failed."""
+        """True if this rank has failed."""
         return self._task is not None and self._task.failed
 
     @property
@@ -71,18 +71,18 @@ class BackgroundSave:
         keep: Retention | None = None,
         permit: Callable[[], object] | None = None,
     ) -> Path:
-        """Begin a checkpoint; the tensors may change as soon as this returns. Collective.
+        """Start a checkpoint; the tensors may change as soon as this returns. Collective.
 
-        What lies in files is written before this returns: a copy of it may not fit in memory.
+        Offloaded tensors that are in files are written before this returns: a copy may not fit in memory.
 
         Args:
-            as of `save`.
+            As for `save`.
 
         Returns:
-            The path that the checkpoint will have.
+            The path of the checkpoint once it is committed.
 
         Raises:
-            StrettoError, CollectiveError: as `save`.
+            StrettoError, CollectiveError: as for `save`.
         """
         assert not self.busy, "the last checkpoint is not committed yet"
         planned = plan(
@@ -98,7 +98,7 @@ class BackgroundSave:
         self._stop = threading.Event()
 
         def prepare() -> Callable[[], Written]:
-            """Copy what is in memory, and write the rest; return the work that remains."""
+            """Copy tensors that are in memory, and write those in files; return the remaining work."""
             planned.check_visible()
             files = planned.sources()
             away = {file.name for file in planned.division.files if file.away}
@@ -115,13 +115,13 @@ class BackgroundSave:
         return planned.final
 
     def advance(self) -> Path | None:
-        """What follows once all ranks know that all have `written`, or that one has `failed`. Collective.
+        """Start the commit, or end the save, once all ranks have `written` or one has `failed`. Collective.
 
         Returns:
-            The checkpoint's path when it is committed; None while rank 0 is about to do that.
+            The checkpoint's path if it is committed; None if rank 0 has just started the commit.
 
         Raises:
-            CollectiveError, StrettoError: writing failed, on any rank; as `save`.
+            CollectiveError, StrettoError: writing failed on any rank, as for `save`.
         """
         planned = self._planned
         assert planned is not None, "nothing is being saved"
@@ -141,7 +141,7 @@ class BackgroundSave:
         return Path(final)
 
     def _written(self) -> Written:
-        """What this rank has written; nothing where another has failed before."""
+        """Return the files that this rank has written; empty if another rank failed first."""
         assert self._writing is not None
         if interrupted := not self._writing.ended:
             self._stop.set()
@@ -157,13 +157,10 @@ class BackgroundSave:
         return self._commit.result()
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is committed. Collective.
-
-        Returns:
-            Its path.
+        """Wait until the checkpoint is committed, and return its path. Collective.
 
         Raises:
-            CollectiveError, StrettoError: as `advance`.
+            CollectiveError, StrettoError: as for `advance`.
         """
         while True:
             if self._task is not None:
@@ -173,20 +170,18 @@ class BackgroundSave:
                 return path
 
     def close(self) -> None:
-        """End what is under way, without a commit that has not begun. For a rank that ends after an error;
-        not collective.
-        """
+        """Stop the save, without starting a commit, on a rank that exits after an error; not collective."""
         planned, task = self._planned, self._task
         if planned is None:
             return
         self._planned = None
         self._stop.set()
         if task is None or task.wait(_PATIENCE_S):
-            planned.discard()  # of a commit that was made nothing is left to discard
+            planned.discard()  # does nothing after a commit
 
 
 class _Task(Generic[T]):
-    """Work in a thread of its own, which does not keep the process from ending."""
+    """Work in a daemon thread, which does not keep the process from exiting."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -210,12 +205,12 @@ class _Task(Generic[T]):
         return self.ended and self._error is not None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has ended by then."""
+        """Wait at most `seconds`; return whether the work has ended."""
         self._thread.join(seconds)
         return self.ended
 
     def result(self) -> T:
-        """Wait for what it returns, or raise what it raised."""
+        """Wait for the work, and return its value or raise its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error

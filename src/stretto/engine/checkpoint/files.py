@@ -1,6 +1,6 @@
 """Durable, checksummed files: creating, syncing, and reading within limits.
 
-Nothing here follows a link or a name out of its folder, and files are readable by their owner only.
+No function follows a link or a name out of its folder, and files are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, NoReturn
 
 from stretto.errors import StrettoError
 
-BLOCK = 1 << 22  # bytes at a time: enough for full disk speed, few enough for the CPU's cache
+BLOCK = 1 << 22  # bytes per call: enough for full disk speed, and small enough for the CPU's cache
 PRIVATE = 0o600  # mode of files in a checkpoint
 MAX_JSON = 1 << 28  # bytes; a larger manifest or index is refused before it is read
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class DamageError(Exception):
-    """A file of a checkpoint is not as it was written; the message names the file and the difference."""
+    """A file of a checkpoint was changed or lost; the message names the file and the difference."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,13 @@ def sync_folder(path: Path) -> None:
 
 
 def check_room(folder: Path, needed: int, contents: str) -> None:
-    """Check that a folder, which need not exist yet, can be made and has room for `needed` bytes.
+    """Check that a folder exists or can be created, and that its disk has `needed` bytes free.
+
+    Args:
+        contents: description of the contents, for the error message.
 
     Raises:
-        StrettoError: its place is a file, or its disk has too little room for `what`.
+        StrettoError: the path is a file, or the disk has too little free space.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -106,7 +109,7 @@ def check_room(folder: Path, needed: int, contents: str) -> None:
     if usage.total and needed > usage.free:  # some file systems report no sizes
         raise StrettoError(
             f"{contents} needs {size_text(needed)}, and {existing} has {size_text(usage.free)} free",
-            hint="make room, or name a folder on another disk",
+            hint="free disk space, or name a folder on another disk",
         )
 
 
@@ -142,10 +145,10 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
-    """Open a file named in a checkpoint for reading, without waiting if a pipe has taken its place since.
+    """Open a file named in a checkpoint for reading; does not block if it has been replaced by a pipe.
 
     Raises:
-        DamageError: as `plain_file`.
+        DamageError: as for `plain_file`.
     """
     path = plain_file(folder, name)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
@@ -202,7 +205,7 @@ def _refuse(constant: str) -> NoReturn:
 
 def _finite(number: str) -> float:
     if not math.isfinite(value := float(number)):
-        raise ValueError(f"{number} is more than a float can hold")
+        raise ValueError(f"{number} is too large for a float")
     return value
 
 

@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: names, commit by rename, cleaning up after a crash, retention.
 
 step-00000100            a checkpoint
-step-00000200.partial    being written, or left by a crash
+step-00000200.partial    being written, or left over from a crash
 step-00000200.replaced   an old checkpoint of step 200, until the new one is committed
 step-00000050.deleting   being removed
 """
@@ -21,7 +21,7 @@ from stretto.errors import StrettoError
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 DELETING = ".deleting"
-HELD_OUT_LOSS = "held_out_loss"  # metadata of a checkpoint: loss of the evaluation after its step
+HELD_OUT_LOSS = "held_out_loss"  # key of a checkpoint's metadata: loss of the evaluation after its step
 
 
 def step_name(step: int) -> str:
@@ -36,8 +36,9 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints by name, complete or damaged, newest step first. A `.replaced` one counts if a
-    crash left no other of that step.
+    """Return the folders named like checkpoints, intact or damaged, newest step first.
+
+    A `.replaced` checkpoint is included if a crash left no other of that step.
     """
     if not folder.is_dir():
         return []
@@ -48,13 +49,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """Return the folder of checkpoints in a run's folder; any other path as it is."""
+    """Return the folder of checkpoints in a run's folder; any other path unchanged."""
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if the path itself looks like a checkpoint: it has a manifest."""
+    """True if the path is a folder with a manifest."""
     return (path / MANIFEST).is_file()
 
 
@@ -73,9 +74,9 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what crashed saves and removals left, and restore a `.replaced` checkpoint without a successor.
+    """Remove leftovers of crashed saves and removals; restore a `.replaced` checkpoint without a successor.
 
-    What cannot be removed stays; `begin` fails only if that is the `.partial` of the same step.
+    Folders that cannot be removed stay; `begin` fails only if one is the `.partial` of the same step.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if not STEP_FOLDER.fullmatch(path.stem):
@@ -89,8 +90,10 @@ def clean(folder: Path) -> None:
 
 
 def commit(partial: Path) -> Path:
-    """Durably give a completely written folder its final name; a crash at any point leaves the old checkpoint
-    or the new one. An old one of the same step is renamed to `.replaced`, for `tidy` to remove.
+    """Durably rename a completely written folder to its final name.
+
+    A crash at any point leaves the old or the new checkpoint. An old one of the same step is renamed to
+    `.replaced`, which `tidy` removes.
     """
     final, aside = partial.with_suffix(""), partial.with_suffix(REPLACED)
     sync_folder(partial)
@@ -130,11 +133,11 @@ def tidy(newest: Path, keep: Retention) -> list[str]:
     """After a commit, remove the checkpoint that `newest` replaced, and older ones that `keep` does not
     retain.
 
-    Damaged ones do not count, and are removed only once `keep.last` newer undamaged ones exist. Checkpoints
-    of later steps, left by a run that was resumed from an earlier step, stay.
+    Damaged checkpoints do not count, and are removed only once `keep.last` newer undamaged ones exist. Those
+    of later steps, from before a run was resumed from an earlier step, stay.
 
     Returns:
-        One line for each that could not be removed, which is not an error: the new one is safe on disk.
+        One line per checkpoint that could not be removed, which is not an error: the new one is on disk.
     """
     doomed = [aside] if (aside := newest.with_suffix(REPLACED)).exists() else []
     if keep.last is not None:
@@ -147,7 +150,7 @@ def tidy(newest: Path, keep: Retention) -> list[str]:
         if keep.best is not None:
             retained.update(best(undamaged)[: keep.best])
         if len(undamaged) >= keep.last:
-            oldest = older.index(undamaged[keep.last - 1])  # of the `last` ones
+            oldest = older.index(undamaged[keep.last - 1])  # of the `keep.last` newest
             doomed += [path for path in older[oldest + 1 :] if path not in retained]
     failed: list[str] = []
     for path in doomed:
@@ -161,9 +164,7 @@ def tidy(newest: Path, keep: Retention) -> list[str]:
 
 
 def best(paths: Iterable[Path]) -> list[Path]:
-    """Return those checkpoints at whose step the run was evaluated, by rising held-out loss; ties go to the
-    earlier step.
-    """
+    """Return the checkpoints that have a held-out loss, lowest loss first, then earliest step."""
     losses = dict[Path, float]()
     for path in paths:
         with contextlib.suppress(DamageError, OSError):

@@ -1,4 +1,4 @@
-"""Host memory into which a checkpoint is copied, so that training continues while the copy is written."""
+"""Copy a checkpoint to host memory, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _ALIGN = 64  # bytes, a multiple of every element's size
 
 
 class Interrupted(Exception):
-    """Writing of a copy was stopped early."""
+    """The writing of a copy was stopped."""
 
 
 class HostCopy:
-    """One copy of what this rank saves. The memory is reused from one save to the next; for an accelerator it
-    is page-locked, and copies are queued and then waited for together.
+    """One host copy of the tensors that this rank saves.
+
+    The memory is reused for later saves. For an accelerator it is page-locked; all copies are queued, then
+    waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +40,7 @@ class HostCopy:
 
         Args:
             files: the tensors of each file.
-            stop: ends the reading of the copy with `Interrupted`.
+            stop: if set, reading the copy raises `Interrupted`.
 
         Raises:
             StrettoError: there is not enough memory.
@@ -51,7 +53,7 @@ class HostCopy:
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_accelerator(self._device))
             except RuntimeError as error:
                 raise StrettoError(
-                    f"no host memory for a copy of the checkpoint, {size_text(size)} of this rank: {error}",
+                    f"no host memory for this rank's copy of the checkpoint, {size_text(size)}: {error}",
                     hint="checkpoint.async_save=false needs no copy",
                 ) from None
         start, copies = 0, dict[str, list[TensorSource]]()

@@ -1,7 +1,7 @@
-"""The index of a checkpoint, `metadata.json`: which file holds which box of which tensor.
+"""The index of a checkpoint, `metadata.json`: the file of every box of every tensor.
 
-It replaces the metadata file of torch.distributed.checkpoint, which is a pickle: reading that runs code
-stored in it. This one is JSON with a fixed schema, checked completely before anything is allocated.
+It replaces the metadata file of torch.distributed.checkpoint, a pickle, which can run code when it is read.
+The index is JSON with a fixed schema, checked completely before any tensor is allocated.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
 def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not tile a tensor of `shape`, covering every element exactly once; None if they do.
+    """Return why `boxes` do not cover every element of a tensor of `shape` exactly once; None if they do.
 
-    They do if they are inside, pairwise disjoint and of the right volume. A sweep along the dimension with
-    the most cuts checks disjointness, which costs O(n log n) for regular shardings.
+    They do if they are inside, pairwise disjoint, and of the same volume as the tensor. Disjointness is
+    checked by a sweep along the dimension with the most cuts, in O(n log n) for regular shardings.
     """
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -38,11 +38,11 @@ def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             return f"piece {_text(offsets, sizes)} lies outside"
     volume = sum(prod(sizes) for _, sizes in boxes)
     if volume != prod(shape):
-        return f"pieces hold {volume} elements of {prod(shape)}"
+        return f"pieces have {volume} elements of {prod(shape)}"
     dimensions = len(shape)
     filled = [box for box in boxes if prod(box[1])]
     if len(filled) < 2 or not dimensions:
-        return None if len(filled) < 2 else "there is more than one piece"
+        return None if len(filled) < 2 else "it has more than one piece"
     axis = max(range(dimensions), key=lambda d: len({offsets[d] for offsets, _ in filled}))
     active: list[tuple[int, int]] = []  # (end along axis, box)
     order = sorted(range(len(filled)), key=lambda i: filled[i][0][axis])
@@ -61,7 +61,7 @@ def _meet(a: Box, b: Box) -> bool:
 
 
 def box_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The box as a slice: "0:4,8:16"; empty for a scalar."""
+    """Return the box as slices, "0:4,8:16"; empty for a scalar."""
     return ",".join(f"{o}:{o + n}" for o, n in zip(offsets, sizes, strict=True))
 
 
@@ -70,13 +70,13 @@ def _text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 INDEX = "metadata.json"
-MODEL, OPTIM = "model.", "optim."  # first parts of the names of parameters, and of an optimiser's states
+MODEL, OPTIM = "model.", "optim."  # prefixes of the names of parameters, and of optimiser states
 FORMAT = "stretto-index"
 VERSION = 1
 MAX_DIMENSIONS = 16
 MAX_SIZE = 1 << 48  # elements along a dimension, and of a tensor
 
-# dtype of torch: (name in a safetensors header, bytes)
+# torch dtype: (name in a safetensors header, bytes per element)
 DTYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -98,7 +98,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """A box of a tensor and the file that holds it."""
+    """A box of a tensor, and its file."""
 
     file: str
     offsets: tuple[int, ...]
@@ -115,7 +115,7 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the full tensor in bytes."""
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
@@ -123,7 +123,9 @@ Index = dict[str, SavedTensor]
 
 
 def piece_key(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """The name of a piece in a shard file: the tensor's name, followed by the box if it is only a part."""
+    """Return the key of a piece in a shard file: the tensor's name, followed by the box if it is only a
+    part.
+    """
     return name if tuple(sizes) == tuple(shape) else f"{name}[{box_text(offsets, sizes)}]"
 
 
@@ -155,7 +157,7 @@ def read_index(folder: Path, files: Mapping[str, FileEntry]) -> Index:
         )
     names = body["files"]
     if not isinstance(names, list) or not all(isinstance(n, str) and safe_name(n) for n in names):
-        raise _bad("its list of files is not one of plain names")
+        raise _bad("its files are not a list of plain names")
     if unknown := [n for n in names if n not in files]:
         raise _bad(f"file {unknown[0]} is not in the manifest")
     if not isinstance(body["tensors"], dict):

@@ -32,8 +32,9 @@ from stretto.errors import StrettoError, nearest
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's step and metadata. `per_rank` has this rank's small tensors; it is empty if another
-    number of ranks wrote the checkpoint.
+    """Step and metadata of a checkpoint, and this rank's small tensors.
+
+    `per_rank` is empty if another number of ranks wrote the checkpoint.
     """
 
     step: int
@@ -42,8 +43,9 @@ class Loaded:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Return the problems of a checkpoint, empty if it is intact. The ranks share the reading, and all return
-    the same. Collective.
+    """Return the problems of a checkpoint, empty if it is intact; the same on all ranks. Collective.
+
+    Each rank reads a part of the files.
     """
     lines = gather_json(problems(Path(path), this_rank(), world_size()))
     return list(dict.fromkeys(line for rank in lines for line in rank))
@@ -52,15 +54,13 @@ def verify(path: str | Path) -> list[str]:
 def latest(
     folder: str | Path, report: Callable[[str], object] = print, before: int | None = None
 ) -> Path | None:
-    """Return the newest undamaged checkpoint in a folder of checkpoints, every byte verified, or None. The
-    same on all ranks. Collective.
-
-    Damaged ones are skipped; rank 0 calls `report` with one line for each.
+    """Return the newest undamaged checkpoint, with every byte verified, or None; the same on all ranks.
+    Collective.
 
     Args:
         folder: folder of checkpoints.
-        report: called with one line for each damaged checkpoint.
-        before: consider only checkpoints of earlier steps.
+        report: called on rank 0 with one line for each damaged checkpoint, which is skipped.
+        before: consider only checkpoints of steps before this one.
     """
     names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
     names = [path for path in names if before is None or (step_of(path) or 0) < before]
@@ -70,21 +70,21 @@ def latest(
             return path
         if this_rank() == 0:
             more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            then = f"falling back to {names[i + 1].name}" if i + 1 < len(names) else "there is no older one"
+            then = f"falling back to {names[i + 1].name}" if i + 1 < len(names) else "no older one exists"
             report(f"checkpoint {path.name} is damaged: {wrong[0]}{more}; {then}")
     return None
 
 
 def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), check: bool = True) -> Loaded:
-    """Read a checkpoint, written under any layout, into local tensors in place; padding becomes zero.
+    """Read a checkpoint, written under any layout, into local tensors in place; set padding to zero.
     Collective.
 
-    Floating dtypes convert to the local tensor's; everything else must match.
+    Floating dtypes are converted to that of the local tensor; other dtypes, shapes and names must match.
 
     Args:
         path: path of one checkpoint.
-        tensors: as for `save`; all pieces are read, owned or not.
-        ignore: prefixes of names ("optim.") that the checkpoint may hold although no rank requests them.
+        tensors: as for `save`; all pieces are read, whether owned or not.
+        ignore: prefixes of names ("optim.") that the checkpoint may have although no rank requests them.
         check: verify sizes and checksums of all files first; not needed after `latest`.
 
     Raises:
@@ -105,8 +105,8 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     if extra := sorted(name for name in index if name not in requested and not name.startswith(ignored)):
         more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
         raise StrettoError(
-            f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
-            hint="load it into a model like the one that was saved",
+            f"checkpoint of another model: it has {extra[0]}{more}, which the model does not have",
+            hint="load it into a model of the same shape",
         )
     begin = rank_name(this_rank(), "")
     per_rank = {
@@ -135,7 +135,7 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
 
 
 def tensor_index(path: str | Path) -> Index:
-    """Return names, dtypes and shapes of the tensors in a checkpoint, without those of single ranks."""
+    """Return the index of a checkpoint, without per-rank tensors."""
     folder = Path(path)
     index = read_tensors(folder, read_manifest(folder))
     return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
@@ -158,12 +158,12 @@ def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index,
             raise StrettoError(
                 f"checkpoint of another model: {name} has shape {list(saved.shape)}, in the model "
                 f"{list(placed.shape)}",
-                hint="give the model the sizes that the checkpoint was made with",
+                hint="give the model the sizes of the checkpoint",
             )
         dtype: torch.dtype = getattr(torch, saved.dtype)
         if dtype != local.dtype and not (dtype.is_floating_point and local.dtype.is_floating_point):
             raise StrettoError(
                 f"checkpoint of another model: {name} has dtype {saved.dtype}, in the model {local.dtype}",
-                hint="only floating dtypes convert to each other",
+                hint="only floating dtypes are converted to each other",
             )
     return index, shards(tensors)

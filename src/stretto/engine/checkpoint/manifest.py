@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, `manifest.json`: metadata, and the size and checksum of every file.
 
-It is written last and includes its own checksum, so a checkpoint is whole if its manifest is and its files
+It is written last and includes its own checksum, so a checkpoint is intact if its manifest is and its files
 match it.
 """
 
@@ -31,23 +31,23 @@ MANIFEST = "manifest.json"
 FORMAT = "stretto-checkpoint"
 VERSION = 1
 MAX_WORLD = 1 << 24  # ranks
-MAX_TEXT = 200  # characters of a time or a version
+MAX_TEXT = 200  # characters of a timestamp or version
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One checkpoint.
+    """The manifest of a checkpoint.
 
     Attributes:
-        step: of training.
+        step: training step.
         world: number of ranks that wrote it.
-        tensors: their number, without those of single ranks.
+        tensors: number of tensors, without per-rank ones.
         dtypes: bytes of the tensors of each dtype.
-        saved: the time, in UTC.
+        saved: UTC time in ISO format.
         stretto, torch: versions of the libraries.
-        files: by name.
-        meta: from the training loop (layout, model, ...).
+        files: size and checksum by file name.
+        meta: metadata of the training loop (layout, model, ...).
     """
 
     step: int
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, durable on return."""
+    """Write the manifest; it is durable on return."""
     files = {name: [entry.size, f"{entry.crc32:08x}"] for name, entry in sorted(manifest.files.items())}
     body = {"format": FORMAT, "version": VERSION, **vars(manifest), "files": files}
     write_file(folder / MANIFEST, dump_json({**body, "crc32": _crc(body)}))
@@ -77,12 +77,12 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `path`, without checking the other files.
 
     Raises:
-        StrettoError: there is no checkpoint, or its manifest is damaged.
+        StrettoError: the path is no checkpoint, or its manifest is damaged.
     """
     folder = Path(path)
     if not folder.is_dir() or not ((folder / MANIFEST).exists() or STEP_FOLDER.match(folder.name)):
         raise StrettoError(
-            f"no checkpoint at {folder}", hint="`stretto checkpoint list RUN` shows what is there"
+            f"no checkpoint at {folder}", hint="`stretto checkpoint list RUN` lists the checkpoints of a run"
         )
     try:
         return load_manifest(folder)
@@ -93,7 +93,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """As read_manifest; raises DamageError."""
+    """Read and check the manifest in a folder; raise DamageError if it is missing or damaged."""
     body = read_json(folder, MANIFEST)
     if not isinstance(body, dict):
         raise _bad("it is not an object")
@@ -101,7 +101,7 @@ def load_manifest(folder: Path) -> Manifest:
     with open_plain(folder, MANIFEST) as file:
         written = file.read()
     if dump_json(body) != written:
-        raise _bad("it is not as it was written")
+        raise _bad("it was changed after it was written")
     stored = body.pop("crc32", None)
     if stored != _crc(body):
         raise _bad("its own checksum differs")
@@ -119,7 +119,7 @@ def load_manifest(folder: Path) -> Manifest:
         if kind is str and len(body[field]) > MAX_TEXT:
             raise _bad(f"{field} has {len(body[field])} characters")
     if any(name not in DTYPES or type(size) is not int for name, size in body["dtypes"].items()):
-        raise _bad("dtypes does not give bytes for types of tensors")
+        raise _bad("dtypes is not a map of tensor dtypes to bytes")
     if not 0 <= body["step"] < 10**18:
         raise _bad("step is out of range")
     if not 1 <= body["world"] <= MAX_WORLD:
@@ -133,8 +133,9 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint; empty if it is whole. Reads every byte of every `parts`-th file,
-    starting with file number `part`; part 0 also checks the index.
+    """Return the problems of a checkpoint, empty if it is intact.
+
+    Reads every `parts`-th file completely, starting with file `part`; part 0 also checks the index.
     """
     try:
         manifest = _of_its_name(folder)
@@ -155,7 +156,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def manifest_index(folder: Path, manifest: Manifest) -> Index:
-    """The index of a checkpoint whose manifest counts its tensors; raises DamageError."""
+    """Read the index of a checkpoint and check it against the manifest; raise DamageError."""
     index = read_index(folder, manifest.files)
     tensors, dtypes = tally(index)
     if (manifest.tensors, manifest.dtypes) != (tensors, dtypes):
@@ -166,7 +167,7 @@ def manifest_index(folder: Path, manifest: Manifest) -> Index:
 
 
 def read_tensors(path: Path, manifest: Manifest) -> Index:
-    """As `manifest_index`; raises StrettoError."""
+    """Call `manifest_index`; raise StrettoError instead of DamageError."""
     try:
         return manifest_index(path, manifest)
     except DamageError as error:
@@ -174,7 +175,7 @@ def read_tensors(path: Path, manifest: Manifest) -> Index:
 
 
 def tally(index: Index) -> tuple[int, dict[str, int]]:
-    """How many tensors an index has, without those of single ranks; and bytes of all of them by dtype."""
+    """Return the number of tensors in an index, without per-rank ones, and the bytes of all by dtype."""
     dtypes = dict[str, int]()
     for saved in index.values():
         dtypes[saved.dtype] = dtypes.get(saved.dtype, 0) + saved.bytes
@@ -182,7 +183,7 @@ def tally(index: Index) -> tuple[int, dict[str, int]]:
 
 
 def quick_problems(folder: Path) -> list[str]:
-    """As `problems`, but checks only the size of each file."""
+    """Return the problems of a checkpoint that its manifest and the sizes of its files show."""
     try:
         manifest = _of_its_name(folder)
         for name, entry in manifest.files.items():
@@ -193,11 +194,11 @@ def quick_problems(folder: Path) -> list[str]:
 
 
 def _of_its_name(folder: Path) -> Manifest:
-    """The manifest; raises DamageError if its step is not the one in the folder's name."""
+    """Read the manifest; raise DamageError if its step is not that of the folder's name."""
     manifest = load_manifest(folder)
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        raise DamageError(f"the folder is named {folder.name}, the manifest in it says step {manifest.step}")
+        raise DamageError(f"the folder is named {folder.name}, but its manifest is of step {manifest.step}")
     return manifest
 
 

@@ -1,6 +1,6 @@
-"""What a run records in a checkpoint beside its tensors: types, bounds, and counts that fit one another.
+"""Check the metadata that a run records in a checkpoint: types, bounds, and consistent counts.
 
-Metadata without a model's family is not of a run, and may be anything: `save` takes it as it is.
+Metadata without a model's family does not come from a run, and is saved unchecked.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stretto.job.families import FAMILIES
 from stretto.job.parameters import parameter_shapes
 from stretto.job.shape import ModelShape, shape_from_record
 
-PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
-COUNTED_FROM = "counted_from"  # the step and the samples since which every step has taken a whole batch
+PER_RANK = "per_rank"  # prefix of the names of tensors that belong to a single rank
+COUNTED_FROM = "counted_from"  # step and sample count from which on every step consumes a full batch
 _MOST_PAIRS = 1_000_000
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 _NO_OTHERS = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class _Text(BaseModel):
 
 
 class RunMetadata(BaseModel):
-    """The fields of a run that are read again; older checkpoints and imported ones lack some."""
+    """The metadata fields that are read back; older and imported checkpoints lack some."""
 
     model_config = _STRICT
 
@@ -82,9 +82,9 @@ class RunMetadata(BaseModel):
 
 
 def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | None:
-    """Return what is wrong with a run's metadata in a checkpoint of this step, written by `world` ranks.
+    """Return a problem of the metadata of a checkpoint of this step, written by `world` ranks.
 
-    None: nothing is wrong, or the metadata is not that of a run.
+    Returns None if it has no problem, or does not come from a run.
     """
     if not is_of_run(meta):
         return None
@@ -104,34 +104,34 @@ def metadata_problem(meta: Mapping[str, Any], step: int, world: int) -> str | No
         return f"model.{str(error).splitlines()[0]}"
     present = run.model_fields_set
     if "step" in present and run.step != step:
-        return f"it is of two steps, {step} and {run.step}"
+        return f"its step is {run.step}, but the checkpoint is of step {step}"
     limits = {"passed_over": step}
     if (size := _number(run, "batch", "global_size")) is not None:
-        limits["updates"] = step * size  # at most one for each sample
+        limits["updates"] = step * size  # at most one per sample
     if "tokens" in present:
         limits["targets"] = run.tokens
     for name, limit in limits.items():
         if name in present and (count := getattr(run, name)) > limit:
-            return f"{name} is {count}, and at step {step} there are at most {limit}"
+            return f"{name} is {count}, more than the {limit} possible at step {step}"
     ranks, seed = _ranks(run), _number(run, "train", "seed")
     if ranks is not None and ranks != world:
-        return f"its layout has {ranks} ranks, and {world} have written it"
+        return f"its layout has {ranks} ranks, but {world} wrote it"
     if "seed" in present and seed is not None and run.seed != seed:
-        return f"its seed is {run.seed}, and in its config {seed}"
+        return f"its seed is {run.seed}, but {seed} in its config"
     return _miscounted(run, step) if "samples" in present else None
 
 
 def is_of_run(meta: Mapping[str, Any]) -> bool:
-    """Whether it is the metadata of a run, which names the model's family."""
+    """True if the metadata comes from a run: it has the model's family."""
     model = meta.get("model")
     return isinstance(model, dict) and isinstance(cast("dict[str, Any]", model).get("family"), str)
 
 
 def model_shape(meta: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of a run's language model; None of any other.
+    """Return the shape of a run's language model; None for another kind of model.
 
     Raises:
-        ValidationError, TypeError, StrettoError: it is no shape, or one that no model has.
+        ValidationError, TypeError, StrettoError: the recorded shape is invalid.
     """
     model: dict[str, Any] = meta["model"]
     if model["family"] not in FAMILIES and "layers" not in model:
@@ -143,35 +143,35 @@ def model_shape(meta: Mapping[str, Any]) -> ModelShape | None:
 
 @cache
 def _record() -> type[BaseModel]:
-    """The fields of `shape_to_record`, by the types of `ModelShape`; those that are left out are usual."""
+    """Return a schema of `shape_to_record`, from the types of `ModelShape`; left-out fields are defaults."""
     fields: dict[str, Any] = {name: (kind, None) for name, kind in get_type_hints(ModelShape).items()}
     return create_model("model", __config__=_NO_OTHERS, **fields)
 
 
 def _check_bounds(value: object, name: str = "") -> None:
-    """Refuse numbers in the sizes of any other model that no tensor has."""
+    """Raise StrettoError if the recorded sizes of another kind of model are out of range."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else enumerate(cast("list[object]", value))
         for key, inner in cast("Any", pairs):
             _check_bounds(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, int) and not 0 <= value <= MAX_SIZE:
-        raise StrettoError(f"{name} is {value}, and no tensor has such a size")
+        raise StrettoError(f"{name} is {value}, which is no valid tensor size")
 
 
 def _miscounted(run: RunMetadata, step: int) -> str | None:
-    """Return why the counted samples do not fit the steps, or a skipped range is invalid; None if they do."""
+    """Return a problem of the sample count or of a skipped range; None if both fit the steps."""
     size, since = _number(run, "batch", "global_size"), run.counted_from
     if COUNTED_FROM in run.model_fields_set and size is not None:
         samples = since.samples + (step - since.step) * size
         if since.step > step or run.samples != samples:
             return (
-                f"samples is {run.samples} at step {step}, and steps of {size} from {since.samples} at step "
-                f"{since.step} make {samples}"
+                f"samples is {run.samples} at step {step}, but steps of {size} from {since.samples} at step "
+                f"{since.step} add up to {samples}"
             )
     end = 0
     for first, last in run.skipped:
         if not end <= first < last <= run.samples:
-            return f"samples {first} to {last} are skipped, of {run.samples} in all"
+            return f"invalid range of skipped samples, {first} to {last} of {run.samples}"
         end = last
     return None
 
@@ -182,7 +182,7 @@ def _number(run: RunMetadata, section: str, name: str) -> int | None:
 
 
 def _ranks(run: RunMetadata) -> int | None:
-    """The ranks of the config's layout; None where it has none."""
+    """Return the number of ranks of the config's layout; None if it does not set one."""
     if (ranks := _number(run, "layout", "ranks")) is not None:
         return ranks
     sizes = [_number(run, "layout", axis) for axis in _AXES]
@@ -190,8 +190,9 @@ def _ranks(run: RunMetadata) -> int | None:
 
 
 def index_problem(meta: Mapping[str, Any], world: int, index: Index) -> str | None:
-    """What of the tensors is not what the metadata says: files and tensors of ranks that there were not,
-    ranks without them, or other parameters than the model's; None: nothing.
+    """Return how the tensors contradict the metadata; None if they do not.
+
+    Checks files and per-rank tensors against the number of ranks, and parameters against the model's shape.
     """
     ranks: dict[str, set[int]] = {}
     for name, saved in index.items():
@@ -199,19 +200,19 @@ def index_problem(meta: Mapping[str, Any], world: int, index: Index) -> str | No
             ranks.setdefault(match[2], set()).add(int(match[1]))
         files = (_SHARD.match(piece.file) for piece in saved.pieces)
         if any(file and int(file[1]) >= world for file in files):
-            return f"{name} is in the file of a rank that is none of {world}"
+            return f"{name} is in the file of a rank outside the {world} ranks of the checkpoint"
     for name, those in ranks.items():
         if those != set(range(world)):
-            return f"{name} is there of ranks {sorted(those)[:8]}, and {world} have written it"
+            return f"ranks {sorted(those)[:8]} have {name}, but {world} ranks wrote the checkpoint"
     shape = model_shape(meta) if is_of_run(meta) else None
     blocks = (_BLOCK.match(name) for name in index)
     if shape is not None and any(block and int(block[1]) >= shape.layers for block in blocks):
-        return f"it holds more blocks than model.layers={shape.layers}"
+        return f"it has more blocks than model.layers={shape.layers}"
     if shape is not None and shape.tied and f"{MODEL}head.out.weight" in index:
-        return "it holds a head of its own, and model.tied is true"
+        return "it has a separate head, but model.tied is true"
     for name, sizes in ({} if shape is None else parameter_shapes(shape)).items():
         saved = index.get(MODEL + name)
         if saved is None or saved.shape != tuple(sizes):
             difference = "is missing" if saved is None else f"has shape {list(saved.shape)}"
-            return f"{MODEL}{name} {difference}, and the model has it in shape {list(sizes)}"
+            return f"{MODEL}{name} {difference}, but the model's has shape {list(sizes)}"
     return None

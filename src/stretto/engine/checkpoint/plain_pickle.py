@@ -1,10 +1,9 @@
-"""Pickles read as plain data, without Python's unpickler.
+"""Read pickles as plain data, without Python's unpickler.
 
-That unpickler looks up and calls whatever a file names, so a file of unknown origin could run code.
-This one walks the opcodes and knows those of dicts, lists, tuples, text, bytes, numbers, booleans and
-None. Where a reader expects objects it lists the names that may occur: each becomes a `Record`, which only
-notes the name and what the object would have been made of. Nothing is ever imported, looked up or called,
-anything else is refused, and no opcode allocates more than the file is long.
+Python's unpickler looks up and calls any name in a file, so a file of unknown origin could run code. This one
+interprets only the opcodes of dicts, lists, tuples, text, bytes, numbers, booleans and None. A caller that
+expects objects lists the allowed names: each object becomes a `Record` of its name and arguments. Nothing is
+imported, looked up or called, all other opcodes are refused, and none allocates more than the file's length.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _OBJECTS = frozenset({"GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BI
 
 @dataclass(frozen=True)
 class Name:
-    """A name in a pickle, such as "torch.float32": text, of which nothing was looked up."""
+    """A name in a pickle, such as "torch.float32", as text; it was not looked up."""
 
     text: str
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An object in a pickle as it is noted there: equal only to itself, since nothing of it is known.
+    """The description of an object in a pickle; equal only to itself.
 
-    name: of the class or function that would make it; "" for a reference to something outside the pickle.
-    arguments: what that would be called with.
-    state: what would be put into it afterwards.
+    name: name of the class or function that creates the object; "" for a reference out of the pickle.
+    arguments: arguments of that class or function.
+    state: state that is set afterwards.
     """
 
     name: str
@@ -56,15 +55,14 @@ class Record:
 
 
 def read_pickle(data: bytes, names: Container[str] = (), largest: int = LARGEST) -> Any:
-    """The plain data in a pickle.
+    """Return the plain data in a pickle.
 
     Args:
-        names: of classes, functions and constants that may occur in it; what is made with them is a `Record`.
-        largest: bytes; more are refused.
+        names: allowed names of classes, functions and constants; objects become a `Record`.
+        largest: maximum number of bytes.
 
     Raises:
-        StrettoError: the bytes are no pickle, hold something other than plain data, or are too large or
-            nested too deeply.
+        StrettoError: the bytes are no pickle, are more than plain data, too large, or nested too deeply.
     """
     if len(data) > largest:
         raise StrettoError(f"{len(data):,} bytes, at most {largest:,} are read")
@@ -78,11 +76,11 @@ def read_pickle(data: bytes, names: Container[str] = (), largest: int = LARGEST)
         raise
     except (ValueError, LookupError, TypeError, AttributeError, UnicodeDecodeError, OverflowError) as error:
         raise StrettoError(f"it is no pickle of plain data: {error}", hint="is the file complete?") from None
-    raise StrettoError("the pickle ends before its end", hint="is the file complete?")
+    raise StrettoError("the pickle is truncated", hint="is the file complete?")
 
 
 class _Machine:
-    """The stack of values, the values put aside for later use, and where each open container begins."""
+    """The stack of values, the memo of values for later use, and the start of each open container."""
 
     def __init__(self, names: Container[str]) -> None:
         self._names = names
@@ -136,7 +134,7 @@ class _Machine:
                 )
 
     def _note(self, opcode: str, argument: Any) -> None:
-        """The opcodes that would look up, make or change an object: what they say is noted."""
+        """Record an opcode that would look up, create or change an object."""
         stack = self._stack
         if opcode == "GLOBAL":
             stack.append(self._name(".".join(argument.split(" ", 1))))
@@ -161,10 +159,10 @@ class _Machine:
         return Name(text)
 
     def _replace(self, count: int, make: Callable[[_Stack], Any]) -> None:
-        """Make one value of the last `count`."""
+        """Replace the last `count` values by the one that `make` returns for them."""
         at = len(self._stack) - count
         if at < 0:
-            raise IndexError("a container of values that are not there")
+            raise IndexError("a container has more values than the stack")
         self._stack[at:] = [make(self._stack[at:])]
 
     def _since_mark(self) -> _Stack:
@@ -175,7 +173,9 @@ class _Machine:
 
 
 def _pairs(items: _Stack) -> dict[Any, Any]:
-    """Keys and values by turns; a key that holds more than names is refused, as hashing it may never end."""
+    """Pair alternating keys and values; nested keys other than names are refused, since hashing may not
+    end.
+    """
     if not all(map(_is_key, items[::2])):
         raise TypeError("a key that is neither text nor a number")
     return dict(zip(items[::2], items[1::2], strict=True))
@@ -188,5 +188,5 @@ def _is_key(key: Any) -> bool:
 
 def _of(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} is filled")
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in one process, each whole, whatever layout wrote them."""
+"""Read the full tensors of a checkpoint in one process, whatever layout wrote it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from stretto.job.shape import ModelShape, shape_from_record
 
 
 class StoredTensors:
-    """Reads the tensors whose names begin with `prefix` one at a time, by their names without it.
+    """Reads the tensors whose names begin with `prefix`, one at a time, by their names without the prefix.
 
-    One that lies in a file as a whole is a view of the mapped file; of any other, only its pieces are read.
+    A tensor with a single piece is a view of the mapped file; others are assembled from their pieces.
 
         with StoredTensors(path) as stored:
             stored.read("embed.tok.weight")
 
     Attributes:
         saved: dtype, shape and pieces by name.
-        meta: of the checkpoint.
+        meta: metadata of the checkpoint.
 
     Raises:
-        StrettoError: no checkpoint there, a damaged manifest or index, or no such tensors.
+        StrettoError: the path is no checkpoint, its manifest or index is damaged, or it has no such tensors.
     """
 
     def __init__(self, path: str | Path, prefix: str = MODEL) -> None:
@@ -43,7 +43,7 @@ class StoredTensors:
             if name.startswith(prefix)
         }
         if not self.saved:
-            raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
+            raise StrettoError(f"checkpoint {path} has no tensors named {prefix}...")
         self.meta = read_manifest(self.path).meta
         self._prefix = prefix
         self._files: dict[str, Any] = {}
@@ -57,10 +57,10 @@ class StoredTensors:
         self._open.close()
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in its stored dtype; it is not to be written to.
+        """Return the full tensor on the CPU, in its stored dtype; it must not be modified.
 
         Raises:
-            StrettoError: a file of it is damaged.
+            StrettoError: a file of the tensor is damaged.
         """
         saved = self.saved[name]
         if len(saved.pieces) == 1:
@@ -81,7 +81,7 @@ class StoredTensors:
             if tuple(tensor.shape) != piece.sizes or tensor.dtype != getattr(torch, saved.dtype):
                 wanted = f"{DTYPES[saved.dtype][0]} of shape {list(piece.sizes)}"
                 raise DamageError(f"{key} is not {wanted}, as in the index")
-        except Exception as error:  # the library's own errors, and a key that is not there
+        except Exception as error:  # errors of the library, and a missing key
             raise StrettoError(
                 f"checkpoint {self.path} is damaged: file {piece.file}: {error}",
                 hint="use an older one: `stretto checkpoint list`",
@@ -90,11 +90,13 @@ class StoredTensors:
 
 
 def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor], Loaded]:
-    """All tensors whose names begin with `prefix` in memory, by their names without it, on the CPU in their
-    stored dtype; every byte of the checkpoint is verified.
+    """Return all tensors whose names begin with `prefix`, by their names without it, and the checkpoint's
+    step and metadata.
+
+    The tensors are in memory on the CPU, in their stored dtype. Every byte of the checkpoint is verified.
 
     Raises:
-        StrettoError: no checkpoint there, a damaged one, or one without such tensors.
+        StrettoError: the path is no checkpoint, or a damaged one, or it has no such tensors.
     """
     index = tensor_index(path)
     result = {
@@ -103,7 +105,7 @@ def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor]
         if name.startswith(prefix)
     }
     if not result:
-        raise StrettoError(f"checkpoint {path} holds no tensors named {prefix}...")
+        raise StrettoError(f"checkpoint {path} has no tensors named {prefix}...")
     places = {
         name: (tensor, ShardPlacement.unsharded(name, tuple(tensor.shape))) for name, tensor in result.items()
     }
@@ -112,17 +114,17 @@ def read_whole(path: str | Path, prefix: str = MODEL) -> tuple[dict[str, Tensor]
 
 
 def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:
-    """The shape in a checkpoint's `meta["model"]`.
+    """Return the shape in a checkpoint's `meta["model"]`.
 
     Raises:
-        StrettoError: there is none, or the model is a recommender.
+        StrettoError: the metadata has no shape, or the model is a recommender.
     """
     sizes = meta.get("model")
     if isinstance(sizes, dict) and isinstance(tables := sizes.get("tables"), dict):
         table = next(iter(tables), "NAME")
         raise StrettoError(
-            f"checkpoint {path} is of a recommender, and other libraries have no model of it to load",
-            hint=f"each of its {len(tables)} tables is a file of its own: stretto checkpoint export {path} "
+            f"checkpoint {path} is of a recommender, for which other libraries have no model",
+            hint=f"export each of its {len(tables)} tables to a file: stretto checkpoint export {path} "
             f"--table {table} --out {table}.npy; `stretto score` applies the model to new logs",
         )
     try:
@@ -131,6 +133,6 @@ def shape_of(path: str | Path, meta: dict[str, Any]) -> ModelShape:
     except TypeError:
         pass
     raise StrettoError(
-        f"checkpoint {path} has no sizes of its model",
+        f"checkpoint {path} has no model sizes in its metadata",
         hint="only this library's models can be exported; read other tensors with `read_whole`",
     )

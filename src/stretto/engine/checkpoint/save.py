@@ -1,4 +1,4 @@
-"""Save a checkpoint atomically: write to a temporary folder, sync, commit by rename, on all ranks or none."""
+"""Save a checkpoint atomically on all ranks: write to a temporary folder, sync, and commit by rename."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ Written = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The division of a checkpoint into files, reused for later ones whose tensors have the same `sizes`.
+    """The division of a checkpoint into files, reused for later checkpoints whose tensors have equal `sizes`.
 
     Attributes:
-        sizes: types, shapes and placements of this rank's tensors.
+        sizes: dtypes, shapes and placements of this rank's tensors.
         files: this rank's files.
         index: the index of all files, on rank 0.
         bytes: size of all tensors, on rank 0.
@@ -67,7 +67,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A checkpoint that all ranks have agreed on: each writes its files, and then rank 0 commits it."""
+    """A checkpoint that all ranks have agreed on; each writes its files, then rank 0 commits it."""
 
     partial: Path
     step: int
@@ -86,7 +86,7 @@ class Planned:
         """Check that this rank sees the folder that rank 0 has created."""
         if not self.partial.is_dir():
             raise StrettoError(
-                f"checkpoint folder {self.partial.parent} is not the same place on all ranks",
+                f"checkpoint folder {self.partial.parent} is not the same folder on all ranks",
                 hint="put the run on a file system that all nodes share",
             )
 
@@ -100,11 +100,11 @@ class Planned:
         return {name: (entry.size, entry.crc32) for name, entry in written.items()}
 
     def commit(self, written: Sequence[Mapping[str, Sequence[int]]]) -> tuple[str, list[str]]:
-        """On rank 0, once all ranks have written: write index and manifest, give the folder its final name,
-        and remove old checkpoints.
+        """On rank 0, once all ranks have written: write index and manifest, rename the folder, and remove old
+        checkpoints.
 
         Returns:
-            The checkpoint's path, and one line for each old checkpoint that cannot be removed.
+            The checkpoint's path, and one line per old checkpoint that cannot be removed.
         """
         files = {name: FileEntry(*entry) for rank in written for name, entry in rank.items()}
         check_visible(self.partial, files)
@@ -129,20 +129,21 @@ class Planned:
 
     @contextlib.contextmanager
     def discarded_on_error(self) -> Generator[None]:
-        """Remove the unfinished checkpoint if the block raises. If all ranks raise the error, they continue
-        only once it is removed, since the first rank that fails ends the entire job.
+        """Remove the unfinished checkpoint if the block raises.
+
+        If all ranks raise the error, they wait for the removal, since the first rank that exits ends the job.
         """
         try:
             yield
         except BaseException as error:
             self.discard()
             if isinstance(error, StrettoError | CollectiveError):
-                with contextlib.suppress(RuntimeError):  # the error itself says more
+                with contextlib.suppress(RuntimeError):  # the first error is more informative
                     gather_json(None)
             raise
 
     def discard(self) -> None:
-        """On rank 0, remove an unfinished checkpoint; if that fails, the next save does it."""
+        """On rank 0, remove an unfinished checkpoint; if that fails, the next save removes it."""
         if this_rank() == 0:
             with contextlib.suppress(OSError):
                 remove(self.partial)
@@ -162,20 +163,20 @@ def save(
     Args:
         folder: the run's `checkpoints`; must be the same place on all ranks.
         step: non-negative, the same on all ranks. An existing checkpoint of this step is replaced.
-        tensors: by full name: (local tensor, its place), of which owned pieces are written, data-parallel
-            copies once; or a tensor whose boxes are fetched as they are written.
+        tensors: by full name: (local tensor, placement), of which owned pieces are written, data-parallel
+            replicas once; or a tensor whose boxes are fetched while they are written.
         meta: JSON values, the same on all ranks; rank 0's are written.
         per_rank: small tensors of this rank (states of random generators), by name.
-        keep: which older checkpoints to keep; None keeps all.
-        permit: called on rank 0 just before the commit, and raises where there must be none.
+        keep: older checkpoints to retain, by default all.
+        permit: called on rank 0 just before the commit; raises if the commit must not happen.
 
     Returns:
         The checkpoint's path.
 
     Raises:
         StrettoError: bad arguments, on any rank.
-        CollectiveError: writing failed, on any rank. Either way the error is raised on all ranks, earlier
-            checkpoints are unchanged, and what was written is removed.
+        CollectiveError: writing failed, on any rank. Either error is raised on all ranks; earlier checkpoints
+            are unchanged, and the unfinished one is removed.
     """
     planned = plan(
         folder=folder,
@@ -210,13 +211,13 @@ def plan(
     permit: Callable[[], object] | None = None,
     before: Division | None = None,
 ) -> Planned:
-    """Do what `save` does before it writes: check, divide among the ranks, create the folder. Collective.
+    """Prepare a checkpoint: check the arguments, divide it among the ranks, create the folder. Collective.
 
     Args:
-        before: division of an earlier checkpoint, reused if nothing has changed on any rank.
+        before: division of an earlier checkpoint, reused if tensors have not changed on any rank.
 
     Raises:
-        StrettoError, CollectiveError: as `save`.
+        StrettoError, CollectiveError: as for `save`.
     """
     folder = Path(folder)
     state = run_on_all(lambda: _state(step, tensors, meta, per_rank))
@@ -240,7 +241,7 @@ def plan(
         division = Division(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
 
     def begin() -> str:
-        """On rank 0: create the folder that is written to, if the disk has room."""
+        """On rank 0: create the temporary folder, if the disk has enough free space."""
         partial = folders.begin(folder, step)
         try:
             check_disk(partial, division.bytes)
@@ -267,9 +268,9 @@ def _state(
     per_rank: Mapping[str, Tensor] | None,
 ) -> State:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise StrettoError(f"step is {step!r}", hint="a whole number of at least 0")
+        raise StrettoError(f"step is {step!r}", hint="an integer of at least 0")
     check_meta(meta)
-    if problem := metadata_problem(meta, step, world_size()):  # no reader would take it
+    if problem := metadata_problem(meta, step, world_size()):  # no reader would accept it
         raise StrettoError(f"metadata of the checkpoint: {problem}")
     per_rank_tensors = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
     state = {
@@ -288,12 +289,12 @@ def _state(
 
 
 def rank_name(rank: int, name: str) -> str:
-    """The name under which a tensor of a single rank is stored."""
+    """Return the name under which a per-rank tensor is stored."""
     return f"{PER_RANK}.{rank:05d}.{name}"
 
 
 def check_meta(value: Any, at: str = "meta") -> None:
-    """Raise StrettoError, naming the place, unless JSON preserves the value (tuples become lists)."""
+    """Raise StrettoError, naming the entry, unless JSON preserves the value (tuples become lists)."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -307,7 +308,7 @@ def check_meta(value: Any, at: str = "meta") -> None:
     elif not (value is None or type(value) in (str, int, bool)):
         if type(value) is not float:
             raise StrettoError(
-                f"{at} is a {type(value).__name__}", hint="checkpoint metadata takes JSON values only"
+                f"{at} is a {type(value).__name__}", hint="checkpoint metadata must be JSON values"
             )
         if value != value or value in (float("inf"), float("-inf")):
             raise StrettoError(f"{at} is {value}", hint="JSON has no such number; use None")

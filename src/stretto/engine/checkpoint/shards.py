@@ -1,8 +1,8 @@
-"""Adapters that let torch.distributed.checkpoint save and load local tensors by their places.
+"""Adapters with which torch.distributed.checkpoint saves and loads local tensors by their placements.
 
-The protocol is torch's `_Checkpointable`: what to write, what to read, and where a box lies locally. With it
-the library distributes the writing over replicas and works out, between any two layouts, which part of which
-saved box each rank needs.
+They implement torch's `_Checkpointable` protocol: the boxes to write, the boxes to read, and the local values
+of a box. The library then divides the writing among replicas, and determines for any two layouts the parts of
+saved boxes that each rank needs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Tensors = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A tensor to save whose boxes are fetched one by one as they are written, so that it is never in memory
-    as a whole. A box that several ranks have is written by one of them.
+    """A tensor to save whose boxes are fetched one by one while they are written, so that it is never
+    completely in memory. A box that several ranks have is written by one of them.
 
-    boxes: of this rank, by offsets: the sizes, and a function that returns the values, or consecutive rows of
-        them one after the other.
-    away: whether the values lie in files.
+    boxes: this rank's boxes by offsets: the sizes, and a function that returns the values, or yields
+        consecutive rows of them.
+    away: True if the values are in files.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,9 @@ class Streamed:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Type, shapes and places of all boxes, by which two saves are divided alike."""
+        """Dtype, shapes and offsets of all boxes; if they are equal, two saves are divided into equal
+        files.
+        """
         boxes = [(at, sizes) for at, (sizes, _) in self.boxes.items()]
         return self.shape, self.dtype, boxes, self.away
 
@@ -72,10 +74,9 @@ Saved = Mapping[str, tuple[Tensor, ShardPlacement] | Streamed]
 
 
 class Shards:
-    """The pieces of one tensor that this rank holds; `local` is read and written in place.
+    """This rank's pieces of one tensor; `local` is read and written in place.
 
-    Pieces without elements are left out, since one could have the offsets of another piece. That may leave
-    none.
+    Empty pieces are left out, since they could have the offsets of another piece; possibly none remain.
     """
 
     def __init__(self, local: Tensor, placed: ShardPlacement) -> None:
@@ -90,12 +91,12 @@ class Shards:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """As of `Streamed`."""
+        """Like `Streamed.sizes`."""
         return self.shape, self.local.dtype, self.pieces, self.away
 
     @property
     def padded(self) -> bool:
-        """Whether the local tensor has elements that belong to no piece."""
+        """True if the local tensor has elements that belong to no piece."""
         return sum(prod(p.sizes) for p in self.pieces) < self.local.numel()
 
     def zero(self) -> None:
@@ -103,7 +104,7 @@ class Shards:
         at_hand(self.local, change=True).zero_()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """An item for each box that this rank writes."""
+        """Return an item for each box that this rank may write."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for piece in self.pieces:
             if piece.owned:
@@ -113,12 +114,14 @@ class Shards:
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """All boxes held here, including copies that other ranks write."""
+        """Return all boxes of this rank, including replicas that other ranks write."""
         return [_chunk(piece) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex, change: bool = False) -> Tensor:
-        """The box with the index's offsets, as a view of the local tensor; `change`: to be written to. A
-        tensor in a file is read, and the view is then valid until the next call.
+        """Return the box with the index's offsets as a view of the local tensor, which is modified if
+        `change`.
+
+        For a tensor in a file the view is valid until the next call.
         """
         local = at_hand(self.local, change)
         at = tuple(index.offset or ())
@@ -139,7 +142,7 @@ def shards(tensors: Tensors) -> dict[str, Shards]:
     """Wrap tensors for the library.
 
     Raises:
-        StrettoError: a piece does not lie inside its full or its local tensor.
+        StrettoError: a piece exceeds its full or its local tensor.
     """
     return {name: _checked(name, local, placed) for name, (local, placed) in tensors.items()}
 
@@ -161,15 +164,15 @@ def _inside(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) ->
 
 
 def _fits(piece: TensorBox, local: Tensor) -> bool:
-    """Whether a box of a flat tensor lies inside it: its first and last element do, its strides are those of
-    consecutive rows, and the flat tensor is contiguous.
+    """True if a box lies inside a contiguous flat tensor: its first and last element do, and its strides are
+    those of consecutive rows.
     """
     strides = piece.strides
     if strides is None or len(strides) != len(piece.sizes) or len(piece.local) != 1 or local.dim() != 1:
         return False
     if not prod(piece.sizes):
         return True
-    reach = 1  # elements from the first of an inner box to its last
+    reach = 1  # elements from the first to the last of an inner box, inclusive
     for n, step in zip(reversed(piece.sizes), reversed(strides), strict=True):
         if n > 1 and step < reach:
             return False
@@ -190,14 +193,15 @@ def _outside(
 
 
 class ShardsSavePlanner(DefaultSavePlanner):
-    """Plans the writing of Shards, and checks that the boxes of all ranks tile every tensor."""
+    """Plans the writing of `Shards`, and checks that the boxes of all ranks tile every tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The library's plan, after a check that names the tensor. The library's own check is skipped for one
-        process, and names none.
+        """Return the library's plan, after a check whose errors name the tensor.
+
+        The library's own check names none, and is skipped for a single process.
         """
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -209,26 +213,26 @@ class ShardsSavePlanner(DefaultSavePlanner):
             if dtype != data.properties.dtype:
                 raise StrettoError(
                     f"tensor {name} is {dtype} on one rank, {data.properties.dtype} on another",
-                    hint="all ranks must keep a tensor in the same type",
+                    hint="a tensor must have the same dtype on all ranks",
                 )
             shape = shapes.setdefault(name, tuple(data.size))
             if shape != tuple(data.size):
                 raise StrettoError(
                     f"tensor {name} has shape {list(shape)} on one rank, {list(data.size)} on another",
-                    hint="all ranks must place the same plain model",
+                    hint="all ranks must save the same plain model",
                 )
             boxes.setdefault(name, {})[tuple(data.chunk.offsets)] = (data.chunk.offsets, data.chunk.sizes)
         for name, of_tensor in boxes.items():
             if problem := untiled(shapes[name], list(of_tensor.values())):
                 raise StrettoError(
                     f"tensor {name} of shape {list(shapes[name])}: {problem}",
-                    hint="over all ranks, the owned pieces of a tensor must cover it exactly once",
+                    hint="the owned pieces of all ranks must cover a tensor exactly once",
                 )
         return super().create_global_plan(all_plans)
 
 
 class ShardsLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of Shards; only tensors are ever read."""
+    """Plans the reading of `Shards`; only tensors are read."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

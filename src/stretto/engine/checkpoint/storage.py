@@ -1,9 +1,10 @@
-"""Storage for torch.distributed.checkpoint: one safetensors file for each rank, and an index in JSON.
+"""Storage for torch.distributed.checkpoint: safetensors files of each rank, and an index in JSON.
 
-The library's own file storage writes pickled Python objects, which run code when read, and in its safetensors
-form keeps only one piece of each tensor in a file (torch 2.13, filesystem.py). Here it only divides a
-checkpoint among the ranks. Files are written tensor by tensor, so that host memory holds one device tensor at
-a time, and in a single thread, since the library loses the errors of further threads (pytorch issue 191391).
+The library's own file storage writes pickled Python objects, which run code when read; its safetensors format
+stores only one piece of each tensor in a file (torch 2.13, filesystem.py). The library is therefore only used
+to divide a checkpoint among the ranks. Files are written tensor by tensor, so that one device tensor at a
+time is in host memory, and in a single thread, since the library loses errors of other threads (pytorch issue
+191391).
 
 The safetensors format (github.com/huggingface/safetensors): length of the header as 8 bytes, the header as
 JSON, the bytes of all tensors. The safetensors library reads the files, and checks the header.
@@ -66,8 +67,10 @@ from stretto.errors import StrettoError
 
 @dataclass(frozen=True)
 class TensorSource:
-    """One tensor to write. `get` is called when it is written and returns the tensor, on any device and with
-    any strides, or an iterable of its consecutive rows.
+    """One tensor to write.
+
+    get: called when it is written; returns the tensor, on any device and with any strides, or an iterable of
+        consecutive rows.
     """
 
     key: str
@@ -105,7 +108,7 @@ def write_tensors(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's elements in order, as bytes."""
+    """Return the tensor's elements in row-major order, as bytes."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -114,8 +117,9 @@ T = TypeVar("T")
 
 
 def run_collective(work: Callable[[], T]) -> T:
-    """Run a collective of torch.distributed.checkpoint. A CheckpointException, which is not an Exception, is
-    replaced by the error of the first rank that failed.
+    """Run a collective of torch.distributed.checkpoint.
+
+    Its CheckpointException, which is not an Exception, is replaced by the error of the first failed rank.
     """
     try:
         with warnings.catch_warnings():
@@ -129,19 +133,19 @@ def run_collective(work: Callable[[], T]) -> T:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 as "float32"."""
+    """Return "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
-LARGEST_FILE = 5 * 10**9  # bytes of tensors, unless a single one has more
+LARGEST_FILE = 5 * 10**9  # bytes of tensors in a file, unless a single one is larger
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that this rank is to write.
+    """A file that this rank will write.
 
     Attributes:
-        away: whether its tensors lie in files: they are written from there, and never copied to memory.
+        away: True if its tensors are in files; they are written without a complete copy in memory.
     """
 
     name: str
@@ -150,7 +154,7 @@ class FilePlan:
 
     @property
     def bytes(self) -> int:
-        """Size of its tensors."""
+        """Size of its tensors in bytes."""
         return sum(_bytes(item) for item in self.items)
 
     def sources(self, state: State) -> list[TensorSource]:
@@ -172,15 +176,16 @@ class FilePlan:
 
 
 class Planner(StorageWriter):
-    """Divides a checkpoint into files, which are written afterwards: `files` of this rank, and on rank 0 the
-    `index` of all files.
+    """Divides a checkpoint into files, which are written afterwards.
+
+    Results are `files` of this rank, and on rank 0 `index` and `bytes` of all files.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.files: list[FilePlan] = []
         self.index: Index = {}
-        self.bytes = 0  # of all ranks; on rank 0
+        self.bytes = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -192,7 +197,7 @@ class Planner(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank its file."""
+        """Set the file name of every rank."""
         self.bytes = sum(_bytes(item) for plan in plans for item in plan.items)
         return [
             SavePlan(plan.items, storage_data=f"shard-{rank:05d}.safetensors")
@@ -200,7 +205,7 @@ class Planner(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Divide a rank's items into files, of which none is very large: ranks verify them side by side."""
+        """Divide a rank's items into files of limited size, which ranks can verify in parallel."""
         if plan.items:
             name = cast(str, plan.storage_data)
             for away in (False, True):
@@ -239,7 +244,7 @@ class Planner(StorageWriter):
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Fail at once if the disk has no room for a checkpoint, rather than half-way."""
+    """Raise CollectiveError if the disk has too little free space, rather than fail half-way."""
     usage = shutil.disk_usage(folder)
     if usage.total and needed > usage.free:
         raise CollectiveError(
@@ -249,17 +254,17 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def write_shard(path: Path, entries: Sequence[TensorSource]) -> FileEntry:
-    """Write a rank's file; raise only errors that can be sent between ranks."""
+    """Write a file of this rank; raise only errors that can be sent between ranks."""
     try:
         return write_tensors(path, entries)
-    except (OSError, StrettoError):  # the latter of a source that a streamed tensor comes from
+    except (OSError, StrettoError):  # StrettoError: from the source of a streamed tensor
         raise
     except Exception as error:
         raise CollectiveError(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
 def check_visible(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Check that this rank sees the files that the others have written."""
+    """Check that this rank sees the files of the other ranks."""
     for file, entry in files.items():
         if not (path := folder / file).is_file() or path.stat().st_size != entry.size:
             raise CollectiveError(
@@ -275,7 +280,7 @@ def _bytes(item: WriteItem) -> int:
 
 
 class CheckpointReader(StorageReader):
-    """Reads from a checkpoint whose index has been read and checked."""
+    """Reads from a checkpoint whose index was already checked."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
@@ -335,7 +340,7 @@ class CheckpointReader(StorageReader):
                         target = planner.resolve_tensor(item).detach()
                         target.copy_(part)
                         planner.commit_tensor(item, target)
-            except Exception as error:  # as an exception that can be sent between ranks
+            except Exception as error:  # convert it to one that can be sent between ranks
                 raise CollectiveError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)

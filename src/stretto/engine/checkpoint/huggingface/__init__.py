@@ -1,1 +1,1 @@
-"""Models in Hugging Face's folders of config.json and safetensors files, in and out tensor by tensor."""
+"""Import and export models as Hugging Face folders (config.json, safetensors), tensor by tensor."""

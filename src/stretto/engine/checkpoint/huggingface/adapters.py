@@ -1,4 +1,4 @@
-"""Low-rank adapters to and from a folder as `peft` writes it: adapter_config.json and
+"""Export and import low-rank adapters in `peft`'s files: adapter_config.json and
 adapter_model.safetensors.
 """
 
@@ -25,14 +25,14 @@ def export_adapters(path: str | Path, out: str | Path, dtype: torch.dtype | None
     """Write the adapters of a checkpoint so that `PeftModel.from_pretrained(base, out)` loads them.
 
     Args:
-        dtype: of the weights; None: as in the checkpoint.
+        dtype: dtype of the weights, by default that of the checkpoint.
 
     Returns:
         The files written.
 
     Raises:
-        StrettoError: a damaged checkpoint, one without adapters, a base without a counterpart in
-            `transformers`, or a folder with an export.
+        StrettoError: the checkpoint is damaged or has no adapters, `transformers` has no such base model, or
+            the folder already has an export.
     """
     out = Path(out)
     if taken := [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (out / name).exists()]:
@@ -53,17 +53,18 @@ def export_adapters(path: str | Path, out: str | Path, dtype: torch.dtype | None
 
 
 def read_adapters(folder: Path, base: ModelShape) -> tuple[LoraShape, dict[str, Tensor]]:
-    """The adapters in a folder, and their weights by our names.
+    """Return the adapters in a folder, and their weights by the plain model's names.
 
     Raises:
-        StrettoError: not such a folder, damaged files, or adapters of another model than `base`.
+        StrettoError: files are missing or damaged, or the adapters belong to another model than `base`.
     """
     check_links(folder)
     config = read_json(folder, ADAPTER_CONFIG)
     try:
         tensors = load_file(folder / ADAPTER_WEIGHTS)
-    except Exception as error:  # the library's own errors, and the system's
+    except Exception as error:  # errors of the library and of the system
         raise StrettoError(
-            f"cannot read {folder / ADAPTER_WEIGHTS}: {error}", hint="peft writes it beside the config"
+            f"cannot read {folder / ADAPTER_WEIGHTS}: {error}",
+            hint="peft writes it to the folder of the config",
         ) from None
     return from_peft(config, tensors, base)

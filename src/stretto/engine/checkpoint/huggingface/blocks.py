@@ -1,8 +1,8 @@
-"""Published weights in 8-bit or 4-bit blocks, each with a scale, as the bfloat16 weights they stand for.
+"""Convert published weights in 8-bit or 4-bit blocks with scales to bfloat16.
 
-8 bits: `X` of float8_e4m3fn with `X_scale_inv`, float32, one for each block of 128 x 128 (DeepSeek-V3,
-arXiv 2412.19437, section 3.3). 4 bits: MXFP4 of gpt-oss, `X_blocks` with two numbers of e2m1 in each byte,
-low half first, and `X_scales`, a power of two for each 32 numbers (OCP Microscaling Formats, version 1.0).
+8 bits: `X`, float8_e4m3fn, and `X_scale_inv`, float32, one scale per block of 128 x 128 (DeepSeek-V3, arXiv
+2412.19437, section 3.3). 4 bits: MXFP4 of gpt-oss, `X_blocks` with two e2m1 values per byte, low half first,
+and `X_scales`, a power of two per 32 values (OCP Microscaling Formats, version 1.0).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from stretto.engine.checkpoint.huggingface.folder import PublishedTensor, Publis
 from stretto.engine.checkpoint.storage import dtype_name
 from stretto.errors import StrettoError
 
-BLOCK = 128  # rows and columns of a block of 8-bit weights, unless config.json says else
+BLOCK = 128  # rows and columns of a block of 8-bit weights, unless config.json sets another size
 _SCALE = "_scale_inv"
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
-_GROUP = 32  # numbers of MXFP4 that share a scale
+_GROUP = 32  # MXFP4 values per scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of the scales' exponents
 
 
 class PlainWeights:
-    """The tensors of a folder as they stand, and those in blocks under their plain names in bfloat16; these
-    are converted when they are read.
+    """The tensors of a folder; those in blocks appear under their plain names in bfloat16, and are converted
+    when they are read.
 
     Attributes:
-        tensors: by name.
-        notes: what is converted, in sentences.
+        tensors: file, dtype and shape by name.
+        notes: sentences that describe the conversions.
 
     Raises:
-        StrettoError: blocks without scales or scales without blocks, or of sizes that do not fit.
+        StrettoError: blocks have no scales, or scales no blocks, or their sizes do not match.
     """
 
     def __init__(self, published: PublishedWeights, config: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class PlainWeights:
         self._published.close()
 
     def read(self, name: str) -> Tensor:
-        """The tensor, not to be written to."""
+        """Return a tensor, which must not be modified."""
         if name not in self._packed:
             return self._published.read(name)
         blocks, scales = (self._published.read(each) for each in self._packed[name])
@@ -98,8 +98,8 @@ class PlainWeights:
 
 
 def from_float8(weight: Tensor, scales: Tensor, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """Each block of the matrix times its scale, rounded to bfloat16; the last blocks of rows and columns may
-    be cut off.
+    """Multiply each block of a matrix by its scale, and round to bfloat16; blocks at the end of rows and
+    columns may be incomplete.
     """
     rows, columns = weight.shape
     plain = torch.empty(rows, columns, dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def from_float8(weight: Tensor, scales: Tensor, block: tuple[int, int] = (BLOCK,
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The experts' matrices, bfloat16, input features first as in gpt-oss's modules.
+    """Return the experts' matrices, bfloat16, input features first like in gpt-oss's modules.
 
     Args:
         blocks: bytes, (experts, output features, groups, 16).
@@ -136,5 +136,5 @@ def _block_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     if isinstance(sizes, list) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes):
         return sizes[0], sizes[1]
     raise StrettoError(
-        f"weight_block_size is {sizes!r} in config.json", hint="two whole numbers, as [128, 128]"
+        f"weight_block_size is {sizes!r} in config.json", hint="two positive integers, such as [128, 128]"
     )

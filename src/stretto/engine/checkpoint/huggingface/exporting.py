@@ -1,4 +1,4 @@
-"""A checkpoint's model to a folder that `transformers` loads, tensor by tensor."""
+"""Export a checkpoint's model, tensor by tensor, to a folder that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from stretto.job.lora import is_adapter
 from stretto.job.parameters import parameter_shapes
 from stretto.job.shape import ModelShape
 
-SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as by transformers
+SHARD_BYTES = 5 * 10**9  # a larger model is written to several files, like by transformers
 PUBLIC = 0o666  # file mode before the umask: exports are meant to be shared
 PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One tensor to write: which one of those that a rule splits ours into."""
+    """One tensor to write: number `index` of those that `rule` splits a plain tensor into."""
 
     name: str
     dtype: torch.dtype
@@ -55,22 +55,23 @@ def export_huggingface(
     merge: bool = False,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`. One of the
-    tensors at a time is in memory. Neither optimiser nor tokeniser is written.
+    """Write the model of a checkpoint so that `transformers` loads it with `from_pretrained(out)`.
+
+    One tensor at a time is in memory. Neither optimiser states nor tokeniser are written.
 
     Args:
-        shard_bytes: most bytes of a file, except of one that holds a single larger tensor.
-        dtype: of the weights; None: as in the checkpoint.
-        config: further fields of config.json, such as `eos_token_id`.
-        merge: add adapters to the weights that they are beside; a model without any is written as it is.
-        progress: called with the bytes written so far, and with all that there are.
+        shard_bytes: maximum size of a file in bytes, unless it has a single larger tensor.
+        dtype: dtype of the weights, by default that of the checkpoint.
+        config: additional fields of config.json, such as `eos_token_id`.
+        merge: add adapters to the weights of their linears; a model without adapters is written unchanged.
+        progress: called with the bytes written so far, and the total.
 
     Returns:
         The files written.
 
     Raises:
-        StrettoError: a damaged checkpoint, a model without a counterpart there, a folder with an export, or
-            no room.
+        StrettoError: the checkpoint is damaged, `transformers` has no such model, the folder already has an
+            export, or the disk is too full.
     """
     out = Path(out)
     if taken := [name for name in (CONFIG, WEIGHTS, MAP) if (out / name).exists()]:
@@ -115,7 +116,7 @@ def export_huggingface(
 
 
 class _Source:
-    """The tensors to write, in the order of the rules, so that each of ours is read once."""
+    """The tensors to write, in the order of the rules, so that each plain tensor is read once."""
 
     def __init__(
         self, stored: StoredTensors, total: int, progress: Progress | None, shape: ModelShape
@@ -126,7 +127,7 @@ class _Source:
         self._done = 0
 
     def entry(self, part: _Part) -> TensorSource:
-        """The tensor as `write_tensors` takes it."""
+        """Return the tensor as a source for `write_tensors`."""
         return TensorSource(part.name, dtype_name(part.dtype), part.shape, lambda: self._get(part))
 
     def _get(self, part: _Part) -> Tensor:
@@ -134,12 +135,12 @@ class _Source:
         if self._progress is not None:
             self._progress(self._done, self._total)
         if self._split[0] != part.rule.plain_name:
-            self._split = ("", [])  # free the one before first
+            self._split = ("", [])  # frees the previous tensor before the next is read
             self._split = (part.rule.plain_name, part.rule.split(self._merged(part.rule.plain_name)))
         return self._split[1][part.index].to(part.dtype)
 
     def _merged(self, name: str) -> Tensor:
-        """One of our weights, with what its adapters add."""
+        """Return a plain weight, merged with its adapters."""
         weight, lora = self._stored.read(name), self._shape.lora
         linear = name.removesuffix(".weight")
         first, _, inner = linear.partition(".")
@@ -154,7 +155,7 @@ class _Source:
 
 
 def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) -> list[_Part]:
-    """The tensors to write, in the order of ours, after a check that the checkpoint has all of them."""
+    """Return the tensors to write, in the plain model's order; checks that the checkpoint has all of them."""
     mapping = list(rules(shape))
     saved = {name: entry for name, entry in stored.saved.items() if not is_adapter(name)}
     check_weights(
@@ -182,7 +183,7 @@ def _main_dtype(parts: list[_Part]) -> str:
 
 
 def _files(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
-    """The parts of each file."""
+    """Yield the parts of each file."""
     file, size = list[_Part](), 0
     for part in parts:
         if file and size + part.bytes > limit:

@@ -1,4 +1,4 @@
-"""A folder of config.json and safetensors files: which tensors it holds, and each of them on request."""
+"""Read a folder of config.json and safetensors files: first the list of tensors, then single tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES: dict[str, torch.dtype] = {short: getattr(torch, name) for name, (short, 
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """What a file's header says of a tensor."""
+    """The description of a tensor in a file's header."""
 
     file: str
     dtype: torch.dtype
@@ -37,8 +37,9 @@ class PublishedTensor:
 
 
 class PublishedWeights:
-    """The tensors of all safetensors files of a folder. Opening reads the headers, which say names, types and
-    sizes; `read` maps a tensor.
+    """The tensors of all safetensors files of a folder.
+
+    The constructor reads the headers, with names, dtypes and shapes; `read` maps a tensor.
 
     Raises:
         StrettoError: a file is missing or damaged, or the index does not match the files.
@@ -56,7 +57,7 @@ class PublishedWeights:
             for name, file in placed.items():
                 if self.tensors.get(name) is None or self.tensors[name].file != file:
                     raise StrettoError(
-                        f"{folder / MAP} says that {name} is in {file}, which does not hold it",
+                        f"{folder / MAP} lists {name} in {file}, which does not contain it",
                         hint="fetch the folder again",
                     )
         except BaseException:
@@ -75,7 +76,7 @@ class PublishedWeights:
         self._open.close()
 
     def read(self, name: str) -> Tensor:
-        """The tensor, as a view of the mapped file that is not to be written to."""
+        """Return a tensor as a view of the mapped file, which must not be modified."""
         file = self.tensors[name].file
         try:
             return cast(Tensor, self._files[file].get_tensor(name))
@@ -86,8 +87,8 @@ class PublishedWeights:
         path = self.folder / name
         if not path.is_file():
             raise StrettoError(
-                f"{path} is not there",
-                hint="only safetensors files are read: formats that hold Python objects run code when loaded",
+                f"{path} does not exist",
+                hint="only safetensors files are read: formats with Python objects run code when loaded",
             )
         try:
             file: Any = self._open.enter_context(safe_open(path, framework="pt"))
@@ -98,7 +99,7 @@ class PublishedWeights:
                     raise StrettoError(f"{key} is in {self.tensors[key].file} and in {name}")
                 kind = view.get_dtype()
                 if kind not in _TYPES:
-                    raise StrettoError(f"{path}: {key} has type {kind}, which torch has no counterpart of")
+                    raise StrettoError(f"{path}: {key} has type {kind}, which torch does not have")
                 self.tensors[key] = PublishedTensor(name, _TYPES[kind], tuple(view.get_shape()))
         except SafetensorError as error:
             raise _damaged(path, error) from None
@@ -107,11 +108,12 @@ class PublishedWeights:
 
 
 def check_links(folder: Path) -> None:
-    """Check that no link in the folder of a published model, or in a folder of it, leads out of it: but for
-    the cache of Hugging Face, whose `snapshots` link to the files of `blobs` beside them.
+    """Check that no link in the folder of a published model, or in a subfolder, leads out of it.
+
+    Only Hugging Face's cache may: its `snapshots` link to files of the sibling folder `blobs`.
 
     Raises:
-        StrettoError: one does.
+        StrettoError: a link leads out of the folder.
     """
     inside = folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
@@ -134,7 +136,7 @@ def _damaged(path: Path, error: Exception) -> StrettoError:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the folder's index; empty where all are in one file."""
+    """Return the file of each tensor from the folder's index; empty if all are in one file."""
     if (folder / WEIGHTS).is_file() or not (folder / MAP).is_file():
         return {}
     placed = read_json(folder, MAP).get("weight_map")
@@ -147,19 +149,19 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object in the folder.
+    """Return the JSON object of a file in the folder.
 
     Raises:
-        StrettoError: no such file, too large a one, or none of JSON.
+        StrettoError: the file does not exist, is too large, or is not a JSON object.
     """
     path = folder / name
     if not path.is_file():
         hint = "name a folder with config.json and safetensors files"
         if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute():
             hint = f"to fetch a published model first: hf download {folder} --local-dir {folder.name}"
-        raise StrettoError(f"{path} is not there", hint=hint)
+        raise StrettoError(f"{path} does not exist", hint=hint)
     if (size := path.stat().st_size) > MAX_JSON:
-        raise StrettoError(f"{path} has {size_text(size)}, too much for a {name}")
+        raise StrettoError(f"{path} has {size_text(size)}, too large for a {name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -170,5 +172,5 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object as Hugging Face's libraries lay it out."""
+    """Write a JSON object in the format of Hugging Face's libraries."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

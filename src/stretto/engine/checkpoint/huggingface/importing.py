@@ -1,4 +1,4 @@
-"""A model of Hugging Face to a checkpoint of step 0, tensor by tensor."""
+"""Import a model of Hugging Face, tensor by tensor, as a checkpoint of step 0."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from stretto.job.huggingface.read import read_file
 from stretto.job.parameters import parameter_shapes
 from stretto.job.shape import check_built, shape_to_record
 
-_COMPARED = 1 << 22  # elements at a time, of a head that must equal the embedding
+_COMPARED = 1 << 22  # elements compared at a time between a tied head and the embedding
 
-Progress = Callable[[int, int], object]  # bytes written so far, of all
+Progress = Callable[[int, int], object]  # bytes written so far, total bytes
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One of our tensors: its rule, the names in the files, and what comes of them."""
+    """One plain tensor: its rule, the names in the files, and the resulting dtype and shape."""
 
     rule: WeightRule
     names: list[str]
@@ -47,25 +47,25 @@ class _Part:
 
 
 class Importing:
-    """A folder's model, opened and checked against its config.json; no weight has been read yet.
+    """A folder's model, opened and checked against its config.json; the constructor reads no weights.
 
     Attributes:
         config: the parsed config.json.
-        notes: what of the folder is left out, converted or not known, in sentences.
-        shape: of the model.
-        parameters: their number.
-        bytes: of the checkpoint.
-        dtypes: bytes of each type, such as {"bfloat16": 16060522496}.
+        notes: sentences about parts of the folder that are left out, converted or unknown.
+        shape: shape of the model.
+        parameters: number of parameters.
+        bytes: size of the checkpoint.
+        dtypes: bytes of each dtype, such as {"bfloat16": 16060522496}.
 
     Raises:
-        StrettoError: not such a folder, a damaged file, a model that cannot be built here, or weights that
-            are missing, unknown or of another size than config.json says.
+        StrettoError: a file is missing or damaged, the model is not supported, or weights are missing,
+            unknown or of another size than in config.json.
     """
 
     def __init__(self, source: Path, adapters: Path | None = None) -> None:
         """
         Args:
-            adapters: a folder of `peft`'s, with adapters of this model.
+            adapters: a folder of `peft` with adapters of this model.
         """
         self.source = source
         check_links(source)
@@ -77,8 +77,8 @@ class Importing:
         self.notes = list(reading.notes)
         if reading.unknown:
             self.notes.append(
-                f"config.json says {', '.join(reading.unknown[:8])}, which is not known here: if this "
-                "changes what the model computes, the import computes something else"
+                f"config.json has the unknown fields {', '.join(reading.unknown[:8])}: if they change what "
+                "the model computes, the imported model computes something else"
             )
         self._head: str | None = None
         self._weights = PlainWeights(PublishedWeights(source), self.config)
@@ -111,22 +111,22 @@ class Importing:
 
     @property
     def dtype(self) -> str:
-        """The type of most weights."""
+        """The dtype of most weights, by bytes."""
         return max(self.dtypes, key=lambda name: self.dtypes[name])
 
     def _matched(self) -> list[_Part]:
-        """A part for every parameter, after a check of all names, types and sizes."""
+        """Check all names, dtypes and sizes; return a part for every parameter."""
         tensors, shape = self._weights.tensors, self.shape
         layers = shape.layers + shape.encoder_layers
-        if layers > len(tensors):  # before anything is counted layer by layer
+        if layers > len(tensors):  # checked before any loop over layers
             raise StrettoError(
-                f"{self.source / CONFIG} says {layers} layers, and the files hold {len(tensors)} tensors",
+                f"{self.source / CONFIG} has {layers} layers, but the files have {len(tensors)} tensors",
                 hint="config.json and weights are of different models, or files are missing",
             )
         names = plain_names(tensors, shape)
         if left_out := sorted(tensors.keys() - names.values()):
             self.notes.append(
-                f"{len(left_out)} tensors that the model has no use for are left out, such as {left_out[0]}"
+                f"{len(left_out)} tensors that the model does not use are left out, such as {left_out[0]}"
             )
         if shape.tied:
             self._head = names.pop(HEAD, None)
@@ -150,7 +150,7 @@ class Importing:
         return parts
 
     def check_head(self) -> None:
-        """Check that a head in the files equals the embedding that it is tied to, bit for bit."""
+        """Check that a tied head in the files equals the embedding, bit for bit."""
         if self._head is None:
             return
         embedding = next(part for part in self._parts if part.rule.plain_name == "embed.tok.weight")
@@ -164,10 +164,10 @@ class Importing:
             )
 
     def check_place(self, run: Path) -> None:
-        """Check that `run` has no checkpoints, and that its disk has room.
+        """Check that `run` has no checkpoints, and that its disk has enough free space.
 
         Raises:
-            StrettoError: it has; or it has not.
+            StrettoError: otherwise.
         """
         folder = run / "checkpoints"
         if checkpoints(folder):
@@ -175,12 +175,12 @@ class Importing:
         check_room(folder, self.bytes, f"the model in {self.source}")
 
     def write(self, run: Path, meta: dict[str, Any] | None = None, progress: Progress | None = None) -> Path:
-        """Write `run`/checkpoints/step-00000000; one of the tensors at a time is in memory. Until it is
-        complete there is no checkpoint.
+        """Write `run`/checkpoints/step-00000000, which appears once it is complete; one tensor at a time is
+        in memory.
 
         Args:
-            meta: what the checkpoint's `meta` has beside `model` and `imported`.
-            progress: called with the bytes written so far, and with all that there are.
+            meta: additional fields of the checkpoint's `meta`, which has `model` and `imported`.
+            progress: called with the bytes written so far, and the total.
 
         Returns:
             The checkpoint's path.
@@ -193,7 +193,7 @@ class Importing:
             if progress is not None:
                 progress(done, self.bytes)
             sources = (self._weights.read(name).to(part.dtype) for name in part.names)
-            # parts that are consecutive rows are written as they are read, without a copy
+            # tensors that are stacked by rows are written one by one, without a copy
             return sources if isinstance(part.rule.form, StackedRows) else part.rule.join(list(sources))
 
         tensors = {
@@ -210,11 +210,12 @@ class Importing:
 
 
 def import_huggingface(source: str | Path, run: str | Path) -> Path:
-    """Make `run`/checkpoints/step-00000000 from a folder with config.json and safetensors files. It holds
-    only the model, in the files' dtype; its `meta` has `model` and `imported`.
+    """Write `run`/checkpoints/step-00000000 from a folder with config.json and safetensors files.
+
+    It has only the model, in the files' dtypes; its `meta` has `model` and `imported`.
 
     Raises:
-        StrettoError: as `Importing`, or a run that has checkpoints or no room.
+        StrettoError: as for `Importing`, or the run has checkpoints, or its disk is too full.
     """
     with Importing(Path(source)) as model:
         model.check_place(Path(run))
