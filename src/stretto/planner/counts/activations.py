@@ -97,7 +97,7 @@ class LayerWalk:
         # the random numbers of a sample's mask, of all heads; PyTorch's own dropout stores none
         self.draw = _RATE * shape.heads * (t * compute.cp // compute.batch) ** 2
         self.draw *= not compute.framework.fused_softmax
-        encoder = compute.of_memory
+        encoder = compute.for_memory
         self.memory = e * encoder.shard * shape.hidden
         self.memory_gathered = e * encoder.tokens * shape.hidden if gathers else 0
         # bytes of an element of a weight gradient that is formed separately
@@ -173,7 +173,7 @@ class LayerWalk:
 
     def between(self) -> Iterator[LayerTensor]:
         """The encoder's last norm, and the embedding of the decoder's tokens."""
-        encoder = LayerWalk(self.shape, self.compute.of_memory)
+        encoder = LayerWalk(self.shape, self.compute.for_memory)
         if self.shape.last_norm:
             yield from encoder.norm("memory_norm", backward=encoder.norm_backward)
         # keys and values are made of it in every block of the decoder, and their weights' gradients too
@@ -256,11 +256,11 @@ class LayerWalk:
         if not self.compute.framework.inputs_in_8_bits:
             return tuple(tensors)
         # Transformer Engine keeps the inputs of linears in 8 bits, and attention's output in its own type too
-        for at, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             name = tensor.name
             if name.endswith(" input") and "norm" not in name and not name.startswith(_IN_16_BITS):
                 itself = tensor.bytes if name == "attn.proj input" else 0
-                tensors[at] = replace(tensor, bytes=tensor.bytes // self.compute.element + itself)
+                tensors[index] = replace(tensor, bytes=tensor.bytes // self.compute.element + itself)
         return tuple(tensors)
 
     def block_input(self) -> LayerTensor:
@@ -581,7 +581,7 @@ class LayerWalk:
 
     def cross_attention(self) -> Iterator[LayerTensor]:
         """Attention to the encoder's output, which is kept once for all blocks of a stage."""
-        shape, compute, encoder = self.shape, self.compute, self.compute.of_memory
+        shape, compute, encoder = self.shape, self.compute, self.compute.for_memory
         e, tokens, r, pending = compute.element, compute.tokens, self.residual, self.memory_gradient
         q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
         heads, length = shape.heads // compute.tp, encoder.tokens // compute.batch

@@ -106,14 +106,14 @@ class ComputeConfig:
             framework=job.framework,
         )
 
-    def at(self, layer: ChainLayer) -> ComputeConfig:
+    def for_layer(self, layer: ChainLayer) -> ComputeConfig:
         """The config of a layer: a decoder's layer behind an encoder takes the decoder's tokens."""
         if not layer.decoder or self.memory:
             return self
         return replace(self, sequence=self.target, target=0, memory=self.sequence)
 
     @cached_property
-    def of_memory(self) -> ComputeConfig:
+    def for_memory(self) -> ComputeConfig:
         """The config with which a decoder's layer computes on the encoder's tokens."""
         return replace(self, sequence=self.memory or self.sequence, memory=0)
 

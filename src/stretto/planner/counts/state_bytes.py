@@ -361,10 +361,10 @@ class StateUnit:
     def _fragments(self) -> Iterable[tuple[Parameter, int]]:
         """Each parameter, with the number of its elements whose states are on this rank."""
         start, stop = self._span
-        at = 0
+        offset = 0
         for parameter in self.parameters:
-            yield parameter, max(0, min(stop, at + parameter.elements) - max(start, at))
-            at += parameter.elements
+            yield parameter, max(0, min(stop, offset + parameter.elements) - max(start, offset))
+            offset += parameter.elements
 
     def _state(self, parameter: Parameter, elements: int) -> int:
         """Bytes of the optimiser states for a number of elements of a parameter."""

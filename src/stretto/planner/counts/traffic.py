@@ -59,7 +59,7 @@ def block_traffic(
     mlp = tuple(_linears(compute, shape.hidden) if shape.moe is None else _experts(shape, compute))
     others = (*_attention_linears(shape, compute), *mlp)
     if shape.encoder_layers:  # the linears of cross-attention; keys and values take the encoder's tokens
-        keys_and_values = into_columns(compute.of_memory, shape.hidden)
+        keys_and_values = into_columns(compute.for_memory, shape.hidden)
         cross = (*_linears(compute, shape.hidden), *keys_and_values)
         others = (*_attention_linears(shape, compute), *cross, *mlp)
     again = (*core, *others) if compute.recompute == "full" else ()

@@ -144,7 +144,7 @@ def _neighbours(cut: Cut) -> Iterator[Cut]:
             for step in (1, -1, 2, -2) if length == 1 else (1, -1):
                 moved = (
                     *cut[:first],
-                    *(at + step for at in cut[first : first + length]),
+                    *(boundary + step for boundary in cut[first : first + length]),
                     *cut[first + length :],
                 )
                 if moved[first - 1] < moved[first] and moved[first + length - 1] < moved[first + length]:
@@ -297,7 +297,7 @@ def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
     if not sums.program.versions:
         return True
     stage_of = [s for s, (i, j) in enumerate(pairwise(cut)) for _ in range(i, j)]
-    return all(len({stage_of[at] for at in weights.layers}) == 1 for weights in sums.shared)
+    return all(len({stage_of[layer] for layer in weights.layers}) == 1 for weights in sums.shared)
 
 
 def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget: int) -> Cut:

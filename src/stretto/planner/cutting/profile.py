@@ -114,7 +114,7 @@ def read_profile(text: str, source: str) -> ModelProfile:
     rows = document.get("layers")
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)
-    layers = [_layer(row, at, source) for at, row in enumerate(cast("list[Any]", rows))]
+    layers = [_layer(row, index, source) for index, row in enumerate(cast("list[Any]", rows))]
     together = document.get("shared") or []
     if not isinstance(together, list):
         raise _not_shared(together, len(layers), source)
@@ -125,8 +125,8 @@ def read_profile(text: str, source: str) -> ModelProfile:
 _EXAMPLE = 'write {"layers": [{"name": "block 0", "forward_s": 0.01, "backward_s": 0.02}, ...]}'
 
 
-def _layer(row: Any, at: int, source: str) -> LayerProfile:
-    location = f"{source}: layers[{at}]"
+def _layer(row: Any, index: int, source: str) -> LayerProfile:
+    location = f"{source}: layers[{index}]"
     if not isinstance(row, Mapping):
         raise StrettoError(f"{location} is {row!r}, must be an object", hint=_EXAMPLE)
     values = cast("Mapping[str, Any]", row)
@@ -141,7 +141,7 @@ def _layer(row: Any, at: int, source: str) -> LayerProfile:
         if key not in values:
             raise StrettoError(f"{location} has no {key}", hint=f"needed are {' and '.join(_NEEDED)}")
     arguments: dict[str, Any] = {_KEYS[key]: _value(key, value, location) for key, value in values.items()}
-    arguments.setdefault("name", f"layer {at}")
+    arguments.setdefault("name", f"layer {index}")
     layer = LayerProfile(**arguments)
     for part, sum_field in (("weight_gradient_s", "backward_s"), ("input_bytes", "activation_bytes")):
         if (values.get(part) or 0) > (values.get(sum_field) or 0):
@@ -163,10 +163,10 @@ def _value(key: str, value: Any, location: str) -> Any:
 
 def _shared(row: Any, layers: int, source: str) -> SharedWeights:
     try:
-        weights = SharedWeights(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
+        weights = SharedWeights(tuple(int(layer) for layer in row["layers"]), int(row["bytes"]))
     except (TypeError, KeyError, ValueError, OverflowError):
         weights = SharedWeights((), 0)
-    within = all(0 <= at < layers for at in weights.layers)
+    within = all(0 <= layer < layers for layer in weights.layers)
     if len(set(weights.layers)) < 2 or not 0 <= weights.bytes < _LARGEST or not within:
         raise _not_shared(row, layers, source)
     return weights
@@ -200,17 +200,19 @@ def predicted_profile(
     keep = StateConfig.of(job, program)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
-    for at, name in enumerate(layer_names(shape)):
-        time = stage_time(job, cluster, assumptions, precision_of(job), range(at, at + 1), unsplit=not split)
+    for layer, name in enumerate(layer_names(shape)):
+        time = stage_time(
+            job, cluster, assumptions, precision_of(job), range(layer, layer + 1), unsplit=not split
+        )
         forward, back, weight = time.times
-        units = stage_units(shape, (at,), shares, keep, None).units
+        units = stage_units(shape, (layer,), shares, keep, None).units
         state = state_bytes(units)
         weights, states = weights + state.weights, states + state.total
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
-        output = 0 if at == shape.chain - 1 else message_bytes(shape, compute, at + 1)
-        chain_layer, mode = layer_of(shape, at), job.recompute.mode
-        layer_compute = replace(compute.at(chain_layer), recompute="none" if mode == "auto" else mode)
+        output = 0 if layer == shape.chain - 1 else message_bytes(shape, compute, layer + 1)
+        chain_layer, mode = layer_of(shape, layer), job.recompute.mode
+        layer_compute = replace(compute.for_layer(chain_layer), recompute="none" if mode == "auto" else mode)
         saved_bytes = total(layer_saved(chain_layer.kind, chain_layer.shape, layer_compute))
         layers.append(
             LayerProfile(

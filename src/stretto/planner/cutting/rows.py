@@ -118,7 +118,7 @@ class StageSums:
         cost, delay = [0.0] * (program.stages * len(KINDS)), [0.0] * (program.stages * len(KINDS))
         times = self.times(cut)
         for s in range(program.stages):
-            stage, at = s % depth, s * len(KINDS)
+            stage, position = s % depth, s * len(KINDS)
             f, i, w = times[stage]
             for kind, seconds in (
                 (ActionKind.F, f),
@@ -127,11 +127,13 @@ class StageSums:
                 (ActionKind.I, i),
                 (ActionKind.W, w),
             ):
-                cost[at + KINDS[kind]] = seconds
+                cost[position + KINDS[kind]] = seconds
             if stage and program.placement[s - 1] != program.placement[s]:
-                delay[at + KINDS[ActionKind.F]] = self.delay[cut[stage]]
+                delay[position + KINDS[ActionKind.F]] = self.delay[cut[stage]]
             if stage + 1 < depth and program.placement[s + 1] != program.placement[s]:
-                delay[at + KINDS[ActionKind.B]] = delay[at + KINDS[ActionKind.I]] = self.delay[cut[stage + 1]]
+                delay[position + KINDS[ActionKind.B]] = delay[position + KINDS[ActionKind.I]] = self.delay[
+                    cut[stage + 1]
+                ]
         code = encode(program)
         starts, ends = sweep(code, cost, delay)
         last = max(range(len(ends)), key=ends.__getitem__)
@@ -140,20 +142,20 @@ class StageSums:
     def _chain(self, last: int, starts: Sequence[float], ends: Sequence[float]) -> Counts:
         """Walk back from the last slot, each time to what its start was waiting for."""
         code, depth = encode(self.program), self.depth
-        node = {slot: at for at, slot in enumerate(code.slots)}
+        node = {slot: position for position, slot in enumerate(code.slots)}
         kinds = list(KINDS)
         counts = Counter[tuple[int, ActionKind]]()
         slot = last
         while slot in node:
-            at = node[slot]
-            stage, number = divmod(code.kinds[at], len(kinds))
-            kind, stage = kinds[number], stage % depth
+            position = node[slot]
+            stage, kind_index = divmod(code.kinds[position], len(kinds))
+            kind, stage = kinds[kind_index], stage % depth
             counts[stage, kind] += 1
-            if ends[slot - 1] >= starts[slot] or not code.sources[at]:
+            if ends[slot - 1] >= starts[slot] or not code.sources[position]:
                 slot -= 1
                 continue
             counts[stage, ActionKind.RECV_F if kind in _FORWARD else ActionKind.RECV_B] += 1
-            slot = code.sources[at]
+            slot = code.sources[position]
         return counts
 
     def chain(self, counts: Counts) -> Row:
@@ -225,8 +227,8 @@ class StageSums:
             total += self.copies[s] * (self.bytes[j] - self.bytes[i])
             copies |= dict.fromkeys(range(i, j), self.copies[s])
         for weights in self.shared:
-            on_rank = [at for at in weights.layers if at in copies]
-            total -= sum(copies[at] * weights.bytes for at in on_rank[1:])
+            on_rank = [layer for layer in weights.layers if layer in copies]
+            total -= sum(copies[layer] * weights.bytes for layer in on_rank[1:])
         return total
 
     def _activations(self, cut: Cut, counts: Counts) -> float:
@@ -263,8 +265,8 @@ class StageSums:
         """Bytes of weights up to each layer; shared ones count at the first of their layers only."""
         each = [float(layer.parameters) for layer in self.profile.layers]
         for weights in self.shared:
-            for at in weights.layers[1:]:
-                each[at] -= weights.bytes
+            for layer in weights.layers[1:]:
+                each[layer] -= weights.bytes
         return [0.0, *accumulate(each)]
 
 

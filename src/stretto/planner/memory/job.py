@@ -138,8 +138,8 @@ def _counts(blocks: int) -> list[Counts]:
 
 def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
     full, selective = counts
-    for at, layer in enumerate(blocks[: full + selective]):
-        modes[_number(job, layer)] = "full" if at < full else "selective"
+    for index, layer in enumerate(blocks[: full + selective]):
+        modes[_number(job, layer)] = "full" if index < full else "selective"
 
 
 def _number(job: MemoryJob, layer: int) -> int:

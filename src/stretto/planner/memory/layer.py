@@ -137,7 +137,7 @@ def layer_memory(
             those of 16 bits always are.
     """
     chain_layer = layer_of(shape, layer)
-    compute = compute.at(chain_layer)
+    compute = compute.for_layer(chain_layer)
     return _layer_memory(chain_layer.kind, chain_layer.shape, compute, separate_gradients)
 
 

@@ -186,7 +186,7 @@ def stage_memory_of(
     memories = [
         layer_memory(shape, modes[job.mode(layer)], layer, job.separate_gradients) for layer in layers
     ]
-    last = compute.at(layer_of(shape, layers[-1]))
+    last = compute.for_layer(layer_of(shape, layers[-1]))
     return stage_memory(
         memories,
         boundary=compute.element * last.shard * shape.hidden,
@@ -203,8 +203,8 @@ def message_bytes(shape: ModelShape, compute: ComputeConfig, layer: int) -> int:
     token_bytes = compute.element * shape.hidden
     if not shape.encoder_layers or layer <= shape.encoder_layers + 1:
         return token_bytes * compute.shard
-    decoder = compute.at(layer_of(shape, shape.chain - 1))
-    return token_bytes * (decoder.shard + (decoder.of_memory.shard if layer < shape.chain - 1 else 0))
+    decoder = compute.for_layer(layer_of(shape, shape.chain - 1))
+    return token_bytes * (decoder.shard + (decoder.for_memory.shard if layer < shape.chain - 1 else 0))
 
 
 def largest_message(shape: ModelShape, compute: ComputeConfig) -> int:
@@ -408,10 +408,14 @@ class HeldVersions:
             if action.kind is ActionKind.B and action.microbatch is not None:
                 last[action.stage, program.versions[action.stage][action.microbatch]] = action
         self._last = {action: key for key, action in last.items()}
-        place = {action: at for at, action in enumerate(order)}
+        place = {action: position for position, action in enumerate(order)}
         self._at = {key: place[action] for key, action in last.items()}
         self._updates = {
-            stage: [at for at, a in enumerate(order) if a.kind is ActionKind.UPDATE and a.stage == stage]
+            stage: [
+                position
+                for position, a in enumerate(order)
+                if a.kind is ActionKind.UPDATE and a.stage == stage
+            ]
             for stage in {a.stage for a in order}
         }
 
@@ -437,16 +441,16 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, ActionKind]]:
     """Buffers for the messages of each stage and direction: a message occupies its buffer from its receive to
     the last backward action of its microbatch on that stage.
     """
-    ends = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind.is_compute}
+    ends = {(a.stage, a.microbatch): position for position, a in enumerate(order) if a.kind.is_compute}
     largest, now = Counter[tuple[int, ActionKind]](), Counter[tuple[int, ActionKind]]()
     freed = dict[int, list[tuple[int, ActionKind]]]()
-    for at, action in enumerate(order):
+    for position, action in enumerate(order):
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             pool = (action.stage, action.kind)
             now[pool] += 1
             largest[pool] = max(largest[pool], now[pool])
             freed.setdefault(ends[action.stage, action.microbatch], []).append(pool)
-        for pool in freed.pop(at, ()):
+        for pool in freed.pop(position, ()):
             now[pool] -= 1
     return largest
 
@@ -458,7 +462,7 @@ def step_ids(job: MemoryJob, microbatches: int) -> int:
     compute = job.compute
     ids = 2 * compute.tokens
     if job.shape.encoder_layers:
-        ids = compute.tokens + 2 * compute.at(layer_of(job.shape, job.shape.chain - 1)).tokens
+        ids = compute.tokens + 2 * compute.for_layer(layer_of(job.shape, job.shape.chain - 1)).tokens
     return _ID * ids * microbatches
 
 
@@ -466,7 +470,7 @@ def _tables(job: MemoryJob, rank: int) -> int:
     """Bytes of the sines and cosines of rotary positions, or of the buckets of distances in each stack."""
     if job.shape.relative:
         hows = (
-            job.compute.at(layer_of(job.shape, layer))
+            job.compute.for_layer(layer_of(job.shape, layer))
             for layer in blocks_among(job.shape, job.layers_of(rank))
         )
         return sum(_ID * length**2 for length in {compute.sequence for compute in hows})

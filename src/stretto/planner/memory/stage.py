@@ -135,9 +135,9 @@ def _backward_peak(
 ) -> int:
     """Peak bytes of B or I, beyond what is held before it."""
     moved = peak = 0  # bytes now, minus the bytes at the start
-    for at, layer in enumerate(reversed(layers)):
+    for index, layer in enumerate(reversed(layers)):
         layer_resident, linears = (
-            resident[-1 - at],
+            resident[-1 - index],
             sum(tensor.held_until_w is not None for tensor in layer.tensors),
         )
         gradients, formed = (
@@ -145,7 +145,7 @@ def _backward_peak(
         )
         if not linears:
             gradients += formed
-        incoming = boundary if at else 0  # the gradient from the following layer
+        incoming = boundary if index else 0  # the gradient from the following layer
         # the tensors from the last to the first: saved ones one by one, recomputed neighbours together
         # in one group
         groups = list[list[LayerTensor]]()
@@ -171,7 +171,7 @@ def _backward_peak(
                     moved += tensor.held_until_w + (0 if tensor.saved else tensor.bytes)
                     if tensor.is_residual:  # counted already, as incoming or as a neighbour's temporary
                         first = tensor is layer.last_product
-                        moved -= 0 if at or not first else boundary
+                        moved -= 0 if index or not first else boundary
                         incoming = -boundary * (not first)
                 elif tensor.saved:
                     moved -= tensor.bytes

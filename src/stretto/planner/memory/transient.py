@@ -109,7 +109,7 @@ class StageUnits:
         if not self._each and self.gather != "layer":
             return (Resident(),) * len(self.layers)
         resident = list[Resident]()
-        for at, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             open_ = [unit for unit in self._each if unit.complete <= layer]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.full_gradient for unit in open_ if unit.complete == layer), default=0)
@@ -123,10 +123,10 @@ class StageUnits:
             )
             resident.append(
                 Resident(
-                    forward=self._of(self.layers[at : at + 2]),
-                    again=self._of(self.layers[at : at + 2], self.layers[-1:]),
+                    forward=self._of(self.layers[index : index + 2]),
+                    again=self._of(self.layers[index : index + 2], self.layers[-1:]),
                     loss=self._of([layer]),
-                    backward=self._of(self.layers[max(0, at - 1) : at + 1]),
+                    backward=self._of(self.layers[max(0, index - 1) : index + 1]),
                     gradients=flying + before_it,
                     formed=formed - before_it + sent,
                     after=flying + formed + packed,

@@ -175,23 +175,23 @@ class LayerGathers:
                 self._release(stage, set(self._of_stage[stage]))
         return self.calls
 
-    def _units(self, stage: int, at: int) -> dict[str, StateUnit]:
+    def _units(self, stage: int, index: int) -> dict[str, StateUnit]:
         """The units with parameters of a layer."""
         layers = self.stages[stage].layers
-        if not 0 <= at < len(layers):
+        if not 0 <= index < len(layers):
             return {}
-        return {_name(u): u for u in self.stages[stage].units if u.used_by(layers[at]) and u.gathered}
+        return {_name(u): u for u in self.stages[stage].units if u.used_by(layers[index]) and u.gathered}
 
-    def _gather_layer(self, stage: int, at: int, following: int) -> None:
-        for name, unit in {**self._units(stage, at), **self._units(stage, following)}.items():
+    def _gather_layer(self, stage: int, index: int, following: int) -> None:
+        for name, unit in {**self._units(stage, index), **self._units(stage, following)}.items():
             if name not in self._gathered:
                 self._gathered[name] = unit
                 self._of_stage[stage].add(name)
                 self.calls.append(unit)
 
-    def _release_layer(self, stage: int, at: int, following: int) -> None:
+    def _release_layer(self, stage: int, index: int, following: int) -> None:
         still = self._units(stage, following)
-        self._release(stage, {n for n in self._units(stage, at) if n not in still} & self._of_stage[stage])
+        self._release(stage, {n for n in self._units(stage, index) if n not in still} & self._of_stage[stage])
 
     def _release(self, stage: int, names: set[str]) -> None:
         for name in names:

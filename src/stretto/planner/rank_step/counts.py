@@ -90,7 +90,7 @@ def _linears(shape: ModelShape, compute: ComputeConfig) -> tuple[int, int]:
     kv = compute.kv_heads(shape) * shape.head_dim
     around = compute.tokens * h * (2 * q + 2 * kv)
     if shape.encoder_layers:
-        around += compute.tokens * h * 2 * q + compute.of_memory.tokens * h * 2 * kv
+        around += compute.tokens * h * 2 * q + compute.for_memory.tokens * h * 2 * kv
     if shape.latent is not None:
         # each rank of sequence parallelism makes the narrow vectors of its own tokens alone
         narrow = h * (shape.latent.kv_rank + shape.latent.rope_dim + (shape.latent.q_rank or 0))
@@ -131,7 +131,7 @@ def _core(shape: ModelShape, compute: ComputeConfig, index: int) -> tuple[int, i
     # gradients of probabilities, values, queries and keys, and the scores again unless they were kept
     forward, back = of * (wide + narrow), of * (2 * narrow + (2 if explicit else 3) * wide)
     if shape.encoder_layers:
-        cross_pairs = 2 * compute.batch * heads * n * (compute.of_memory.tokens // compute.batch)
+        cross_pairs = 2 * compute.batch * heads * n * (compute.for_memory.tokens // compute.batch)
         stores_probabilities = compute.attention == "explicit" or shape.dropout > 0.0
         forward, back = (
             forward + cross_pairs * 2 * wide,
@@ -238,7 +238,7 @@ def bytes_sent(job: Job, memory_job: MemoryJob) -> int | None:
     first = [
         rank
         for rank in range(job.layout.world)
-        if not any(at for axis, at in job.layout.coordinates(rank).items() if axis != "pp")
+        if not any(coordinate for axis, coordinate in job.layout.coordinates(rank).items() if axis != "pp")
     ]
     return max(counts(job, rank, memory_job).sent for rank in first)
 
@@ -342,7 +342,7 @@ class _Counting:
         compute = replace(self.memory.compute, recompute=self.memory.mode(layer))
         chain_layer = layer_of(shape, layer)
         kind, block = chain_layer.kind, chain_layer.shape
-        compute = compute.at(chain_layer)
+        compute = compute.for_layer(chain_layer)
         flops = layer_flops(block, kind, compute, self.coordinates["cp"])
         # an input that came from another stage is kept whole
         sharded = replace(compute, shard_inputs=compute.shard_inputs and not received)
@@ -350,7 +350,7 @@ class _Counting:
         trained = self.memory.state_config.trained
         # frozen parameters of experts and of latent attention count as trained
         if not (trained.everything or block.moe or block.latent):
-            earlier = (layer_parameters(shape, at, self.memory.shares) for at in range(layer))
+            earlier = (layer_parameters(shape, other, self.memory.shares) for other in range(layer))
             # else the layer's input has no gradient
             upstream = any(trained(parameter.name) for parameters in earlier for parameter in parameters)
             traffic = frozen_traffic(shape, layer, compute, trained, upstream=upstream, traffic=traffic)
@@ -501,16 +501,16 @@ class _Counting:
         """The stages of one copy that use a parameter that layers share."""
         shape, shares = self.memory.shape, self.memory.shares
         users = {
-            at
-            for at in range(shape.chain)
-            if any(p.name == name for p in layer_parameters(shape, at, shares))
+            layer
+            for layer in range(shape.chain)
+            if any(p.name == name for p in layer_parameters(shape, layer, shares))
         }
         return [s for s, layers in enumerate(self.memory.stages) if users.intersection(layers)]
 
     def _tied_halves(self, stage: int) -> tuple[str, ...]:
         layers = self.layers(stage)
         shape = self.memory.shape
-        lookups = [at for at in layers if layer_of(shape, at).kind in ("embed", "between")]
+        lookups = [layer for layer in layers if layer_of(shape, layer).kind in ("embed", "between")]
         return ("I",) * len(lookups) + (self._head_half,) * (shape.tied and shape.chain - 1 in layers)
 
     @cached_property
@@ -518,7 +518,9 @@ class _Counting:
         """The half of a backward in which the head's weight gets its gradient."""
         shape = self.memory.shape
         return (
-            "I" if self.memory.compute.at(layer_of(shape, shape.chain - 1)).loss_chunk_tokens(shape) else "W"
+            "I"
+            if self.memory.compute.for_layer(layer_of(shape, shape.chain - 1)).loss_chunk_tokens(shape)
+            else "W"
         )
 
     def _sum_over(

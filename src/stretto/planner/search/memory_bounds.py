@@ -50,12 +50,12 @@ class PeakState(NamedTuple):
     Attributes:
         in_flight: for each of its stages, microbatches between forward and backward, this one included.
         waiting: for each stage, microbatches between I and W.
-        at: index of the stage that begins the backward.
+        stage_index: index of the stage that begins the backward, among the rank's.
     """
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
-    at: int
+    stage_index: int
 
 
 def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> int:
@@ -103,25 +103,25 @@ def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
 
 
 def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
-    index = {stage: at for at, stage in enumerate(program.stages_of(rank))}
+    index = {stage: stage_index for stage_index, stage in enumerate(program.stages_of(rank))}
     order: Sequence[Action] = program.orders[rank]
     split = {a.stage for a in order if a.kind is ActionKind.W}
     flights, waiting = [0] * len(index), [0] * len(index)
     best = dict[tuple[int, float], tuple[float, PeakState]]()
     for stage, kind, _ in order:
-        at = index[stage]
+        stage_index = index[stage]
         if kind is ActionKind.F:
-            flights[at] += 1
+            flights[stage_index] += 1
         elif kind is ActionKind.B or kind is ActionKind.I:
             for weight in _WEIGHTS:
                 score = sum(flights) + weight * sum(waiting)
-                previous = best.get((at, weight))
+                previous = best.get((stage_index, weight))
                 if previous is None or score > previous[0]:
-                    best[at, weight] = score, PeakState(tuple(flights), tuple(waiting), at)
-            flights[at] -= 1
-            waiting[at] += kind is ActionKind.I and stage in split
+                    best[stage_index, weight] = score, PeakState(tuple(flights), tuple(waiting), stage_index)
+            flights[stage_index] -= 1
+            waiting[stage_index] += kind is ActionKind.I and stage in split
         elif kind is ActionKind.W:
-            waiting[at] -= 1
+            waiting[stage_index] -= 1
     return tuple({peak: None for _, peak in sorted(best.values(), key=lambda entry: -entry[0])})
 
 
@@ -219,7 +219,7 @@ class MemoryBounds:
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
         full = self._blocks(parallelism, "full")
-        end_layers = [self._layer(parallelism, at, "none") for at in self.ends]
+        end_layers = [self._layer(parallelism, layer, "none") for layer in self.ends]
         head = end_layers[-1]
         if again.mode in ("full", "auto") and again.blocks is None:
             partial, recomputed = full, 0
@@ -231,8 +231,8 @@ class MemoryBounds:
         for rank, state_bytes in zip(ranks, states, strict=True):
             saved, waits = list[int](), list[int]()
             workers = list[_Layer]()
-            for at, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
-                starts, ends = rank.first[at], rank.last[at]
+            for stage_index, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
+                starts, ends = rank.first[stage_index], rank.last[stage_index]
                 start = stage.start + starts
                 repeated = (
                     kind_counts(shape, range(start, min(start + recomputed, shape.chain)))
@@ -241,19 +241,21 @@ class MemoryBounds:
                 )
                 if sum(repeated) > sum(every):
                     repeated = every
-                total = sum(n * layer.saved for n, layer in zip(rank.ends[at], end_layers, strict=True))
+                total = sum(
+                    n * layer.saved for n, layer in zip(rank.ends[stage_index], end_layers, strict=True)
+                )
                 for n, repeats, full_block, block in zip(every, repeated, full, partial, strict=True):
                     total += repeats * full_block.saved + (n - repeats) * block.saved
                 saved.append(total)
                 waiting = sum(n * block.held_until_w for n, block in zip(every, full, strict=True))
                 waits.append(max(0, waiting + ends * head.held_until_w - inputs))
                 workers.append(
-                    head if ends else (partial if sum(every) > recomputed else full)[rank.finals[at]]
+                    head if ends else (partial if sum(every) > recomputed else full)[rank.finals[stage_index]]
                 )
             activations = 0
             for peak in rank.peaks:
                 now = sum(map(int.__mul__, peak.in_flight, saved))
-                now += sum(map(int.__mul__, peak.waiting, waits)) + workers[peak.at].backward
+                now += sum(map(int.__mul__, peak.waiting, waits)) + workers[peak.stage_index].backward
                 activations = max(activations, now)
             bounds.append(MemoryBound(state_bytes, activations))
         return max(bounds, key=lambda bound: bound.total)
@@ -291,7 +293,7 @@ class MemoryBounds:
                         stages=local,
                         counts=tuple(kind_counts(task.shape, stage) for stage in local),
                         finals=tuple(self._kind_of(stage.stop - 1) for stage in local),
-                        ends=tuple(tuple(int(at in stage) for at in self.ends) for stage in local),
+                        ends=tuple(tuple(int(layer in stage) for layer in self.ends) for stage in local),
                         first=tuple(not is_block(task.shape, stage.start) for stage in local),
                         last=ends,
                         peaks=_highest_peaks(full[rank], ends) if full else (),
@@ -322,11 +324,11 @@ class MemoryBounds:
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
         """The bytes of a single layer."""
-        at = parallelism.layout
+        layout = parallelism.layout
         sizes = (
-            at.tp,
-            at.cp,
-            at.ep,
+            layout.tp,
+            layout.cp,
+            layout.ep,
             parallelism.expert_tp,
             parallelism.micro_batch,
             parallelism.sequence_parallel,
@@ -337,7 +339,7 @@ class MemoryBounds:
                 self.task
             )
             compute = replace(ComputeConfig.of(job), recompute=mode)
-            layer_compute = compute.at(layer_of(self.task.shape, layer))
+            layer_compute = compute.for_layer(layer_of(self.task.shape, layer))
             boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden
             work = layer_memory(self.task.shape, compute, layer)
             alone = stage_memory([work], boundary)
@@ -355,7 +357,7 @@ def _highest_peaks(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[Pea
         max(full, key=lambda peak: sum(peak.in_flight)),
         max(full, key=lambda peak: sum(peak.waiting)),
     )
-    return tuple(dict.fromkeys((full[0], *highest, *(peak for peak in full if ends[peak.at]))))
+    return tuple(dict.fromkeys((full[0], *highest, *(peak for peak in full if ends[peak.stage_index]))))
 
 
 @lru_cache(maxsize=64)

@@ -86,11 +86,11 @@ def rank_layers(
         rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
         start = min(rank_stages)
         layers_of_rank = RankLayers(
-            ends=tuple(sum(at in stages[s] for s in rank_stages) for at in ends),
+            ends=tuple(sum(layer in stages[s] for s in rank_stages) for layer in ends),
             stages=tuple(rank_stages),
             blocks=tuple(counts[s] for s in rank_stages),
             before=kind_counts(shape, range(stages[start].start)),
-            inside=tuple(int(at < stages[start].start) for at in ends),
+            inside=tuple(int(layer < stages[start].start) for layer in ends),
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
@@ -188,16 +188,16 @@ class TimeBounds:
 
     def layers(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
         """Seconds of embedding, blocks and head."""
-        at = parallelism.layout
+        layout = parallelism.layout
         # groups over tp, cp and experts span the same nodes for any number of replicas and stages
-        sizes = at.tp, at.cp, at.ep, parallelism.expert_tp, parallelism.micro_batch
+        sizes = layout.tp, layout.cp, layout.ep, parallelism.expert_tp, parallelism.micro_batch
         key = (
             sizes,
             parallelism.sequence_parallel,
             parallelism.context,
             mode,
             backwards,
-            self.cluster(at.world).node,
+            self.cluster(layout.world).node,
         )
         if key not in self._layers:
             self._layers[key] = self._times(parallelism, mode, backwards)
@@ -207,13 +207,13 @@ class TimeBounds:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
         compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
 
-        def seconds(at: int) -> LayerSeconds:
-            chain_layer = layer_of(self.task.shape, at)
+        def seconds(layer: int) -> LayerSeconds:
+            chain_layer = layer_of(self.task.shape, layer)
             time = layer_time(
                 shape=chain_layer.shape,
                 kind=chain_layer.kind,
                 compute=replace(
-                    compute.at(chain_layer), recompute=mode if chain_layer.kind == "block" else "none"
+                    compute.for_layer(chain_layer), recompute=mode if chain_layer.kind == "block" else "none"
                 ),
                 layout=parallelism.layout,
                 cluster=cluster,
@@ -359,7 +359,9 @@ class TimeBounds:
                 gathering = sum(times[stage].gather for stage in gathers)
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
-            wait = sum(end.forward for at, end in zip(self._ends, layers.ends, strict=True) if at < before)
+            wait = sum(
+                end.forward for layer, end in zip(self._ends, layers.ends, strict=True) if layer < before
+            )
             wait += layers.forward(kind_counts(self.task.shape, range(before)))
             if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
@@ -386,7 +388,7 @@ class TimeBounds:
         action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
-        counts = (*(at in stage for at in self._ends), *kind_counts(shape, stage))
+        counts = (*(layer in stage for layer in self._ends), *kind_counts(shape, stage))
         all_least, all_slow = (*fastest.ends, *fastest.blocks), (*slow.ends, *slow.blocks)
         for count, quick, longest in zip(counts, all_least, all_slow, strict=True):
             forward += count * quick.forward

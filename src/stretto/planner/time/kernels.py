@@ -188,7 +188,7 @@ class _LayerKernels:
         parts = [self.linears(attention_linears(shape, compute), compute.tokens), self.mlp()]
         if shape.encoder_layers:  # keys and values of the encoder's tokens
             keys_and_values = 2 * compute.kv_heads(shape) * shape.head_dim, shape.hidden
-            parts.append(self.linears([keys_and_values], compute.of_memory.tokens))
+            parts.append(self.linears([keys_and_values], compute.for_memory.tokens))
         forward, back, weight = (sum(part[index] for part in parts) for index in range(3))
         core, core_back = self.core(backward=False), self.core(backward=True)
         passes, passes_back = (self.passes * seconds for seconds in self.block_passes())
@@ -270,7 +270,7 @@ class _LayerKernels:
         else:
             seconds = attention(rows, keys, heads, causal)
         if shape.encoder_layers:
-            seconds += attention(rows, compute.of_memory.tokens // compute.batch, heads, False)
+            seconds += attention(rows, compute.for_memory.tokens // compute.batch, heads, False)
         if self.fused:
             seconds /= self.software.fused(self.device) * (flex_speed(backward) if self.flex else 1.0)
         elif compute.attention != "explicit" and causal:  # tiles skip the keys that none of their queries see
@@ -347,7 +347,7 @@ class _LayerKernels:
 
     def between(self) -> KernelTimes:
         """The encoder's last norm, and the embedding of the decoder's tokens."""
-        embedding, tokens = self.embed(), self.compute.of_memory.shard
+        embedding, tokens = self.embed(), self.compute.for_memory.shard
         stream = float(self.compute.element * tokens * self.shape.hidden) * self.shape.last_norm
         return replace(
             embedding,

@@ -28,7 +28,7 @@ def interpolate(rows: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def nearest_rate(
-    rows: Sequence[tuple[tuple[float, ...], float, float]], at: tuple[float, ...], launch: float = 0.0
+    rows: Sequence[tuple[tuple[float, ...], float, float]], sizes: tuple[float, ...], launch: float = 0.0
 ) -> float:
     """Work per second of a shape, from rows of (shape, work, seconds): the geometric mean of the rates of the
     four nearest rows in the logarithms of their sizes, weighted by the inverse square of the distance.
@@ -37,7 +37,7 @@ def nearest_rate(
         launch: seconds of launch overhead in every row, which are subtracted.
     """
     neighbours = sorted(
-        (_distance(shape, at), work / _working(seconds, launch)) for shape, work, seconds in rows
+        (_distance(shape, sizes), work / _working(seconds, launch)) for shape, work, seconds in rows
     )[:4]
     if neighbours[0][0] < 1e-9:
         return neighbours[0][1]

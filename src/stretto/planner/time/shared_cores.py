@@ -79,18 +79,22 @@ def shared_replay(
         cores: cores that all of them share.
     """
     orders = [[a for a in order if a.kind.is_compute] for order in program.orders]
-    at = [0] * len(orders)
+    positions = [0] * len(orders)
     done = set[Action]()
     running: dict[int, float] = {}
     spans = dict[Action, tuple[float, float]]()
     now = 0.0
     while True:
         for rank, order in enumerate(orders):
-            if rank not in running and at[rank] < len(order) and _ready(program, order[at[rank]], done):
-                running[rank] = seconds(order[at[rank]])
-                spans[order[at[rank]]] = (now, now)
+            if (
+                rank not in running
+                and positions[rank] < len(order)
+                and _ready(program, order[positions[rank]], done)
+            ):
+                running[rank] = seconds(order[positions[rank]])
+                spans[order[positions[rank]]] = (now, now)
         if not running:
-            assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "a standstill"
+            assert all(n == len(order) for n, order in zip(positions, orders, strict=True)), "a standstill"
             return SharedReplay(now, spans)
         rate = min(1.0, cores / (processes * len(running)))
         step = min(running.values())
@@ -99,10 +103,10 @@ def shared_replay(
             running[rank] -= step
             if running[rank] <= 1e-12:
                 del running[rank]
-                action = orders[rank][at[rank]]
+                action = orders[rank][positions[rank]]
                 spans[action] = (spans[action][0], now)
                 done.add(action)
-                at[rank] += 1
+                positions[rank] += 1
 
 
 def _ready(program: Program, action: Action, done: set[Action]) -> bool:
@@ -212,7 +216,7 @@ def layer_seconds(
     beside them, and communication.
     """
     chain_layer = layer_of(job.shape, layer)
-    kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).at(chain_layer), recompute=mode)
+    kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).for_layer(chain_layer), recompute=mode)
     work = kernel_times(
         shape=chain_layer.shape,
         kind=kind,

@@ -217,7 +217,7 @@ def stage_time(
         time = layer_time(
             shape=chain_layer.shape,
             kind=chain_layer.kind,
-            compute=replace(ComputeConfig.of(job).at(chain_layer), recompute=mode),
+            compute=replace(ComputeConfig.of(job).for_layer(chain_layer), recompute=mode),
             layout=job.layout,
             cluster=cluster,
             precision=precision,
@@ -386,9 +386,9 @@ def _reduced_at(
     if not assumptions.overlap:
         return done + _of(program, rank, data, "reduce")
     last: dict[int, float] = {}
-    for at, action in enumerate(order):
+    for position, action in enumerate(order):
         if action.kind in (ActionKind.B, ActionKind.W):
-            last[action.stage] = ends[at]
+            last[action.stage] = ends[position]
     free = 0.0
     for stage, end in sorted(last.items(), key=lambda item: item[1]):
         number = stage % program.depth

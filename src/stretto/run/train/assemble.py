@@ -180,7 +180,7 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
 def _chunk_loss(job: Job, model: LanguageModel) -> None:
     """Let the head compute the loss from some tokens' logits at a time, if that pays off."""
     head, loss = model.head, model.get_submodule("loss")
-    compute = ComputeConfig.of(job).at(layer_of(job.shape, job.shape.chain - 1))
+    compute = ComputeConfig.of(job).for_layer(layer_of(job.shape, job.shape.chain - 1))
     if tokens := compute.loss_chunk_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)
         assert isinstance(loss, VocabParallelCrossEntropy)
