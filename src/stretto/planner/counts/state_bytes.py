@@ -353,10 +353,10 @@ class StateUnit:
     def _span(self) -> tuple[int, int]:
         """The elements [start, stop) whose states this rank has."""
         state_config = self.state_config
-        number = state_config.expert_copy if self.expert else state_config.copy
-        if state_config.mode == "server" and number and not self.frozen:
+        copy = state_config.expert_copy if self.expert else state_config.copy
+        if state_config.mode == "server" and copy and not self.frozen:
             return 0, 0
-        return self.sizes.span(self.size, number, self.copies, 3)
+        return self.sizes.span(self.size, copy, self.copies, 3)
 
     def _fragments(self) -> Iterable[tuple[Parameter, int]]:
         """Each parameter, with the number of its elements whose states are on this rank."""

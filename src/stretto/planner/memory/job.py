@@ -49,7 +49,7 @@ def block_modes(
     for stage in job.stages:
         blocks_of_stage = _blocks(job, stage)
         for layer in blocks_of_stage if blocks is None or wanted != "full" else blocks_of_stage[:blocks]:
-            modes[_number(job, layer)] = wanted
+            modes[_block_index(job, layer)] = wanted
     return replace(job, modes=tuple(modes))
 
 
@@ -139,14 +139,14 @@ def _counts(blocks: int) -> list[Counts]:
 def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
     full, selective = counts
     for index, layer in enumerate(blocks[: full + selective]):
-        modes[_number(job, layer)] = "full" if index < full else "selective"
+        modes[_block_index(job, layer)] = "full" if index < full else "selective"
 
 
-def _number(job: MemoryJob, layer: int) -> int:
+def _block_index(job: MemoryJob, layer: int) -> int:
     """The index of a block among all of the model."""
-    number = layer_of(job.shape, layer).block
-    assert number is not None
-    return number
+    block = layer_of(job.shape, layer).block
+    assert block is not None
+    return block
 
 
 def _blocks(job: MemoryJob, stage: range) -> list[int]:

@@ -408,8 +408,8 @@ class HeldVersions:
             if action.kind is ActionKind.B and action.microbatch is not None:
                 last[action.stage, program.versions[action.stage][action.microbatch]] = action
         self._last = {action: key for key, action in last.items()}
-        place = {action: position for position, action in enumerate(order)}
-        self._at = {key: place[action] for key, action in last.items()}
+        positions = {action: position for position, action in enumerate(order)}
+        self._at = {key: positions[action] for key, action in last.items()}
         self._updates = {
             stage: [
                 position

@@ -413,11 +413,11 @@ class _Counting:
             digits = unit.sizes.digits(ranks.index(self.rank), unit.copies)
             ranks = [
                 rank
-                for number, rank in enumerate(ranks)
+                for index, rank in enumerate(ranks)
                 if all(
                     a == b or level == call.level
                     for level, (a, b) in enumerate(
-                        zip(unit.sizes.digits(number, unit.copies), digits, strict=True)
+                        zip(unit.sizes.digits(index, unit.copies), digits, strict=True)
                     )
                 )
             ]
@@ -429,8 +429,8 @@ class _Counting:
 
     def _span(self, unit: StateUnit) -> tuple[int, int]:
         """The elements whose reduced gradients this rank gets."""
-        number = self._copies(unit.expert).index(self.rank)
-        return unit.sizes.span(unit.size, number, unit.copies, 3)
+        index = self._copies(unit.expert).index(self.rank)
+        return unit.sizes.span(unit.size, index, unit.copies, 3)
 
     def _gathers(self) -> None:
         if self.memory.gather == "stage":
@@ -549,9 +549,9 @@ class _Counting:
             copies = state_config.expert_copies if expert else state_config.copies
             sizes = state_config.sizes.for_copies(copies) if expert else state_config.sizes
             digit = {
-                rank: sizes.digits(number, copies)[3]
+                rank: sizes.digits(index, copies)[3]
                 for ranks in layout.groups(_OVER[axes])
-                for number, rank in enumerate(sorted(ranks))
+                for index, rank in enumerate(sorted(ranks))
             }
             ranks_alike = [rank for rank, value in digit.items() if value == digit[self.rank]]
             self._call(sorted(ranks_alike), "all-reduce", _NUMBER)

@@ -79,13 +79,13 @@ _OOM_RISK_PENALTY = 0.16
 _ACCEPTED_FAMILY_PENALTY = 1.15
 # A dive continues while the next expected time is below this multiple of the best time. Larger: longer dives
 # and a later proof.
-_PROMISING = 1.05
+_DIVE_MARGIN = 1.05
 # A node is pushed back if its key has grown by more since it was pushed. Larger: fewer updates of the heap;
 # smaller: an order closer to the current expectations.
 _REKEY_TOLERANCE = 1.001
 # Share of the memory budget above which a bound counts as tight. Smaller: more candidates have their memory
 # computed before their replay.
-_TIGHT = 0.93
+_TIGHT_SHARE = 0.93
 
 Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, families that fit
 
@@ -226,7 +226,7 @@ class BranchAndBound:
 
     def _is_promising(self) -> bool:
         """True if a dive may soon accept a better candidate, or too few families are accepted."""
-        return len(self.families) < self.wanted or self._heap[0][0] < _PROMISING * self.best()
+        return len(self.families) < self.wanted or self._heap[0][0] < _DIVE_MARGIN * self.best()
 
     def _is_proved(self) -> bool:
         """True once `wanted` families, one of them safe, beat the lower bound of everything left."""
@@ -256,7 +256,7 @@ class BranchAndBound:
         fit = self.evaluator.fits.get(candidate)
         if fit is not None:
             return not fit.likely
-        return self.savings.bounds.of(candidate).total > _TIGHT * self.savings.budget
+        return self.savings.bounds.of(candidate).total > _TIGHT_SHARE * self.savings.budget
 
     def _cost(self, seconds: float, candidate: Candidate) -> float:
         return seconds * self._price(candidate.parallelism.layout)

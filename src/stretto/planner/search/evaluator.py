@@ -25,9 +25,9 @@ from stretto.planner.time.step import step_time
 from stretto.program.schedules.traits import updates_within
 
 _SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
-_ENOUGH_ACTIONS = 2000  # most of the time of smaller programs does not grow with their actions
-_EXCESS = 1.04  # ratio of exact times to bounds, until some of a schedule are known
-_KINDS = 3  # actions of a microbatch on a stage: F, I and W
+_TIMED_ACTIONS = 2000  # most of the time of smaller programs does not grow with their actions
+_FIRST_EXCESS = 1.04  # ratio of exact times to bounds, until some of a schedule are known
+_ACTIONS_PER_STAGE = 3  # actions of a microbatch on a stage: F, I and W
 
 
 class Deadline:
@@ -87,7 +87,7 @@ class CandidateEvaluator:
             self._update_pace("replay", perf_counter() - started, self._actions(candidate))
             bound = self.bounds.candidate(candidate, candidate.job(self.task))
             variants = self._excess.setdefault(candidate.schedule.name, {})
-            count, mean = variants.get(candidate.schedule, (1, _EXCESS))
+            count, mean = variants.get(candidate.schedule, (1, _FIRST_EXCESS))
             ratio = self.times[candidate].seconds / bound
             variants[candidate.schedule] = count + 1, mean + (ratio - mean) / (count + 1)
         return self.times[candidate].seconds
@@ -109,7 +109,7 @@ class CandidateEvaluator:
         variants = self._excess.get(choice.name, {})
         if choice in variants:
             return variants[choice][1]
-        return min((mean for _, mean in variants.values()), default=_EXCESS)
+        return min((mean for _, mean in variants.values()), default=_FIRST_EXCESS)
 
     def expected_seconds(self, candidate: Candidate) -> float:
         """Expected duration of computing a candidate's time and memory, as far as they are not known."""
@@ -122,7 +122,7 @@ class CandidateEvaluator:
 
     def _update_pace(self, task: Literal["replay", "memory"], seconds: float, actions: int) -> None:
         """Follow the pace of this machine, faster upwards: a search must not overrun its time."""
-        if actions >= _ENOUGH_ACTIONS:
+        if actions >= _TIMED_ACTIONS:
             pace = seconds / actions
             self._pace[task] = max(pace, 0.7 * self._pace[task] + 0.3 * pace)
 
@@ -133,7 +133,7 @@ class CandidateEvaluator:
             microbatches *= 4  # a step, and the windows of `planner.time.step`
         if short:
             microbatches = min(microbatches, 2 * filling_microbatches(choice, layout.pp, microbatches))
-        return max(1, _KINDS * depth_of(choice, layout.pp) * microbatches)
+        return max(1, _ACTIONS_PER_STAGE * depth_of(choice, layout.pp) * microbatches)
 
     def _replay(self, candidate: Candidate) -> Estimate:
         task, job = self.task, candidate.job(self.task)

@@ -39,9 +39,9 @@ from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched
 
 # bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
-_WEIGHTS = 0.5, 8.0
-_DEEP = 64  # ranks from which on programs are so expensive that a looser bound pays off
-_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than most schedules hold on them
+_WAITING_WEIGHTS = 0.5, 8.0
+_DEEP_PIPELINE = 64  # ranks from which on programs are so expensive that a looser bound pays off
+_SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than most schedules hold on them
 
 
 class PeakState(NamedTuple):
@@ -66,7 +66,7 @@ def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> 
     """
     if _holds_all(choice, microbatches):
         return microbatches
-    times = 1 if pp >= _DEEP else 2
+    times = 1 if pp >= _DEEP_PIPELINE else 2
     return min(microbatches, times * max(pp, dict(choice.options).get("group") or 1))
 
 
@@ -96,9 +96,11 @@ def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> dict[int,
 def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
     """True if each of two ranks holds the whole batch at once."""
     options = tuple((name, value) for name, value in choice.options if name != "group")
-    states = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
+    states = peak_states(
+        ScheduleChoice(choice.name, options), _SAMPLE_RANKS, min(_SAMPLE_MICROBATCHES, microbatches)
+    )
     return bool(states) and all(
-        {*of_rank[0].in_flight} == {min(_MANY, microbatches)} for of_rank in states.values()
+        {*of_rank[0].in_flight} == {min(_SAMPLE_MICROBATCHES, microbatches)} for of_rank in states.values()
     )
 
 
@@ -113,7 +115,7 @@ def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
         if kind is ActionKind.F:
             flights[stage_index] += 1
         elif kind is ActionKind.B or kind is ActionKind.I:
-            for weight in _WEIGHTS:
+            for weight in _WAITING_WEIGHTS:
                 score = sum(flights) + weight * sum(waiting)
                 previous = best.get((stage_index, weight))
                 if previous is None or score > previous[0]:

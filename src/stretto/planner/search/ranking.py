@@ -229,8 +229,8 @@ _PART_NAMES = {
     "optimiser": "the optimiser",
     "bubble": "bubble",
 }
-_LITTLE = 0.05 * 2**30  # bytes of memory that are not mentioned
-_SMALL = 0.003  # share of the step below which a part is not mentioned
+_SMALLEST_BYTES = 0.05 * 2**30  # bytes of memory that are not mentioned
+_SMALLEST_SHARE = 0.003  # share of the step below which a part is not mentioned
 
 
 def rank_candidates(
@@ -277,7 +277,9 @@ def _strengths(result: Estimate) -> str:
     reasons = [f"computes for {100 * shares['compute']:.0f}% of the step"]
     costly = sorted((name for name in PARTS if name != "compute"), key=lambda name: -shares[name])[:2]
     costs = [
-        f"{_PART_NAMES.get(name, name)} {100 * shares[name]:.1f}%" for name in costly if shares[name] > _SMALL
+        f"{_PART_NAMES.get(name, name)} {100 * shares[name]:.1f}%"
+        for name in costly
+        if shares[name] > _SMALLEST_SHARE
     ]
     if costs:
         reasons.append("then " + ", ".join(costs))
@@ -285,7 +287,7 @@ def _strengths(result: Estimate) -> str:
         tight = "; tight" if fit.verdict == "tight" else ""
         if fit.capacity == inf:
             reasons.append(f"{fit.allocated.mid / 2**30:.3g} GiB a rank")
-        elif fit.slack <= _LITTLE:  # the allocator reserves all that tensors leave free
+        elif fit.slack <= _SMALLEST_BYTES:  # the allocator reserves all that tensors leave free
             reasons.append(f"fills the {_gib(fit)}{tight}")
         else:
             reasons.append(f"{fit.slack / 2**30:.3g} of {_gib(fit)} left{tight}")
@@ -295,7 +297,7 @@ def _strengths(result: Estimate) -> str:
 def _losses(result: Estimate, best: Estimate) -> str:
     """The parts by which a step is longer, or what decides among equally fast ones."""
     changes = {name: result.parts.get(name, 0.0) - best.parts.get(name, 0.0) for name in PARTS}
-    large = [name for name in PARTS if abs(changes[name]) > _SMALL * best.seconds]
+    large = [name for name in PARTS if abs(changes[name]) > _SMALLEST_SHARE * best.seconds]
     large.sort(key=lambda name: -changes[name])
     reason = ", ".join(
         (f"{changes[name]:+.3g} s" if abs(changes[name]) >= 0.1 else f"{1e3 * changes[name]:+.3g} ms")
@@ -308,7 +310,7 @@ def _losses(result: Estimate, best: Estimate) -> str:
         reason = f"as fast within the noise ({reason})" if reason else "as fast"
         if result.memory is not None and best.memory is not None:
             lost = best.memory.slack - result.memory.slack
-            if abs(lost) > _LITTLE:
+            if abs(lost) > _SMALLEST_BYTES:
                 reason += f", {abs(lost) / 2**30:.3g} GiB {'less' if lost > 0 else 'more'} room"
     if result.memory is not None and result.memory.verdict == "tight":
         reason += "; tight"

@@ -47,12 +47,12 @@ _BASELINES_END = 0.15
 _CONVENTIONAL_END = 0.35
 _OFFLOAD_END = 0.45  # of conventional layouts with offload, if nothing fits by then
 _ALL_END = 0.95  # then the leaders are verified
-_SEEDS = 4  # families that the second pass accepts; more: a better start, fewer: a longer proof
+_SEED_FAMILIES = 4  # families that the second pass accepts; more: a better start, fewer: a longer proof
 
 FSDP = "FSDP"
 TENSOR_PIPELINE = "tensor x pipeline"
-_LONG = 8192  # tokens of a rank's sequence up to which few split it further
-_MICRO = (1, 2, 4, 8)  # samples of a microbatch
+_UNSPLIT_TOKENS = 8192  # tokens of a rank's sequence up to which few split it further
+_COMMON_MICRO_BATCHES = (1, 2, 4, 8)  # samples of a microbatch
 
 
 def search(task: SearchTask, progress: Progress | None = None) -> Plan:
@@ -125,7 +125,7 @@ class _Search:
 
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
-        run = self._run_pass(conventional_task(task), until=until, wanted=_SEEDS, only_dives=True)
+        run = self._run_pass(conventional_task(task), until=until, wanted=_SEED_FAMILIES, only_dives=True)
         return _all_accepted(run), run.cut_short
 
     def _run_pass(
@@ -242,7 +242,7 @@ def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
             "sequence_parallel": (True,),
             "schedule": _common_schedules(),
             "mode": ("ddp", "zero1"),
-            "micro_batch": _MICRO,
+            "micro_batch": _COMMON_MICRO_BATCHES,
         }
     return {name: replace(task, narrowed=choices) for name, choices in narrowed.items()}
 
@@ -251,14 +251,14 @@ def conventional_task(task: SearchTask) -> SearchTask:
     """The task narrowed to conventional choices: tensor parallelism within a node; no context parallelism but
     for long sequences; schedules that most frameworks have; small microbatches.
     """
-    longest = max(1, task.sequence // _LONG)
+    longest = max(1, task.sequence // _UNSPLIT_TOKENS)
     narrowed: dict[str, tuple[Any, ...]] = {
         "tp": _tensor_widths(task),
         "cp": tuple(n for n in divisors(task.devices) if n <= longest),
         "shard_states": (None,),
         "context": ("ring",),
         "schedule": _common_schedules(),
-        "micro_batch": _MICRO,
+        "micro_batch": _COMMON_MICRO_BATCHES,
     }
     return replace(task, narrowed=narrowed)
 

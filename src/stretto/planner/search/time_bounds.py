@@ -118,13 +118,13 @@ def _backwards(choice: ScheduleChoice, pp: int) -> str:
     if is_searched(choice.name):
         return "both"
     # some schedules split backwards with few microbatches, and not with many
-    programs = small_program(choice, pp), small_program(choice, _SAMPLE, _MANY)
+    programs = small_program(choice, pp), small_program(choice, _SAMPLE_RANKS, _SAMPLE_MICROBATCHES)
     orders = [order for program in programs if program is not None for order in program.orders]
     kinds = {action.kind for order in orders for action in order}
     return "none" if ActionKind.W not in kinds else "both" if ActionKind.B in kinds else "split"
 
 
-_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than fill them
+_SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than fill them
 
 
 class _RankStages(NamedTuple):

@@ -24,7 +24,7 @@ from stretto.planner.machines.device import Device
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import matmul_seconds, pass_seconds
 
-_ITERATIONS = 5
+_NEWTON_SCHULZ_STEPS = 5
 _MASTER = 4  # bytes of an element of a momentum and a direction, which matrices are made of
 _WAYS = 2  # directions to the rank that orthogonalises, and back
 
@@ -61,7 +61,7 @@ def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Node
 def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
     """The products of one matrix's update, each [m, k] times [k, n]: (m, n, k)."""
     short, long = sorted((rows, columns))
-    return _ITERATIONS * [(short, short, long), (short, short, short), (short, long, short)]
+    return _NEWTON_SCHULZ_STEPS * [(short, short, long), (short, short, short), (short, long, short)]
 
 
 @lru_cache(maxsize=4096)

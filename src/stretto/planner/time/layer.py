@@ -19,10 +19,10 @@ from stretto.planner.machines.device import Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import KernelTimes, kernel_times, kernels_back
 
-_COUNTED = 0.5  # share of a forward's launches that follow the counts of tokens
+_LAUNCHES_AFTER_COUNTS = 0.5  # share of a forward's launches that follow the counts of tokens
 # more in a recomputed forward: the states of random numbers are saved, set back, and set again
-_CHECKPOINT = 12
-_AHEAD = 4  # sharpness of the transition between layers bound by the host and by kernels
+_CHECKPOINT_LAUNCHES = 12
+_LAUNCH_SHARPNESS = 4  # sharpness of the transition between layers bound by the host and by kernels
 
 
 Parts = Mapping[str, float]  # seconds by "compute", "host", "tensor", "context", "expert", "offload"
@@ -77,8 +77,8 @@ def layer_time(
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
     blocking = software.blocking if compute.tp > 1 else 0.0
     # the host waits for the numbers of tokens before it launches the products of experts
-    counted = max(blocking, _COUNTED) if kind == "block" and shape.moe is not None else blocking
-    again_host = host + _CHECKPOINT * software.host
+    counted = max(blocking, _LAUNCHES_AFTER_COUNTS) if kind == "block" and shape.moe is not None else blocking
+    again_host = host + _CHECKPOINT_LAUNCHES * software.host
     # I and W share the launch overhead of a backward by their kernels' time
     late = _launched(work.back + work.weight, host_back, blocking) - (work.back + work.weight)
     share = late / (work.back + work.weight) if work.back + work.weight else 0.0
@@ -139,7 +139,9 @@ def _launched(kernels: float, host: float, blocking: float) -> float:
     """
     if not host:
         return kernels
-    return (kernels**_AHEAD + host**_AHEAD) ** (1 / _AHEAD) + blocking * min(kernels, host)
+    return (kernels**_LAUNCH_SHARPNESS + host**_LAUNCH_SHARPNESS) ** (1 / _LAUNCH_SHARPNESS) + blocking * min(
+        kernels, host
+    )
 
 
 def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConfig) -> float:

@@ -98,7 +98,7 @@ def step_time(
     return _mean_of_window(job, single_step, lambda steps: times(program=window(steps)))
 
 
-_FILLED = 4  # microbatches for each rank, after which every rank is in its steady state
+_FILLING_MICROBATCHES = 4  # microbatches for each rank, after which every rank is in its steady state
 
 
 def _mean_of_window(job: Job, single_step: StepTime, times: Callable[[int], StepTime]) -> StepTime:
@@ -112,7 +112,9 @@ def _mean_of_window(job: Job, single_step: StepTime, times: Callable[[int], Step
         times: replays this many steps.
     """
     ranks, length = single_step.timeline.program.ranks, max(1.0, job.steps_between_drains)
-    steps = min(floor(length), ceil(_FILLED * ranks / single_step.timeline.program.microbatches))
+    steps = min(
+        floor(length), ceil(_FILLING_MICROBATCHES * ranks / single_step.timeline.program.microbatches)
+    )
     short, long = single_step if steps == 1 else times(steps), times(2 * steps)
     more = (length - steps) / steps  # windows of steady state
 
@@ -391,10 +393,10 @@ def _reduced_at(
             last[action.stage] = ends[position]
     free = 0.0
     for stage, end in sorted(last.items(), key=lambda item: item[1]):
-        number = stage % program.depth
-        _, back, weight = times[number].times
+        stage_of_copy = stage % program.depth
+        _, back, weight = times[stage_of_copy].times
         # units are reduced as the last backward completes them
-        taken = data[number].reduce
+        taken = data[stage_of_copy].reduce
         slower = (assumptions.software.slowdown - 1.0) * min(taken, back + weight)
         free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
