@@ -10,10 +10,10 @@ import pytest
 
 from stretto.job.flops import Recompute
 from stretto.job.presets import preset
-from stretto.job.shape import ModelShape
+from stretto.job.shape import BlockNorms, ModelShape
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.published_activations import published_formula
-from stretto.planner.memory.layer import layer_saved, total
+from stretto.planner.memory.layer import layer_memory, layer_saved, total
 
 GPT = replace(preset("korthikanti-22b"), dropout=0.1)
 BASE = ComputeConfig(batch=4, sequence=2048, attention="explicit")
@@ -103,3 +103,14 @@ def test_formulas_name_their_divisors():
     texts = {s.name: s.formula for s in layer_saved("block", GPT, compute)}
     assert texts["norm1 input"] == "2sbh/c"
     assert texts["attn.core q"] == "2sbad/(tc)"
+
+
+@pytest.mark.parametrize("block_norms", ["pre", "sandwich", "post"])
+def test_every_norm_of_a_decoder_block_has_temporaries(block_norms: BlockNorms):
+    t5 = ModelShape(family="t5", layers=1, hidden=64, heads=4, vocab=64, sequence=32, block_norms=block_norms)
+    compute = ComputeConfig(batch=1, sequence=32, target=32)
+    tensors = layer_memory(t5, compute, t5.chain - 2).tensors
+    norms = [tensor for tensor in tensors if tensor.name.startswith("norm")]
+    assert len(norms) == 2 * (6 if block_norms == "sandwich" else 3)
+    assert all(tensor.forward for tensor in norms if tensor.name.endswith("statistics"))
+    assert all(tensor.backward for tensor in norms if tensor.name.endswith("input"))
