@@ -14,8 +14,8 @@ from stretto.planner.machines.reading import shipped
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareAssumptions:
-    """How software of a generation runs kernels and collectives: the cost of a step that model and device do
-    not explain.
+    """Properties of a generation of software for kernels and collectives: the cost of a step that model and
+    device do not explain.
 
     Attributes:
         host: seconds that the host takes to launch one kernel; shorter kernels wait for it.

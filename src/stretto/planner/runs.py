@@ -46,8 +46,8 @@ class Column(NamedTuple):
     """A column of a table, and a word of `stretto predict`.
 
     Attributes:
-        meaning: with the unit.
-        default: what an empty cell means, in words.
+        meaning: description with the unit.
+        default: meaning of an empty cell.
         choices: the values of a `choice`.
         alias: another name of the column.
         allowed: the values of a cell, in words; for a text that is read.
@@ -220,7 +220,7 @@ class Measurement:
         seconds: seconds of a step, or None if no column gives them.
         by: the column they come from, and which FLOPs it counts.
         memory: bytes of the fullest device, or None if not recorded.
-        kind: what the memory counts.
+        kind: the memory that was recorded.
         out_of_memory: the run failed for lack of memory.
     """
 
@@ -277,8 +277,8 @@ def read_run(
 
     Args:
         row: cells by the columns' names or aliases.
-        cluster: in place of the row's.
-        shape: in place of the row's model.
+        cluster: cluster in place of the row's.
+        shape: model in place of the row's.
 
     Raises:
         StrettoError: the reason why it cannot be predicted.

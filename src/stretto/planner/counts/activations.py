@@ -215,7 +215,7 @@ class LayerWalk:
         )
 
     def loss(self, columns: int) -> Iterator[LayerTensor]:
-        """What the loss of all logits at once keeps."""
+        """The tensors of the loss, if it is computed from all logits at once."""
         shape, compute, size = self.shape, self.compute, self.compute.statistic
         e, tokens = compute.element, compute.tokens
         logits, exact = e * tokens * columns, size * tokens * columns
@@ -264,7 +264,7 @@ class LayerWalk:
         return tuple(tensors)
 
     def block_input(self) -> LayerTensor:
-        """What a block keeps that is recomputed as a whole."""
+        """The saved input of a block that is recomputed as a whole."""
         compute = self.compute
         tokens, sharded = compute.shard, compute.sequence_parallel
         if compute.shard_inputs and not sharded:
@@ -288,10 +288,10 @@ class LayerWalk:
         normalised: int = 0,
         backward: int = 0,
     ) -> Iterator[LayerTensor]:
-        """What a norm keeps, of the residual stream by default.
+        """The tensors of a norm, by default of the residual stream.
 
         Args:
-            symbols: of rows and width.
+            symbols: the symbols of rows and width.
             viewed: elements of the tensor that the input is a view of; by default of the input itself.
             forward: bytes alive with its statistics in the forward.
             normalised, backward: bytes alive with what was normalised, and with its input, in the backward.
@@ -453,7 +453,7 @@ class LayerWalk:
             yield from (tensor for tensor in tensors if tensor.bytes)
 
     def core(self) -> Iterator[LayerTensor]:
-        """What softmax(q k^T) v keeps in addition to its inputs."""
+        """The tensors of softmax(q k^T) v, without its inputs."""
         shape, compute, size = self.shape, self.compute, self.compute.statistic
         e, tokens, gradients = compute.element, compute.tokens, self.head_gradients + self.branch_gradient
         heads, length = shape.heads // compute.tp, tokens // compute.batch
@@ -680,7 +680,7 @@ class LayerWalk:
     def inner_tensors(
         self, name: str, rows: int, width: int, ranks: int, symbols: str
     ) -> tuple[LayerTensor | None, LayerTensor | None, LayerTensor]:
-        """What an MLP keeps besides its input, for `rows` rows and a slice of its width on each of `ranks`:
+        """The tensors of an MLP without its input, for `rows` rows and one of `ranks` slices of its width:
         the output of its first linear, the activated gate, and the input of its second linear.
         """
         shape, e = self.shape, self.compute.element

@@ -1,4 +1,4 @@
-"""How one rank computes a microbatch: what the counts of activations, traffic and time depend on."""
+"""Configuration of one rank's computation, on which counts of activations, traffic and time depend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """How one rank computes a microbatch.
+    """Configuration of one rank's computation of a microbatch.
 
     Attributes:
         batch: samples of a microbatch.
@@ -55,7 +55,7 @@ class ComputeConfig:
         expert_tp: ranks that split each expert, or None for tp.
         attention: `explicit` forms the matrix of probabilities; dropout always does.
         context: kind of attention if cp > 1.
-        shard_inputs: with full recomputation the input of a block is kept split over tp.
+        shard_inputs: the saved input of a block is split over tp with full recomputation.
         vocab_multiple: each rank's share of the vocabulary is a multiple of it.
         loss_chunk: tokens whose logits and loss are computed at a time, 0 for all, or None for as many as pay
             off.

@@ -33,7 +33,7 @@ _INTO_RESIDUAL = ("attn.proj", "cross.proj", "mlp.down", "mlp.shared.down")  # s
 
 @dataclass(frozen=True)
 class Shares:
-    """How many ranks share dense layers, experts and the inner width of an expert."""
+    """Number of ranks that share dense layers, experts and the inner width of an expert."""
 
     tp: int = 1
     ep: int = 1
@@ -51,7 +51,7 @@ class Parameter:
     """One parameter as a tensor-parallel rank has it, before data-parallel ranks shard it.
 
     Attributes:
-        name: in the plain model.
+        name: name in the plain model.
         elements: size of this rank's part, padding included.
         plain: its shape in the plain model.
         expert: belongs to a routed expert; those may have another number of copies.

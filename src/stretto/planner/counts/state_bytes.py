@@ -30,7 +30,7 @@ _RING = 3  # units in memory while states are in files: one written, one updated
 
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
-    """How a rank keeps weights, gradients and optimiser states.
+    """Configuration of weights, gradients and optimiser states on a rank.
 
     Attributes:
         sizes: ranks that shard the states of dense parameters; those of experts, which have `expert_copies`

@@ -23,7 +23,7 @@ class Message:
         axis: the group: "tp", "cp", "ep", "expert_tp", or several, as in "tp-cp".
         size: bytes, as `collective_seconds` takes them.
         phase: the action that it belongs to.
-        count: how many there are.
+        count: number of such messages.
         overlaps: it overlaps with the layer's computation, as the keys and values of a ring do.
     """
 

@@ -39,7 +39,7 @@ class Row:
     suffix: Sequence[Sequence[float]]
 
     def stage(self, s: int, i: int, j: int) -> float:
-        """What one stage adds."""
+        """The value that one stage adds."""
         return self.slope[s][j] - self.slope[s][i] + self.entry[s][i]
 
     def of(self, cut: Cut) -> float:

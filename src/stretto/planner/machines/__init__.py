@@ -1,1 +1,1 @@
-"""What jobs run on: devices, links, clusters, and the catalogue of known ones."""
+"""Devices, links, clusters, and the catalogue of known ones."""

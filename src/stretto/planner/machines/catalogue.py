@@ -35,7 +35,7 @@ class CatalogueEntry:
     """A device of the catalogue, with the parts of a name that denote it.
 
     Attributes:
-        chip: as a name says it.
+        chip: the chip in the words of a name.
         gbs: memory sizes as names say them.
         forms: other words of its names.
     """
@@ -250,8 +250,8 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
     """This machine, with this number of devices.
 
     Args:
-        device: of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone, any other
-            for accelerators; "auto": whichever exists.
+        device: device of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone,
+            any other for accelerators; "auto": whichever exists.
 
     Raises:
         StrettoError: the profile is broken, or has fewer devices; or it is of another kind, and nothing says

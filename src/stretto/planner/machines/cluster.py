@@ -21,7 +21,8 @@ class NetworkLink:
     Attributes:
         bandwidth: bytes/s.
         latency: seconds of an empty message.
-        kind: as "NVLink 3", "InfiniBand HDR"; constants of `planner.time` depend on it and on the device.
+        kind: name of the technology, as "NVLink 3", "InfiniBand HDR"; constants of `planner.time` depend on
+            it and on the device.
         sharp: reductions are done in the switch (NVLS, SHARP).
     """
 
@@ -107,7 +108,7 @@ class NodeGroup:
 
     Attributes:
         ranks: their number.
-        local: how many of them share a node; 1: each is on another node.
+        local: number of ranks that share a node; 1 if each is on another node.
     """
 
     ranks: int

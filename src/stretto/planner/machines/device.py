@@ -14,7 +14,7 @@ class Device:
     """A kind of device. Compared by identity, so that it can be a key of caches.
 
     Attributes:
-        name: in the catalogue, as "a100-80gb-sxm".
+        name: name in the catalogue, as "a100-80gb-sxm".
         tflops: dense peaks of the vendor by precision, TFLOP/s.
         memory: bytes of device memory, whether the vendor means GB or GiB.
         bandwidth: bandwidth of device memory, bytes/s.

@@ -32,7 +32,7 @@ class ParsedName:
         tokens: letters and digits, without vendors and the like.
         gb: memory as the vendor states it, or None if the name has none.
         count: number of devices, or None if the name has none.
-        aside: what stood in brackets, such as the system in "V100-32GB(DGX-2)".
+        aside: text in brackets, such as the system in "V100-32GB(DGX-2)".
     """
 
     tokens: tuple[str, ...]
@@ -86,7 +86,7 @@ def normalised(name: str) -> str:
 
 
 def head(name: str) -> str:
-    """What stands before the first comma, plus or "with": "H100 80GB, NVLink 900 GB/s" without its link.
+    """The text before the first comma, plus or "with": "H100 80GB, NVLink 900 GB/s" without its link.
     The name itself if it denotes a part of a card.
     """
     return name if _PART.search(name.lower()) else _LINK.split(name, maxsplit=1)[0].strip()

@@ -50,7 +50,7 @@ _PER_DEVICE = re.compile(
 
 @dataclass(frozen=True)
 class NamedNetwork:
-    """What a text says about the links of a node to other nodes.
+    """The links of a node to other nodes, as a text describes them.
 
     Attributes:
         kind: name in the catalogue, "InfiniBand" if its generation is open, or None if unknown.

@@ -18,7 +18,7 @@ class MemorySuggestion:
     """One change of the config that would change the memory of the fullest rank.
 
     Attributes:
-        setting: as on the command line.
+        setting: the change as on the command line.
         saved: bytes that the fullest rank saves; negative if it needs more.
     """
 
@@ -65,7 +65,7 @@ class ModeBytes:
 
     Attributes:
         masters: float32 weights in addition to those of 16 bits, or to those on another device.
-        peak: with activations, messages and temporaries.
+        peak: peak bytes with activations, messages and temporaries.
         published: (2 + 2 + 12) bytes a parameter, of which the mode shards some over the ranks with the same
             parameters: Rajbhandari et al. 2020, "ZeRO", figure 1; None for the parameter server, which the
             paper does not cover.

@@ -1,4 +1,4 @@
-"""How a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
+"""Fit of a job's memory on a device: allocated, reserved and device memory, each with an interval."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tensor_bytes(device: Device) -> float:
 
 
 def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
-    """How the memory of the fullest of these ranks fits a device.
+    """Fit of the fullest of these ranks on a device.
 
     Args:
         reserve: bytes of the process besides tensors, or None for `RESERVE` or, on a CPU, `PROCESS`.

@@ -1,4 +1,4 @@
-"""What the memory of a job depends on, with the recomputation of each block."""
+"""From a job to its `MemoryJob`, with the recomputation of each block."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def block_modes(
     Args:
         wanted: `none`, `selective` and `full` hold for all blocks; `auto` chooses for each pipeline rank the
             choice with the fewest extra operations among those that fit.
-        blocks: with `full`, only the first this many blocks of each stage.
-        memory_gib: with `auto`, what a rank may hold, GiB.
+        blocks: number of blocks of each stage that `full` recomputes, the first ones; or None for all.
+        memory_gib: memory that a rank may hold with `auto`, GiB.
 
     Raises:
         StrettoError: with `auto`, without a budget or if nothing fits it; names the smallest possible budget.
@@ -159,7 +159,7 @@ def memory_of(
     program: Program | None = None,
     separate_gradients: bool = False,
 ) -> MemoryJob:
-    """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
+    """The `MemoryJob` of a job, with a mode of recomputation for each block.
 
     Args:
         program: the program in which memory is counted, or None for `Job.peak_program`.

@@ -1,4 +1,4 @@
-"""What one layer keeps and holds under each way of recomputation, from its tensors (`LayerWalk`)."""
+"""Saved tensors and peaks of one layer under each mode of recomputation, from its tensors (`LayerWalk`)."""
 
 from __future__ import annotations
 

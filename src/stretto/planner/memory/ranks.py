@@ -34,14 +34,14 @@ _ID = 8  # bytes of a token id
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryJob:
-    """What the memory of ranks depends on.
+    """Everything on which the memory of ranks depends.
 
     Attributes:
         program: the program of a step, not lowered; with `UNSHARD` and `RESHARD` if parameters are
             gathered by stages.
         compute: the computation of a microbatch; its `recompute` holds for blocks that `modes` does not name.
         modes: recomputation of each block.
-        state_config: how weights, gradients and optimiser states are kept.
+        state_config: configuration of weights, gradients and optimiser states.
         gather: gather sharded parameters by layers or by stages, or None if they are not sharded.
         saves_in_background: a copy of each checkpoint stays in host memory while it is written.
         separate_gradients: weight gradients are formed separately and then accumulated, as some libraries do;
@@ -80,7 +80,7 @@ class MemoryJob:
         return stage_units(self.shape, tuple(self.stages[stage]), self.shares, self.state_config, self.gather)
 
     def mode(self, layer: int) -> Recompute:
-        """How a layer is recomputed."""
+        """The mode of recomputation of a layer."""
         if (block := layer_of(self.shape, layer).block) is None:
             return "none"
         return self.modes[block] if self.modes else self.compute.recompute
@@ -109,8 +109,8 @@ class RankMemory:
         versions: copies of weights that older microbatches compute with.
         batch: tokens and targets of a step, tables of positions, and a framework's buckets.
         between_actions: the most bytes between two actions.
-        flights: by stage, the most microbatches whose activations are held at once.
-        stages: by stage, bytes that one microbatch keeps.
+        flights: most microbatches whose activations are held at once, by stage.
+        stages: bytes that one microbatch keeps, by stage.
     """
 
     rank: int
@@ -163,7 +163,7 @@ def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
 
 
 def copied_bytes(job: MemoryJob, rank: int) -> int:
-    """What a pipeline rank copies of its part of a checkpoint that is written in the background. Where the
+    """Bytes that a pipeline rank copies for a checkpoint that is written in the background. If the
     parameters of a stage are tied to those of another, one of the two has them, and this counts both.
     """
     depth = job.program.depth

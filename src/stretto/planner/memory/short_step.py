@@ -82,7 +82,7 @@ def _peak_flights(program: Program) -> list[int]:
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
-    """How a job's memory fits a device, counted on a short step.
+    """Fit of a job's memory on a device, counted on a short step.
 
     Args:
         every: check every pipeline rank, not only those that may be the fullest.

@@ -77,11 +77,11 @@ def gathered(unit: StateUnit) -> DigitCollective:
 
 
 class EachMicrobatch:
-    """How often each unit is reduced if every microbatch is: when all of its parameters have received a
+    """Reductions of each unit if every microbatch is reduced: when all of its parameters have received a
     gradient, and with the remaining gradients at the end.
 
     Args:
-        units: by stage; under `SHARED` those of parameters that several stages share.
+        units: units by stage; under `SHARED` those of parameters that several stages share.
         tp: ranks that split layers; biases added after a sum over them get their gradients in I.
         tied: by stage, the halves of a backward ("I" as an embedding, `head` as a head) that make a gradient
             of the tied weight; empty if none does.

@@ -1,4 +1,4 @@
-"""What one rank does in a step, to the last operation and byte; `stretto dryrun` reaches the same numbers by
+"""Operations, bytes and calls of one rank's step, exact; `stretto dryrun` arrives at the same numbers by
 running its code.
 
 Counted are the step and its update, without the counting of tokens and the small all-reduce in which ranks
@@ -244,7 +244,7 @@ def bytes_sent(job: Job, memory_job: MemoryJob) -> int | None:
 
 
 def counts(job: Job, rank: int = 0, memory_job: MemoryJob | None = None) -> Counts:
-    """What a rank does in every step but the first, which also makes what lasts.
+    """Operations, bytes and calls of a rank in every step but the first, which also creates lasting tensors.
 
     Args:
         memory_job: the result of `planner.memory.job.memory_of`, if it exists already.

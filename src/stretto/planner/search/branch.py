@@ -516,7 +516,7 @@ class MemorySavingOptions:
         self._least_memory = dict[object, tuple[DataParallelSettings, Saving]]()
 
     def fit(self, candidate: Candidate) -> Fit:
-        """How the candidate's memory bound fits the device."""
+        """Fit of the candidate's memory bound on the device."""
         return self.bounds.of(candidate).fit(self.task.cluster.device, self.task.assumptions.reserve)
 
     def least_memory(self, layout: Layout, expert_tp: int | None) -> tuple[DataParallelSettings, Saving]:

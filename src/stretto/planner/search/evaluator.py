@@ -93,7 +93,7 @@ class CandidateEvaluator:
         return self.times[candidate].seconds
 
     def fit(self, candidate: Candidate) -> Fit:
-        """How the fullest rank's memory fits the device."""
+        """Fit of the fullest rank's memory on the device."""
         if candidate not in self.fits:
             started = perf_counter()
             job, device = candidate.job(self.task), self.task.cluster.device

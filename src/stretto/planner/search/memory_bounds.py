@@ -45,7 +45,7 @@ _SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than
 
 
 class PeakState(NamedTuple):
-    """What a rank holds as it begins a backward.
+    """The microbatches that a rank holds when it begins a backward.
 
     Attributes:
         in_flight: for each of its stages, microbatches between forward and backward, this one included.
@@ -144,7 +144,7 @@ class MemoryBound:
         return self.states + self.activations
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
-        """How the bound fits the device: if even this does not fit, no such candidate does."""
+        """Fit of the bound on the device: if even this does not fit, no such candidate does."""
         return fit([RankMemory(rank=0, weights=self.states, activations=self.activations)], device, reserve)
 
 
@@ -263,7 +263,7 @@ class MemoryBounds:
         return max(bounds, key=lambda bound: bound.total)
 
     def _kind_of(self, layer: int) -> int:
-        """Which kind of block a layer is; the first for the embedding, which may be all of a stage."""
+        """Index of a layer's kind of block; the first for the embedding, which may be all of a stage."""
         shape = self.task.shape
         block = layer if is_block(shape, layer) else layer - 1 if layer > 1 else 1
         return kind_counts(shape, range(block, block + 1)).index(1)

@@ -1,1 +1,1 @@
-"""How long operations and collectives take: physics with few constants, fitted to measured tables."""
+"""Time of operations and collectives: physics with few constants, fitted to measured tables."""

@@ -1,4 +1,4 @@
-"""How long a collective takes, by algorithm and by level: inside nodes, and between them.
+"""Time of collectives, by algorithm and by level: inside nodes, and between them.
 
 Rings and trees as in NCCL. A ring over several nodes uses the network cards of all its ranks, so that the
 slower of the two levels limits it; a tree has fewer steps. What was measured on the cluster itself
@@ -37,7 +37,7 @@ class SwitchReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """How collectives run on one link; `data/collectives_*.yaml` name the sources of the constants.
+    """Constants of collectives on one link; `data/collectives_*.yaml` name the sources of the constants.
 
     Attributes:
         base: seconds of a collective of no bytes and no steps.

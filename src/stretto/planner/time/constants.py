@@ -13,7 +13,7 @@ from stretto.planner.machines.reading import shipped
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """How matrix products run on a chip; `operators_*.yaml` say on which measurements each constant was
+    """Constants of matrix products on a chip; `operators_*.yaml` say on which measurements each constant was
     fitted.
 
     Attributes:
@@ -22,7 +22,7 @@ class Products:
         memory: share of the device memory's bandwidth that a product reaches.
         fixed: seconds of a product of no size.
         tile: exponent by which smaller tiles are slower.
-        wave: how much of the last, partly filled wave counts as full.
+        wave: share of the last, partly filled wave that counts as full.
         prologue: extra elements of the inner dimension whose time each tile adds.
         droop: exponent by which products with larger operands are slower.
     """
@@ -39,7 +39,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Flash:
-    """How fused attention runs on a chip.
+    """Constants of fused attention on a chip.
 
     Attributes:
         forward, backward: by head_dim, the share of the vendor's peak that long sequences reach.
@@ -100,7 +100,7 @@ def flex_speed(backward: bool) -> float:
 
 @cache
 def products(device: Device) -> Products:
-    """How matrix products run on this device."""
+    """The constants of matrix products on a device."""
     entry = _entry(constants("operators")["products"], device)
     units: Mapping[str, int] = constants("operators")["units"]
     return Products(
@@ -133,6 +133,6 @@ def bandwidth(device: Device, kind: str) -> tuple[float, float]:
 
 @cache
 def flash_of(device: Device) -> Flash:
-    """How fused attention runs on this device."""
+    """The constants of fused attention on a device."""
     entry = _entry(constants("operators")["flash"], device)
     return Flash(entry["forward"], entry["backward"], entry["ramp"], entry["causal_ramp"])

@@ -33,7 +33,7 @@ def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Node
     """Seconds of Muon's update of a stage's matrices on one rank.
 
     Args:
-        parameters: as a rank holds them, all dense or all of experts.
+        parameters: parameters as a rank holds them, all dense or all of experts.
         states: data-parallel ranks that share the optimiser's states.
         node: ranks of a node.
     """
@@ -152,7 +152,7 @@ def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharding:
-    """What these times depend on, of a job's data parallelism and precision."""
+    """The settings of data parallelism and precision on which these times depend."""
 
     mode: str
     sizes: ShardSizes

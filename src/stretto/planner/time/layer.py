@@ -1,4 +1,4 @@
-"""How long one rank takes for one layer and one microbatch, by action and by part."""
+"""Time of one layer and one microbatch on one rank, by action and by part."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LayerTime:
     """Seconds of one layer for one microbatch: forward, recomputation, input gradient, weight gradient.
 
     Attributes:
-        saved: by how much an unsplit backward is shorter than I and W, since its collectives overlap with its
-            products.
+        saved: seconds by which an unsplit backward is shorter than I and W, since its collectives overlap
+            with its products.
     """
 
     F: Parts

@@ -1,4 +1,4 @@
-"""How long one operation takes on one device: matrix products, passes over memory, attention.
+"""Time of one operation on one device: matrix products, passes over memory, attention.
 
 The model has few constants, which `benchmarks/fit_operators.py` fits to measured operations. What was
 measured on the device itself (`Device.kernels`) replaces it.
