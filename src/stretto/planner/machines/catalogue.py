@@ -21,7 +21,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.names import ParsedName, head, normalised, parse_name
-from stretto.planner.machines.reading import Fields, read_fields
+from stretto.planner.machines.reading import read_fields
 
 DATA = Path(__file__).parent / "data"
 SOURCES = (
@@ -103,7 +103,12 @@ def peak_tflops(driver_name: str, precision: Precision) -> float | None:
 @cache
 def entries() -> tuple[CatalogueEntry, ...]:
     """The catalogue's devices, in its order."""
-    return tuple(_entry(name, fields) for name, fields in read_fields(DATA / "devices.yaml").items())
+    listed = list[CatalogueEntry]()
+    for name, fields in read_fields(DATA / "devices.yaml").items():
+        chip, forms = fields.text("chip"), fields.texts("forms")
+        gbs = tuple(int(gb) for gb in fields.texts("gb"))
+        listed.append(CatalogueEntry(device_of(fields, name, find_device), chip, gbs, forms))
+    return tuple(listed)
 
 
 @cache
@@ -131,12 +136,6 @@ def read_cluster(path: Path) -> Cluster:
     return cluster_of(read_fields(path), path.stem, find_device, find_cluster)
 
 
-def _entry(name: str, fields: Fields) -> CatalogueEntry:
-    chip, gbs = fields.text("chip"), tuple(int(gb) for gb in fields.texts("gb"))
-    forms = fields.texts("forms")
-    return CatalogueEntry(device_of(fields, name, find_device), chip, gbs, forms)
-
-
 def _device(name: str) -> Device | None:
     wanted = normalised(name)
     for entry in entries():
@@ -152,7 +151,7 @@ def _entry_of(parsed: ParsedName) -> CatalogueEntry | None:
 
 
 def _cluster(name: str) -> Cluster | None:
-    """A cluster by its name, or its device's, or a device with a system in brackets; sized where the name
+    """A cluster by its name, or its device's, or a device with a system in brackets; sized if the name
     says how many.
     """
     named = _cluster_named(name)
@@ -164,13 +163,9 @@ def _cluster(name: str) -> Cluster | None:
     cluster = next(cluster for cluster in clusters() if cluster.device is device)
     if parsed.aside and (system := _cluster_named(parsed.aside)):
         chips = {e.chip for e in entries() if e.device in (device, system.device)}
-        cluster = _on(system, device, parsed) if len(chips) == 1 else cluster
+        if len(chips) == 1:  # the system with that device, if the name says more than the chip
+            cluster = system if parsed.gb is None else replace(system, device=device)
     return cluster if parsed.count is None else cluster.sized(parsed.count)
-
-
-def _on(system: Cluster, device: Device, parsed: ParsedName) -> Cluster:
-    """The system with that device, if the name says more than the chip."""
-    return system if parsed.gb is None else replace(system, device=device)
 
 
 def _cluster_named(name: str) -> Cluster | None:

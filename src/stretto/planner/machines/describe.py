@@ -74,6 +74,10 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, find_cluster: FindCl
     fields.texts("aliases")
     device = like.device if like and "device" not in fields else _device(fields, find)
     nodes = fields.integer("nodes") if "nodes" in fields else like.nodes if like else None
+    computing = like.computing if like else None
+    if "computing" in fields:
+        cores = fields.plain("computing") == "cores"
+        computing = (os.cpu_count() or 1) if cores else fields.integer("computing")
     cluster = Cluster(
         name=fields.text("name", name),
         device=device,
@@ -81,7 +85,7 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, find_cluster: FindCl
         inner=_link(fields, "inner", like.inner if like else None),
         outer=NetworkLink(1e9, 1e-4, "none"),
         nodes=nodes,
-        computing=_computing(fields) if "computing" in fields else like.computing if like else None,
+        computing=computing,
         tables=_tables(fields, "tables") or (like.tables if like else {}),
         price=fields.number("price") if "price" in fields else like.price if like else None,
         correction=fields.number("correction", like.correction if like else 1.0),
@@ -202,12 +206,6 @@ def _link_values(link: NetworkLink) -> dict[str, Any]:
         "latency_us": round(link.latency * 1e6, 6),
         "sharp": link.sharp,
     }
-
-
-def _computing(fields: Fields) -> int:
-    if fields.plain("computing") == "cores":
-        return os.cpu_count() or 1
-    return fields.integer("computing")
 
 
 def _kernels(fields: Fields, key: str) -> dict[str, object]:

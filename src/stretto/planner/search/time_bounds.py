@@ -204,7 +204,7 @@ class TimeBounds:
         return self._layers[key]
 
     def _times(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
-        plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
+        plain = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(self.task)
         compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
 
         def seconds(layer: int) -> LayerSeconds:
@@ -416,9 +416,6 @@ class TimeBounds:
 
     def _corrected(self, seconds: float, world: int) -> float:
         return seconds * self.cluster(world).correction
-
-
-_PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallelSettings()
 
 
 def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
