@@ -69,9 +69,7 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is that of `job.chain`."""
     software = software or SoftwareAssumptions()
-    work = kernel_times(
-        shape=shape, kind=kind, compute=compute, device=cluster.device, precision=precision, software=software
-    )
+    work = kernel_times(shape, kind, compute, cluster.device, precision, software=software)
     talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in layer_traffic(kind, shape, compute)]
     again = _again(work, shape, kind, compute)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)

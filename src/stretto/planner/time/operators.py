@@ -67,9 +67,13 @@ def matmul_seconds(
     Args:
         casts: share of these passes that no other kernel does along with its own work.
     """
-    rows = _measured(device, precision)
-    if rows is not None:
-        return _from_table(device=device, table=rows, m=m, n=n, k=k, precision=precision, batch=batch)
+    table = _measured(device, precision)
+    if table is not None:
+        rows, faster = table
+        launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
+        points = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
+        rate = nearest_rate(points, (float(m), float(n), float(k), float(batch)), launch)
+        return 2.0 * m * n * k * batch / (rate * faster) + launch
     fitted = products(device)
     reached = fitted.memory * device.bandwidth
     width = _WIDTHS[precision]
@@ -82,7 +86,10 @@ def matmul_seconds(
     rate = fitted.compute * sustained(device, precision) / fitted.units
     work = _tiled(fitted=fitted, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
     seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + fitted.fixed
-    return seconds + casts * _casts(device, m, n, k, batch) if precision in _SCALED else seconds
+    if precision not in _SCALED:
+        return seconds
+    copied, fixed = bandwidth(device, "copy")
+    return seconds + casts * (3.0 * batch * (m * k + k * n) / copied + 2 * fixed)
 
 
 # Speed of products by the largest power of two that divides the widths of their operands, over that of
@@ -127,11 +134,6 @@ def _tiled(fitted: Products, m: int, n: int, k: int, batch: int, rate: float, re
     return best * large**fitted.droop
 
 
-def _casts(device: Device, m: int, n: int, k: int, batch: int) -> float:
-    rate, fixed = bandwidth(device, "copy")
-    return 3.0 * batch * (m * k + k * n) / rate + 2 * fixed
-
-
 def _measured(device: Device, precision: Precision) -> tuple[Sequence[Sequence[float]], float] | None:
     """Measured rows of this precision with 1.0, or of another precision with the ratio of their peaks."""
     tables: Any = device.kernels.get("matmul")
@@ -143,22 +145,6 @@ def _measured(device: Device, precision: Precision) -> tuple[Sequence[Sequence[f
         if rows:
             return rows, device.peak(precision) / device.peak(other)
     return None
-
-
-def _from_table(
-    device: Device,
-    table: tuple[Sequence[Sequence[float]], float],
-    m: int,
-    n: int,
-    k: int,
-    precision: Precision,
-    batch: int,
-) -> float:
-    rows, faster = table
-    launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
-    points = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
-    rate = nearest_rate(points, (float(m), float(n), float(k), float(batch)), launch)
-    return 2.0 * m * n * k * batch / (rate * faster) + launch
 
 
 _ROWS = 128  # queries that one multiprocessor works on at a time
@@ -204,39 +190,17 @@ def attention_seconds(
         ]
         rate = nearest_rate(measurements, tuple(float(x) for x in shape), launch)
         return _work(shape, backward) / rate + launch
+    sizes = batch * heads, queries, keys, head_dim
     if flash:
-        return _fused(
-            device=device,
-            heads=batch * heads,
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            precision=precision,
-            causal=causal,
-            backward=backward,
-        )
-    return _explicit(
-        device=device,
-        heads=batch * heads,
-        queries=queries,
-        keys=keys,
-        head_dim=head_dim,
-        precision=precision,
-        backward=backward,
-        fused_softmax=fused_softmax,
-    )
+        return _fused(device, sizes, precision, causal, backward)
+    return _explicit(device, sizes, precision, backward, fused_softmax)
 
 
-def _fused(
-    device: Device,
-    heads: int,
-    queries: int,
-    keys: int,
-    head_dim: int,
-    precision: Precision,
-    causal: bool,
-    backward: bool,
-) -> float:
+_Sizes = tuple[int, int, int, int]  # heads of all samples, queries, keys, features of a head
+
+
+def _fused(device: Device, sizes: _Sizes, precision: Precision, causal: bool, backward: bool) -> float:
+    heads, queries, keys, head_dim = sizes
     fitted = flash_of(device)
     left = 0.5 if causal and queries == keys else 1.0
     padded = -(-head_dim // _HEAD) * _HEAD
@@ -264,14 +228,7 @@ def _share(fitted: Flash, head_dim: int, backward: bool) -> float:
 
 
 def _explicit(
-    device: Device,
-    heads: int,
-    queries: int,
-    keys: int,
-    head_dim: int,
-    precision: Precision,
-    backward: bool,
-    fused_softmax: bool,
+    device: Device, sizes: _Sizes, precision: Precision, backward: bool, fused_softmax: bool
 ) -> float:
     """Attention with the scores in memory; softmax, scale and mask in one kernel, dropout with a byte mask in
     another.
@@ -279,6 +236,7 @@ def _explicit(
     Forward: both read and write the scores, dropout writes its mask. Backward: dropout reads the gradient and
     the mask and writes, softmax reads the gradient and its result and writes.
     """
+    heads, queries, keys, head_dim = sizes
     element = 4 if precision in ("fp32", "tf32") else 2
     scores = float(heads * queries * keys)
     softmax = pass_seconds(device, "softmax", element * scores * (3 if backward else 2))
@@ -291,16 +249,11 @@ def _explicit(
     # products such as q k^T have a short inner dimension, those with v a narrow result
     inner = matmul_seconds(device=device, m=queries, n=keys, k=head_dim, precision=precision, batch=heads)
     outer = matmul_seconds(device=device, m=queries, n=head_dim, k=keys, precision=precision, batch=heads)
-    both = inner + outer
-    aligned = alignment(device, precision, head_dim)
+    products_seconds = inner + outer
     if backward:
-        both = (
-            inner
-            + matmul_seconds(device=device, m=keys, n=head_dim, k=queries, precision=precision, batch=heads)
-            * 2
-            + outer
-        )
-    return both / aligned + softmax + dropout
+        thin = matmul_seconds(device=device, m=keys, n=head_dim, k=queries, precision=precision, batch=heads)
+        products_seconds = inner + thin * 2 + outer
+    return products_seconds / alignment(device, precision, head_dim) + softmax + dropout
 
 
 def _work(shape: Any, backward: bool) -> float:

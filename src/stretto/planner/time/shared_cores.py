@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stretto.job.chain import layer_of
 from stretto.job.flops import Recompute
@@ -149,20 +150,8 @@ def shared_step(
     if cluster.computing is None:
         return None
     stage_of = [stages[s % program.depth] for s in range(program.stages)]
-    once = [
-        sum(
-            layer_seconds(
-                job=job,
-                cluster=cluster,
-                assumptions=assumptions,
-                precision=precision,
-                layer=layer,
-                mode=mode(layer),
-            )
-            for layer in stage
-        )
-        for stage in stage_of
-    ]
+    layer_of_job = partial(layer_seconds, job, cluster, assumptions, precision)
+    once = [sum(layer_of_job(layer, mode(layer)) for layer in stage) for stage in stage_of]
     actions = sum(a.kind.is_compute for order in program.orders for a in order)
     every = _seconds_of(cluster.device, "action") + _messages(job, cluster, program) / actions
     replicas = job.layout.world // job.layout.pp
@@ -217,14 +206,8 @@ def layer_seconds(
     """
     chain_layer = layer_of(job.shape, layer)
     kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).for_layer(chain_layer), recompute=mode)
-    work = kernel_times(
-        shape=chain_layer.shape,
-        kind=kind,
-        compute=compute,
-        device=cluster.device,
-        precision=precision,
-        software=assumptions.software,
-    )
+    device, software = cluster.device, assumptions.software
+    work = kernel_times(chain_layer.shape, kind, compute, device, precision, software=software)
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     host_code = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":
