@@ -15,20 +15,11 @@ from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
-from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import Snapshot
 from stretto.verify.evidence import Verdict
 from stretto.verify.language.cases import describe
 from stretto.verify.language.reference import Loads, Trial, build_reference
-from stretto.verify.language.step import (
-    Fresh,
-    only_unread,
-    run_steps,
-    same_bits_late,
-    with_wrong_use,
-    wrong_use_verdict,
-    wrongly_held,
-)
+from stretto.verify.language.step import Fresh, Steps, only_unread, wrong_use_verdict, wrongly_held
 from stretto.verify.optimizer import ReferenceOptimizer
 
 Weights = dict[str, Tensor]
@@ -175,11 +166,12 @@ def prove_asynchronous(
         replay: trains the plain model in one process with any delays.
     """
     reference = replay(delays, windows)
+    steps = Steps(fresh, trial, reference, windows)
     with fresh() as replica:
         job = replica.job
         tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
         wrong = wrongly_held(replica, reference[0].weights)
-        ran = run_steps(replica, trial, reference, windows=windows, late=not trial.twice)
+        ran = steps.run(replica, late=not trial.twice)
         updates = delays.updates(replica.pipeline.program.microbatches) * sum(windows)
     diagnosis = None
     if wrong:
@@ -188,77 +180,44 @@ def prove_asynchronous(
     if ran.equal(tolerance):
         quantities = ran.quantities(tolerance)
         verdict = Verdict(layout=describe(job), quantities=quantities, diagnosis=diagnosis, updates=updates)
-        again = verdict.equal and trial.twice
-        return same_bits_late(verdict, ran, fresh, trial, reference, windows=windows) if again else verdict
+        return steps.same_bits_late(verdict, ran) if verdict.equal and trial.twice else verdict
     if ran.broken:
         return replace(wrong_use_verdict(describe(job), ran), updates=updates)
     step_count, verdict = 0, None
     while verdict is None or (verdict.equal and step_count < len(reference)):
         step_count += 1
-        with fresh() as replica:
-            verdict = _observe(
-                replica,
-                trial,
-                delays=delays,
-                windows=_first_steps(windows, step_count),
-                reference=reference[:step_count],
-                tolerance=tolerance,
-                replay=replay,
-            )
-    if verdict.equal:
-        verdict = only_unread(verdict, ran)
-    return with_wrong_use(verdict, ran, fresh, trial, reference, windows=windows)
+        first = list[int]()  # of the windows; what comes after a step changes nothing that it does
+        for length in windows:
+            first.append(min(length, step_count - sum(first)))
+        some = Steps(fresh, trial, reference[:step_count], tuple(length for length in first if length))
+        verdict = _observe(some, delays, tolerance, replay)
+    return steps.with_wrong_use(only_unread(verdict, ran) if verdict.equal else verdict, ran)
 
 
-def _first_steps(windows: Sequence[int], steps: int) -> tuple[int, ...]:
-    """Of these windows the first steps; what comes after a step changes nothing that it does."""
-    first = list[int]()
-    for length in windows:
-        first.append(min(length, steps - sum(first)))
-    return tuple(length for length in first if length)
-
-
-def _observe(
-    replica: RankModel,
-    trial: Trial,
-    *,
-    delays: Delays,
-    windows: tuple[int, ...],
-    reference: Sequence[Snapshot],
-    tolerance: float,
-    replay: Replay,
-) -> Verdict:
-    """Make the first steps and drain: what they come to, and what may be wrong with it. Collective."""
-    ran = run_steps(replica, trial, reference, windows=windows)
-    updates = delays.updates(replica.pipeline.program.microbatches) * len(reference)
-    diagnosis = ran.failure
-    if ran.weights is not None and not ran.equal(tolerance):
-        right = "the losses are equal, but " if ran.losses[-1] <= tolerance else ""
-        worst = ran.weights.worst
-        diagnosis = f"{right}the weights after {updates} delayed updates differ, most of all {worst}"
-        if cause := _likely(replica, delays, windows, replay):
-            diagnosis = f"{diagnosis}: {cause}"
-    return Verdict(
-        layout=describe(replica.job),
-        quantities=ran.quantities(tolerance),
-        diagnosis=diagnosis,
-        updates=updates,
-    )
-
-
-def _likely(replica: RankModel, delays: Delays, windows: tuple[int, ...], replay: Replay) -> str | None:
-    """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
-    one_by_one = (1,) * sum(windows)
-    tried = [(f"of updates {mistake}", other, windows) for mistake, other in _others(delays)]
-    if windows != one_by_one:
-        tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
-    for mistake, other, among in tried:
-        snapshot = replay(other, among)[-1]
-        with replica.states.full_weights() as weights:
-            error = snapshot.compare_placed("weights", weights, replica.places).error
-        if error <= ADAPTIVE:
-            return f"they are those {mistake}"
-    return None
+def _observe(steps: Steps, delays: Delays, tolerance: float, replay: Replay) -> Verdict:
+    """Make the steps and drain: what they come to, and what may be wrong with it. Collective."""
+    windows = tuple(steps.windows)
+    with steps.fresh() as replica:
+        ran = steps.run(replica)
+        updates = delays.updates(replica.pipeline.program.microbatches) * len(steps.reference)
+        diagnosis = ran.failure
+        if ran.weights is not None and not ran.equal(tolerance):
+            right = "the losses are equal, but " if ran.losses[-1] <= tolerance else ""
+            worst = ran.weights.worst
+            diagnosis = f"{right}the weights after {updates} delayed updates differ, most of all {worst}"
+            one_by_one = (1,) * sum(windows)
+            tried = [(f"of updates {mistake}", other, windows) for mistake, other in _others(delays)]
+            if windows != one_by_one:
+                tried.insert(0, ("of a pipeline that drains after each step", delays, one_by_one))
+            for mistake, other, among in tried:  # the first whose replay gives these weights
+                snapshot = replay(other, among)[-1]
+                with replica.states.full_weights() as weights:
+                    error = snapshot.compare_placed("weights", weights, replica.places).error
+                if error <= ADAPTIVE:
+                    diagnosis = f"{diagnosis}: they are those {mistake}"
+                    break
+        quantities, layout = ran.quantities(tolerance), describe(replica.job)
+    return Verdict(layout=layout, quantities=quantities, diagnosis=diagnosis, updates=updates)
 
 
 def _others(delays: Delays) -> list[tuple[str, Delays]]:

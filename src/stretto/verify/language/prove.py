@@ -30,16 +30,14 @@ from stretto.verify.language.reference import Trial, build_reference, run_refere
 from stretto.verify.language.step import (
     SCALE,
     Fresh,
+    Steps,
     TrialTask,
     copies_of,
     loss_of,
     masters_of,
     only_unread,
     own_part,
-    run_steps,
-    same_bits_late,
     trial_trainer,
-    with_wrong_use,
     worst,
     wrong_use_verdict,
     wrongly_held,
@@ -188,24 +186,21 @@ def prove_synchronous(fresh: Fresh, trial: Trial, reference: Sequence[Snapshot])
 
     Steps that differ are made again and read one by one, to say where.
     """
-    unread, verdict = reference[:-1], None
+    unread, verdict = Steps(fresh, trial, reference[:-1]), None
     with fresh() as replica:
         job, wrong = replica.job, wrongly_held(replica, reference[0].weights)
-        ran = run_steps(replica, trial, unread, late=not trial.twice)
+        ran = unread.run(replica, late=not trial.twice)
         if ran.equal(TOLERANCE):
-            last = observe(replica, trial, reference, wrong, first=len(unread), scaled=True)
+            last = observe(replica, trial, reference, wrong, first=len(unread.reference), scaled=True)
             quantities = worst_quantities([last.quantities, ran.quantities(TOLERANCE)])
             verdict = replace(last, quantities=quantities)
     if verdict is not None:
-        again = verdict.equal and trial.twice
-        return same_bits_late(verdict, ran, fresh, trial, unread) if again else verdict
+        return unread.same_bits_late(verdict, ran) if verdict.equal and trial.twice else verdict
     if ran.broken:
         return wrong_use_verdict(describe(job), ran)
     with fresh() as replica:
-        verdict = observe(replica, trial, unread, wrong)
-    if verdict.equal:
-        verdict = only_unread(verdict, ran)
-    return with_wrong_use(verdict, ran, fresh, trial, unread)
+        verdict = observe(replica, trial, unread.reference, wrong)
+    return unread.with_wrong_use(only_unread(verdict, ran) if verdict.equal else verdict, ran)
 
 
 def observe(

@@ -252,100 +252,97 @@ class Ran:
         return f"{self.broken[0]}{more}" if self.broken else None
 
 
-def run_steps(
-    replica: RankModel,
-    trial: Trial,
-    reference: Sequence[Snapshot],
-    *,
-    windows: Sequence[int] = (),
-    late: bool = False,
-) -> Ran:
-    """Make the first steps of a trial, as many as the reference has. Collective.
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a trial with nothing read between them.
 
-    Args:
+    Attributes:
+        fresh: returns a new replica; the context closes it.
+        reference: of these steps.
         windows: how many steps an asynchronous schedule makes before it drains, and again; none: it drains
             after each step.
-        late: keep messages back until they are waited for.
     """
-    if not late:
-        return _run(replica, trial, reference, windows)
-    with delay_messages(trial.seed) as messages:
-        ran = _run(replica, trial, reference, windows)
-        if ran.failure is not None:
-            flying: list[list[str]] = gather_json(messages.in_flight)
-            if first := next((message for rank in flying for message in rank), None):
-                ran.failure = f"{ran.failure} while {first} is still in flight"
-        replica.states.ready()
-    ran.late = True
-    everywhere: list[list[str]] = gather_json(messages.broken)
-    ran.broken = [misuse for rank in everywhere for misuse in rank]
-    return ran
 
+    fresh: Fresh
+    trial: Trial
+    reference: Sequence[Snapshot]
+    windows: Sequence[int] = ()
 
-def _run(replica: RankModel, trial: Trial, reference: Sequence[Snapshot], windows: Sequence[int]) -> Ran:
-    task, ran = TrialTask(replica, trial), Ran()
-    trainer = trial_trainer(task, drains=list(accumulate(windows)))
-    if replica.asynchronous:
-        task.scale_losses()
-    digest = hashlib.blake2b(digest_size=16)
-    results = list[tuple[float, float | None]]()
-    try:
-        for _ in reference:
-            for done in trainer.step():
-                results.append((loss_of(done), done.norm))
-    except TrainingFailed as failed:
-        ran.failure = str(failed)
+    def run(self, replica: RankModel, late: bool = False) -> Ran:
+        """Make the steps. Collective.
+
+        Args:
+            late: keep messages back until they are waited for.
+        """
+        if not late:
+            return self._run(replica)
+        with delay_messages(self.trial.seed) as messages:
+            ran = self._run(replica)
+            if ran.failure is not None:
+                flying: list[list[str]] = gather_json(messages.in_flight)
+                if first := next((message for rank in flying for message in rank), None):
+                    ran.failure = f"{ran.failure} while {first} is still in flight"
+            replica.states.ready()
+        ran.late = True
+        everywhere: list[list[str]] = gather_json(messages.broken)
+        ran.broken = [misuse for rank in everywhere for misuse in rank]
         return ran
-    digest.update(repr(results).encode())
-    ran.losses += [
-        relative(loss, snapshot.loss) for (loss, _), snapshot in zip(results, reference, strict=True)
-    ]
-    norms = [norm for _, norm in results if norm is not None]
-    if norms:
-        of_steps = zip(worst(norms, reference), reference, strict=True)
-        ran.norms += [relative(norm, snapshot.norm) for norm, snapshot in of_steps]
-    with replica.states.full_weights() as weights:
-        for weight in weights.values():  # of a copy: memory that numpy sees cannot be released
-            digest.update(weight.clone(memory_format=torch.contiguous_format).numpy().tobytes())
-        ran.weights = reference[-1].compare_placed("weights", weights, replica.places)
-    ran.bits = digest.hexdigest()
-    return ran
 
+    def _run(self, replica: RankModel) -> Ran:
+        task, ran = TrialTask(replica, self.trial), Ran()
+        trainer = trial_trainer(task, drains=list(accumulate(self.windows)))
+        if replica.asynchronous:
+            task.scale_losses()
+        results = list[tuple[float, float | None]]()
+        try:
+            for _ in self.reference:
+                for done in trainer.step():
+                    results.append((loss_of(done), done.norm))
+        except TrainingFailed as failed:
+            ran.failure = str(failed)
+            return ran
+        pairs = list(zip(results, self.reference, strict=True))
+        ran.losses += [relative(loss, snapshot.loss) for (loss, _), snapshot in pairs]
+        norms = [norm for _, norm in results if norm is not None]
+        if norms:
+            farthest = zip(worst(norms, self.reference), self.reference, strict=True)
+            ran.norms += [relative(norm, snapshot.norm) for norm, snapshot in farthest]
+        digest = hashlib.blake2b(repr(results).encode(), digest_size=16)
+        with replica.states.full_weights() as weights:
+            for weight in weights.values():  # of a copy: memory that numpy sees cannot be released
+                digest.update(weight.clone(memory_format=torch.contiguous_format).numpy().tobytes())
+            ran.weights = self.reference[-1].compare_placed("weights", weights, replica.places)
+        ran.bits = digest.hexdigest()
+        return ran
 
-# ---------------------------------------------------------------------- verdicts
+    def same_bits_late(self, verdict: Verdict, ran: Ran) -> Verdict:
+        """Return a verdict of equality if the steps come to the same bits with everything late. Collective.
+
+        Args:
+            ran: the steps without delays.
+        """
+        with self.fresh() as replica:
+            again = self.run(replica, late=True)
+        equal_bits: list[bool] = gather_json(again.bits == ran.bits and again.failure is None)
+        if all(equal_bits) and not again.broken:
+            return verdict
+        if again.failure is not None or again.broken:
+            return only_unread(verdict, again)
+        ranks = [str(rank) for rank, equal in enumerate(equal_bits) if not equal]
+        difference = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} come to other bits: {_EARLY}"
+        return _with_errors(verdict, again, f"{_WHEN_LATE} {difference}")
+
+    def with_wrong_use(self, verdict: Verdict, ran: Ran) -> Verdict:
+        """Add to a verdict of difference how messages are used wrongly, if they are. Collective."""
+        if not ran.late:
+            with self.fresh() as replica:
+                ran = self.run(replica, late=True)
+        if ran.wrong_use is None or verdict.diagnosis is None or ran.wrong_use in verdict.diagnosis:
+            return verdict
+        return replace(verdict, diagnosis=f"{verdict.diagnosis}; {ran.wrong_use}")
 
 
 _EARLY = "something is used before it has arrived"
-
-
-def same_bits_late(
-    verdict: Verdict,
-    ran: Ran,
-    fresh: Fresh,
-    trial: Trial,
-    reference: Sequence[Snapshot],
-    *,
-    windows: Sequence[int] = (),
-) -> Verdict:
-    """A verdict of equality, kept if the same steps come to the same bits with everything late. Collective.
-
-    Args:
-        ran: the steps without delays.
-        reference: of these steps.
-        windows: as `run_steps` takes them.
-    """
-    with fresh() as replica:
-        again = run_steps(replica, trial, reference, windows=windows, late=True)
-    equal_bits: list[bool] = gather_json(again.bits == ran.bits and again.failure is None)
-    if all(equal_bits) and not again.broken:
-        return verdict
-    if again.failure is None and not again.broken:
-        ranks = [str(rank) for rank, equal in enumerate(equal_bits) if not equal]
-        diagnosis = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} come to other bits: {_EARLY}"
-        return _with_errors(verdict, again, f"{_WHEN_LATE} {diagnosis}")
-    return only_unread(verdict, again)
-
-
 _WHEN_LATE = "equal where messages arrive at once; where they are late,"
 
 
@@ -359,37 +356,14 @@ def wrong_use_verdict(layout: str, ran: Ran) -> Verdict:
 def only_unread(verdict: Verdict, ran: Ran) -> Verdict:
     """The verdict on steps that are equal when each is read, and differ as they `ran`."""
     if ran.late:
-        diagnosis = ran.wrong_use or (
-            f"{ran.failure}: {_EARLY}" if ran.failure else f"results differ: {_EARLY}"
-        )
-        return _with_errors(verdict, ran, f"{_WHEN_LATE} {diagnosis}")
+        failure = "results differ" if ran.failure is None else ran.failure
+        return _with_errors(verdict, ran, f"{_WHEN_LATE} {ran.wrong_use or f'{failure}: {_EARLY}'}")
     failure = "" if ran.failure is None else f" ({ran.failure})"
-    diagnosis = (
-        f"steps are equal when each is read, and differ when nothing is read between them{failure}: {_EARLY}"
-    )
-    return _with_errors(verdict, ran, diagnosis)
-
-
-def with_wrong_use(
-    verdict: Verdict,
-    ran: Ran,
-    fresh: Fresh,
-    trial: Trial,
-    reference: Sequence[Snapshot],
-    *,
-    windows: Sequence[int] = (),
-) -> Verdict:
-    """A verdict of difference with how messages are used wrongly, where they are. Collective."""
-    if not ran.late:
-        with fresh() as replica:
-            ran = run_steps(replica, trial, reference, windows=windows, late=True)
-    if ran.wrong_use is None or verdict.diagnosis is None or ran.wrong_use in verdict.diagnosis:
-        return verdict
-    return replace(verdict, diagnosis=f"{verdict.diagnosis}; {ran.wrong_use}")
+    steps = f"steps are equal when each is read, and differ when nothing is read between them{failure}"
+    return _with_errors(verdict, ran, f"{steps}: {_EARLY}")
 
 
 def _with_errors(verdict: Verdict, ran: Ran, diagnosis: str) -> Verdict:
     """The verdict with the errors of steps that differ, and a diagnosis."""
-    errors = ran.quantities(verdict["loss"].bound)
-    quantities = worst_quantities([verdict.quantities, errors])
+    quantities = worst_quantities([verdict.quantities, ran.quantities(verdict["loss"].bound)])
     return replace(verdict, quantities=quantities, diagnosis=diagnosis)

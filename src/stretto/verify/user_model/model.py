@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -110,64 +111,54 @@ def prove(
     Raises:
         StrettoError: on every rank: a parameter that nothing names or makes whole, or other bad arguments.
     """
+    _check(dtype, reduction, initial)
     with bounded_waits(timeout):
-        return _Proof(
-            plain=plain,
-            parallel=parallel,
+        proof = _Proof(
+            make_plain=plain,
             step=step,
             loss=loss,
-            optimizer=optimizer or _adamw,
+            make_optimizer=optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)),
             clip=clip,
             share=share,
             dtype=dtype,
             reduction=reduction,
-            mesh=mesh,
-            gather=gather or {},
-            names=names,
-            initial=initial,
-            timeout=timeout,
-        ).run(batch, steps)
+        )
+        proof.build(parallel, mesh, gather or {}, names, load=initial == "load", timeout=timeout)
+        return proof.run(batch, steps)
 
 
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
+@dataclass(kw_only=True)
 class _Proof:
-    """The two models, and what their steps have shown."""
+    """The two models, and their steps; the arguments are those of `prove`."""
 
-    def __init__(
+    make_plain: Callable[[], Any]
+    step: Step
+    loss: Loss | None
+    make_optimizer: Optimizers
+    clip: float | None
+    share: Callable[[Any, int], Any] | None
+    dtype: torch.dtype
+    reduction: Reduction
+    notes: list[str] = field(default_factory=list[str])
+
+    def build(
         self,
-        *,
-        plain: Callable[[], Any],
         parallel: Callable[[nn.Module], Any],
-        step: Step,
-        loss: Loss | None,
-        optimizer: Optimizers,
-        clip: float | None,
-        share: Callable[[Any, int], Any] | None,
-        dtype: torch.dtype,
-        reduction: Reduction,
         mesh: Grid,
         gather: Mapping[str, Rule],
         names: Names | None,
-        initial: str,
+        load: bool,
         timeout: float,
     ) -> None:
-        _check(dtype, reduction, initial)
+        """Build the plain model, in float64 too, and the parallel one of a copy."""
         self.started = time.perf_counter()
-        self.make_plain, self.make_optimizer = plain, optimizer
-        self.step, self.loss = step, loss
-        self.clip, self.share = clip, share
-        self.dtype = dtype
-        self.reduction: Reduction = reduction
-        self.notes = list[str]()
         _set_timeout(timeout)
         self.axes = Axes(mesh)
-        start = run_on_all(lambda: self._build(dtype, None))
+        start = run_on_all(lambda: self._build(self.dtype, None))
         self.weights = {name: float64_copy(tensor) for name, tensor in start.model.state_dict().items()}
-        self.exact = start if dtype == torch.float64 else self._build(torch.float64, self.weights)
-        self.rounded = None if dtype == torch.float64 else start
+        exact = self.dtype == torch.float64
+        self.exact = start if exact else self._build(torch.float64, self.weights)
+        self.rounded = None if exact else start
         handed = copy.deepcopy(start.model)
         self.names = PlainNames.of(start.model, handed)
         self.built, optimizers = _pair(parallel(handed))
@@ -176,10 +167,12 @@ class _Proof:
         without_dropout(modules)
         self.holdings = run_on_all(lambda: Holdings(modules, self.names, gather, names))
         self.holdings.check_complete()
-        if initial == "load":
+        if load:
             run_on_all(self._load)
         if optimizers is None and not type(self.built).__module__.startswith("deepspeed."):
-            optimizers = optimizer([parameter for module in modules for parameter in module.parameters()])
+            optimizers = self.make_optimizer(
+                [parameter for module in modules for parameter in module.parameters()]
+            )
         self.optimizers = _listed(optimizers)
         self.modules = dict(self.exact.model.named_modules())
 
@@ -216,7 +209,15 @@ class _Proof:
                 f"steps is {steps}, must be at least 1", hint="2, which use optimizer states too"
             )
         quantities, done = list[list[Quantity]](), 0
-        cause = self._begin()
+        weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
+        expected = {name: self.weights[name] for name in self.names.parameters}
+        begun = _compared("weights", weights, Snapshot(loss=0.0, norm=0.0, gradients={}, weights=expected))
+        cause = None
+        if wrong := above(begun.errors):
+            cause = Cause(
+                f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
+                "build the parallel model of the one that parallel() is handed, or give initial='load'"
+            )
         while cause is None and done < steps:
             evidence = self._step(batch(done) if callable(batch) else batch, done)
             quantities.append(evidence.quantities(*QUANTITIES))
@@ -232,18 +233,6 @@ class _Proof:
             notes=tuple(self.notes),
             seconds=time.perf_counter() - self.started,
         )
-
-    def _begin(self) -> Cause | None:
-        """Whether the parallel model begins with other values."""
-        weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
-        expected = {name: self.weights[name] for name in self.names.parameters}
-        begun = Snapshot(loss=0.0, norm=0.0, gradients={}, weights=expected)
-        if wrong := above(_compared("weights", weights, begun).errors):
-            return Cause(
-                f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
-                "build the parallel model of the one that parallel() is handed, or give initial='load'"
-            )
-        return None
 
     def _step(self, batch: Any, number: int) -> Evidence:
         """One step of both models."""
@@ -276,6 +265,8 @@ class _Proof:
         buffers: FullTensors = {}
         for entry in self.holdings.buffers:
             buffers.setdefault(entry.name, []).append(entry.full_tensor(entry.tensor))
+        states = self._states()
+        comparable = any(gather_json(bool(states)))
         bounds = _bounds(expected, rounded, self.dtype)
         return Evidence(
             loss=_reduced(losses, self.reduction, expected.loss),
@@ -284,10 +275,10 @@ class _Proof:
             norm=_farthest(norms, expected.norm),
             reference_norm=expected.norm,
             weights=_compared("weights", weights, expected),
-            states=self._compared_states(expected),
+            states=_compared("states", states, expected) if comparable and expected.states else None,
             buffers=_compared("buffers", buffers, expected) if expected.buffers else None,
             bounds=bounds,
-            close=FACTOR_TOLERANCE if self.dtype == torch.float64 else _close(bounds["gradients"]),
+            close=min(0.1, max(FACTOR_TOLERANCE, *bounds.get("gradients", {}).values(), 0.0)),
             updated=all(gather_json(observation.updated)),
             clip=clip,
             tied=self.names.tied,
@@ -351,13 +342,6 @@ class _Proof:
                 tensors.setdefault(entry.name, []).append(entry.full_tensor(values[entry.key]))
         return tensors
 
-    def _compared_states(self, expected: Snapshot) -> Comparison | None:
-        """None where no rank's optimizers have states that can be compared. Collective."""
-        states = self._states()
-        if not any(gather_json(bool(states))) or not expected.states:
-            return None
-        return _compared("states", states, expected)
-
     def _states(self) -> FullTensors:
         """The optimizers' states, made whole; of parameters that ranks share, where all of them have them.
         Collective.
@@ -401,22 +385,20 @@ def _compared(quantity: str, tensors: FullTensors, expected: Snapshot) -> Compar
     references: Mapping[str, Tensor] = getattr(expected, quantity)
 
     def pair() -> dict[str, Pairs]:
+        for name, full in tensors.items():
+            wrong = [
+                tensor for tensor in full if name in references and tensor.shape != references[name].shape
+            ]
+            if wrong:
+                shapes = f"{list(wrong[0].shape)}, and {list(references[name].shape)} in the plain model"
+                raise StrettoError(
+                    f"{name} made whole is {shapes}", hint="see its rule in gather: dim, group and parts"
+                )
         return {
-            name: [_pair_up(name, actual, references[name]) for actual in held]
-            for name, held in tensors.items()
-            if name in references
+            n: [(tensor, references[n]) for tensor in full] for n, full in tensors.items() if n in references
         }
 
     return expected.compare(quantity, run_on_all(pair))
-
-
-def _pair_up(name: str, actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    if actual.shape != reference.shape:
-        raise StrettoError(
-            f"{name} made whole is {list(actual.shape)}, and {list(reference.shape)} in the plain model",
-            hint="see its rule in gather: dim, group and parts",
-        )
-    return actual, reference
 
 
 def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) -> dict[str, dict[str, float]]:
@@ -434,10 +416,6 @@ def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) ->
         error = relative(getattr(rounded, quantity), getattr(expected, quantity))
         bounds[quantity] = rounding_bounds({"": error}, eps)
     return bounds
-
-
-def _close(bounds: Mapping[str, float]) -> float:
-    return min(0.1, max(FACTOR_TOLERANCE, *bounds.values()))
 
 
 def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
