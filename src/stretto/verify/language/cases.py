@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -249,7 +249,8 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
         StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different
             sizes.
     """
-    rows = read_cases(path, kind="layout", example=_EXAMPLE)
+    keys = (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *ScheduleConfig.option_names())
+    rows = read_cases(path, kind="layout", example=_EXAMPLE, keys=keys)
     configured = configured_job(config)
     cases = [_case(keys, location, configured) for location, keys in rows]
     sizes = sorted({case.layout.world for case in cases})
@@ -258,15 +259,18 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
     return cases
 
 
-def read_cases(path: Path, *, kind: str, example: str) -> list[tuple[str, dict[str, Any]]]:
+def read_cases(
+    path: Path, *, kind: str, example: str, keys: Sequence[str]
+) -> list[tuple[str, dict[str, Any]]]:
     """The mappings of a YAML list, each with words for where it stands.
 
     Args:
         kind: what a mapping describes, such as "layout".
         example: the hint of errors.
+        keys: those that a mapping may have.
 
     Raises:
-        StrettoError: the file cannot be read, or is not such a list.
+        StrettoError: the file cannot be read, is not such a list, or has an unknown key.
     """
     try:
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -282,19 +286,36 @@ def read_cases(path: Path, *, kind: str, example: str) -> list[tuple[str, dict[s
     for location, row in listed:
         if not isinstance(row, dict):
             raise StrettoError(f"{location} is {row!r}", hint=example)
+        for key in cast("dict[Any, Any]", row):
+            if key not in keys:
+                suggestion = nearest(str(key), keys)
+                raise StrettoError(
+                    f"{location} has the key {key!r}",
+                    hint=f"did you mean {suggestion!r}?" if suggestion else f"keys: {', '.join(keys)}",
+                )
     return listed
 
 
+def check_value(section: type, name: str, key: str, value: Any, location: str, example: str) -> None:
+    """Raise StrettoError unless the field `name` of a section, which a case calls `key`, takes the value."""
+    if wrong_fields(section, {name: value}):
+        legal = allowed(config_fields(section)[name])
+        raise StrettoError(f"{location}: {key} is {value!r}, must be {legal}", hint=example)
+
+
 def _case(keys: dict[str, Any], location: str, configured: Job) -> Job:
-    _check_keys(keys, location)
     layout = {key: keys[key] for key in _LAYOUT if key in keys}
     recompute = {key: keys[key] for key in _RECOMPUTE if key in keys}
     sharding = {key: keys[key] for key in SHARDING if key in keys}
     options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule")}
-    _check(LayoutConfig, {key: key for key in layout}, layout, location)
-    _check(Recompute, _RECOMPUTE, recompute, location)
-    _check(DataParallelSettings, {key: key for key in sharding}, sharding, location)
-    _check(ScheduleConfig, {key: key for key in options}, options, location)
+    for section, values in (
+        (LayoutConfig, layout),
+        (Recompute, recompute),
+        (DataParallelSettings, sharding),
+        (ScheduleConfig, options),
+    ):
+        for key, value in values.items():
+            check_value(section, _RECOMPUTE.get(key, key), key, value, location, _EXAMPLE)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
     if "schedule" in keys or options or configured.options:
         changes["schedule"] = _schedule(keys.get("schedule", configured.schedule), location)
@@ -308,17 +329,6 @@ def _case(keys: dict[str, Any], location: str, configured: Job) -> Job:
     return case
 
 
-def _check_keys(keys: dict[str, Any], location: str) -> None:
-    fields = [*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *ScheduleConfig.option_names()]
-    for key in keys:
-        if key not in fields:
-            suggestion = nearest(str(key), fields)
-            raise StrettoError(
-                f"{location} has the key {key!r}",
-                hint=f"did you mean {suggestion!r}?" if suggestion else f"keys: {', '.join(fields)}",
-            )
-
-
 def _schedule(name: Any, location: str) -> str:
     if not isinstance(name, str):
         raise StrettoError(f"{location}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
@@ -329,11 +339,3 @@ def _schedule(name: Any, location: str) -> str:
             hint=f"did you mean {suggestion!r}?" if suggestion else f"one of {', '.join(names())}",
         )
     return name
-
-
-def _check(section: type, fields: dict[str, str], values: dict[str, Any], location: str) -> None:
-    """Check that a section takes these values; `fields` are its names for the keys."""
-    for key, value in values.items():
-        if wrong_fields(section, {fields[key]: value}):
-            legal = allowed(config_fields(section)[fields[key]])
-            raise StrettoError(f"{location}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
     DenseOptimConfig,
@@ -20,9 +20,7 @@ from stretto.recommender.config.schema import (
 )
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.shape import Interaction
-from stretto.run.config.section import allowed, config_fields
-from stretto.run.config.validation import read_section
-from stretto.verify.language.cases import read_cases
+from stretto.verify.language.cases import check_value, read_cases
 
 Samples = Literal[
     "one", "fixed", "ragged", "data"
@@ -151,7 +149,7 @@ def cases_from_file(
     Raises:
         StrettoError: not such a list, an unknown key, or a placement that does not fit.
     """
-    rows = read_cases(path, kind="placement", example=_EXAMPLE)
+    rows = read_cases(path, kind="placement", example=_EXAMPLE, keys=(*_KEYS, "samples"))
     return [_case(mapping, location, config, features, configured) for location, mapping in rows]
 
 
@@ -162,8 +160,12 @@ def _case(
     features: Sequence[TableSpec],
     configured: PlacementCase,
 ) -> PlacementCase:
+    kinds = get_args(Samples)
     for key, value in mapping.items():
-        _check(key, value, location)
+        if key in _KEYS:
+            check_value(*_KEYS[key], key, value, location, _EXAMPLE)
+        elif value not in kinds:
+            raise StrettoError(f"{location}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
     fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
     name, placements = configured.name, configured.placements
     if fields:
@@ -191,25 +193,3 @@ def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mappin
         name: placement if name in hashed else replace(placement, **fields)
         for name, placement in placements.items()
     }
-
-
-def _check(key: Any, value: Any, location: str) -> None:
-    """Checks a key and its value."""
-    kinds = get_args(Samples)
-    if key == "samples":
-        if value not in kinds:
-            raise StrettoError(f"{location}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
-        return
-    if key not in _KEYS:
-        keys = (*_KEYS, "samples")
-        suggestion = nearest(str(key), keys)
-        raise StrettoError(
-            f"{location} has the key {key!r}",
-            hint=f"did you mean {suggestion!r}?" if suggestion else f"keys: {', '.join(keys)}",
-        )
-    section, field = _KEYS[key]
-    try:
-        read_section(section, {field: value})
-    except StrettoError:
-        legal = allowed(config_fields(section)[field])
-        raise StrettoError(f"{location}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

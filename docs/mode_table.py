@@ -1,6 +1,6 @@
 """The table of docs/data-parallel.md: which data-parallel modes, schedules and offload can be combined.
 
-python -m stretto.verify.language.matrix docs/data-parallel.md    # write it into the page
+python docs/mode_table.py docs/data-parallel.md    # write it into the page
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ batch: {global_size: 16, micro_size: 2}
 dp: {path: .}
 """
 _PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": "cpu"}, {"offload": "nvme"})
-START, END = "<!-- table of modes: stretto.verify.language.matrix -->", "<!-- end of the table -->"
+START, END = "<!-- table of modes: docs/mode_table.py -->", "<!-- end of the table -->"
 
 
 def matrix() -> str:
