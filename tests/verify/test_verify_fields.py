@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from stretto.job.rules import problems
+from stretto.recommender.config.load import parse_config
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import TablePlacement, physical_tables
 from stretto.run.config.schema import TrainConfig
 from stretto.verify.language import fields
 from stretto.verify.language.cases import configured_job, smaller
@@ -15,6 +18,9 @@ from stretto.verify.language.every import Every
 from stretto.verify.language.fields import set_fields, with_effect, without_effect, without_ranks
 from stretto.verify.language.proof import batches
 from stretto.verify.language.reference import Trial
+from stretto.verify.recommender.cases import configured_case
+from stretto.verify.recommender.proof import job_fields, recommender_proof
+from stretto.verify.run import run_proof
 from texts import open_tokens
 from tiny_job import LLAMA, job
 
@@ -85,6 +91,36 @@ def test_a_field_without_another_legal_value_is_listed(
     monkeypatch.setattr(fields, "problems", lambda job: [job])
     silent = without_effect(configured_job(config), trial_of(config))
     assert silent == ["optim.betas=[0.9, 0.9] (no other value is legal here)"]
+
+
+def test_fields_of_a_recommender_without_effect_are_found() -> None:
+    config = parse_config(
+        """
+        model:
+          family: dlrm
+          bottom: [8, 4]
+          top: [4, 1]
+          tables:
+            - {rows: 30, pooling: mean}
+            - {rows: 9, ids: quotient-remainder}
+            - {rows: 8, ids: hash, evict_every: 50}
+        optim: {dense: {weight_decay: 0.1}, tables: {name: adagrad, betas: [0.8, 0.9]}, clip: 100}
+        train: {device: cpu}
+        """,
+        overrides=["batch.global_size=16"],
+    )
+    assert isinstance(config, RecommenderConfig)
+    features = tuple(config.table_specs())
+    named = {name: value for name, value, _ in job_fields(config, features)}
+    assert {"model.tables.C2.ids", "optim.dense.weight_decay", "optim.tables.name"} <= named.keys()
+    placements = {table.name: TablePlacement("table", (0,)) for table in physical_tables(features)}
+    case = replace(configured_case(config, features, placements), samples="ragged")
+    proof = recommender_proof(config, features, [case], 2, fields=True)
+    assert run_proof(proof).unproved == [
+        "model.tables.C3.evict_every=50",
+        "optim.clip=100",
+        "optim.tables.betas=[0.8, 0.9]",
+    ]
 
 
 def test_all_layouts_pad_samples_and_compute_the_loss_in_chunks(tmp_path: Path) -> None:

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from stretto.engine.parallel.data.gradients import FlatGradient
 from stretto.engine.parallel.data.unit import FlatParameter
+from stretto.recommender.config.load import parse_config
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.train import engine
 from stretto.verify.compare import MULTIPLE, rounding_bounds, worst_quantity
 from stretto.verify.language.proof import language_proof
+from stretto.verify.recommender.every import AllCases, small
+from stretto.verify.recommender.proof import recommender_proof
 from stretto.verify.run import Findings, run_proof
 from tiny_job import LLAMA, changes, job, varied
 
@@ -70,6 +75,59 @@ def test_what_float64_cannot_see_is_seen(
     (one,) = found.rounded
     assert not one.equal
     assert words in (one.diagnosis or "")
+
+
+_TABLES = """
+model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10]}
+layout: {ranks: 2}
+train: {device: cpu, seed: 3}
+optim: {dense: {lr: 0.02}, tables: {lr: 0.05}, clip: 0.05}
+"""
+
+
+def of_tables(fault: Any, *overrides: str) -> Findings:
+    """Placements of a small recommender with tables of every kind."""
+    config = parse_config(_TABLES, overrides=overrides)
+    assert isinstance(config, RecommenderConfig)
+    config = small(config, 2)
+    cases = AllCases(config.table_specs(), 2).cases[::60]
+    proof = recommender_proof(config, config.table_specs(), cases, 2, own_types=True)
+    return run_proof(proof, fault)
+
+
+def sum_in_16_bits() -> None:
+    reduce = engine._Bucket.reduce
+
+    def rounded(self: Any) -> None:
+        if self._flat.dtype == torch.float32:
+            self._flat.copy_(self._flat.bfloat16())
+        reduce(self)
+
+    engine._Bucket.reduce = rounded
+
+
+@pytest.mark.parametrize("overrides", [(), ("tables.wire=bfloat16",)])
+def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...]) -> None:
+    found = of_tables(None, *overrides)
+    assert len(found.rounded) == len(found.verdicts) > 2
+    for one in (*found.verdicts, *found.rounded):
+        assert one.equal, f"{one.layout}: {one.diagnosis}"
+    names = [quantity.name for quantity in found.rounded[0].quantities]
+    assert names == ["loss", "gradients", "norm", "weights"]
+    assert found.rounded[0].dtype == "float32"
+
+
+def test_dense_gradients_in_a_smaller_type_are_seen_in_the_second_pass_alone() -> None:
+    found = of_tables(sum_in_16_bits)
+    assert all(verdict.equal for verdict in found.verdicts)
+    for one in found.rounded:
+        assert "times what rounding may do" in (one.diagnosis or ""), one.layout
+
+
+def test_a_recommender_in_float64_has_no_second_pass() -> None:
+    found = of_tables(None, "train.dtype=float64")
+    assert not found.rounded
+    assert all(verdict.equal for verdict in found.verdicts)
 
 
 def test_what_rounding_may_do_is_a_multiple_of_one_process() -> None:
