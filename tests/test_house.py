@@ -225,7 +225,7 @@ def test_light_modules_import_no_torch() -> None:
     light += [
         *(
             f"stretto.run.launch.{name}"
-            for name in ("agent", "cluster", "kubernetes", "progress", "ray", "sky", "slurm", "torchrun")
+            for name in ("agent", "cluster", "kubernetes", "progress", "ray", "sky", "slurm")
         ),
         "stretto.run.train.launch",  # starts the server that imports torch for the ranks, at the same time
         "stretto.run.train.language_job",

@@ -364,7 +364,7 @@ class TorchrunOptions(RanksOptions):
 @grouped(TorchrunOptions)
 def torchrun(options: TorchrunOptions) -> None:
     """Print the command that trains CONFIG for each node."""
-    from stretto.run.launch.torchrun import commands
+    from stretto.run.launch.cluster import node_commands
 
     job = _cluster_job(options)
-    _print(commands(job, options.host), job, options.as_json)
+    _print(node_commands(job, options.host), job, options.as_json)

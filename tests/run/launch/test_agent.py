@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.run.launch.cluster import ClusterJob
+from stretto.run.launch.cluster import ClusterJob, node_commands
 from stretto.run.launch.stop import SAVED
-from stretto.run.launch.torchrun import commands
 from tiny_job import job, job_file
 from train_runs import losses, same, tensors, train
 
@@ -53,7 +52,7 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
     settings = ["layout.dp=2", f"train.steps={STEPS}"]
     whole, preempted = (job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted"))
     train(whole)
-    text = commands(
+    text = node_commands(
         ClusterJob(
             name="preempted",
             config=str(path),

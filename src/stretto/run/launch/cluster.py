@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from stretto.engine.parallel.signed import KEY
 from stretto.errors import Problem, StrettoError
 from stretto.run.launch.stop import SAVED
 
-MOST_RANKS_PER_NODE = 8  # devices of common nodes, if neither nodes nor devices per node are given
+NODE_SIZE = 8  # devices of common nodes, if neither nodes nor devices per node are given
 
 RESTARTED = (SAVED, 69)  # 69: a rank that ends since another does not answer (`run.watch.joint.HUNG`)
 _SLACK_S = 30  # for agents to end after they have killed ranks that did not save in time
@@ -83,7 +84,7 @@ class ClusterJob:
                 raise Problem("mount", repr(mount), "must be SOURCE:TARGET[:ro]", "--mount /data:/data")
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
-                raise Problem("env", repr(name), "must be NAME=VALUE", "--env NCCL_DEBUG=INFO")
+                raise Problem("env", repr(name), "must be NAME=VALUE", "--env OMP_NUM_THREADS=8")
 
     @property
     def ranks(self) -> int:
@@ -110,8 +111,8 @@ class ClusterJob:
     def mount_parts(self) -> Iterator[tuple[str, str, str | None]]:
         """Yield source, target and access (ro, rw or None) of each mount."""
         for mount in self.mounts:
-            if found := _MOUNT.fullmatch(mount):
-                yield found[1], found[2], found[3]
+            if match := _MOUNT.fullmatch(mount):
+                yield match[1], match[2], match[3]
 
     def command(self, *rendezvous: str) -> str:
         """Return the shell command that runs the ranks of one node.
@@ -168,12 +169,12 @@ def nodes_of(
         StrettoError: the ranks cannot be shared out like this.
     """
     if nodes is None and ranks_per_node is None:
-        most = devices_per_node or MOST_RANKS_PER_NODE
-        ranks_per_node = min(world, most)
+        size = devices_per_node or NODE_SIZE
+        ranks_per_node = min(world, size)
         if world % ranks_per_node:
-            fits = max(n for n in range(1, most + 1) if world % n == 0)
+            fits = max(n for n in range(1, size + 1) if world % n == 0)
             raise StrettoError(
-                f"gpus_per_node={most} does not divide the {world} ranks of layout {layout}",
+                f"gpus_per_node={size} does not divide the {world} ranks of layout {layout}",
                 hint=f"use --nodes {world // fits} --ranks-per-node {fits}, or another layout",
             )
     if nodes is None and ranks_per_node is not None and world % ranks_per_node == 0:
@@ -200,6 +201,37 @@ def nodes_of(
             hint=f"use --gpus-per-node {ranks_per_node}, or more nodes",
         )
     return nodes, ranks_per_node
+
+
+def node_commands(job: ClusterJob, host: str | None) -> str:
+    """Return the shell commands of all nodes, each under a comment that says on which node it runs.
+
+    Args:
+        host: name or address of the first node; None: this machine, for a job of one node.
+
+    Raises:
+        StrettoError: several nodes, and no host on which they meet.
+    """
+    if host is None and job.nodes > 1:
+        raise StrettoError(
+            f"{job.nodes} nodes have no host to meet on", hint="--host NAME, of the first node"
+        )
+    lines = [
+        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        f"# The agent is torchrun, but ends with its ranks' exit code; {SAVED}: saved, repeat the",
+        "# commands to continue. SIGTERM to one of them stops all nodes.",
+    ]
+    if job.nodes > 1:
+        lines += [
+            f"# First let all nodes share a secret {KEY}, such as of `openssl rand -hex 32`: it signs the",
+            "# ranks' control messages.",
+        ]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()]
+    lines += job.setup
+    for node in range(job.nodes):
+        lines += ["", f"# on node {node}"] if job.nodes > 1 else [""]
+        lines.append(job.static_command(str(node), shlex.quote(host or "127.0.0.1")))
+    return "\n".join(lines) + "\n"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -84,7 +84,7 @@ def newest(metrics: Path) -> dict[str, Any] | None:
 
 def status(record: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return `trainerStatus` of a TrainJob (trainer.kubeflow.org/v1alpha1) for a record of the metrics."""
-    found: dict[str, Any] = {
+    trainer_status: dict[str, Any] = {
         "progressPercentage": min(100, 100 * record["step"] // steps),
         "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds"),
         "metrics": [
@@ -94,17 +94,17 @@ def status(record: Mapping[str, Any], steps: int) -> dict[str, Any]:
         ],
     }
     if isinstance(seconds := record.get("step_time_s"), int | float):
-        found["estimatedRemainingSeconds"] = max(0, round(seconds * (steps - record["step"])))
-    return found
+        trainer_status["estimatedRemainingSeconds"] = max(0, round(seconds * (steps - record["step"])))
+    return trainer_status
 
 
-def _send(found: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+def _send(trainer_status: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     headers = {"Content-Type": "application/json"}
     if token := environment.get(TOKEN):  # read each time: it expires and is replaced
         headers["Authorization"] = f"Bearer {Path(token).read_text(encoding='utf-8').strip()}"
     certificate = environment.get(CERTIFICATE)
     request = urllib.request.Request(
-        environment[SERVER], json.dumps({"trainerStatus": found}).encode(), headers, method="POST"
+        environment[SERVER], json.dumps({"trainerStatus": trainer_status}).encode(), headers, method="POST"
     )
     context = ssl.create_default_context(cafile=certificate) if certificate else None
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context):
