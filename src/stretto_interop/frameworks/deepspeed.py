@@ -22,7 +22,7 @@ from stretto.job.optimiser import RateSchedule
 from stretto.layout.layout import ORDER
 from stretto.program import PLAIN
 from stretto.run.config.schema import ScheduleConfig
-from stretto_interop.frameworks.fields import JOB, NAMES, RATE, RUN, JobValues
+from stretto_interop.frameworks.fields import JOB, NAMES, OPTIMISER, RATE, RUN, SHARDS, JobValues
 from stretto_interop.frameworks.mapping import (
     AROUND,
     ExternalFramework,
@@ -42,6 +42,7 @@ from stretto_interop.frameworks.mapping import (
     restricted,
     rule,
     under,
+    unsplit_experts,
     without_encoder,
 )
 
@@ -296,19 +297,9 @@ def _read_rate(settings: Settings) -> Values:
     return values
 
 
-OPTIMISER: tuple[Rule, ...] = (
+OPTIMISER_RULES: tuple[Rule, ...] = (
     rule(
-        (
-            JOB.optimiser.name,
-            JOB.optimiser.lr,
-            JOB.optimiser.betas,
-            JOB.optimiser.eps,
-            JOB.optimiser.weight_decay,
-            JOB.optimiser.no_decay,
-            JOB.optimiser.momentum,
-            JOB.optimiser.states,
-            JOB.optimiser.clip,
-        ),
+        OPTIMISER,
         (
             "optimizer.type",
             *under(_PARAMS, "lr betas eps weight_decay momentum"),
@@ -407,14 +398,6 @@ def _read_layout(settings: Settings) -> Values:
     }
 
 
-def _expert_tp(values: JobValues) -> Settings:
-    job = values.job
-    split = job.layout.tp if job.expert_tp is None else job.expert_tp
-    if job.layout.ep > 1 and split > 1:
-        raise refused(JOB.expert_tp, split, "DeepSpeed's AutoEP keeps each expert whole", [1])
-    return {}
-
-
 def _read_expert_tp(settings: Settings) -> Values:
     split = _read_layout(settings)
     return {JOB.expert_tp: 1} if split[JOB.layout.ep] > 1 and split[JOB.layout.tp] > 1 else {}
@@ -473,7 +456,7 @@ def _read_zero(settings: Settings) -> Values:
         values[JOB.dp.shard_parameters] = part
     part = settings.get("zero_optimization.mics_shard_size", -1)  # until 0.18
     if part > 0 and stage == 3:
-        values |= dict.fromkeys((JOB.dp.shard_states, JOB.dp.shard_gradients, JOB.dp.shard_parameters), part)
+        values |= dict.fromkeys(SHARDS, part)
     return values
 
 
@@ -643,7 +626,7 @@ RULES = (
         _read_layout,
         notes=_note_layout,
     ),
-    rule(JOB.expert_tp, write=_expert_tp, read=_read_expert_tp),
+    unsplit_experts("DeepSpeed's AutoEP keeps each expert whole", (), _read_expert_tp),
     rule(JOB.sequence_parallel, write=_sequence_parallel),
     restricted(JOB.layout.order, [ORDER], "DeepSpeed's ranks are in the order of tensor, sequence and data"),
     restricted(JOB.stage_layers, [None], _NO_PIPELINE),
@@ -653,7 +636,7 @@ RULES = (
     restricted(RUN.schedule.file, [None], _NO_PIPELINE),
     *(restricted(f"schedule.{name}", [None], _NO_PIPELINE) for name in ScheduleConfig.option_names()),
     rule(
-        (JOB.dp.mode, JOB.dp.shard_states, JOB.dp.shard_gradients, JOB.dp.shard_parameters),
+        (JOB.dp.mode, *SHARDS),
         under("zero_optimization", "stage zero_hpz_partition_size mics_shard_size"),
         _write_zero,
         _read_zero,
@@ -690,7 +673,7 @@ RULES = (
         notes=_note_types,
     ),
     restricted(JOB.precision.fp8, ["none"], "DeepSpeed's JSON has no products in 8 bits"),
-    *OPTIMISER,
+    *OPTIMISER_RULES,
     rule(
         (JOB.recompute.mode, JOB.recompute.blocks, JOB.recompute.shard_inputs),
         "activation_checkpointing.partition_activations",

@@ -146,6 +146,14 @@ LORA = cast(LoraShape, MODEL.lora)
 ATTENTION = MODEL.attention
 LATENT = cast(LatentShape, ATTENTION.latent)
 RATE = JOB.optimiser.rate
+# fields that several frameworks map together
+DEGREES = (JOB.layout.tp, JOB.layout.cp, JOB.layout.ep, JOB.layout.dp, JOB.layout.pp)
+SHARDS = (JOB.dp.shard_states, JOB.dp.shard_gradients, JOB.dp.shard_parameters)
+_ADAM = (JOB.optimiser.lr, JOB.optimiser.betas, JOB.optimiser.eps, JOB.optimiser.weight_decay)
+_OTHERS = (JOB.optimiser.no_decay, JOB.optimiser.momentum, JOB.optimiser.states, JOB.optimiser.clip)
+OPTIMISER = (JOB.optimiser.name, *_ADAM, *_OTHERS)
+_DECAY = (RATE.min_ratio, RATE.decay_steps, RATE.decay_fraction, RATE.decay)
+LEARNING_RATE = (RATE.schedule, RATE.warmup, RATE.warmup_init, *_DECAY)
 # None in a model without the part
 EXPERTS: int | None = MOE.experts
 KV_RANK: int | None = LATENT.kv_rank

@@ -395,6 +395,19 @@ def without_encoder(instead: str, *fields: object) -> Rule:
     return rule((JOB.target_sequence, JOB.encoder_pp, *fields), write=write)
 
 
+def unsplit_experts(instead: str, settings: str | Iterable[str], read: Reader) -> Rule:
+    """Return the rule of the tensor parallelism of experts, for a framework without it."""
+
+    def write(values: JobValues) -> Settings:
+        job = values.job
+        split = job.layout.tp if job.expert_tp is None else job.expert_tp
+        if job.layout.ep > 1 and split > 1:
+            raise refused(JOB.expert_tp, split, instead, [1])
+        return {}
+
+    return rule(JOB.expert_tp, settings, write, read)
+
+
 def ignored(reason: str, fields: object) -> Rule:
     """Return the rule of fields that do not change what a step computes and that the framework has no setting
     for; those that differ from their defaults are listed in a comment.

@@ -5,17 +5,40 @@ of its TOML files too; both can be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from math import inf
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from math import ceil, inf
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
-from stretto.job.data_parallel import KEEP, Precision
+from stretto.job.data_parallel import KEEP, DataParallelSettings, Precision
 from stretto.job.framework import framework_behaviour
+from stretto.job.initial import Initial
 from stretto.job.job import Job
+from stretto.job.presets import preset
+from stretto.job.shape import ModelShape, fields_of
 from stretto.layout.layout import ORDER
-from stretto_interop.frameworks.fields import JOB, LORA, LORA_RANK, MODEL, RATE, RUN, JobValues
+from stretto.program import PLAIN
+from stretto.program.text import check_torch, from_csv, to_csv
+from stretto.program.text.torchtitan import modules_of_stages, schedule_class
+from stretto.run.config.job import program_file
+from stretto_interop.frameworks.fields import (
+    DEGREES,
+    JOB,
+    LEARNING_RATE,
+    LORA,
+    LORA_RANK,
+    MODEL,
+    NAMES,
+    OPTIMISER,
+    RATE,
+    RUN,
+    SHARDS,
+    JobValues,
+    name_of,
+    values_of,
+)
 from stretto_interop.frameworks.mapping import (
     AROUND,
     ExternalFramework,
@@ -33,21 +56,269 @@ from stretto_interop.frameworks.mapping import (
     restricted,
     rule,
     under,
+    unsplit_experts,
     without_encoder,
 )
-from stretto_interop.frameworks.torchtitan_job import (
-    BEGIN,
-    MODEL_FIELDS,
-    OPTIONS,
-    PIPELINE,
-    read_batch,
-    read_model,
-    read_pipeline,
-    replicas,
-    write_model,
-    write_pipeline,
-)
 from stretto_interop.frameworks.torchtitan_text import parse, render
+
+# ------------------------------------------------------------------ models
+
+_INITIAL = tuple(f"model.{entry.name}" for entry in fields(Initial))
+_MODEL_FIELDS = tuple(name for name in NAMES if name.startswith("model.") and name not in _INITIAL)
+# flavours by the name of their module, and the presets of the same sizes
+FLAVOURS: Mapping[tuple[str, str], str] = {
+    ("llama3", "1B"): "llama3.2-1b",
+    ("llama3", "3B"): "llama3.2-3b",
+    ("llama3", "8B"): "llama3-8b",
+    ("llama3", "70B"): "llama3-70b",
+    ("llama3", "405B"): "llama3.1-405b",
+    **{("qwen3", size): f"qwen3-{size.lower()}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    **{("qwen3", size): f"qwen3-{size.lower()}" for size in ("30B-A3B", "235B-A22B")},
+    ("gpt_oss", "20b"): "gpt-oss-20b",
+    ("gpt_oss", "120b"): "gpt-oss-120b",
+    ("deepseek_v3", "16B"): "deepseek-v2-lite",
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("deepseek_v3", "671B"): "deepseek-v3",
+}
+# sizes of a model of the llama3 module that is no flavour, by the field of ours
+_SIZES = {
+    "layers": "n_layers",
+    "hidden": "dim",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "ffn": "hidden_dim",
+    "vocab": "vocab_size",
+    "rope_theta": "theta",
+    "tied": "enable_weight_tying",
+    "sequence": "max_seq_len",
+}
+_DEBUG = {  # its smallest flavour, which no preset has
+    "layers": 6,
+    "hidden": 256,
+    "heads": 16,
+    "ffn": 768,
+    "vocab": 2048,
+    "rope_theta": 500000.0,
+    "sequence": 131072,
+}
+
+
+def _write_model(values: JobValues) -> Settings:
+    shape = replace(values.job.shape, lora=None)  # which another rule is about
+    if shape.tied and values.job.layout.pp > 1:
+        rule = "torchtitan's pipelines have no weights that stages share"
+        raise Problem("model.tied", "true", rule, "model.tied=false, or layout.pp=1")
+    for (module, flavour), name in FLAVOURS.items():
+        shape_of_flavour = preset(name)
+        if (
+            replace(shape_of_flavour, **{**fields_of(shape), "sequence": shape_of_flavour.sequence})
+            == shape_of_flavour
+        ):
+            return {"model.name": module, "model.flavor": flavour}
+    _check_llama(shape)
+    return {"model.name": "llama3", "model.sizes": {to: getattr(shape, of) for of, to in _SIZES.items()}}
+
+
+def _check_llama(shape: ModelShape) -> None:
+    """Raise Problem for what torchtitan's llama3 module does not build."""
+    if not shape.rotary:
+        raise refused(MODEL.family, shape.family, "torchtitan has no GPT-2", ["llama"])
+    plain_llama = ModelShape(family="llama", **{name: getattr(shape, name) for name in _SIZES}, norm_eps=1e-5)
+    rule = "torchtitan has experts in its own flavours only, and this model is none of them"
+    if shape.moe is not None:
+        raise Problem("model.moe.experts", shape.moe.experts, rule, "a preset such as qwen3-30b-a3b")
+    for name, value in fields_of(shape).items():
+        if value != getattr(plain_llama, name):
+            rule = "torchtitan has it in its own flavours only, and this model is none of them"
+            raise Problem(
+                f"model.{name}", value, rule, f"model.{name}={getattr(plain_llama, name)}, or a preset"
+            )
+
+
+def _read_model(settings: Settings) -> Values:
+    sizes = settings.get("model.sizes")
+    module, flavour = settings.get("model.name"), str(settings.get("model.flavor", "debugmodel"))
+    if sizes is not None:
+        return _model_choices({of: sizes[to] for of, to in _SIZES.items()})
+    if module is not None and (module, flavour) in FLAVOURS:
+        shape = preset(FLAVOURS[module, flavour])
+        values = values_of(Job(shape=shape)).values
+        return {name: values[name] for name in _MODEL_FIELDS if values[name] is not None}
+    if (module, flavour) == ("llama3", "debugmodel"):
+        return _model_choices(_DEBUG)
+    if module is None:
+        return {}
+    flavours = ", ".join(f"{entry} {size}" for entry, size in FLAVOURS)
+    raise StrettoError(
+        f"the model is {module} {flavour}: not known here", hint=f"what is: {flavours}; or --model"
+    )
+
+
+def _model_choices(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        MODEL.family: "llama",
+        **{f"model.{'positions' if name == 'sequence' else name}": value for name, value in sizes.items()},
+    }
+
+
+_OPTIONS = "chunks group waves vertical_sync memory placement split objective effort"
+_PIPELINE = (
+    "pipeline_parallel_schedule pipeline_parallel_schedule_csv module_fqns_per_model_part "
+    "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+    "pipeline_parallel_layers_per_stage pipeline_parallel_split_points"
+)
+
+
+def _replicas(settings: Settings) -> int:
+    shard = settings.get("parallelism.data_parallel_shard_degree", 1)
+    return settings.get("parallelism.data_parallel_replicate_degree", 1) * shard
+
+
+def _read_batch(settings: Settings) -> Values:
+    dp, local = _replicas(settings), settings.get("training.local_batch_size", 8)
+    global_batch = settings.get("training.global_batch_size", -1)
+    if global_batch < 0:
+        global_batch = local * dp
+    pp = settings.get("parallelism.pipeline_parallel_degree", 1)
+    if global_batch % (local * dp):
+        rule = f"is no multiple of local_batch_size={local} x {dp} _replicas"
+        nearest_batch = max(1, round(global_batch / (local * dp))) * local * dp
+        raise StrettoError(
+            f"training.global_batch_size={global_batch} {rule}", hint=f"nearest: {nearest_batch}"
+        )
+    if pp > 1 and global_batch != local * dp:
+        raise StrettoError(
+            f"a step is {global_batch // (local * dp)} pipelines one after the other, "
+            "which is not modelled here",
+            hint=f"training.local_batch_size={global_batch // dp}: one pipeline of all microbatches",
+        )
+    micro = settings.get("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
+    return {JOB.global_batch: global_batch, JOB.micro_batch: micro}
+
+
+_SINGLE = {"1f1b": "1F1B", "gpipe": "GPipe"}
+_MULTI = {
+    "bfs": "LoopedBFS",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+_V = ("ZBVZeroBubble", "DualPipeV")
+
+
+def _write_pipeline(values: JobValues) -> Settings:
+    job, file = values.job, values[RUN.schedule.file]
+    if isinstance(file, str):
+        try:
+            job = replace(job, custom_program=program_file(file))
+        except Problem as problem:
+            raise problem.within("schedule") from None
+    if job.layout.pp == 1:
+        if job.custom_program is not None or job.schedule != PLAIN:
+            raise refused(
+                JOB.schedule, job.schedule_name, "without a pipeline microbatches run in turn", [PLAIN]
+            )
+        return {}
+    if job.microbatches is None:
+        return {}  # the rule of batches refuses it
+    program = replace(job, dp=DataParallelSettings()).program()  # torch gathers by itself
+    try:
+        check_torch(program)
+        kind = schedule_class(program)
+    except StrettoError as error:
+        raise Problem("schedule.name", job.schedule_name, error.message, error.hint) from None
+    name = _torchs_name(job)
+    counts = [len(stage) for stage in job.stages(program.depth)]
+    if counts[0] == 1 and job.optimiser.weight_decay:
+        rule = "torchtitan's optimiser wants a norm in each stage, and the first has the embedding alone"
+        raise Problem("layout.stages", counts, rule, "another block in the first stage")
+    return {
+        "parallelism.pipeline_parallel_schedule": name or kind,
+        **({} if name else {"parallelism.pipeline_parallel_schedule_csv": to_csv(program)}),
+        "parallelism.module_fqns_per_model_part": modules_of_stages(counts),
+    }
+
+
+def _torchs_name(job: Job) -> str | None:
+    """Return torch's name of the schedule that makes the same program, or None."""
+    pp, count = job.layout.pp, job.microbatches or 0
+    if job.custom_program is not None:
+        return None
+    name = job.schedule
+    if name in _SINGLE:
+        return _SINGLE[name]
+    if name == "dualpipe-v" and count < 2 * pp:
+        return None
+    if name in ("interleaved", "interleaved-zb"):
+        rounds = max(1, count // pp)
+        group = job.options.get("group") or min(pp, count)
+        if count % rounds or group != count // rounds:
+            return None
+    return _MULTI.get(name)
+
+
+def _read_pipeline(settings: Settings) -> Values:
+    pp = settings.get("parallelism.pipeline_parallel_degree", 1)
+    if pp == 1:
+        return {}
+    csv = settings.get("parallelism.pipeline_parallel_schedule_csv")
+    name = settings.get("parallelism.pipeline_parallel_schedule", "1F1B")
+    # 0 if the config does not name the model
+    layers = int(_read_model(settings).get(name_of(MODEL.layers), settings.get("model.layers", 0)))
+    single = not csv and name.lower() in {s.lower() for s in _SINGLE.values()}
+    stages = _stages(settings, layers, pp, single=single)
+    values: dict[Any, Any] = {JOB.stage_layers: tuple(stages)}
+    if csv:
+        return {**values, RUN.schedule.file: from_csv(csv, name="csv")}
+    schedules = {torchs.lower(): schedule_here for schedule_here, torchs in (_SINGLE | _MULTI).items()}
+    if name.lower() not in schedules:
+        raise StrettoError(
+            f"parallelism.pipeline_parallel_schedule is {name}",
+            hint=f"what is known: {', '.join(_MULTI.values())}",
+        )
+    values[JOB.schedule] = schedule_here = schedules[name.lower()]
+    if schedule_here in ("bfs", "interleaved", "interleaved-zb"):
+        values[RUN.schedule.chunks] = len(stages) // pp
+    if schedule_here in ("interleaved", "interleaved-zb"):
+        batch = _read_batch(settings)
+        count = batch[JOB.global_batch] // (_replicas(settings) * batch[JOB.micro_batch])
+        rounds = max(1, count // pp)
+        if count // rounds != min(pp, count):
+            values[RUN.schedule.group] = count // rounds
+    return values
+
+
+def _stages(settings: Settings, layers: int, pp: int, *, single: bool) -> list[int]:
+    """Return the layers of each stage, embedding and head included, as torchtitan cuts the model."""
+    names: Sequence[Sequence[str]] | None = settings.get("parallelism.module_fqns_per_model_part")
+    if names is not None:
+        order = [name for stage in names for name in stage if name.startswith("layers.")]
+        if order != [f"layers.{layer}" for layer in range(len(order))]:
+            raise StrettoError(
+                "parallelism.module_fqns_per_model_part has layers out of order",
+                hint="layers.0, layers.1, ... each once, stage after stage",
+            )
+        ends = ({"tok_embeddings"}, {"lm_head", "output"})
+        return [
+            sum(name.startswith("layers.") for name in stage) + sum(bool(end & set(stage)) for end in ends)
+            for stage in names
+        ]
+    first = settings.get("parallelism.pipeline_parallel_first_stage_less_layers", 1)
+    last = settings.get("parallelism.pipeline_parallel_last_stage_less_layers", 1)
+    each = settings.get("parallelism.pipeline_parallel_layers_per_stage")
+    points = settings.get("parallelism.pipeline_parallel_split_points")  # until 0.1
+    if points:
+        starts = [0, *(1 + int(point.rpartition(".")[2]) for point in points), layers + 2]
+        return [stop - start for start, stop in pairwise(starts)]
+    total = layers + first + last
+    count = pp * (1 if single else 2) if each is None else ceil(total / each)
+    size, more = divmod(total, count)
+    sizes = [size + (at < more) for at in range(count)]
+    sizes[0] += 1 - first
+    sizes[-1] += 1 - last
+    return sizes
+
 
 # ------------------------------------------------------------------ layout and batch
 
@@ -122,7 +393,7 @@ def _read_layout(settings: Settings) -> Values:
         JOB.layout.tp: degree("tensor_parallel_degree"),
         JOB.layout.cp: cp,
         JOB.layout.ep: degree("expert_parallel_degree"),
-        JOB.layout.dp: replicas(settings),
+        JOB.layout.dp: _replicas(settings),
         JOB.layout.pp: pp,
         JOB.dp.mode: "ddp",
     }
@@ -132,12 +403,7 @@ def _read_layout(settings: Settings) -> Values:
     ways = policy == "never" or (policy == "default" and pp > 1)
     values[JOB.dp.mode] = "zero2" if ways else "zero3"
     if degree("data_parallel_replicate_degree") > 1:
-        names = (
-            ("shard_states", "shard_gradients")
-            if ways
-            else ("shard_states", "shard_gradients", "shard_parameters")
-        )
-        values |= dict.fromkeys((f"dp.{name}" for name in names), shard)
+        values |= dict.fromkeys(SHARDS[:2] if ways else SHARDS, shard)
     return values
 
 
@@ -157,9 +423,7 @@ def _read_reduce(settings: Settings) -> Values:
 
 def _write_gather(values: JobValues) -> Settings:
     job = values.job
-    if job.dp.mode != "zero3":
-        return {}
-    if job.dp.gathers(job.layout.pp) == "layer":
+    if job.dp.mode != "zero3" or job.dp.gathers(job.layout.pp) == "layer":
         return {}
     rule = "torchtitan's pipelines gather layers for every microbatch, or keep them for the step, as in zero2"
     raise Problem("dp.gather", values[JOB.dp.gather], rule, "dp.mode=zero2, or dp.gather=layer")
@@ -168,14 +432,6 @@ def _write_gather(values: JobValues) -> Settings:
 def _read_gather(settings: Settings) -> Values:
     layout = _read_layout(settings)
     return {JOB.dp.gather: "layer"} if layout[JOB.layout.pp] > 1 and layout[JOB.dp.mode] == "zero3" else {}
-
-
-def _write_expert_tp(values: JobValues) -> Settings:
-    job = values.job
-    split = job.layout.tp if job.expert_tp is None else job.expert_tp
-    if job.layout.ep > 1 and split > 1:
-        raise refused(JOB.expert_tp, split, "torchtitan's expert-parallel ranks have whole experts", [1])
-    return {}
 
 
 def _read_expert_tp(settings: Settings) -> Values:
@@ -387,7 +643,11 @@ def _write_checkpoint(values: JobValues) -> Settings:
 
 RULES = (
     rule(
-        (*MODEL_FIELDS,), under("model", "name flavor sizes"), write_model, read_model, notes=_position_notes
+        (*_MODEL_FIELDS,),
+        under("model", "name flavor sizes"),
+        _write_model,
+        _read_model,
+        notes=_position_notes,
     ),
     rule(
         (JOB.global_batch, JOB.micro_batch),
@@ -396,22 +656,12 @@ RULES = (
             "parallelism.pipeline_parallel_microbatch_size",
         ),
         _write_batch,
-        read_batch,
+        _read_batch,
     ),
     renamed("training.seq_len", JOB.sequence, default=2048),
     renamed("training.steps", RUN.train.steps, default=10000),
     rule(
-        (
-            JOB.layout.tp,
-            JOB.layout.cp,
-            JOB.layout.ep,
-            JOB.layout.dp,
-            JOB.layout.pp,
-            JOB.dp.mode,
-            JOB.dp.shard_states,
-            JOB.dp.shard_gradients,
-            JOB.dp.shard_parameters,
-        ),
+        (*DEGREES, JOB.dp.mode, *SHARDS),
         (*under("parallelism", _DEGREES), "training.disable_cuda_graphs"),
         _write_layout,
         _read_layout,
@@ -420,7 +670,11 @@ RULES = (
     *next_token("torchtitan's samples are windows of text"),
     restricted(JOB.layout.order, [ORDER], "torchtitan's mesh has tp innermost, then cp, dp and pp"),
     restricted(JOB.context, ["ring"], "torchtitan's context parallelism passes keys and values around"),
-    rule(JOB.expert_tp, "parallelism.expert_tensor_parallel_degree", _write_expert_tp, _read_expert_tp),
+    unsplit_experts(
+        "torchtitan's expert-parallel ranks have whole experts",
+        "parallelism.expert_tensor_parallel_degree",
+        _read_expert_tp,
+    ),
     rule(
         JOB.sequence_parallel,
         "parallelism.enable_sequence_parallel",
@@ -437,10 +691,10 @@ RULES = (
     ),
     restricted(JOB.dp.path, [None], "torchtitan keeps nothing in files"),
     rule(
-        (JOB.stage_layers, JOB.schedule, RUN.schedule.file, *under("schedule", OPTIONS)),
-        under("parallelism", PIPELINE),
-        write_pipeline,
-        read_pipeline,
+        (JOB.stage_layers, JOB.schedule, RUN.schedule.file, *under("schedule", _OPTIONS)),
+        under("parallelism", _PIPELINE),
+        _write_pipeline,
+        _read_pipeline,
     ),
     rule(
         (JOB.precision.dtype, JOB.precision.gradients, JOB.precision.keep, JOB.precision.fp8),
@@ -453,17 +707,7 @@ RULES = (
     restricted(JOB.precision.loss_scale_steps, [Precision.loss_scale_steps], "torchtitan has no float16"),
     restricted(JOB.attention, ["auto", "sdpa", "flex"], "torchtitan's attention stores no probabilities"),
     rule(
-        (
-            JOB.optimiser.name,
-            JOB.optimiser.lr,
-            JOB.optimiser.betas,
-            JOB.optimiser.eps,
-            JOB.optimiser.weight_decay,
-            JOB.optimiser.no_decay,
-            JOB.optimiser.momentum,
-            JOB.optimiser.states,
-            JOB.optimiser.clip,
-        ),
+        OPTIMISER,
         (
             *under("optimizer", "name lr beta1 beta2 eps weight_decay implementation"),
             "training.max_norm",
@@ -472,15 +716,7 @@ RULES = (
         _read_optimiser,
     ),
     rule(
-        (
-            RATE.schedule,
-            RATE.warmup,
-            RATE.warmup_init,
-            RATE.min_ratio,
-            RATE.decay_steps,
-            RATE.decay_fraction,
-            RATE.decay,
-        ),
+        LEARNING_RATE,
         under("lr_scheduler", "warmup_steps total_steps min_lr_factor decay_ratio decay_type"),
         _write_rate,
         _read_rate,
@@ -513,7 +749,7 @@ RULES = (
         back=lambda value: "blocks" if value else "off",
     ),
     rule((), "loss"),
-    ignored("torchtitan's models begin in ways of their own", (*BEGIN,)),
+    ignored("torchtitan's models begin in ways of their own", (*_INITIAL,)),
     ignored("torchtitan captures what its compiler makes", JOB.graphs),
     ignored("torchtitan pads no vocabulary", JOB.vocab_multiple),
     ignored("torchtitan cuts a batch into a number of chunks, where its loss does", JOB.loss_chunk),
@@ -529,7 +765,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     """
     compiled = bool(settings.get("compile.enable", False))
     ways = framework_behaviour("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
-    ways = replace(ways, wide_shards=True)  # of whatever a search shards; replicas have no shards
+    ways = replace(ways, wide_shards=True)  # of whatever a search shards; _replicas have no shards
     if job.recompute.mode == "selective":
         ways = replace(ways, operators=("alternate_mm",))
     return replace(job, framework=ways, loss_chunk=0, vocab_multiple=1)
@@ -538,12 +774,8 @@ def as_run(job: Job, settings: Settings) -> Job:
 def _remarks(settings: Settings) -> Iterator[str]:
     if settings.get("loss", "").startswith("ChunkedLoss"):
         yield "the loss in chunks takes less memory for logits than is counted"
-    if _read_layout(settings)[JOB.dp.mode] == "ddp" and replicas(settings) > 1:
+    if _read_layout(settings)[JOB.dp.mode] == "ddp" and _replicas(settings) > 1:
         yield "torchtitan reduces replicated gradients with each microbatch; once a step is priced"
-
-
-def _software(settings: Settings) -> str:
-    return "compiled" if settings.get("compile.enable", False) else "today"
 
 
 TORCHTITAN = ExternalFramework(
@@ -556,7 +788,7 @@ TORCHTITAN = ExternalFramework(
     unread=others("torchtitan", "unread"),
     as_run=as_run,
     remarks=_remarks,
-    software=_software,
+    software=lambda settings: "compiled" if settings.get("compile.enable", False) else "today",
     plans=(
         "mode=ddp,zero2,zero3",
         "context=ring",

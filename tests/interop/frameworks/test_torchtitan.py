@@ -24,8 +24,7 @@ from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import emit, read, settings_of
-from stretto_interop.frameworks.torchtitan import TORCHTITAN
-from stretto_interop.frameworks.torchtitan_job import FLAVOURS
+from stretto_interop.frameworks.torchtitan import FLAVOURS, TORCHTITAN
 
 BF16 = Precision(dtype="bfloat16")
 SMALL = ModelShape(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, vocab=512, sequence=128)

@@ -13,7 +13,7 @@ from stretto.errors import StrettoError, read_text
 from stretto.job.data_parallel import KEEP
 from stretto.run.config.load import run_name
 from stretto.run.config.sources import megatron_prefix
-from stretto_interop.frameworks.fields import EXPERTS, JOB, RATE, RUN, JobValues, name_of
+from stretto_interop.frameworks.fields import EXPERTS, JOB, LEARNING_RATE, RATE, RUN, JobValues, name_of
 from stretto_interop.frameworks.mapping import (
     Rule,
     Settings,
@@ -140,10 +140,9 @@ def _read_warmup(settings: Settings, end: int) -> float:
 
 
 _COUNTED = ("train", "lr-decay", "lr-warmup", "lr-wsd-decay")
-_RATE = ("schedule", "warmup", "warmup_init", "min_ratio", "decay_steps", "decay_fraction", "decay")
 
-LEARNING_RATE = rule(
-    (JOB.optimiser.lr, RUN.train.steps, *(f"optim.rate.{name}" for name in _RATE)),
+_RATE_RULE = rule(
+    (JOB.optimiser.lr, RUN.train.steps, *LEARNING_RATE),
     (
         "lr",
         "min-lr",
@@ -562,7 +561,7 @@ TRAINING: tuple[Rule, ...] = (
         to=lambda norm: norm or 0.0,
         back=lambda norm: norm or None,
     ),
-    LEARNING_RATE,
+    _RATE_RULE,
     renamed("seed", RUN.train.seed, default=SEED, to=lambda seed: seed or SEED, notes=_seed_notes),
     restricted(RUN.train.device, ("auto", "cuda"), "Megatron-LM trains on GPUs"),
     restricted(RUN.train.backend, ("auto", "nccl"), "Megatron-LM's ranks exchange tensors of GPUs by NCCL"),
