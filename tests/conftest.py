@@ -19,7 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+import json_keys
 from command_line import CommandLine
+from stretto.cli.report import CommandReport
 from stretto.run.launch import local
 
 ROOT = Path(__file__).parents[1]
@@ -125,3 +127,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def stretto(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """Runs a command line: `stretto("layout", "--world", "8")`."""
     return CommandLine(capsys)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _json_keys_are_listed() -> Generator[None]:
+    """Every JSON object that a command prints in this process has the keys that the documentation lists."""
+    print_report = CommandReport.print
+
+    def checked(report: CommandReport, as_json: bool, *arguments: Any, **options: Any) -> None:
+        if as_json:
+            report.record = report.record() if callable(report.record) else report.record
+            json_keys.check(report.record)
+        print_report(report, as_json, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommandReport, "print", checked)
+        yield
