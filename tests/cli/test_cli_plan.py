@@ -97,7 +97,7 @@ def test_what_cannot_be_built_is_planned_and_not_written(
     monkeypatch.setattr(search_module, "search", lambda *_: pytest.fail("searched before the refusal"))
     said = stretto.error(*wanted, "--write", str(tmp_path / "no.yaml"))
     assert "not yet built" in said
-    assert "`stretto catalogue NAME` says whether" in said
+    assert "`stretto catalogue NAME` shows whether" in said
     assert not (tmp_path / "no.yaml").exists()
 
 
