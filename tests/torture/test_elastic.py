@@ -125,6 +125,7 @@ def clicks(folder: Path, *overrides: str) -> RecommenderConfig:
     return config_of(folder, *words, *overrides)
 
 
+@pytest.mark.slow
 def test_a_recommender_goes_on_with_a_rank_less(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def own_server() -> Iterator[None]:
     server._stop()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("capfd", "own_server")
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     folder: Path, capfd: pytest.CaptureFixture[str]

@@ -164,7 +164,6 @@ def test_the_graph_is_freed_without_the_collector(name: str) -> None:
         alive.append(weakref.ref(t))
         return t
 
-    gc.collect()
     gc.disable()
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
