@@ -167,8 +167,8 @@ def test_manifests_of_each_kind(
         document["metadata"] == documents[-1]["metadata"] | document["metadata"] for document in documents
     )
     assert documents[-1]["metadata"] == {"name": "quickstart", "namespace": "team"}
-    assert "warning: without --mount, a pod that ends takes its checkpoints along" in captured.err
-    assert main.run([*KUBERNETES, *arguments, "--mount", "claim:/runs"]) == 0
+    assert "warning: runs/quickstart lies on no --mount, so a pod that ends takes its" in captured.err
+    assert main.run([*KUBERNETES, *arguments, "--mount", "claim:/all", "run.dir=/all/runs"]) == 0
     assert "warning" not in capsys.readouterr().err
 
 
@@ -204,13 +204,16 @@ def test_a_task_of_sky(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["resources"]["use_spot"] is True
     assert document["resources"]["cpus"] == "6+"
     assert "accelerators" not in document["resources"]
-    assert "warning: without --mount, a node that is lost takes its checkpoints along" in captured.err
+    assert "lies on no --mount, so a node that is lost takes its checkpoints along" in captured.err
     assert main.run([*command, "train.device=auto"]) == 2
     assert "hint: --accelerator H100" in capsys.readouterr().err
 
 
-def test_a_script_for_ray(stretto: CommandLine) -> None:
-    text = stretto("launch", "ray", CONFIG, "--nodes", "2", "--requeues", "3", "--cpus-per-rank", "4")
+def test_a_script_for_ray(stretto: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["launch", "ray", CONFIG, "--nodes", "2", "--requeues", "3", "--cpus-per-rank", "4"]
+    assert main.run(command) == 0
+    assert "warning: runs/quickstart would lie in each node's own copy" in capsys.readouterr().err
+    text = stretto(*command)
     compile(text, "job.py", "exec")
     assert "RESTARTS = 3\n" in text
     assert "BUNDLE = {'CPU': 8}" in text

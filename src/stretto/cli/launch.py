@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -177,9 +178,13 @@ def _print(text: str, job: ClusterJob, as_json: bool) -> None:
         )
 
 
-def _warn_without_mount(options: BatchOptions, lost: str) -> None:
-    if not options.mount:
-        print(f"warning: without --mount, {lost} takes its checkpoints along", file=sys.stderr)
+def _warn_of_lost_runs(job: ClusterJob, lost: str) -> None:
+    """Warn if the run's folder does not lie on a mount."""
+    if not any(PurePath(job.folder).is_relative_to(target) for _, target, _ in job.mount_parts()):
+        print(
+            f"warning: {job.folder} lies on no --mount, so {lost} takes its checkpoints along: set run.dir",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +300,7 @@ def kubernetes(options: KubernetesOptions) -> None:
         namespace=options.namespace,
     )
     _print(text, job, options.as_json)
-    _warn_without_mount(options, "a pod that ends")
+    _warn_of_lost_runs(job, "a pod that ends")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +329,7 @@ def sky(options: SkyOptions) -> None:
     job = _cluster_job(options)
     text = task(job, accelerator=options.accelerator, spot=options.spot, infra=options.infra)
     _print(text, job, options.as_json)
-    _warn_without_mount(options, "a node that is lost")
+    _warn_of_lost_runs(job, "a node that is lost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +354,11 @@ def ray(options: RayOptions) -> None:
 
     job = replace(_cluster_job(options), cpus_per_rank=options.cpus_per_rank, restarts=options.requeues)
     _print(script(job), job, options.as_json)
+    if not PurePath(job.folder).is_absolute():
+        print(
+            f"warning: {job.folder} would lie in each node's own copy of this folder: set run.dir",
+            file=sys.stderr,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

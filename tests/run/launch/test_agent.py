@@ -45,9 +45,11 @@ for line in ("exit 75", "exit 69", "kill -9 $$$$", "exit 0", '[ "$RANK" = 0 ] &&
     assert "exitcode  : 75" not in done.stderr
 
 
+@pytest.mark.parametrize("again", ["ranks", pytest.param("command", marks=pytest.mark.slow)])
 def test_a_preempted_job_started_again_reaches_the_same_bits(
-    tmp_path: Path, started: list[subprocess.Popen[str]]
+    tmp_path: Path, started: list[subprocess.Popen[str]], again: str
 ) -> None:
+    """Started again by the same command, or on ranks of this process, which costs half the time."""
     path = job_file(tmp_path)
     settings = ["layout.dp=2", f"train.steps={STEPS}"]
     whole, preempted = (job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted"))
@@ -86,10 +88,13 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
     assert agent.returncode == SAVED, said
     assert "asked to stop: saving after step" in said
     assert 2 <= len(losses(preempted)) < STEPS
-    agent = start()
-    said = agent.communicate(timeout=PATIENCE)[0]
-    assert agent.returncode == 0, said
-    assert "resumed from" in said
+    if again == "command":
+        agent = start()
+        said = agent.communicate(timeout=PATIENCE)[0]
+        assert agent.returncode == 0, said
+        assert "resumed from" in said
+    else:
+        train(job(tmp_path, *settings, "run.name=preempted", "checkpoint.resume=auto"))
     assert losses(preempted) == losses(whole)
     assert same(tensors(preempted, STEPS), tensors(whole, STEPS))
 
