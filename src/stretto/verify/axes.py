@@ -55,13 +55,13 @@ class Axes:
             self.over.append((f"the {world_size()} ranks", [ranks.tolist()]))
 
     def of_size(self, size: float, close: float) -> str | None:
-        """Words for the groups of so many ranks."""
+        """Return the groups of this number of ranks, in words."""
         labels = [label for label, groups in self.over if abs(len(groups[0]) / size - 1.0) < close]
         return " or ".join(labels) or None
 
 
 def gathered(local: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
-    """Every rank's float64 tensor of a shape, None where it has none. Collective."""
+    """Return every rank's float64 tensor of a shape, or None for ranks without one. Collective."""
     present = gather_json(local is not None)
     if world_size() == 1:
         return [local]
@@ -75,7 +75,7 @@ def gathered(local: Tensor | None, shape: Sequence[int]) -> list[Tensor | None]:
 def combined(
     values: Sequence[Tensor | None], groups: Sequence[Sequence[int]], mean: bool
 ) -> list[Tensor | None]:
-    """The sum or the mean over each group of ranks, on each of its ranks that has a value."""
+    """Return for each rank with a value the sum or the mean over its group."""
     result: list[Tensor | None] = [None] * len(values)
     for group in groups:
         present = [value for rank in group if (value := values[rank]) is not None]
@@ -89,10 +89,10 @@ def combined(
 def missing_over(
     values: Sequence[Tensor | None], reference: Tensor, axes: Axes, close: float
 ) -> tuple[str, str] | None:
-    """Along which ranks values differ, and what of them is the reference: their "sum" or their "mean".
+    """Return the ranks between which values differ, and "sum" or "mean", whichever of these is the reference.
 
     Args:
-        close: largest difference that counts as none, in units of the reference's largest value.
+        close: largest difference that still counts as equal, in units of the reference's largest value.
     """
     size = float(reference.abs().max()) * close
 
@@ -100,14 +100,10 @@ def missing_over(
         return all(bool((value - reference).abs().max() <= size) for value in candidates if value is not None)
 
     for label, groups in axes.over:
-        if not any(_differ([values[rank] for rank in group], size) for group in groups):
+        present = [[value for rank in group if (value := values[rank]) is not None] for group in groups]
+        if all(bool((value - row[0]).abs().max() <= size) for row in present for value in row[1:]):
             continue
         for mean, operation in ((False, "sum"), (True, "mean")):
             if is_reference(combined(values, groups, mean)):
                 return label, operation
     return None
-
-
-def _differ(values: Sequence[Tensor | None], size: float) -> bool:
-    present = [value for value in values if value is not None]
-    return any(bool((value - present[0]).abs().max() > size) for value in present[1:])

@@ -86,7 +86,7 @@ def dropped_microbatch(evidence: Evidence, wrong: list[str]) -> str | None:
 
 
 def wrong_forward(evidence: Evidence, wrong: list[str]) -> Cause | str | None:
-    """Outputs of modules say where the loss goes wrong."""
+    """The first module whose output differs; without one, how ranks combine their losses."""
     values = evidence.values
     if values is None:
         return None
@@ -105,7 +105,7 @@ def _first_output(evidence: Evidence, values: RankValues) -> tuple[str | None, i
 
 
 def _wrong_reduction(evidence: Evidence, values: RankValues, compared: int) -> str:
-    """How ranks put their losses together, if the outputs are right."""
+    """A wrong combination of the ranks' losses, if the outputs are right."""
     losses = [None if loss is None else torch.tensor([loss]).double() for loss in values.losses]
     reference = torch.tensor([evidence.reference_loss]).double()
     ratio = _loss_ratio(evidence)
@@ -358,7 +358,7 @@ def scaled(
 
 
 def _scale(evidence: Evidence, ratio: float, sums: Sequence[Sum]) -> str:
-    """What a factor of gradients says."""
+    """The meaning of a factor between gradients and the reference."""
     clip, watched = evidence.clip, evidence.values is not None
     if clip is not None and abs(_ratio(ratio * clip, evidence.reference_norm) - 1.0) < _CLIPPING:
         return f"as if the step did not clip to a norm of {clip:g}"
@@ -377,12 +377,12 @@ def _scale(evidence: Evidence, ratio: float, sums: Sequence[Sum]) -> str:
 
 
 def _of_size(sums: Sequence[Sum], size: float, close: float) -> str:
-    """Words for the ranks of the sums over so many."""
+    """The ranks of the sums over this number of holders, in words."""
     return " or ".join(f"the {s.holders} {s.who}" for s in sums if abs(s.holders / size - 1.0) < close)
 
 
 def _loss_scale(ratio: float) -> float | None:
-    """The loss scale that a ratio is: scaling is by powers of two."""
+    """The loss scale that a ratio equals; loss scales are powers of two."""
     if not ratio >= _LEAST_SCALE * (1.0 - FACTOR_TOLERANCE):
         return None
     scale = 2.0 ** round(log2(ratio))
@@ -392,7 +392,7 @@ def _loss_scale(ratio: float) -> float | None:
 def unsummed(
     evidence: Evidence, wrong: list[str], subject: str | None = None, sums: Sequence[Sum] | None = None
 ) -> str | None:
-    """A sum over ranks that is missing: what they have sums to the reference."""
+    """A missing sum over ranks: their gradients add up to the reference."""
     subject, sums = subject or _subject(evidence, wrong), _sums(evidence, wrong) if sums is None else sums
     if (values := evidence.values) is not None:
         name = _worst(evidence, wrong)
@@ -423,7 +423,7 @@ def unsummed(
 def _together(
     sums: Sequence[Sum], count: int, holders: float, tolerance: float = FACTOR_TOLERANCE
 ) -> list[tuple[Sum, ...]]:
-    """Which of the sums, so many at once, have so many holders."""
+    """Combinations of `count` sums that have this number of holders together."""
     return [
         chosen
         for chosen in combinations(sums, count)
@@ -527,8 +527,8 @@ def other_direction(evidence: Evidence, wrong: list[str]) -> str:
 
 
 def _lost_parts(evidence: Evidence, wrong: Sequence[str]) -> str | None:
-    """What is missing although it cannot be seen exactly: the other ranks' parts of a shard's sum are gone,
-    and what is left is about as large as its part of the tokens.
+    """A sum whose missing parts cannot be computed exactly: the other ranks' parts of a shard are gone, and
+    the remainder is about as large as its share of the tokens.
     """
     ratio, shards = median(_compared(evidence).ratios[name] for name in wrong), evidence.shards
     for count in range(1, len(shards) + 1):
@@ -539,7 +539,7 @@ def _lost_parts(evidence: Evidence, wrong: Sequence[str]) -> str | None:
 
 
 def _right_down_to(evidence: Evidence, values: RankValues, wrong: Collection[str]) -> str:
-    """Up to where the backward is right: what the forward uses later has right gradients."""
+    """The module down to which the backward is right: later ones have right gradients."""
     order = [*values.expected_outputs]
     position = {path: index for index, path in enumerate(order)}
     paths = [name.rpartition(".")[0] for name in wrong]
@@ -616,7 +616,7 @@ def equal_so_far(evidence: Evidence) -> str:
 
 
 def unclipped_tables(evidence: Evidence, wrong: list[str]) -> str | None:
-    """Tables and their states change in a first step as by gradients that are not clipped."""
+    """In the first step, tables and their states change as much as unclipped gradients would change them."""
     if evidence.tables is None or evidence.clip is None or not evidence.clip < evidence.reference_norm:
         return None
     inverse = evidence.reference_norm / evidence.clip

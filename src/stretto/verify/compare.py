@@ -1,11 +1,11 @@
-"""A step of one process, and relative errors of this rank's tensors against it, combined over all ranks.
+"""A step of one process, and the relative errors of ranks' tensors against it, combined over all ranks.
 
-Errors are relative: the largest difference over the largest reference value of the parameter. Where that
-value is all but zero beside the rest of the model, it may be rounding alone, as of a gradient that cancels
-in exact arithmetic; another order of summation changes every digit of it. The difference is then measured
-against FLOOR times the model's largest value: with a tolerance of 1e-9, that allows for a few units in the
-last place of the largest value, and no more. Half of a gradient that is 1e12 times smaller than the largest
-is still an error.
+Errors are relative: the largest difference over the largest reference value of the parameter. If that value
+is almost zero compared with the others of the model, it may be rounding alone, for example of a gradient that
+cancels in exact arithmetic; another order of summation changes all of its digits. The difference is then
+measured against FLOOR times the model's largest value: with a tolerance of 1e-9, that allows for a few units
+in the last place of the largest value, and no more. Half of a gradient that is 1e12 times smaller than the
+largest is still an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stretto.engine.device import carrier
 from stretto.engine.parallel.control import gather_json, world_size
-from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
+from stretto.engine.parallel.fragment import ShardPlacement
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6
@@ -98,13 +98,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Over all parameters and ranks.
+    """Errors of tensors over all parameters and ranks.
 
     errors: relative error of each parameter, by name.
-    ratios: best factor c for which actual = c * reference, by name; where several ranks hold it, for their
-        mean.
+    ratios: best factor c for which actual = c * reference, by name; of the mean if several
+        ranks hold it.
     residuals: relative error that is left when the reference is multiplied by c.
-    ranks: those that hold anything that differs.
+    ranks: ranks that hold a tensor that differs.
     """
 
     errors: dict[str, float]
@@ -115,7 +115,7 @@ class Comparison:
     @property
     def worst(self) -> str:
         """Name of the parameter with the largest error."""
-        return max(self.errors, key=lambda name: _order(self.errors[name]))
+        return max(self.errors, key=self.errors.__getitem__)
 
     @property
     def error(self) -> float:
@@ -127,7 +127,7 @@ class Comparison:
         return Quantity(name, self.error, bound, self.worst)
 
     def ratio(self, names: Sequence[str], close: float) -> float | None:
-        """The one ratio of all these parameters; None where they have none in common."""
+        """Return the ratio of all these parameters, or None if they differ in it."""
         middle = median(self.ratios[name] for name in names)
         if not isfinite(middle) or middle == 0:
             return None
@@ -136,19 +136,17 @@ class Comparison:
         return middle if uniform else None
 
     def factor(self, names: Sequence[str], close: float) -> float | None:
-        """The one factor by which all these parameters are off; None where it leaves more than noise of their
-        errors.
-        """
+        """Return the factor that explains the errors of all these parameters but for noise, or None."""
         explained = all(self.residuals[name] <= min(close, _NOISE * self.errors[name]) for name in names)
         return self.ratio(names, close) if explained else None
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One of the quantities that are compared, over all steps.
+    """A quantity that is compared, over all steps.
 
-    error: the largest relative difference from the plain model; None: it was not compared.
-    bound: what it may be.
+    error: the largest relative difference from the plain model; None if it was not compared.
+    bound: largest error that counts as equal.
     worst: the parameter or state that is farthest off; None for a number.
     """
 
@@ -195,15 +193,12 @@ def worst_quantities(steps: Iterable[Sequence[Quantity]]) -> list[Quantity]:
 
 
 def rounding_bounds(errors: Mapping[str, float], eps: float, multiple: float = MULTIPLE) -> dict[str, float]:
-    """What errors may be in a type of this epsilon: a multiple of those of one process in it, none of which
-    counts as less than the median of its kind or the unit roundoff: it may have come out small by chance.
+    """Return the largest errors that rounding explains in a type of this epsilon: a multiple of those of one
+    process. Each of these counts at least as the median and as the unit roundoff, since it may be small by
+    chance.
     """
     floor = max(eps / 2, median(errors.values()) if errors else 0.0)
     return {name: multiple * max(error, floor) for name, error in errors.items()}
-
-
-def _order(error: float) -> float:
-    return float("inf") if error != error else error
 
 
 def compare(
@@ -255,7 +250,7 @@ def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> 
 
 
 def _largest(errors: Tensor) -> Tensor:
-    """Of all ranks."""
+    """Return the largest of all ranks' errors. Collective."""
     errors = errors.clone()
     largest(errors)
     return errors
@@ -308,17 +303,24 @@ def misplaced(
     reference: Mapping[str, Tensor],
     copies: Callable[[str], int],
 ) -> dict[str, str]:
-    """What is wrong with who holds what, by parameter. Collective.
+    """Return parameters of which ranks hold or count a wrong part, each with what is wrong. Collective.
 
     Every element must be held in each copy of the parameters, and owned (counted in the norm, written to
     checkpoints) once in it.
 
     Args:
-        copies: how many there are of the parameters that are spread over these axes (`ShardPlacement.over`).
+        copies: number of copies of the parameters that are split over these axes (`ShardPlacement.over`).
     """
     spread: list[dict[str, str]] = gather_json({name: placed.over for name, placed in places.items()})
     over = {name: axes for rank in spread for name, axes in rank.items()}
-    local = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in actual}
+    local = {
+        name: [
+            (list(p.offsets), [start + size for start, size in zip(p.offsets, p.sizes, strict=True)], p.owned)
+            for p in places[name].pieces
+        ]
+        for name in reference
+        if name in actual
+    }
     everywhere: list[dict[str, list[Box]]] = gather_json(local)
     wrong = dict[str, str]()
     for name, full in reference.items():
@@ -334,13 +336,8 @@ def misplaced(
     return wrong
 
 
-def _box(piece: TensorBox) -> Box:
-    ends = [start + size for start, size in zip(piece.offsets, piece.sizes, strict=True)]
-    return list(piece.offsets), ends, piece.owned
-
-
 def _counts(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """How many boxes, and how many owned ones, hold each cell of the grid that all their edges make."""
+    """Count the boxes, and the owned boxes, that contain each cell of the grid made by all their edges."""
     edges = [
         sorted({0, size, *(min(at, size) for box in boxes for at in (box[0][dim], box[1][dim]))})
         for dim, size in enumerate(shape)
@@ -358,14 +355,14 @@ def _counts(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Tensor, Tenso
 
 
 def relative(actual: float, reference: float) -> float:
-    """|actual - reference| / |reference|; infinite where actual is NaN."""
+    """|actual - reference| / |reference|; infinite if actual is NaN."""
     if actual != actual:
         return float("inf")
     return abs(actual - reference) / abs(reference) if reference else abs(actual)
 
 
 def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Rank 0's float64 tensor of that shape, on all ranks."""
+    """Return rank 0's float64 tensor of this shape on all ranks. Collective."""
     if tensor is None:
         tensor = torch.empty(shape, dtype=torch.float64)
     if world_size() == 1:

@@ -115,7 +115,7 @@ class Evidence:
         updated_here: those of the weights that the optimiser of the same rank updates; None if all are equal.
         logits: without an update, after the step.
         bounds: what errors may be, by quantity and name; TOLERANCE for all others.
-        close: factors this close are one factor.
+        close: largest relative difference between factors that count as one.
         updated: True if the optimiser of every rank made a step.
         clip: the largest norm that the step leaves; None if gradients are compared before it matters.
         kinds: parameters by what they are, in words such as "table".
@@ -123,7 +123,7 @@ class Evidence:
         misplaced: what is wrong with who holds a parameter.
         microbatches: in the global batch.
         sums: what the gradients of all but experts go through.
-        shards: what gradients are summed over with a part of the sum on each rank.
+        shards: sums of gradients of which each rank keeps a part.
         tp: number of tensor-parallel ranks.
         experts: parameters of routed experts.
         expert_copies: ranks that hold the same experts.
@@ -162,7 +162,7 @@ class Evidence:
     values: RankValues | None = None
 
     def errors(self, quantity: str) -> Mapping[str, float]:
-        """Relative errors of a quantity by name, "" for a number; none if it was not compared."""
+        """Return the relative errors of a quantity by name ("" for a number); none if it was not compared."""
         if quantity in ("loss", "norm"):
             value: float | None = getattr(self, quantity)
             reference: float = getattr(self, f"reference_{quantity}")
@@ -225,7 +225,7 @@ class Verdict:
 
 
 def times(ratio: float) -> str:
-    """A ratio in words, with as many digits as it takes to tell it from one."""
+    """Return a ratio in words, with enough digits to tell it from one."""
     digits = 6
     while digits < 16 and abs(float(f"{ratio:.{digits}g}") - ratio) > 0.01 * abs(ratio - 1.0):
         digits += 1
@@ -233,14 +233,14 @@ def times(ratio: float) -> str:
 
 
 def above(errors: Mapping[str, float], bounds: Mapping[str, float] | None = None) -> list[str]:
-    """Names with an error above their bound, by default the tolerance; the worst first."""
+    """Return the names with an error above their bound, by default TOLERANCE; the worst first."""
     bounds = bounds or {}
     names = [name for name, error in errors.items() if not error <= bounds.get(name, TOLERANCE)]
     return sorted(names, key=lambda name: -errors[name])
 
 
 def listing(names: Sequence[str]) -> str:
-    """The first names, each once, and how many more there are."""
+    """Return the first names, without repetitions, and the number of the others."""
     distinct = list(dict.fromkeys(names))
     more = f" and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
     return ", ".join(distinct[:_SHOWN]) + more

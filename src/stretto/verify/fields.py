@@ -31,8 +31,8 @@ class Section(NamedTuple, Generic[J]):
 def set_fields(
     sections: Iterable[Section[J]], evident: Iterable[str], is_legal: Callable[[J], bool]
 ) -> Iterator[tuple[str, Any, J | None]]:
-    """The fields that are set to another value than their default, with the value, each with the job in which
-    it has another one; None if no other is legal.
+    """Yield name and value of each field that is not set to its default, and a legal job in which it has
+    another value, or None if there is no such job.
 
     Args:
         evident: names of fields whose effect is sure, such as sizes of tensors.
@@ -60,8 +60,8 @@ def set_fields(
 
 
 def _alternatives(value: Any, item: Declared) -> Iterator[Any]:
-    """Other values of a field, the most telling first: its default, with which a layout computes that has
-    forgotten the field; another near by; the other choices.
+    """Yield other values of a field: its default, with which a layout computes that has forgotten the field,
+    then a value close to it, then the other choices.
     """
     if item.default is not MISSING:
         yield item.default

@@ -53,14 +53,14 @@ class Split:
         return torch.cat(shares).movedim(0, self.dim)
 
     def part(self, full: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor."""
+        """Return this rank's part of a full tensor."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         fused = full.split(list(self.parts), self.dim) if self.parts else (full,)
         return torch.cat([tensor.tensor_split(ranks, self.dim)[rank] for tensor in fused], self.dim)
 
 
 def _gathered(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's tensor, which may differ in the first dimension."""
+    """Return every rank's tensor; they may differ in the size of the first dimension. Collective."""
     rows = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, torch.tensor([len(local)], device=local.device), group)
     sizes = [int(row) for row in rows]
@@ -105,12 +105,12 @@ class Entry:
 
     @property
     def key(self) -> int:
-        """Of this rank's entries only this one has it."""
+        """Identifies the entry among those of this rank."""
         return id(self.tensor)
 
     @property
     def is_shared(self) -> bool:
-        """Whether it takes several ranks to make it whole."""
+        """True if its full tensor is spread over several ranks."""
         return isinstance(self.tensor, DTensor) or self.rule is not None
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Entry:
             self.tensor.copy_(full)
 
     def gradient(self) -> Tensor | None:
-        """What the optimiser is to use: `grad`, or Megatron's `main_grad`."""
+        """Return the gradient that the optimiser uses: `grad`, or Megatron's `main_grad`."""
         if deepspeed := _deepspeed(self.tensor):
             return deepspeed.safe_get_full_grad(self.tensor)
         if self.tensor.grad is None and isinstance(main := getattr(self.tensor, "main_grad", None), Tensor):
@@ -185,7 +185,7 @@ class PlainNames:
 
     @classmethod
     def of(cls, model: nn.Module, handed: nn.Module) -> PlainNames:
-        """Of the plain model and of the copy that was handed out, before it is changed."""
+        """Return the names of the plain model and of its copy for `parallel`, before that is changed."""
         first, canonical = dict[int, str](), dict[str, str]()
         shapes = dict[str, torch.Size]()
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
@@ -197,7 +197,7 @@ class PlainNames:
 
     @property
     def tied(self) -> list[str]:
-        """Canonical names of parameters that have several."""
+        """Canonical names of the parameters that have several names."""
         names = list(self.canonical.values())
         return sorted({name for name in names if names.count(name) > 1})
 
@@ -240,7 +240,7 @@ def _modules_in(built: Any) -> Iterator[nn.Module]:
 
 
 class Holdings:
-    """What this rank holds of the plain model.
+    """The parameters and buffers of the plain model that this rank holds.
 
     Attributes:
         parameters, buffers: in the order of the parallel model; a tensor that several names share is there
@@ -331,7 +331,7 @@ class Holdings:
 
 
 def _deepspeed(tensor: Tensor) -> Any:
-    """DeepSpeed's functions that make a parameter of its engine whole; None where it is not DeepSpeed's."""
+    """DeepSpeed's functions that make a parameter of its engine whole; None if it is not DeepSpeed's."""
     if "deepspeed" in sys.modules and (hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping")):
         return sys.modules["deepspeed"].utils
     return None

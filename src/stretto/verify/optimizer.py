@@ -75,13 +75,13 @@ def members(name: str, tensor: Tensor) -> list[Tensor]:
 
 
 def decays(name: str, tensor: Tensor, exempt: Iterable[str]) -> bool:
-    """Whether weight decay applies: to matrices and stacks of them that no pattern of names exempts."""
+    """True if weight decay applies: to matrices and stacks of them that no pattern of names exempts."""
     matrix = tensor.dim() > 1 and not name.endswith("bias")
     return matrix and not any(fnmatchcase(name, pattern) for pattern in exempt)
 
 
 def is_orthogonalised(name: str, tensor: Tensor) -> bool:
-    """Whether Muon updates a parameter: a matrix that a block multiplies activations with, no router."""
+    """True if Muon updates a parameter: a matrix of a block that multiplies activations, but no router."""
     first, *path = name.split(".")
     in_block = first in ("blocks", "encoder") and "router" not in path and "relative" not in path
     return in_block and tensor.dim() > 1 and not name.endswith("bias")

@@ -1,4 +1,4 @@
-"""Outputs of modules beside those of the plain model: which is the first that differs."""
+"""Outputs of modules beside those of the plain model, and the first of them that differs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from math import isfinite
 
 from stretto.engine.parallel.control import gather_json
 from stretto.run.launch.failure import TrainingFailed
-from stretto.verify.compare import Quantity, rounding_bounds, worst_quantities, worst_quantity
+from stretto.verify.compare import rounding_bounds, worst_quantities, worst_quantity
 from stretto.verify.evidence import Verdict
 
 STEPS = 2
@@ -34,7 +34,7 @@ def prove_rounded(
     """Compare ranks in the job's own types with one process in them. Collective.
 
     Args:
-        eps: of the coarsest type.
+        eps: machine epsilon of the coarsest type.
         alone: on rank 0, the errors of one process; None on the others.
         train: makes the steps on the ranks; returns their errors, and what is wrong with types in words.
     """
@@ -50,23 +50,19 @@ def prove_rounded(
         [worst_quantity(name, named, _bounds(name, step_limits[name], eps)) for name, named in step.items()]
         for step, step_limits in zip(errors, limits, strict=True)
     )
-    wrong = next((quantity for quantity in worst if not quantity.equal), None)
-    return Verdict(
-        layout=layout, dtype=dtype, quantities=worst, diagnosis=next(iter(marks), wrong and _too_large(wrong))
-    )
-
-
-def _bounds(quantity: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
-    """What errors of a quantity may be. Weights may be off by more: Adam turns the rounding of a gradient
-    near 0 into a part of a step that rounding does not bound.
-    """
-    bounds = rounding_bounds(errors, eps, _MULTIPLE)
-    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if quantity == "weights" else bounds
-
-
-def _too_large(quantity: Quantity) -> str:
-    return (
+    marks += [
         f"{quantity.name}{f' of {quantity.worst}' if quantity.worst else ''}: the error is "
         f"{quantity.error:.1e}, {quantity.error_in_bounds:.3g} times what rounding may do: something is "
         "computed, kept or sent in a smaller type, or the code for this type is wrong"
-    )
+        for quantity in worst
+        if not quantity.equal
+    ]
+    return Verdict(layout=layout, dtype=dtype, quantities=worst, diagnosis=next(iter(marks), None))
+
+
+def _bounds(quantity: str, errors: Mapping[str, float], eps: float) -> dict[str, float]:
+    """Return the bounds of a quantity's errors. Those of weights are larger: Adam turns the rounding of a
+    gradient near 0 into a part of a step that rounding does not bound.
+    """
+    bounds = rounding_bounds(errors, eps, _MULTIPLE)
+    return {n: max(bound, eps**0.5) for n, bound in bounds.items()} if quantity == "weights" else bounds

@@ -42,8 +42,8 @@ class Findings:
     """The result of a proof.
 
     Attributes:
-        verdicts: of each case.
-        unproved: what no case can show, in words.
+        verdicts: one for each case.
+        unproved: set fields of the job whose effect no case can show.
         rounded: the cases in the job's own types.
     """
 
@@ -58,11 +58,11 @@ class Proof(ABC):
     pickled copy.
 
     Attributes:
-        noun: what a case is.
+        noun: word for a case.
         preload: modules that every rank imports.
         steps: training steps of each case.
         impossible: cases that do not exist, by reason.
-        notes: what of the job is another for the proof.
+        notes: values of the job that are changed for the proof.
         float64_only: why cases are not compared in the job's own types.
         updated_by: the independent implementations that update the reference.
     """
@@ -80,7 +80,7 @@ class Proof(ABC):
 
     @abstractmethod
     def needed_memory(self) -> tuple[float, str, str]:
-        """Bytes that all ranks take together; what takes them, in words; and how they become fewer."""
+        """Return the bytes that all ranks need, what needs them in words, and a hint to need fewer."""
 
     def run_alone(self, folder: Path) -> Any:
         """Run what one process computes without a process group; on rank 0, before the others may begin."""
@@ -93,7 +93,7 @@ class Proof(ABC):
         Args:
             alone: on rank 0, the result of `run_alone`; None on the others.
             folder: for temporary files of all ranks.
-            report: to be called after each case, with the number of cases.
+            report: called after each case, with the number of cases.
         """
 
 

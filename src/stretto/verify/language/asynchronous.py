@@ -1,4 +1,4 @@
-"""The proof of a schedule that updates within the step: losses, and weights after so many delayed updates."""
+"""The proof of a schedule that updates within the step: losses, and weights after the delayed updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Delays:
     group: int
 
     def updates(self, microbatches: int) -> int:
-        """Of a step."""
+        """Return the number of updates in a step."""
         return -(-microbatches // self.group)
 
 
@@ -63,8 +63,8 @@ def promised(schedule: str, options: Mapping[str, Any], pp: int, microbatches: i
 
 
 def windows_of(job: Job, steps: int) -> tuple[int, ...]:
-    """So many steps, cut where the pipeline drains: all but the last follow one another, and the last finds
-    the pipeline drained. Where the job drains after each step, one by one.
+    """Return the lengths of windows between drains: all steps but the last, and the last by itself; single
+    steps if the job drains after each.
     """
     return (1,) * steps if job.window is None or steps < 2 else (steps - 1, 1)
 
@@ -81,7 +81,13 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
     model = plain.model
     masters = dict(model.named_parameters())
     learning = [(name, master) for name, master in masters.items() if master.requires_grad]
-    rate, late = trial.rate(job), _late(masters, job, delays.by_stage)
+    layers, stages = layer_names(job.shape), job.stages(len(delays.by_stage))
+    of_layer = {layers[at]: delays.by_stage[stage] for stage, indices in enumerate(stages) for at in indices}
+    late = {  # by the stage that holds the layer
+        name: next(delay for layer, delay in of_layer.items() if name.startswith(f"{layer}."))
+        for name in masters
+    }
+    rate, rescheduling = trial.rate(job), job.optimiser.rate.rescheduling_steps
     optimizers = {
         delay: ReferenceOptimizer([(n, p) for n, p in learning if late[n] == delay], job.optimiser)
         for delay in {late[name] for name, _ in learning}
@@ -119,7 +125,9 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
             for name, master in masters.items():
                 master.grad = leaves[name].grad
             for delay, optimizer in optimizers.items():
-                optimizer.step(rate(step) / _divisor(job, step, delay))
+                # PipeMare's technique T1: the rate of a late stage over delay^p, with p from 1 down to 0
+                power = 0.0 if rescheduling is None else 1.0 - min(step / rescheduling, 1.0)
+                optimizer.step(rate(step) / max(delay, 1) ** power)
             history.append(_copied(masters))
             if (old := update - max(delays.by_stage)) >= 0:
                 history[old] = {}  # no later update looks there
@@ -128,21 +136,8 @@ def run_delayed(job: Job, trial: Trial, delays: Delays, windows: Sequence[int]) 
     return snapshots
 
 
-def _divisor(job: Job, step: int, delay: int) -> float:
-    """What PipeMare's technique T1 divides the rate of a late stage by: delay^p, with p from 1 down to 0."""
-    steps = job.optimiser.rate.rescheduling_steps
-    return 1.0 if steps is None or delay == 0 else delay ** (1.0 - min(step / steps, 1.0))
-
-
 def _copied(masters: dict[str, nn.Parameter]) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in masters.items()}
-
-
-def _late(names: dict[str, nn.Parameter], job: Job, by_stage: Sequence[int]) -> dict[str, int]:
-    """The delay of each parameter, by the stage that holds its layer."""
-    layers, stages = layer_names(job.shape), job.stages(len(by_stage))
-    of_layer = {layers[at]: by_stage[stage] for stage, indices in enumerate(stages) for at in indices}
-    return {name: next(d for layer, d in of_layer.items() if name.startswith(f"{layer}.")) for name in names}
 
 
 # a replay does the same sums in another order
@@ -195,7 +190,7 @@ def prove_asynchronous(
 
 
 def _observe(steps: Steps, delays: Delays, tolerance: float, replay: Replay) -> Verdict:
-    """Make the steps and drain: what they come to, and what may be wrong with it. Collective."""
+    """Make the steps, drain, and name the likeliest cause of a difference. Collective."""
     windows = tuple(steps.windows)
     with steps.fresh() as replica:
         ran = steps.run(replica)
@@ -221,7 +216,7 @@ def _observe(steps: Steps, delays: Delays, tolerance: float, replay: Replay) -> 
 
 
 def _others(delays: Delays) -> list[tuple[str, Delays]]:
-    """Delays that a wrong version would give, each with its words."""
+    """Return the delays of usual mistakes, each with its description."""
     promised = delays.by_stage
     longest = max(promised)
     tried = [

@@ -16,7 +16,7 @@ from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.job import Job, Recompute
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
-from stretto.layout.layout import AXES, Layout
+from stretto.layout.layout import AXES
 from stretto.program import PLAIN, names, options
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
@@ -62,12 +62,8 @@ def vary(job: Job, **changes: Any) -> Job:
     varied = replace(job, recompute=recompute, dp=_vary_sharding(job.dp, sharding), **changes)
     if updates_within(varied.schedule):
         varied = replace(varied, optimiser=replace(varied.optimiser, clip=None))
-    return replace(varied, layout=_vary_layout(job.layout, sizes, varied.expert_tp))
-
-
-def _vary_layout(layout: Layout, sizes: Mapping[str, int], expert_tp: int | None) -> Layout:
-    ep = sizes.get("ep", layout.ep)
-    return replace(layout, **sizes, expert_tp=expert_tp if ep > 1 else None)
+    expert_tp = varied.expert_tp if sizes.get("ep", job.layout.ep) > 1 else None
+    return replace(varied, layout=replace(job.layout, **sizes, expert_tp=expert_tp))
 
 
 def _vary_sharding(dp: DataParallelSettings, changes: Mapping[str, Any]) -> DataParallelSettings:
@@ -86,15 +82,16 @@ def one_process(job: Job, **sizes: int) -> Job:
 
 
 def describe(job: Job) -> str:
-    """Sizes of axes, what is not as usual, the schedule and its options."""
-    chosen = job.options.items()
-    return " ".join(
-        [describe_layout(job), job.schedule_name, *(f"{name}={_word(value)}" for name, value in chosen)]
-    )
+    """Return the sizes of axes, settings other than the default, the schedule and its options."""
+    options = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in job.options.items()
+    ]
+    return " ".join([describe_layout(job), job.schedule_name, *options])
 
 
 def describe_layout(job: Job) -> str:
-    """All but the schedule: sizes of axes, and what is not as usual."""
+    """Return the sizes of axes and settings other than the default, without the schedule."""
     layout, recompute = job.layout, job.recompute
     sizes = [f"tp{layout.tp}", *([f"cp{layout.cp}"] if layout.cp > 1 else [])]
     sizes += [f"dp{layout.dp}", f"pp{layout.pp}", *([f"ep{layout.ep}"] if layout.ep > 1 else [])]
@@ -121,16 +118,12 @@ def unusual_sharding(job: Job) -> dict[str, Any]:
     }
 
 
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def configured_job(config: TrainConfig) -> Job:
     """The config's job as it is proved: in float64 on the CPU, optimiser states too, with an `eps` of at
     least LEAST_EPS.
 
     Raises:
-        StrettoError: the model's sizes or the layout's order make no whole.
+        StrettoError: the model's sizes or the layout's order do not fit together.
     """
     job = job_of(config)
     return vary(
@@ -153,7 +146,7 @@ def _order(layout: LayoutConfig) -> str:
 
 
 def every_layout(config: TrainConfig, ranks: int) -> list[Job]:
-    """Every tp x dp x pp that the config can take on so many ranks, with all else as it is."""
+    """Return every tp x dp x pp that the config can take on this number of ranks, with all else unchanged."""
     configured = configured_job(config)
     # a search need not be a good one to say whether it can
     quickly = vary(configured, options={**configured.options, **quick(configured.schedule)})
@@ -174,12 +167,12 @@ def dense_layouts(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def quick(name: str) -> dict[str, Any]:
-    """The least effort of a schedule that is searched."""
+    """Return the options of least effort of a schedule that is searched."""
     return {"effort": 0.0} if "effort" in options(name) else {}
 
 
 def divisors(n: int) -> list[int]:
-    """All of n, ascending."""
+    """Return the divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -215,7 +208,7 @@ _CHUNKS = 4  # stages of a rank, at most
 def _narrow(model: ModelConfig, shape: ModelShape, ranks: int) -> ModelConfig:
 
     def width(size: int) -> int:
-        """A small one that the same numbers of ranks divide."""
+        """Return a small width that the same numbers of ranks divide."""
         return min(size, _WIDTH + (size - _WIDTH) % ranks)
 
     narrow: dict[str, Any] = {

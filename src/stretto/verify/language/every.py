@@ -113,7 +113,7 @@ class Every:
             left_out.append(label)
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
-        """What is legal on these sizes."""
+        """Return the legal cases on these sizes."""
         base = one_process(self.job, tp=tp, cp=cp, dp=dp, pp=pp)
         if broken := [p for p in problems(base) if p.field != "schedule"]:
             self._leave_out(broken[0].message, describe_layout(base))
@@ -200,12 +200,12 @@ class Shape:
 
 
 def content(program: Program) -> object:
-    """All of a program that a rank sees of it."""
+    """Return everything of a program that ranks carry out."""
     return program.placement, program.orders, program.copies, program.pairs, program.versions
 
 
 def _reason(problem: Problem, schedule: str) -> str:
-    """A reason without what differs from layout to layout."""
+    """Return a reason in words that are the same for all layouts."""
     return f"schedule {schedule}: {problem.rule}" if problem.field == "schedule" else problem.message
 
 

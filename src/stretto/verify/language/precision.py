@@ -44,7 +44,7 @@ class OneProcess:
 
 
 def with_fewest_microbatches(job: Job) -> Job:
-    """The job with as few microbatches of a replica as are legal: each sum over ranks stands alone then."""
+    """Return the job with the fewest legal microbatches, so that each sum over ranks stands alone."""
     unit = job.layout.dp * job.micro_batch
     for count in (1, job.layout.pp, 2 * job.layout.pp):
         fewer = replace(job, global_batch=unit * count)
@@ -54,7 +54,7 @@ def with_fewest_microbatches(job: Job) -> Job:
 
 
 def first_samples(trial: Trial, job: Job) -> Trial:
-    """As many samples of each batch as the job takes in a step, and two steps."""
+    """Return a trial of two steps with as many samples as the job takes in a step."""
     samples = [batch.take(slice(0, job.global_batch)) for batch in trial.batches[:STEPS]]
     return replace(trial, batches=samples)
 
@@ -126,7 +126,7 @@ def _errors(replica: RankModel, trial: Trial, exact: Sequence[Snapshot]) -> tupl
 
 
 def _marks(replica: RankModel, gradients: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with the types of reduced gradients and of weights, in 16-bit training. Collective."""
+    """Return what is wrong with the types of reduced gradients and weights in 16-bit training. Collective."""
     precision = replica.job.precision
     dtype, marks = DTYPES[precision.dtype], list[str]()
     if dtype not in HALVES:

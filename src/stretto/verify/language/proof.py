@@ -49,7 +49,7 @@ class LanguageProof(Proof):
     """Layouts of a language model.
 
     Attributes:
-        config: of data, seed and steps.
+        config: of the job: its data, seed and steps are used.
         cases: of the model that the data's vocabulary makes.
         fields: look for fields of the job that the proof does not see.
         retyped: the cases in the job's own types, which are compared with one process in them.
@@ -67,7 +67,7 @@ class LanguageProof(Proof):
     twice: bool
 
     def needed_memory(self) -> tuple[float, str, str]:
-        """The reference of every step, and each rank's share of the model."""
+        """Count the snapshots of every step, and each rank's share of the model."""
         model = 8 * count_parameters(self.cases[0].shape).total
         share = max(_COPIES / (case.layout.tp * case.layout.pp) for case in self.cases)
         needed = model * (self.ranks * (2 * (self.steps + 1) + share) + _COPIES)
@@ -90,7 +90,7 @@ class LanguageProof(Proof):
         )
 
     def run_alone(self, folder: Path) -> list[OneProcess]:
-        """What one process computes in the job's own types, for each case."""
+        """Train each case in one process, in the job's own types."""
         from stretto.verify.language.precision import run_one_process
 
         trial = self.trial() if self.retyped else None

@@ -46,7 +46,7 @@ from stretto.verify.outputs import beside_positions, first_difference, recorded,
 
 
 def modules_of(replica: RankModel) -> list[tuple[str, nn.Module]]:
-    """Every module held here, by its name in the plain model."""
+    """Return every module of this rank, by its name in the plain model."""
     names = layer_names(replica.shape)
     modules = list[tuple[str, nn.Module]]()
     for stage, module in replica.pipeline.stages.items():
@@ -94,14 +94,14 @@ class LanguageReferences:
         self._delayed: dict[object, list[Snapshot]] = {}
 
     def plain(self, job: Job) -> list[Snapshot]:
-        """Of synchronous schedules, whatever the layout."""
+        """Return the run that synchronous schedules must equal, on any layout."""
         if self._plain is None:
             snapshots = run_reference(job, self.trial) if _first() else None
             self._plain = share_all(snapshots, job, len(self.trial.batches))
         return self._plain
 
     def delayed(self, job: Job, delays: Delays, windows: tuple[int, ...]) -> list[Snapshot]:
-        """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
+        """Return the run of an asynchronous schedule; its microbatches depend on the data-parallel size."""
         key = (delays, job.layout.dp, windows)
         if key not in self._delayed:
             snapshots = run_delayed(job, self.trial, delays, windows) if _first() else None

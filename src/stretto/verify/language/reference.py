@@ -68,7 +68,7 @@ def build_reference(job: Job, seed: int) -> PlainReference:
     """The plain model in float64 with its initial values.
 
     Args:
-        seed: of these and of dropout.
+        seed: seed of initial values and dropout.
     """
     model = build(job.shape)
     freeze(model, job.trained)
@@ -120,12 +120,12 @@ class Loads:
         self._sums = [torch.zeros_like(layer.load) for layer in self._layers]
 
     def add(self) -> None:
-        """Count the last forward."""
+        """Add the choices of the last forward."""
         for total, layer in zip(self._sums, self._layers, strict=True):
             total += layer.load
 
     def correct(self) -> None:
-        """End the step."""
+        """Move the corrections, at the end of a step."""
         for load, layer in zip(self._sums, self._layers, strict=True):
             router = layer.router
             if router.correction is not None:
@@ -138,8 +138,8 @@ def share_all(
     """Bring rank 0's snapshots to all ranks. Collective over the default group.
 
     Args:
-        job: whose model they are of.
-        gradients: whether the snapshots have them.
+        job: the job of the snapshots' model.
+        gradients: True if the snapshots have gradients.
     """
     with torch.device("meta"):
         plain = dict(build(job.shape).named_parameters())

@@ -53,7 +53,7 @@ class TrialSamples:
         self._all = Batch.concatenated(batches)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of them."""
+        """Return some of them."""
         return self._all.take(list(indices))
 
 
@@ -117,7 +117,7 @@ def loss_of(done: StepResult) -> float:
 
 
 def worst(norms: Sequence[float], reference: Sequence[Snapshot]) -> list[float]:
-    """Of all ranks' norms the ones that are farthest off, by step. Collective."""
+    """Return the norm of the ranks that is farthest off, by step. Collective."""
     everywhere: list[list[float]] = gather_json(list(norms))
     of_steps = zip(zip(*everywhere, strict=True), reference, strict=True)
     return [max(ranks, key=lambda norm: relative(norm, expected.norm)) for ranks, expected in of_steps]
@@ -164,7 +164,7 @@ class PlacedTensors:
     places: dict[str, ShardPlacement]
 
     def add(self, fragment: ParameterFragment, tensor: Tensor) -> None:
-        """What is held of a fragment."""
+        """Add the tensor of a fragment."""
         self.tensors[fragment.name], self.places[fragment.name] = tensor, fragment.counted
 
 
@@ -197,7 +197,7 @@ def wrongly_held(replica: RankModel, reference: Mapping[str, Tensor]) -> dict[st
 
 
 def copies_of(replica: RankModel, over: str) -> tuple[int, int]:
-    """How many copies there are of parameters that are spread over given axes, and of their states."""
+    """Return the numbers of copies of parameters that are split over these axes, and of their states."""
     mesh, states = replica.mesh, replica.states
     copies = mesh.layout.world // (mesh.size(over) * mesh.size("pp"))
     of_states = 1 if states.dp.mode == "server" else copies // states.sizes.for_copies(copies).states
@@ -209,12 +209,12 @@ Fresh = Callable[[], AbstractContextManager[RankModel]]  # a new replica, closed
 
 @dataclass(kw_only=True)
 class Ran:
-    """What steps came to; the same on every rank but for `bits`.
+    """The results of steps; the same on every rank but for `bits`.
 
     Attributes:
-        late: whether messages were late.
+        late: True if messages were late.
         losses, norms: relative errors by step.
-        weights: after the last step; None where one failed.
+        weights: after the last step; None if a step failed.
         bits: a digest of what this rank has computed.
         failure: why a step failed.
         broken: how messages were used wrongly, on any rank.
@@ -229,7 +229,7 @@ class Ran:
     broken: list[str] = field(default_factory=list[str])
 
     def equal(self, tolerance: float) -> bool:
-        """Whether all errors are within the tolerance, and no message was used wrongly."""
+        """True if all errors are within the tolerance and no message was used wrongly."""
         complete = self.failure is None and self.weights is not None and not self.broken
         return complete and all(quantity.equal for quantity in self.quantities(tolerance))
 

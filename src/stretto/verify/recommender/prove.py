@@ -118,7 +118,7 @@ class TableReferences:
         self._runs = dict[object, ReferenceRun]()
 
     def of(self, case: PlacementCase) -> ReferenceRun:
-        """The run that a case must equal."""
+        """Return the run that a case must equal."""
         if case.reference not in self._runs:
             config = case.apply(self.config, self.features)
             self._runs[case.reference] = self.run(case, config, self.features)
@@ -194,7 +194,7 @@ def prove_placement_rounded(
 
 
 def one_process_errors(references: TableReferences, case: PlacementCase, folder: Path) -> list[Errors]:
-    """Errors of one process in the job's own types. Without a process group."""
+    """Return the errors of one process in the job's own types. Needs no process group."""
     placements: Placements = {name: TablePlacement("table", (0,)) for name in case.placements}
     alone = replace(case, ranks=1, placements=placements)
     return PlacementComparison(references, alone, folder, own_types=True).errors()
@@ -348,7 +348,9 @@ class PlacementComparison:
         clipped = clip_factor(clip, expected.norm)
         copied = [name for name, placement in placed.items() if placement.split == "data"]
         copied_square = sum(float(expected.gradients[name].square().sum()) for name in copied)
-        logits = recommender.predict(self._part(self.trained.batches[-1])).double()
+        logits = recommender.predict(
+            self.trained.batches[-1].part(self._probe.start, self._probe.stop)
+        ).double()
         statistic = local_statistic(
             states, shards, placed, self.trained.states_before(number), expected, clipped
         )
@@ -377,11 +379,8 @@ class PlacementComparison:
             ),
         )
 
-    def _part(self, batch: ClickBatch) -> ClickBatch:
-        return batch.part(self._probe.start, self._probe.stop)
-
     def _on_rank(self, actual: Tensor, expected: Tensor) -> Pairs:
-        """What this rank has of its samples beside the reference's rows of them."""
+        """Values of this rank's samples beside the reference's."""
         return [(actual, expected[self._probe])] if len(actual) else []
 
     def _moves(

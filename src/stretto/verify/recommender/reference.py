@@ -98,7 +98,7 @@ _STATES: Mapping[str, Mapping[str, bool]] = {  # by name; whether there is one n
 
 
 def initial_table(values: Tensor, rule: str) -> Table:
-    """A table whose states are zero."""
+    """Return a table whose states are zero."""
     rows, dim = values.shape
     stored = in_float32(values) if rule == "split_sgd" else values
     states = _STATES.get(rule, {}).items()
@@ -114,7 +114,7 @@ def visible_values(table: Table, rule: str) -> Tensor:
 
 
 def in_float32(values: Tensor) -> Tensor:
-    """Rounded to float32."""
+    """Return values rounded to float32."""
     return values.float().double()
 
 
@@ -133,7 +133,7 @@ class ReferenceIds:
         self.with_row = set[int]()
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
-        """Counts a batch; returns the ids that get a row."""
+        """Count the ids of a batch; return the ids that get a row."""
         for key in ids:
             self.counts[key] = self.counts.get(key, 0) + 1
             self.last[key] = step
@@ -142,7 +142,7 @@ class ReferenceIds:
         return sorted(due)
 
     def evict(self, step: int) -> list[int]:
-        """Evicts before a step; returns the ids that lose their row."""
+        """Evict ids before a step; return the ids that lose their row."""
         if not step or step % self.spec.evict_every:
             return []
         had, oldest = set(self.with_row), self.spec.evict == "age"
@@ -213,7 +213,7 @@ class Reference:
         return [self.step(number, batch, probe) for number, batch in enumerate(steps)]
 
     def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
-        """Trains on a batch; `number` is the number of updates before it."""
+        """Train on a batch; `number` is the number of updates before it."""
         self._count(number, batch.ids)
         leaves = {name: visible_values(t, self.rule).requires_grad_() for name, t in self.tables.items()}
         lookups = {name: torch.zeros(len(t.values), dtype=torch.float64) for name, t in self.tables.items()}
@@ -244,7 +244,7 @@ class Reference:
         )
 
     def _count(self, step: int, ids: Jagged) -> None:
-        """Evicts and admits the ids of hash tables, before lookups."""
+        """Evict and admit the ids of hash tables, before lookups."""
         for spec, feature_ids in zip(self.features, ids.ids.split(ids.counts()), strict=True):
             if spec.name not in self.ids:
                 continue

@@ -203,7 +203,7 @@ class _Proof:
     # ------------------------------------------------------------------ steps
 
     def run(self, batch: Any, steps: int) -> Report:
-        """The steps, until one differs."""
+        """Make steps until one differs."""
         if steps < 1:
             raise StrettoError(
                 f"steps is {steps}, must be at least 1", hint="2, which use optimizer states too"
@@ -297,7 +297,7 @@ class _Proof:
         )
 
     def _is_repeated(self, outputs: Outputs, expected: Outputs) -> bool:
-        """Whether each of several ranks computes the whole batch with all parameters. Collective."""
+        """True if each of several ranks computes the whole batch with all parameters. Collective."""
         alone = not any(entry.is_shared for entry in self.holdings.parameters)
         alone &= {entry.name for entry in self.holdings.parameters} >= set(self.names.parameters)
         alone &= bool(outputs) and all(
@@ -419,8 +419,8 @@ def _bounds(expected: Snapshot, rounded: Snapshot | None, dtype: torch.dtype) ->
 
 
 def _on_cpu(outputs: Outputs, order: Sequence[str]) -> Outputs:
-    """Outputs in float64 on the CPU; of distributed tensors that all ranks of their mesh have, the whole.
-    Collective.
+    """Return outputs in float64 on the CPU, distributed tensors as full ones if all ranks of their mesh have
+    them. Collective.
     """
     meshes = {n: t.device_mesh.mesh.flatten().tolist() for n, t in outputs.items() if isinstance(t, DTensor)}
     everywhere: list[dict[str, list[int]]] = gather_json(meshes)
@@ -456,7 +456,7 @@ def _check(dtype: torch.dtype, reduction: str, initial: str) -> None:
 
 
 def _pair(built: Any) -> tuple[Any, Any]:
-    """What was built, and its optimizers if they came with it."""
+    """Return what was built, and its optimizers if they came with it."""
     if isinstance(built, tuple) and len(cast(Any, built)) == 2:
         first, second = cast(tuple[Any, Any], built)
         if _is_optimizer(second) or (isinstance(second, list) and all(map(_is_optimizer, cast(Any, second)))):
@@ -475,7 +475,7 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _device() -> torch.device:
-    """Where models are trained: on this rank's accelerator, unless ranks talk over gloo."""
+    """Return the device of training: this rank's accelerator, unless ranks communicate by gloo."""
     if dist.is_initialized() and "gloo" in dist.get_backend():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -483,7 +483,7 @@ def _device() -> torch.device:
 
 
 def _set_timeout(seconds: float) -> None:
-    """How long a collective of any group waits for ranks that do not take part."""
+    """Bound the time that collectives of all groups wait for ranks that do not take part."""
     if dist.is_initialized():
         c10d: Any = dist.distributed_c10d
         for group in list(c10d._world.pg_map):

@@ -21,11 +21,11 @@ class Differs(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `prove` found out.
+    """The result of `prove`.
 
     quantities: loss, gradients, norm, weights, states, buffers.
-    diagnosis: the likeliest cause of a difference; None where all is equal.
-    first_module: the first module whose output differs, in the order of the forward; None where none does.
+    diagnosis: the likeliest cause of a difference; None if all is equal.
+    first_module: the first module whose output differs, in the order of the forward; None if none does.
     notes: what was changed for the proof, or not compared.
     """
 
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether the parallel model computes what the plain one does."""
+        """True if the parallel model computes what the plain one does."""
         return self.diagnosis is None and all(quantity.equal for quantity in self.quantities)
 
     @property
@@ -49,7 +49,7 @@ class Report:
         return next((quantity.worst for quantity in self.quantities if not quantity.equal), None)
 
     def __getitem__(self, name: str) -> Quantity:
-        """A quantity by its name."""
+        """Return a quantity by its name."""
         return next(quantity for quantity in self.quantities if quantity.name == name)
 
     def raise_for_difference(self) -> None:

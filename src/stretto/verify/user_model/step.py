@@ -24,12 +24,12 @@ Step = Callable[[Any, Any, Any], Any]
 
 @dataclass(kw_only=True)
 class Observation:
-    """What a step of this rank showed.
+    """What was observed of a step of this rank.
 
-    loss, norm: as the step returned them, or for the norm as torch's clipping used it; None: neither.
-    clip: the largest norm, where torch's clipping was used.
-    gradients: by the key of the entry, before clipping where `clip` is set; None: there was none.
-    updated: whether an optimiser made a step.
+    loss, norm: as the step returned them; the norm else as torch's clipping used it; None if there is none.
+    clip: the largest norm, if torch's clipping was used.
+    gradients: by the key of the entry, before clipping if `clip` is set; None if there was none.
+    updated: True if an optimiser made a step.
     """
 
     loss: float | None = None
@@ -42,11 +42,11 @@ class Observation:
 def watch(
     step: Step, built: Any, optimizers: Sequence[torch.optim.Optimizer], batch: Any, entries: Sequence[Entry]
 ) -> Observation:
-    """Run one step, and see what it does.
+    """Run one step and observe it.
 
     Args:
-        step: called with `built`, the optimizer (a list where there are several) and the batch.
-        entries: the parameters whose gradients to keep.
+        step: called with `built`, the optimizer (a list if there are several) and the batch.
+        entries: parameters whose gradients are recorded.
 
     Raises:
         StrettoError: the step returned something other than a loss, or a loss and a norm.
@@ -73,7 +73,7 @@ def watch(
         stack.enter_context(_clipping(clipped))
         for optimizer in optimizers:
             stack.callback(optimizer.register_step_pre_hook(before).remove)
-        if _is_engine(built):
+        if isinstance(built, nn.Module) and type(built).__module__.startswith("deepspeed."):
             stack.enter_context(_engine_step(built, before))
         result = step(built, optimizers[0] if len(optimizers) == 1 else optimizers, batch)
     capture()  # a step without an optimiser
@@ -86,7 +86,7 @@ def watch(
 
 @contextmanager
 def _clipping(clipped: Callable[[float, Tensor], None]) -> Generator[None]:
-    """Calls `clipped` wherever torch's functions scale gradients by a norm."""
+    """Call `clipped` whenever torch's functions scale gradients by a norm."""
     module = cast(Any, sys.modules["torch.nn.utils.clip_grad"])
     inner = module._clip_grads_with_norm_
 
@@ -99,11 +99,6 @@ def _clipping(clipped: Callable[[float, Tensor], None]) -> Generator[None]:
         yield
     finally:
         module._clip_grads_with_norm_ = cast(Any, nn.utils).clip_grads_with_norm_ = inner
-
-
-def _is_engine(built: Any) -> bool:
-    """Whether it is DeepSpeed's, which updates in a method of its own."""
-    return isinstance(built, nn.Module) and type(built).__module__.startswith("deepspeed.")
 
 
 @contextmanager
@@ -122,19 +117,19 @@ def _engine_step(engine: Any, before: Callable[[], None]) -> Generator[None]:
 
 
 def _returned(result: Any) -> tuple[float | None, float | None]:
-    """Loss and norm of what a step returned."""
+    """Return the loss and norm that a step returned."""
     loss, norm = result if isinstance(result, tuple) and len(cast(Any, result)) == 2 else (result, None)
     for quantity, value in (("loss", loss), ("norm", norm)):
-        if value is not None and not isinstance(value, int | float) and not _is_number(value):
+        if (
+            value is not None
+            and not isinstance(value, int | float)
+            and not (isinstance(value, Tensor) and value.numel() == 1)
+        ):
             raise StrettoError(
                 f"step() returned {type(value).__name__} as the {quantity}",
                 hint="return the loss, (loss, gradient norm), or None on ranks that compute no loss",
             )
     return None if loss is None else _number(loss), None if norm is None else _number(norm)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _number(value: Any) -> float:
@@ -227,7 +222,7 @@ def parameter_states(entry: Entry, optimizers: Sequence[torch.optim.Optimizer]) 
 
 
 def without_dropout(modules: Sequence[nn.Module]) -> int:
-    """Switch off dropout, whose masks no two layouts share; how many modules of it there were."""
+    """Switch off dropout, whose masks no two layouts share; return the number of its modules."""
     count = 0
     for root in modules:
         for module in root.modules():
@@ -238,7 +233,7 @@ def without_dropout(modules: Sequence[nn.Module]) -> int:
 
 
 def converted(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A batch with its tensors, in mappings and sequences, on a device, and floating ones in a dtype."""
+    """Return a batch, with its tensors in mappings and sequences, on a device and floating ones in a dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device, dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
