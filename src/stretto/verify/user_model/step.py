@@ -233,7 +233,7 @@ def without_dropout(modules: Sequence[nn.Module]) -> int:
 
 
 def converted(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a batch, with its tensors in mappings and sequences, on a device and floating ones in a dtype."""
+    """Return a batch, with its tensors in mappings and sequences, on a device; floating ones in a dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device, dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
