@@ -118,7 +118,7 @@ def test_an_encoder_has_the_first_stages(tmp_path: Path, stretto: CommandLine) -
         (["--groups", "tpp-pp"], "group 'tpp-pp' names unknown axis 'tpp'\nhint: did you mean 'tp'?"),
         (["--groups", "tp,"], "group '' names unknown axis ''\nhint: axes are tp, cp, ep, dp, pp"),
         (["--groups", "tp-dp-tp"], "names tp twice\nhint: name every axis once, as in tp-dp\n"),
-        (["--ep", "2", "--groups", "cp-ep"], "names cp beside an axis of experts"),
+        (["--ep", "2", "--groups", "cp-ep"], "names cp and an axis of experts"),
         (["--cluster", "dgx-h1000"], "cluster 'dgx-h1000' is not known\nhint: did you mean"),
         (["--cluster", "dgx-h100:8"], "has 8 devices, not 16"),
     ],

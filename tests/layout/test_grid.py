@@ -97,4 +97,4 @@ def test_rank_inverts_coordinates(grid: RankGrid) -> None:
 def test_an_unknown_axis_is_named() -> None:
     with pytest.raises(StrettoError, match="'xp'") as caught:
         RankGrid({"tp": 2, "dp": 2}).groups("tp-xp")
-    assert caught.value.hint == "axes here are tp, dp"
+    assert caught.value.hint == "axes are tp, dp"

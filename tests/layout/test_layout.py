@@ -156,8 +156,8 @@ def test_dp_fills_the_world() -> None:
     ("make", "says", "hint"),
     [
         (lambda: Layout(tp=0), "tp=0", "at least 1"),
-        (lambda: Layout(dp=True), "dp=True", "whole number"),
-        (lambda: Layout(pp=2.0), "pp=2.0", "whole number"),  # type: ignore[arg-type]
+        (lambda: Layout(dp=True), "dp=True", "integer of at least"),
+        (lambda: Layout(pp=2.0), "pp=2.0", "integer of at least"),  # type: ignore[arg-type]
         (lambda: Layout(order="tp-dp-xp"), "'xp'", "axes are tp, cp, ep, dp, pp"),
         (lambda: Layout(order="tp-dp-xpp"), "'xpp'", "did you mean 'pp'?"),
         (lambda: Layout(order="tp-dp-tp"), "tp twice", "once"),

@@ -315,7 +315,7 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
     assert (
         browser.opened(page, "await frame(); return document.querySelectorAll('#scatter .best').length;") == 0
     )
-    with pytest.raises(StrettoError, match="nothing to draw"):
+    with pytest.raises(StrettoError, match="no layout was timed"):
         plan_page(replace(nothing, nearest=None), "gpt3-175b")
 
 

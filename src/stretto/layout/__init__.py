@@ -1,4 +1,4 @@
-"""Who: axes and rank groups, stage placement, cutting layers into stages."""
+"""Axes and rank groups, stage placement, and the division of layers into stages."""
 
 from stretto.layout.cut import cut, describe_cut
 from stretto.layout.layout import AXES, ORDER, Layout, RankGrid

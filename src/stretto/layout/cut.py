@@ -31,11 +31,11 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
-    """The smallest possible largest stage cost.
+    """Return the smallest possible cost of the largest stage.
 
-    best[i] is it for the first i layers. A last stage cut at j costs max(best[j], sums[i] - sums[j]), the
-    first rising and the second falling in j, so their crossing only moves right as i grows:
-    O(layers x stages).
+    best[i] is that cost for the first i layers. With a last stage that begins at j it is max(best[j], sums[i]
+    - sums[j]). The first term rises with j and the second falls, so their crossing only moves right as i
+    grows, and the search takes O(layers x stages).
     """
     layers = len(sums) - 1
     best = list(sums)
@@ -52,9 +52,9 @@ def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
 
 
 def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[range]:
-    """The cut within `bottleneck` of least sum of squares.
+    """Return the cut with the least sum of squares among those with stages of at most `bottleneck`.
 
-    starts[s - 1][i] is where the last of s stages over the first i layers begins.
+    starts[s - 1][i] is the first layer of the last of s stages over the first i layers.
     """
     layers = len(sums) - 1
     best: list[float] = [0.0] + [inf] * layers
@@ -79,7 +79,9 @@ def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[ra
 
 
 def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
-    """Return the ratio of the largest stage to the mean, then per stage its layers and share of it."""
+    """Return as text the ratio of the largest stage to the mean, and each stage's layers and share of the
+    cost.
+    """
     totals = [sum(costs[layer] for layer in stage) for stage in stages]
     total_cost = sum(totals) or 1.0
     largest = max(totals) * len(stages) / total_cost

@@ -1,7 +1,7 @@
-"""Which ranks work together: grids of ranks, and layouts of a job.
+"""Grids of ranks, their groups, and layouts of a job.
 
-A grid gives every axis a size and the axes an order, the first varying fastest over ranks. A group over some
-axes is the set of ranks that have the same coordinates on all other axes. The stride arithmetic is that of
+A grid has a size for every axis and an order of the axes, the first varying fastest over ranks. A group over
+some axes is a set of ranks with the same coordinates on all other axes. The stride arithmetic is that of
 Megatron-LM's RankGenerator (masked orthogonal groups).
 """
 
@@ -17,7 +17,7 @@ from stretto.errors import StrettoError, nearest
 
 
 def offsets(axes: Iterable[tuple[int, int]]) -> list[int]:
-    """Every sum of i * stride, i < size, over (size, stride) axes; the first axis varies fastest."""
+    """Return every sum of i * stride, i < size, over (size, stride) axes; the first axis varies fastest."""
     sums = [0]
     for size, stride in axes:
         if size > 1:
@@ -52,19 +52,19 @@ class RankGrid:
         for name in names:
             if name not in self.sizes:
                 raise StrettoError(
-                    f"group {axes!r} names axis {name!r}", hint=f"axes here are {', '.join(self.sizes)}"
+                    f"group {axes!r} names axis {name!r}", hint=f"axes are {', '.join(self.sizes)}"
                 )
         pairs = {axis: (size, self.strides[axis]) for axis, size in self.sizes.items()}
         return [pairs[a] for a in pairs if a in names], [pairs[a] for a in pairs if a not in names]
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups over `axes` ("tp", "tp-dp", ...); every rank is in exactly one."""
+        """Return all groups over `axes` ("tp", "tp-dp", ...); every rank is in exactly one."""
         masked, unmasked = self._split(axes)
         inner = offsets(masked)
         return [[start + i for i in inner] for start in (self.offset + o for o in offsets(unmasked))]
 
     def group(self, rank: int, axes: str) -> list[int]:
-        """The group over `axes` that holds `rank`."""
+        """Return the group over `axes` that contains `rank`."""
         masked, _ = self._split(axes)
         index = rank - self.offset
         start = index - sum(index // stride % size * stride for size, stride in masked)
@@ -76,7 +76,7 @@ class RankGrid:
         return {axis: index // self.strides[axis] % size for axis, size in self.sizes.items()}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given coordinates; axes left out are 0."""
+        """Return the rank at the given coordinates; axes left out are 0."""
         return self.offset + sum(self.strides[axis] * at for axis, at in coordinates.items())
 
 
@@ -90,13 +90,13 @@ ORDER = "-".join(AXES)
 class Layout:
     """Degrees of every axis and their order over ranks, the fastest varying first.
 
-    Dense layers see tp x cp x dp x pp ranks. Expert layers see the same ranks as expert_tp x ep x expert_dp x
-    pp, as in Megatron-core ("MoE parallel folding"); `expert_tp` defaults to tp. `offset` is the layout's
-    first rank.
+    For dense layers the ranks form a grid tp x cp x dp x pp; for expert layers the same ranks form expert_tp
+    x ep x expert_dp x pp, like in Megatron-core ("MoE parallel folding"). `expert_tp` defaults to tp.
+    `offset` is the layout's first rank.
 
     Raises:
-        StrettoError: a degree below 1, an order that is not the axes once each, or an expert layout that does
-            not fit.
+        StrettoError: a degree is below 1, the order does not name every axis once, or the expert axes do not
+            fit the ranks.
     """
 
     tp: int = 1
@@ -114,7 +114,7 @@ class Layout:
         if self.expert_tp is not None:
             _at_least("expert_tp", self.expert_tp, 1)
         _at_least("offset", self.offset, 0)
-        # `order` with the axes of size 1 that it leaves out appended
+        # append the axes of size 1 that `order` leaves out
         names = self.order.split("-")
         for name in names:
             if name not in AXES:
@@ -140,27 +140,27 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Degree of every axis, ep too."""
+        """Degree of every axis, including ep."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world(self) -> int:
-        """Number of ranks: tp x cp x dp x pp. ep shares the ranks of tp, cp and dp."""
+        """Number of ranks: tp x cp x dp x pp; ep divides the ranks of tp, cp and dp."""
         return self.tp * self.cp * self.dp * self.pp
 
     @cached_property
     def grid(self) -> RankGrid:
-        """Ranks as dense layers see them: tp, cp, dp, pp in the order."""
+        """Grid of dense layers: tp, cp, dp and pp in the layout's order."""
         return RankGrid(
             {axis: getattr(self, axis) for axis in self.order.split("-") if axis != "ep"}, self.offset
         )
 
     @cached_property
     def expert_grid(self) -> RankGrid:
-        """Ranks as expert layers see them: expert tp (named tp), ep, expert dp (named dp), pp in the order.
+        """Grid of expert layers: expert tp (named tp), ep, expert dp (named dp) and pp in the layout's order.
 
         Raises:
-            StrettoError: expert dp is not whole, or the pipelines of expert and dense layers differ.
+            StrettoError: expert dp is not an integer, or the pipelines of expert and dense layers differ.
         """
         tp = self.tp if self.expert_tp is None else self.expert_tp
         ranks, divisor = self.world // self.pp, tp * self.ep
@@ -185,46 +185,46 @@ class Layout:
         return grid
 
     def grid_of(self, axes: str) -> tuple[RankGrid, str]:
-        """Return the grid that `axes` refers to, and their names in it; no names if each rank is alone.
+        """Return the grid of `axes` and their names in it; no names if every group is a single rank.
 
         Raises:
-            StrettoError: a name that is no axis, a name given twice, or cp together with axes of experts.
+            StrettoError: a name is no axis, is given twice, or cp is combined with axes of experts.
         """
         names = axes.split("-")
         if len(names) != len(_GROUP_AXES & set(names)):
             raise _wrong_group(axes, names)
         if not EXPERT_AXES.keys() & set(names):
             return self.grid, axes
-        if (
-            self.ep == 1 and self.expert_tp is None
-        ):  # experts are laid out like the dense layers, in any order
+        if self.ep == 1 and self.expert_tp is None:  # experts have the layout of dense layers, for any order
             dense_names = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
             return self.grid, "-".join(filter(None, (dense_names.get(name, name) for name in names)))
         if "cp" in names:
             raise StrettoError(
-                f"group {axes!r} names cp beside an axis of experts",
-                hint="experts are laid out over expert_tp, ep, expert_dp and pp; cp is a part of these",
+                f"group {axes!r} names cp and an axis of experts",
+                hint="the axes of experts are expert_tp, ep, expert_dp and pp, which include the ranks of cp",
             )
         return self.expert_grid, "-".join(EXPERT_AXES.get(name, name) for name in names)
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups over `axes` ("tp", "tp-dp", ...); a name with ep, expert_tp or expert_dp means the
-        expert grid.
+        """Return all groups over `axes` ("tp", "tp-dp", ...), of the expert grid if they include ep,
+        expert_tp or expert_dp.
         """
         grid, names = self.grid_of(axes)
         return grid.groups(names) if names else [[self.offset + rank] for rank in range(self.world)]
 
     def group(self, rank: int, axes: str) -> list[int]:
-        """The group over `axes` that holds `rank`."""
+        """Return the group over `axes` that contains `rank`."""
         grid, names = self.grid_of(axes)
         return grid.group(self._inside(rank), names) if names else [self._inside(rank)]
 
     def size(self, axes: str) -> int:
-        """Ranks of a group over `axes`."""
+        """Return the number of ranks of a group over `axes`."""
         return len(self.group(self.offset, axes))
 
     def index(self, rank: int, axes: str) -> int:
-        """Return the index of `rank` along `axes`, the first named fastest, for any order of ranks."""
+        """Return the index of `rank` along `axes`, the first named varying fastest, whatever the layout's
+        order.
+        """
         at, stride = 0, 1
         for axis in axes.split("-"):
             group = self.group(rank, axis)
@@ -236,7 +236,7 @@ class Layout:
         return self.grid.coordinates(self._inside(rank))
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at the given coordinates: `rank(tp=1, pp=2)`; axes left out are 0."""
+        """Return the rank at the given coordinates, `rank(tp=1, pp=2)`; axes left out are 0."""
         for axis, at in coordinates.items():
             if axis not in self.grid.sizes:
                 raise StrettoError(f"unknown axis {axis!r}", hint=f"axes are {', '.join(self.grid.sizes)}")
@@ -256,7 +256,7 @@ class Layout:
         return rank
 
     def describe(self) -> str:
-        """Short text such as "tp2 dp2 pp4", which `parse` reads; "single" for one rank."""
+        """Return a short text that `parse` reads, such as "tp2 dp2 pp4"; "single" for one rank."""
         parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.expert_tp is not None:
             parts.append(f"expert_tp{self.expert_tp}")
@@ -269,19 +269,19 @@ class Layout:
     __str__ = describe
 
     def __repr__(self) -> str:
-        """The fields that are not at their defaults."""
+        """Return the fields that differ from their defaults."""
         values = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Layout({', '.join(f'{name}={value!r}' for name, value in values)})"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """A layout from text such as "tp2 dp2 pp4" or "tp2-dp2-pp4".
+        """Return the layout of a text such as "tp2 dp2 pp4" or "tp2-dp2-pp4".
 
         Raises:
-            StrettoError: a word that names no axis, or names one twice.
+            StrettoError: a word names no axis, or an axis is named twice.
         """
         values: dict[str, int | str] = {}
-        # `-` separates words too, except inside `order=`
+        # `-` also separates words, except within `order=`
         parts: list[str] = []
         for word in text.replace(",", " ").split():
             parts += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
@@ -305,10 +305,11 @@ class Layout:
         order: str = ORDER,
         expert_tp: int | None = None,
     ) -> Layout:
-        """Return the layout of `world` ranks with the given degrees; dp defaults to what they leave.
+        """Return the layout of `world` ranks with the given degrees; dp defaults to `world` divided by the
+        others.
 
         Raises:
-            StrettoError: the degrees do not make up `world`.
+            StrettoError: the product of the degrees is not `world`.
         """
         _at_least("world", world, 1)
         layout = cls(tp=tp or 1, cp=cp or 1, ep=1, dp=dp or 1, pp=pp or 1, order=order)
@@ -316,7 +317,7 @@ class Layout:
             if size is not None:
                 _at_least(name, size, 1)
         if dp is None:
-            # the dp that makes up `world` with the other degrees
+            # dp is `world` divided by the other degrees
             if world % layout.world:
                 below = world // layout.world * layout.world
                 worlds = [n for n in (below, below + layout.world) if n]
@@ -347,7 +348,7 @@ class Layout:
 def _at_least(field: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise StrettoError(
-            f"{field}={value!r} is not allowed", hint=f"{field} is a whole number, at least {minimum}"
+            f"{field}={value!r} is not allowed", hint=f"{field} is an integer of at least {minimum}"
         )
 
 
@@ -367,7 +368,7 @@ def _wrong_group(axes: str, names: list[str]) -> StrettoError:
 
 
 def _starts(grid: RankGrid) -> tuple[int, int]:
-    """Return what determines the pipeline groups: the stride of pp and the grid's first rank."""
+    """Return the stride of pp and the grid's first rank, which determine the pipeline groups."""
     return grid.strides["pp"], grid.offset
 
 
@@ -388,10 +389,10 @@ _DENSE = ("tp", "cp", "dp", "pp")
 
 
 def axes_of(layout: Layout, ranks: Iterable[int]) -> str:
-    """The axes of the dense grid along which these ranks differ, "tp" or "cp-dp"; "single" for one rank.
+    """Return the axes of the dense grid along which these ranks differ, "tp" or "cp-dp"; "single" for one
+    rank.
 
-    A set of ranks has one name whatever it is a group of: groups of the expert grid are named by the dense
-    axes along which their ranks differ.
+    Groups of the expert grid are also named by dense axes, so that a set of ranks has only one name.
     """
     return _axes_of(layout, tuple(ranks))
 

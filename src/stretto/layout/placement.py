@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which stage. A placement is a tuple: the rank of each stage, along the model."""
+"""Placements: the pipeline rank of each stage, in model order."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from stretto.errors import StrettoError, nearest
 
 
 def linear(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Neighbouring stages share a rank: 0 0 1 1 2 2 for three ranks with two chunks."""
+    """Place consecutive stages on the same rank: 0 0 1 1 2 2 for three ranks with two chunks."""
     return tuple(rank for rank in range(ranks) for _ in range(chunks))
 
 
 def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The model goes round the ranks once a chunk: 0 1 2 0 1 2. Narayanan et al. 2021, section 2.2."""
+    """Place the stages of each chunk on ranks in order: 0 1 2 0 1 2. Narayanan et al. 2021, section 2.2."""
     return tuple(range(ranks)) * chunks
 
 
 def zigzag(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The model goes down the ranks and back up, turning after each chunk: 0 1 2 2 1 0 0 1 2."""
+    """Place the chunks down the ranks and up again in turn: 0 1 2 2 1 0 0 1 2."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1]))
 
 
 def vee(ranks: int, chunks: int = 2) -> tuple[int, ...]:
-    """Down and back up once: 0 1 2 2 1 0; rank 0 has the first and the last stage. Qi et al. 2024 (ZB-V)."""
+    """Place two chunks, down the ranks and up: 0 1 2 2 1 0; rank 0 has the first and the last stage. Qi et
+    al. 2024 (ZB-V).
+    """
     if chunks != 2:
-        raise StrettoError(
-            f"chunks={chunks} with placement vee", hint="vee has 2 chunks; zigzag takes any number"
-        )
+        raise StrettoError(f"chunks={chunks} with placement vee", hint="vee has 2 chunks; zigzag takes any number")
     return zigzag(ranks, 2)
 
 
 def mirror(ranks: int) -> tuple[int, ...]:
-    """Two copies of the model, one down the ranks and one up, stages numbered copy after copy: 0 1 2 2 1 0.
-    Li and Hoefler 2021, "Chimera", section 3.1.
+    """Place two copies of the model, one down the ranks and one up, with stages numbered copy after copy:
+    0 1 2 2 1 0. Li and Hoefler 2021, "Chimera", section 3.1.
     """
     return zigzag(ranks, 2)
 
@@ -49,7 +49,7 @@ PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 
 def place(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The rank of each of `ranks * chunks` stages under the named placement."""
+    """Return the rank of each of `ranks * chunks` stages under the named placement."""
     for field, value in (("ranks", ranks), ("chunks", chunks)):
         if value < 1:
             raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is at least 1")

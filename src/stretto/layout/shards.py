@@ -1,11 +1,11 @@
-"""Which part of a flat tensor each data-parallel rank holds: of parameters, gradients and optimiser states.
+"""The shards of flat tensors on data-parallel ranks: of parameters, gradients and optimiser states.
 
-Data-parallel ranks, which hold the same parameters and see different tokens, are numbered 0 to copies - 1.
-Parameters are split over runs of `parameters` of them, gradients over runs of `gradients`, optimiser states
-over runs of `states`; each size divides the next (AMSP, Chen et al. 2023). A rank's number therefore has four
-digits, `levels`: the first says which shard of the parameters the rank holds, the first two which shard of
-the gradients, the first three which shard of the states, each shard inside the one before it. Ranks that
-differ in the last digit alone hold the same shards.
+Data-parallel ranks have the same parameters and different tokens, and are numbered 0 to copies - 1.
+Parameters are sharded over `parameters` consecutive ranks, gradients over `gradients`, optimiser states over
+`states`; each size divides the next (AMSP, Chen et al. 2023). A rank's number therefore has four digits
+(`levels`): the first is the index of its shard of the parameters, the first two give its shard of the
+gradients, and the first three its shard of the states, each within the previous one. Ranks that differ only
+in the last digit have the same shards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mode = Literal["server", "ddp", "zero1", "zero2", "zero3"]
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Ranks that share the parameters, the gradients and the optimiser states of one copy of the model."""
+    """Numbers of ranks over which the parameters, gradients and optimiser states of a copy are sharded."""
 
     parameters: int = 1
     gradients: int = 1
@@ -27,11 +27,11 @@ class ShardSizes:
 
     @property
     def unsharded(self) -> bool:
-        """True if nothing is split."""
+        """True if no tensor is sharded."""
         return self.states == 1
 
     def levels(self, copies: int) -> tuple[int, int, int, int]:
-        """Values that the four digits take, the first changing fastest."""
+        """Return the sizes of the four digits, the first varying fastest."""
         p = self.parameters
         g = self.gradients
         s = self.states
@@ -39,13 +39,16 @@ class ShardSizes:
         return p, g // p, s // g, copies // s
 
     def digits(self, rank: int, copies: int) -> tuple[int, int, int, int]:
-        """The four digits of one of the copies' ranks."""
+        """Return the four digits of a data-parallel rank."""
         a, b, c, d = self.levels(copies)
         return rank % a, rank // a % b, rank // (a * b) % c, rank // (a * b * c) % d
 
     def span(self, size: int, rank: int, copies: int, level: int) -> tuple[int, int]:
-        """Start and stop of what the rank holds of `size` elements: of parameters (level 1), gradients (2) or
-        states (3); `padded` sizes alone divide.
+        """Return start and stop of the rank's shard of `size` elements.
+
+        Args:
+            size: a multiple of the number of shards, from `padded`.
+            level: 1 for parameters, 2 for gradients, 3 for states.
         """
         start, length = 0, size
         for count, digit in list(zip(self.levels(copies), self.digits(rank, copies), strict=True))[:level]:
@@ -55,7 +58,9 @@ class ShardSizes:
         return start, start + length
 
     def for_copies(self, copies: int) -> ShardSizes:
-        """The largest sizes that divide both, for parameters with other `copies`, such as experts."""
+        """Return the largest sizes that divide these and `copies`, for parameters such as experts with other
+        numbers of copies.
+        """
         states = _common(self.states, copies)
         gradients = _common(self.gradients, states)
         return ShardSizes(_common(self.parameters, gradients), gradients, states)
@@ -74,7 +79,7 @@ def shard_sizes(
     gradients: int | None = None,
     states: int | None = None,
 ) -> ShardSizes:
-    """The shard sizes of a mode over `copies` data-parallel ranks.
+    """Return the shard sizes of a mode over `copies` data-parallel ranks.
 
     `states` defaults to all copies, `gradients` to `states`, `parameters` to `gradients`.
     """
@@ -90,14 +95,15 @@ def shard_sizes(
 
 
 def padded(size: int, shards: int, unit: int = 1) -> int:
-    """Return the smallest size >= `size` of which each of `shards` ranks holds a whole number of units."""
+    """Return the smallest size >= `size` that `shards` ranks can share in multiples of `unit`."""
     step = shards * unit
     return -(-size // step) * step
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that elements [start, stop) of a tensor fill, counted row by row; at
-    most 2 dimensions - 1.
+    """Return offsets and sizes of the boxes that cover elements [start, stop) of a tensor in row-major order.
+
+    A tensor of n dimensions needs at most 2 n - 1 boxes.
     """
     if start >= stop:
         return []

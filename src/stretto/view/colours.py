@@ -1,8 +1,8 @@
-"""Colours that survive print and colour blindness, and the text colour that reads on them.
+"""Colours that remain distinct in print and for colour-blind readers, and legible text colours for them.
 
-Stages take a ramp from dark blue to yellow, which is monotone in lightness. Every kind of action has its own
-band of lightness, so that kinds differ in grey too, and a hue that remains distinct under protanopia and
-deuteranopia. The chunks of a rank go through their kind's band, the first darkest.
+Stages have a ramp from dark blue to yellow, monotone in lightness. Every kind of action has a separate band
+of lightness, so that kinds also differ in grey, and a hue that remains distinct under protanopia and
+deuteranopia. The chunks of a rank divide their kind's band, the first darkest.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ Rgb = tuple[int, int, int]
 
 OTHER: Rgb = (118, 118, 118)
 
-# lines and marks on a light or a dark ground: at least 3 to 1 on both (WCAG 2, graphical objects)
+# lines and marks: contrast of at least 3 to 1 on a light and on a dark background (WCAG 2, graphical objects)
 SERIES: tuple[Rgb, ...] = ((38, 120, 190), (196, 98, 16), (28, 138, 116), (158, 90, 190))
 
-# eight outlines next to one another, each at least 3 to 1 on a light and on a dark ground
+# colours of adjacent outlines, each with a contrast of at least 3 to 1 on a light and on a dark background
 GROUPS: tuple[Rgb, ...] = (
     *SERIES,
     (206, 72, 112),
@@ -25,7 +25,7 @@ GROUPS: tuple[Rgb, ...] = (
 
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
 
-# by kind of action (`ActionKind`): the colour of a rank's first chunk and of its last
+# by kind of action (`ActionKind`): the colours of a rank's first and last chunk
 KINDS: dict[str, tuple[Rgb, Rgb]] = {
     "F": ((0, 52, 112), (30, 90, 152)),
     "RECOMPUTE": ((132, 92, 182), (146, 106, 197)),
@@ -44,13 +44,13 @@ def of_stage(stage: int, stages: int) -> Rgb:
 
 
 def of_kind(kind: str, chunk: int = 0, chunks: int = 1) -> Rgb:
-    """Return the colour of a block: its kind's, lighter for later chunks of the rank."""
+    """Return the colour of a block: that of its kind, lighter for later chunks of the rank."""
     dark, light = KINDS.get(kind, (OTHER, OTHER))
     return mix(dark, light, chunk / max(1, chunks - 1))
 
 
 def mix(colour: Rgb, other: Rgb, share: float) -> Rgb:
-    """Return `share` of the other colour and the rest of the first."""
+    """Return the mixture of (1 - share) of `colour` and share of `other`."""
     r, g, b = (round(a + (c - a) * share) for a, c in zip(colour, other, strict=True))
     return r, g, b
 
@@ -67,7 +67,7 @@ def text_on(colour: Rgb) -> str:
 
 
 def luminance(colour: Rgb) -> float:
-    """Return the relative luminance in 0..1, as WCAG 2 defines it."""
+    """Return the relative luminance, 0 to 1, as defined by WCAG 2."""
     shares = (part / 255 for part in colour)
     r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page: a table, and bars of what was measured beside what was predicted."""
+"""A comparison as one HTML page: a table, and bars of measured and predicted values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from stretto.view.html import plain_html, table_html
 from stretto.view.svg import element, text_line
 
 _WIDTH = 900.0
-_LEFT, _RIGHT = 8.0, 892.0  # of the bars
-_ROW, _STEP = 20.0, 44.0  # height of a bar, and from one to the next
+_LEFT, _RIGHT = 8.0, 892.0  # edges of the bars
+_ROW, _STEP = 20.0, 44.0  # height of a bar, and distance between bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Figure:
 
     Attributes:
         span: meaning of the whiskers, such as "quartiles".
-        key: the legend is needed.
+        key: draw a legend.
     """
 
     title: str
@@ -59,7 +59,7 @@ def compare_page(
 
     Args:
         lines: text above the table.
-        table: rows, of which the first is the header.
+        table: rows of text; the first is the header.
         others: combinations without figures, with the reason.
     """
     body = [f"<h2>{escape(title)}</h2>", _lines(lines), table_html(table, "Fastest first; * is the baseline")]

@@ -24,10 +24,10 @@ class Send:
     """One kind of message of every rank of a group.
 
     Attributes:
-        content: what the message holds.
-        collective: the collective or message, and when.
-        to: every other rank of the group, the one before it in the ring, or a neighbour along the group.
-        stages: the pipeline ranks that send it, the first and one after the last, or None for all.
+        content: contents of the message.
+        collective: the collective or message, and its time.
+        to: receivers: every other rank of the group, the previous one in the ring, or a neighbour.
+        stages: range [first, end) of the pipeline ranks that send it; None for all.
     """
 
     content: str
@@ -38,15 +38,15 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The groups over some axes: what their ranks send, and how the groups lie on nodes.
+    """The groups over some axes, their messages, and their distribution over nodes.
 
     Attributes:
-        axes: as `Layout.groups` takes them: "tp", "cp-dp", "expert_dp".
-        size: ranks of a group.
+        axes: axes as in `Layout.groups`: "tp", "cp-dp", "expert_dp".
+        size: number of ranks of a group.
         count: number of groups.
-        inside: number of groups that have all their ranks on one node.
-        note: text in place of messages, for groups that send none.
-        brief: the messages in a line, if they depend on the stage.
+        inside: number of groups with all ranks on one node.
+        note: text instead of messages, for groups that send none.
+        brief: the messages in one line, if they depend on the stage.
     """
 
     axes: str
@@ -59,7 +59,7 @@ class Exchange:
 
     @property
     def links(self) -> str:
-        """Where the groups' messages run: "inside a node", "across nodes", or how many groups stay inside."""
+        """The links of the groups: "inside a node", "across nodes", or "4 inside a node" if they differ."""
         if self.inside in (0, self.count):
             return "inside a node" if self.inside else "across nodes"
         return f"{self.inside} inside a node"
@@ -101,17 +101,17 @@ _SENDS: dict[str, tuple[Send, ...]] = {
         Send("gradients of activations", "backward of each microbatch, point to point", "previous"),
     ),
 }
-_SENDS["cp-dp"] = _SENDS["dp"]  # the ranks with the same parameters, which see different tokens
+_SENDS["cp-dp"] = _SENDS["dp"]  # ranks with the same parameters and different tokens
 
 
 def exchanges(
     layout: Layout, ranks_per_node: int, more: tuple[str, ...] = (), *, encoder_pp: int = 0
 ) -> list[Exchange]:
-    """Return the groups of more than one rank, and their messages as far as the layout alone says them.
+    """Return the groups of more than one rank, and those of their messages that the layout determines.
 
     Args:
-        more: further axes, as in "tp-pp", even if each rank is alone.
-        encoder_pp: number of the first pipeline ranks that hold an encoder.
+        more: additional axes, such as "tp-pp", even if their groups are single ranks.
+        encoder_pp: number of pipeline ranks of the encoder, which are the first.
 
     Raises:
         StrettoError: `more` names an unknown axis.
@@ -123,8 +123,8 @@ def exchanges(
         names += ["expert_tp", "ep", "expert_dp"]
     shown = [_exchange(layout, axes, ranks_per_node) for axes in names if layout.size(axes) > 1]
     if encoder_pp:
-        # the messages along a pipeline whose first ranks hold an encoder. Each rank of the decoder but
-        # the last passes on the memory, the encoder's output, and receives its gradient
+        # in a pipeline with an encoder, each rank of the decoder but the last also sends the memory (the
+        # encoder's output), and receives its gradient
         forward, backward = (f"{way} of each microbatch, point to point" for way in ("forward", "backward"))
         sends = (
             Send("activations of the encoder", forward, "next", (0, encoder_pp)),
@@ -156,5 +156,5 @@ def _exchange(layout: Layout, axes: str, ranks_per_node: int) -> Exchange:
 
 
 def link_text(link: NetworkLink) -> str:
-    """Return kind and bandwidth of one device's share, as in "NVLink 4, 450 GB/s"."""
+    """Return kind and bandwidth per device as text, such as "NVLink 4, 450 GB/s"."""
     return f"{link.kind or 'link'}, {link.bandwidth / 1e9:.4g} GB/s"

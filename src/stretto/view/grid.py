@@ -21,7 +21,7 @@ AXIS_NAMES = {"pp": "stage", "tp": "shard", "cp": "context part", "ep": "expert 
 
 @dataclass(frozen=True)
 class Cell:
-    """One rank, its pipeline stage, and its coordinates in letters, as in "p3 t1 d0"."""
+    """One rank, its pipeline stage, and its coordinates as text, such as "p3 t1 d0"."""
 
     rank: int
     stage: int
@@ -29,7 +29,7 @@ class Cell:
 
 
 def shown_axes(layout: Layout) -> list[str]:
-    """Return the axes along which ranks differ, the pipeline first."""
+    """Return the axes with more than one rank, the pipeline first."""
     return [axis for axis in LETTERS if layout.sizes[axis] > 1]
 
 
@@ -43,7 +43,7 @@ def cell(layout: Layout, rank: int) -> Cell:
 
 
 def stacks(layout: Layout, encoder_pp: int) -> list[tuple[str, range]]:
-    """Return the pipeline ranks of encoder and decoder; nothing without an encoder."""
+    """Return the pipeline ranks of encoder and decoder; empty without an encoder."""
     if not encoder_pp:
         return []
     return [("encoder", range(encoder_pp)), ("decoder", range(encoder_pp, layout.pp))]
@@ -69,7 +69,7 @@ def nodes(layout: Layout, ranks_per_node: int) -> list[range]:
 
 
 def shown_rows(rows: list[range], limit: int) -> tuple[list[tuple[int, range]], int]:
-    """Return at most `limit` numbered rows, with the last one, and how many were left out before it."""
+    """Return at most `limit` numbered rows including the last, and the number left out before it."""
     numbered = list(enumerate(rows))
     if len(rows) <= limit:
         return numbered, 0
@@ -90,10 +90,10 @@ def grid_svg(
     groups: Sequence[Exchange] = (),
     encoder_pp: int = 0,
 ) -> str:
-    """Draw the grid as SVG, and under it outlined groups; of many nodes the first and the last are drawn.
+    """Draw the grid as SVG, with outlined groups below; of many nodes only the first and the last are drawn.
 
     Args:
-        encoder_pp: number of the first pipeline ranks that hold an encoder.
+        encoder_pp: number of pipeline ranks of the encoder, which are the first.
     """
     rows, left_out = shown_rows(nodes(layout, ranks_per_node), most_nodes)
     last = cell(layout, layout.offset + layout.world - 1)
@@ -158,8 +158,9 @@ def _node(
 
 
 def _stages(layout: Layout, top: float, encoder_pp: int) -> tuple[list[str], float]:
-    """Draw a legend of the stages' colours (of many, the first and last); return it and its lower edge. A
-    bracket under them parts the stages of an encoder from those of the decoder.
+    """Draw a legend of the stages' colours (of many, the first and last); return it and its lower edge.
+
+    Brackets below mark the stages of encoder and decoder.
     """
     if layout.pp == 1:
         return [], top
@@ -185,8 +186,8 @@ def grid(
 ) -> Text:
     """Draw the grid as text within `width` columns.
 
-    A node takes several lines if its ranks do not fit on one. Of more nodes than `most_nodes` the first
-    few and the last are shown, followed by the ranks of every stage.
+    A node has several lines if its ranks do not fit on one. Of more nodes than `most_nodes` the first few and
+    the last are shown, followed by the ranks of every stage.
     """
     rows = nodes(layout, ranks_per_node)
     numbered, left_out = shown_rows(rows, most_nodes if len(rows) <= most_nodes else 4)
@@ -231,11 +232,11 @@ def _per_line(ranks: int, fitting: int) -> int:
 
 
 def _stage_labels(layout: Layout, width: int, limit: int = 32) -> list[Text]:
-    """Return a line per stage: the runs of ranks that hold it."""
+    """Return a line per stage with its ranks as ranges."""
     others = "-".join(axis for axis in layout.grid.sizes if axis != "pp")
     lines = list[Text]()
     for stage, ranks in enumerate(layout.groups(others)[:limit]):
-        text = ""  # such as "0-7, 64-71", as much as fits
+        text = ""  # such as "0-7, 64-71", cut to the width
         for part in rank_ranges(sorted(ranks)):
             if text and len(text) + len(part) + 7 > width - 20:
                 text += ", ..."

@@ -19,7 +19,7 @@ from stretto.view.panel_svg import left_of
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline
 
-# the page may run its own script and style, and load nothing
+# the page may run its own script and style, but loads no other files
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -44,8 +44,8 @@ def panels_html(
     """Return a page of panels; the table's first row is its header.
 
     Args:
-        above: HTML to put before the panels.
-        more: name of the files with further style and script, such as "page_plan".
+        above: HTML before the panels.
+        more: name of the files with additional style and script, such as "page_plan".
     """
     kinds, chunks = all_kinds(panels), max(panel.chunks for panel in panels)
     drawn = {
@@ -73,7 +73,7 @@ def plain_html(title: str, body: str, more: str = "") -> str:
     """Return a page of a title and HTML, whose tables sort by a click on a column's name.
 
     Args:
-        more: name of the files with further style, such as "page_compare", and script, if there is one.
+        more: name of the files with additional style, such as "page_compare", and script if it exists.
     """
     main = f'<main>\n<h1 class="unseen">{escape(title)}</h1>\n{body}\n</main>\n'
     script = _file(f"{more}.js") if more and (files("stretto.view") / f"{more}.js").is_file() else ""
@@ -93,7 +93,7 @@ def _page(title: str, body: str, more: str, script: str) -> str:
 
 
 def _filled(name: str, parts: Mapping[str, str]) -> str:
-    """Fill a template with its parts, in one pass, so that inserted text is never substituted again."""
+    """Fill a template with its parts, in one pass, so that inserted text is not substituted again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file(name))
 
 
@@ -103,7 +103,7 @@ def _file(name: str) -> str:
 
 
 def script_json(data: Any) -> str:
-    """Return data as JSON that can stand in a script element."""
+    """Return data as JSON that is safe in a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -113,7 +113,7 @@ def _shade(kind: ActionKind, chunk: int, chunks: int) -> dict[str, str]:
 
 
 def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:
-    """Return the data of a panel, as columns, so that large timelines stay small."""
+    """Return the data of a panel as columns, which are compact for large timelines."""
     blocks = panel.blocks
     data: dict[str, Any] = {
         "title": panel.title,
@@ -143,7 +143,7 @@ def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:
 
 
 def _rounded(time: float) -> float:
-    """Return the time without digits that are only rounding error."""
+    """Return the time rounded to 10 digits, without those of rounding error."""
     return float(f"{time:.10g}")
 
 
@@ -173,10 +173,10 @@ def _legend(panels: Sequence[Panel]) -> str:
 
 
 def table_html(rows: Sequence[Sequence[str]], caption: str = "Figures") -> str:
-    """Return a table whose first row is its header; in a page of this module any column sorts it."""
+    """Return a table whose first row is its header; pages of this module sort it by any column."""
     if not rows:
         return ""
-    kinds = list[str]()  # columns are of text, unless every cell begins with a number
+    kinds = list[str]()  # a column is text unless every cell begins with a number
     for column in range(len(rows[0])):
         numbers = all(re.match(r"[-+]?\d|$", row[column]) for row in rows[1:])
         kinds.append("" if numbers else ' class="text"')

@@ -1,4 +1,6 @@
-"""A layout as one HTML page: the grid of ranks, each rank's groups and messages, and the rank arithmetic."""
+"""A layout as one HTML page: the grid of ranks, the groups and messages of a rank, and the rank
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,12 @@ def layout_page(
     cluster: Cluster | None = None,
     encoder_pp: int = 0,
 ) -> str:
-    """Return the page; it loads nothing, and its size does not grow with the number of ranks.
+    """Return the page; it loads no other files, and its size does not grow with the number of ranks.
 
     Args:
-        groups: groups that can be chosen by a button.
-        cluster: the cluster whose links are named.
-        encoder_pp: number of the first pipeline ranks that hold an encoder.
+        groups: groups with a button to select them.
+        cluster: cluster whose links are named in the legend.
+        encoder_pp: number of pipeline ranks of the encoder, which are the first.
     """
     experts = layout.ep > 1 or layout.expert_tp is not None
     grids = {"dense layers": layout.grid} | ({"expert layers": layout.expert_grid} if experts else {})
@@ -114,7 +116,7 @@ def layout_page(
 
 
 def _group(layout: Layout, exchange: Exchange, grids: Sequence[RankGrid]) -> Mapping[str, Any]:
-    """Return the groups over some axes, with the grid and the mask that give their ranks."""
+    """Return the groups over some axes, with the grid and the mask that determine their ranks."""
     grid, names = layout.grid_of(exchange.axes)
     mask = names.split("-") if names else []
     return {**asdict(exchange), "links": exchange.links, "grid": grids.index(grid), "mask": mask}

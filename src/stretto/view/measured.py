@@ -25,15 +25,15 @@ _HEAD = (
     "measured total",
 )
 _PARTS_HEAD = ("part of the step", "predicted", "measured", "difference", "of the step")
-SPAN = "first to last"  # action of the pipeline: without reductions, the optimiser and what follows them
+SPAN = "first to last"  # from the pipeline's first to its last action, before reductions and the optimiser
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Actions of one kind.
+    """The actions of one kind.
 
     Attributes:
-        predicted, measured: seconds of all of them.
+        predicted, measured: total time in seconds.
     """
 
     kind: ActionKind
@@ -51,16 +51,16 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Measured over predicted, minus 1; 0 if both are 0, infinite if only the prediction is."""
+        """Measured / predicted - 1; 0 if both are 0, infinite if only the prediction is 0."""
         return _relative(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
 class TimelineComparison:
-    """The actions of a step predicted and measured, in seconds, and the differences by kind of action.
+    """Predicted and measured time of a step, and of its actions by kind.
 
     Attributes:
-        predicted_step, measured_step: from the start of the first action to the end of the last.
+        predicted_step, measured_step: seconds from the start of the first action to the end of the last.
     """
 
     predicted_step: float
@@ -69,7 +69,7 @@ class TimelineComparison:
 
     @property
     def relative(self) -> float:
-        """The step measured over predicted, minus 1."""
+        """Measured / predicted - 1 for the step."""
         return _relative(self.predicted_step, self.measured_step)
 
 
@@ -81,7 +81,7 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
     first start to the last end of any action.
 
     Raises:
-        StrettoError: an F, B, I or W is missing in one of them, on another rank, or occurs twice.
+        StrettoError: an F, B, I or W is missing from a timeline, is on another rank, or occurs twice.
     """
     expected, actual = _by_action(predicted, "predicted"), _by_action(measured, "measured")
     for spans, others, name in ((expected, actual, "measured"), (actual, expected, "predicted")):
@@ -108,7 +108,7 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
 
 
 def measured_table(comparison: TimelineComparison) -> list[tuple[str, ...]]:
-    """Return a header, a row for every kind of action, and one from first to last; times with units."""
+    """Return a header, a row per kind of action, and a row from first to last action; times have units."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for kind in comparison.kinds:
         name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
@@ -125,7 +125,7 @@ class StepPart:
 
     Attributes:
         predicted, measured: seconds, or None if not predicted or not timed.
-        within: it is contained in the parts before it and does not count in the sum.
+        within: True if it is included in the parts before it, and does not count in the sum.
     """
 
     name: str
@@ -135,7 +135,7 @@ class StepPart:
 
 
 def parts_table(parts: Sequence[StepPart]) -> list[tuple[str, ...]]:
-    """Return a header, a row for each part, and their sum, which is the step; times with units."""
+    """Return a header, a row per part, and a row with their sum, the step; times have units."""
     rows: list[tuple[str, ...]] = [_PARTS_HEAD]
     counted = [part for part in parts if not part.within]
     measured = sum(part.measured or 0.0 for part in counted)
@@ -224,14 +224,14 @@ def seconds(time: float) -> str:
 
 
 def _unit(longest: float) -> tuple[float, str]:
-    """Return how many of a unit make a second, and the unit, for a readable time."""
+    """Return the number of units per second, and the unit, for a readable time."""
     if longest >= 0.99995 or longest == 0:  # rounds to 1
         return 1.0, "s"
     return (1e3, "ms") if longest >= 0.99995e-3 else (1e6, "us")
 
 
 def _percent(share: float) -> str:
-    """Return a difference as text; from twice as much on, as a multiple."""
+    """Return a difference as text: in percent below 100%, otherwise as a multiple."""
     return f"{share:+.1%}" if share < 1 else f"{1 + share:.3g}x"
 
 

@@ -13,16 +13,16 @@ from stretto.view.svg import element, text_line
 _WIDE, _HIGH = 34.0, 30.0  # a rank's cell
 _GAP, _PAD = 6.0, 6.0
 _LABEL, _HEAD = 62.0, 40.0
-_BETWEEN = 34.0  # from one panel to the next
-_MOST_NODES, _MOST_CELLS = 8, 16  # of a panel, and of a line in it
+_BETWEEN = 34.0  # distance between panels
+_MOST_NODES, _MOST_CELLS = 8, 16  # nodes of a panel, cells of a line
 
-Corner = tuple[float, float]  # the upper left one of a rank's cell
+Corner = tuple[float, float]  # upper left corner of a rank's cell
 
 
 def outlines(
     layout: Layout, shown: Sequence[Exchange], *, ranks_per_node: int, left: float, top: float, width: float
 ) -> tuple[list[str], float, float]:
-    """Draw a panel for each of `shown`, as many on a line as fit into `width`.
+    """Draw a panel for each of `shown`, with as many per line as fit into `width`.
 
     Returns:
         The parts, their lower edge, and their right edge.
@@ -48,7 +48,7 @@ def outlines(
 
 
 class _Panel:
-    """The groups over one set of axes; of many nodes those that hold the first ranks of the first group."""
+    """The groups over one set of axes; of many nodes, those with the first ranks of the first group."""
 
     def __init__(self, layout: Layout, exchange: Exchange, ranks_per_node: int) -> None:
         groups = layout.groups(exchange.axes)
@@ -122,7 +122,7 @@ class _Panel:
         return parts
 
     def _outlines(self, corners: dict[int, Corner]) -> list[str]:
-        """Draw a box round each run of neighbours of one group."""
+        """Draw a box around each run of adjacent ranks of one group."""
         runs = list[list[int]]()
         for rank, (_, y) in corners.items():
             last = runs[-1][-1] if runs else None
@@ -142,7 +142,7 @@ class _Panel:
         return parts
 
     def _links(self, corners: dict[int, Corner]) -> list[str]:
-        """Draw lines along the first group, as far as it is drawn."""
+        """Draw lines between the ranks of the first group that are drawn."""
         parts = list[str]()
         colour = colours.hexed(colours.GROUPS[0])
         step = _HIGH + _GAP + 2 * _PAD + 7  # farther apart, a line would cross a cell

@@ -1,4 +1,4 @@
-"""The content of timeline pictures: blocks, curves of activations held, panels, figures.
+"""The content of timeline pictures: blocks, curves of live activations, panels, figures.
 
 A panel is one timeline: rows of blocks over a time axis. SVG, HTML and terminal pictures draw panels.
 """
@@ -28,12 +28,12 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineBlock:
-    """One drawn action. An update that takes no time is a block without width: a mark.
+    """One drawn action. An update of zero duration is a block without width, a mark.
 
     Attributes:
-        chunk: number of stages before its own on its rank.
-        paired: it is one of an overlapped pair.
-        lane, lanes: its part of the row, if several blocks run at once.
+        chunk: number of stages before this one on its rank.
+        paired: True if it is one of an overlapped pair.
+        lane, lanes: its lane, and the number of lanes of blocks that run at the same time.
     """
 
     row: int
@@ -55,7 +55,7 @@ class TimelineBlock:
 
     @property
     def label(self) -> str:
-        """The microbatch."""
+        """The microbatch as text; "" for an action without one."""
         return "" if self.action.microbatch is None else str(self.action.microbatch)
 
     @property
@@ -64,7 +64,7 @@ class TimelineBlock:
 
 
 def blocks(timeline: Timeline) -> list[TimelineBlock]:
-    """Return the actions that take time on their rank, and updates; no communications."""
+    """Return the actions of computation that take time, and updates."""
     program = timeline.program
     chunk = chunk_of(program)
     paired = {action for pair in program.pairs for action in pair}
@@ -100,7 +100,7 @@ def stacked(drawn: Sequence[TimelineBlock]) -> list[TimelineBlock]:
 
 
 def _lanes(group: list[TimelineBlock]) -> list[TimelineBlock]:
-    """Give each of a group of overlapping blocks the first lane that is free."""
+    """Assign the first free lane to each of a group of overlapping blocks."""
     if len(group) < 2 or all(block.is_mark for block in group):
         return group
     free: list[float] = []
@@ -113,7 +113,7 @@ def _lanes(group: list[TimelineBlock]) -> list[TimelineBlock]:
 
 
 def chunk_of(program: Program) -> list[int]:
-    """Return for each stage how many stages come before it on its rank."""
+    """Return for each stage the number of stages before it on its rank."""
     counts = [0] * program.ranks
     chunks_before: list[int] = []
     for rank in program.placement:
@@ -123,12 +123,12 @@ def chunk_of(program: Program) -> list[int]:
 
 
 def chunks(program: Program) -> int:
-    """Return the largest number of stages that a rank holds."""
+    """Return the largest number of stages on a rank."""
     return max(len(program.stages_of(rank)) for rank in range(program.ranks))
 
 
 def headline(timeline: Timeline) -> str:
-    """Return a line of figures under a picture's title, with a note if the times are those of no model."""
+    """Return the line of figures under a picture's title, with a note if all costs are 1."""
     program = timeline.program
     each = chunks(program) // program.copies
     per_rank = f", {each} chunks" if each > 1 else ""
@@ -156,22 +156,21 @@ def ticks(end: float, limit: int) -> list[float]:
     return [step * i for i in range(floor(end / step + 1e-9) + 1)]
 
 
-Curve = tuple[tuple[float, float], ...]  # (time, activations held from then on), in ascending times
+Curve = tuple[tuple[float, float], ...]  # (time, live activations from then on), in ascending times
 
 
 def activation_curves(timeline: Timeline) -> list[Curve]:
-    """Return for each rank the activations held over time in rank units: a microbatch through all its stages
-    is 1.
+    """Return the live activations of each rank over time, in rank units: 1 is a microbatch in all its stages.
 
-    They are held from the start of their F to the end of their B or W; those of a forward that is recomputed,
-    from RECOMPUTE on; offloaded ones are away from the end of OFFLOAD to the start of RELOAD. In a program
-    that does not train a forward holds them until its end.
+    Activations are live from the start of their F to the end of their B or W; with recomputation from the
+    start of RECOMPUTE; offloaded ones are not live from the end of OFFLOAD to the start of RELOAD. In a
+    program without training they are live until the end of the forward.
     """
     program = timeline.program
-    # a microbatch goes through one copy of the weights only
+    # a microbatch runs through only one copy of the weights
     share = [program.copies / max(1, program.placement.count(rank)) for rank in range(program.ranks)]
     curves = live_bytes(program, Costs(), timeline.starts, timeline.ends)
-    completed = list[Curve]()  # from 0 to the end, with one value per time: the last of several
+    completed = list[Curve]()  # from 0 to the end, with one value per time, the last
     for curve, unit in zip(curves, share, strict=True):
         points = {0.0: 0.0} | {time: value * unit for time, value in curve}
         if (last := max(points)) < timeline.makespan:
@@ -187,7 +186,7 @@ def peak(curve: Curve) -> float:
 
 @dataclass(frozen=True)
 class PanelRow:
-    """A row's label, and the activations its rank holds over time; an empty curve is not drawn."""
+    """Label of a row, and the live activations of its rank over time; an empty curve is not drawn."""
 
     label: str
     curve: Curve = ()
@@ -204,13 +203,13 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Several training steps that a pipeline goes through without draining.
+    """Several training steps of a pipeline that is not drained between them.
 
     Attributes:
-        ends: for each step but the last, when each rank is done with it.
-        steps: the steps, as the last rank goes through them.
-        phases: fill, steady state and drain, as the first rank goes through them; in the steady state, from
-            the first backward to the last forward, every forward has a backward.
+        ends: for each step but the last, its end on each rank.
+        steps: the steps on the last rank.
+        phases: fill, steady state and drain on the first rank. The steady state lasts from the first backward
+            to the last forward; in it, every forward is paired with a backward.
     """
 
     ends: tuple[tuple[float, ...], ...]
@@ -219,7 +218,7 @@ class Window:
 
 
 def window(timeline: Timeline) -> Window | None:
-    """Return where the steps of a window end, or None for a program of one step."""
+    """Return the steps and phases of a program of several steps; None for a single step."""
     program = timeline.program
     if program.steps == 1:
         return None
@@ -248,10 +247,10 @@ class Panel:
     """One timeline: its title and line of figures, its rows, and its blocks by row and start.
 
     Attributes:
-        chunks: shades per kind.
-        unit: unit of time; "" for that of the costs.
-        tracks: rows per rank, each with all of the rank's actions.
-        path: what each action of the critical path waited for.
+        chunks: number of shades per kind.
+        unit: unit of time; "" for the unit of the costs.
+        tracks: number of rows per rank, each with all actions of the rank.
+        path: by action of the critical path, the reason for which it waited.
     """
 
     title: str
@@ -297,7 +296,7 @@ def with_path(timeline: Timeline) -> Panel:
 
 
 def highest_peak(panels: Sequence[Panel]) -> float:
-    """Return the top of the memory curves' common scale."""
+    """Return the maximum of all memory curves, the top of their common scale."""
     return max((peak(row.curve) for panel in panels for row in panel.rows), default=0.0)
 
 
@@ -308,7 +307,7 @@ def all_kinds(panels: Sequence[Panel]) -> list[ActionKind]:
 
 
 def shades(panels: Sequence[Panel]) -> str:
-    """Return the meaning of a kind's shades, or "" if there is only one."""
+    """Return the meaning of a kind's shades, or "" if it has only one."""
     if all(panel.chunks == 1 for panel in panels):
         return ""
     copied = any(panel.copies > 1 for panel in panels)
@@ -320,8 +319,10 @@ HEAD = ("schedule", "makespan", "bubble", "peak activations", "transfers")
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return the makespan in the unit of the costs, the bubble as a part of it, the peak of activations over
-    all ranks in rank units, and the number of messages between ranks.
+    """Return the figures of a timeline.
+
+    They are the makespan in the unit of the costs, the bubble as a share of it, the peak of live activations
+    over all ranks in rank units, and the number of messages between ranks.
     """
     return {
         "name": timeline.program.name,
@@ -349,7 +350,7 @@ def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text in columns, the first column aligned to the left, the others to the right."""
+    """Return rows as text in columns, the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for name, *values in rows:

@@ -34,7 +34,7 @@ _HEAD = 62
 _GAP = 6
 _CURVE = 16
 _BETWEEN = 14
-_PHASE = 19  # a line of phases
+_PHASE = 19  # height of a line of phases
 _WIDTH = 920.0
 _WIDEST = 6000.0
 _NARROWEST_BLOCK = 15.0
@@ -50,13 +50,13 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
 
     Args:
         panels: at least one.
-        about: describes the picture for screen readers.
+        about: description for screen readers.
         table: rows of text below the panels; the first is the header.
     """
     end = max(panel.end for panel in panels)
     drawn = [block for panel in panels for block in panel.blocks]
     lengths = [block.end - block.start for block in drawn if not block.is_mark]
-    # pixels per unit of time: wider than usual if numbers would not fit into blocks
+    # pixels per unit of time: wider than the default if numbers would not fit into blocks
     if not lengths or end <= 0:
         scale = 1.0
     else:
@@ -70,7 +70,7 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
         if panel.window is not None:
             parts += _window(panel.window, left, y + _HEAD, _pitch(panel), scale)
             low += 2 * _PHASE + 4
-        if len(panels) > 1:  # mark where this one ends
+        if len(panels) > 1:  # mark the end of this panel
             x = left + panel.end * scale
             path = f"M{x:.2f} {y + _HEAD - 4:g}V{low:g}"
             parts.append(element("path", d=path, class_="line", stroke_dasharray="3 3"))
@@ -113,7 +113,7 @@ def _panel(panel: Panel, left: int, y: float, scale: float, peak_held: float) ->
         body.append(element("rect", width=panel.end * scale, height=ROW, fill="url(#hatch)"))
         body += _blocks(by_row.get(i, []), scale, panel.chunks)
         if row.curve:
-            # draw a memory curve under its row, and its maximum at the left
+            # draw the memory curve below its row, and its maximum at the left
             base = ROW + 4 + _CURVE
             unit = _CURVE / peak_held if peak_held else 0.0
             path = f"M{row.curve[0][0] * scale:.4g} {base}"
@@ -131,7 +131,7 @@ def _panel(panel: Panel, left: int, y: float, scale: float, peak_held: float) ->
 
 
 def _window(window: Window, left: int, top: float, pitch: float, scale: float) -> list[str]:
-    """Draw a dashed line down the rows where each rank finishes a step, and below them steps and phases."""
+    """Draw a dashed line at the end of a step on each rank, and steps and phases below the rows."""
     parts: list[str] = []
     low = top + len(window.ends[0]) * pitch + 4
     for ends in window.ends:
@@ -147,12 +147,12 @@ def _window(window: Window, left: int, top: float, pitch: float, scale: float) -
     return parts
 
 
-# a colour that can be seen on light ground and on dark
+# visible on light and dark backgrounds
 _STEP = {"fill": "none", "stroke": "#e5534b", "stroke_width": 1.6, "stroke_dasharray": "5 3"}
 
 
 def _bracket(name: str, x: float, right: float, y: float) -> list[str]:
-    """Draw a line between two ends with its name in the middle, if there is room for it."""
+    """Draw a bracket, with its name in the middle if it fits."""
     half = 3.1 * len(name) + 4
     middle = (x + right) / 2
     shown = right - x > 2 * half + 8
@@ -163,7 +163,7 @@ def _bracket(name: str, x: float, right: float, y: float) -> list[str]:
 
 
 def _blocks(drawn: Iterable[TimelineBlock], scale: float, chunks: int) -> list[str]:
-    """Draw a row's blocks, and their numbers in a group that sets the text style once."""
+    """Draw the blocks of a row, and their numbers in a group that sets the text style once."""
     shapes: list[str] = []
     labels: list[str] = []
     for block in drawn:
@@ -172,7 +172,7 @@ def _blocks(drawn: Iterable[TimelineBlock], scale: float, chunks: int) -> list[s
         if block.is_mark:
             shapes.append(element("path", d=f"M{x:.2f} -3v{ROW + 6}", class_="mark"))
             continue
-        # a gap of one pixel separates neighbours of one colour; thin blocks cannot spare it
+        # a gap of one pixel separates adjacent blocks of one colour; thin blocks have a smaller one
         inner = max(width - 1, width * 0.8)
         height = ROW / block.lanes - (1 if block.lanes > 1 else 0)
         y = block.lane * ROW / block.lanes
@@ -203,7 +203,7 @@ def _axis(end: float, scale: float, left: int, top: float, unit: str) -> list[st
 
 
 def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], float]:
-    """Draw swatches of the kinds that occur, of idle time and of memory; return them and their right edge."""
+    """Draw swatches of all kinds, idle time and memory; return them and their right edge."""
     x, parts = float(left), list[str]()
     chunks = max(panel.chunks for panel in panels)
     for kind in all_kinds(panels):

@@ -1,4 +1,4 @@
-"""Charts of the plan's page: time against memory, the parts of a step, the memory of ranks."""
+"""Charts of a plan's page: time against memory, the parts of a step, the memory of ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LEFT = 30.0
 _RIGHT = 190.0
 _ROW = 20.0
 _GAP = 24.0
-_MANY = 24  # pipeline ranks, above which rows are low and have no label
-_LETTER = 6.9  # pixels, about
+_MANY = 24  # number of pipeline ranks above which rows are low and unlabelled
+_LETTER = 6.9  # approximate width of a letter, pixels
 
-# drawn over a colour, so that parts differ without it; the names say what the eye sees
+# patterns drawn over a colour, so that parts also differ without colour
 _STROKES = {
     "diagonal": '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/>',
     "back": '<path d="M-1 -1L7 7M-1 5L1 7M5 -1L7 1"/>',
@@ -53,7 +53,7 @@ PATTERNS = (
     + "</defs></svg>"
 )
 
-Look = tuple[Rgb, str] | None  # colour and the pattern over it, "" for none; None: hatched, as what is idle
+Look = tuple[Rgb, str] | None  # colour, and the pattern over it or ""; None for the hatching of idle time
 
 PARTS: Mapping[str, Look] = {
     "compute": ((30, 90, 152), ""),
@@ -86,7 +86,7 @@ MEMORY: Mapping[str, Look] = {
 
 
 def step_bars(ranking: Sequence[Ranked]) -> str:
-    """Draw a bar per layout: the parts of its step, and the interval expected for a measured step."""
+    """Draw a bar per layout: the parts of its step, and the expected interval of a measured step."""
     estimates = [ranked.estimate for ranked in ranking]
     longest = max(max(estimate.high, sum(estimate.parts.values())) for estimate in estimates)
     scale = (WIDTH - _LEFT - _RIGHT) / longest
@@ -109,20 +109,20 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
 
 
 def _parts(estimate: Estimate) -> dict[str, float]:
-    """Return the parts in the order of a bar, without zeros; those without a colour are summed as other."""
+    """Return the nonzero parts in the order of a bar; parts without a colour are summed as "other"."""
     parts = {name: estimate.parts.get(name, 0.0) for name in PARTS}
     parts["other"] += sum(value for name, value in estimate.parts.items() if name not in PARTS)
     return {name: value for name, value in parts.items() if value > 0}
 
 
 def _whisker(top: float, low: float, high: float, mid: float) -> str:
-    """Draw an interval under a bar, with a mark at the value itself."""
+    """Draw an interval below a bar, with a mark at the central value."""
     y = top + _ROW + 5
     return element("path", d=f"M{low:.1f} {y - 3}v6m0-3H{high:.1f}m0-3v6M{mid:.1f} {y - 3}v6", class_="range")
 
 
 def device_memory_bars(ranking: Sequence[Ranked]) -> str:
-    """Draw a bar per layout: its fullest rank, the interval of the device's memory, and the device's size."""
+    """Draw a bar per layout: memory of its fullest rank, the interval of that memory, and the capacity."""
     rows = list[_Bar]()
     fits = [ranked.estimate.memory for ranked in ranking]
     for number, (fit, ranked) in enumerate(zip(fits, ranking, strict=True), 1):
@@ -134,7 +134,7 @@ def device_memory_bars(ranking: Sequence[Ranked]) -> str:
 
 
 def memory_bars(fit: Fit) -> str:
-    """Draw a bar per pipeline rank of a layout, at its fullest moment, and the device's memory."""
+    """Draw a bar per pipeline rank of a layout, at its peak, and the capacity of the device."""
     rows = [
         _memory_bar(
             f"{rank.rank}", f"pipeline rank {rank.rank}, fullest during {rank.at}", rank, fit, interval=False
@@ -150,8 +150,8 @@ class _Bar:
 
     Attributes:
         sizes: bytes by kind.
-        interval: low and high of the sum, or None if not drawn.
-        verdict: text behind the number.
+        interval: low and high bound of the sum, or None if not drawn.
+        verdict: text after the number.
     """
 
     number: str
@@ -162,7 +162,7 @@ class _Bar:
 
     @property
     def total(self) -> float:
-        """Bytes that are drawn."""
+        """Sum of all sizes in bytes."""
         return sum(self.sizes.values())
 
 
@@ -181,7 +181,7 @@ def _memory_bar(number: str, label: str, rank: RankMemory, fit: Fit, *, interval
 def _memory(name: str, bars: Sequence[_Bar], capacity: float, about: str) -> str:
     limit = capacity if capacity != inf else 0.0
     fullest = max(max(bar.total, *(bar.interval or (0.0,))) for bar in bars)
-    # exact to the end of the longest, and to the device's line unless that is far away
+    # the scale ends after the longest bar, and includes the device's line unless that is far away
     longest = max(fullest, min(limit, 1.5 * fullest), 1.0)
     scale = (WIDTH - _LEFT - _RIGHT) / (1.02 * longest)
     of_limit = f" of {limit / GIB:.3g}" if limit else ""
@@ -228,10 +228,10 @@ def _row(
     scale: float,
     height: float = _ROW,
 ) -> list[str]:
-    """Draw a bar: number, label above it, and its parts, named if the name has room.
+    """Draw a bar: its number, a label above it, and its parts, with their names if they fit.
 
     Args:
-        parts: length, value and share as texts, by name.
+        parts: by name: length, and the texts of value and share.
     """
     middle = top + 0.7 * height
     shapes = [text_line(number, _LEFT - 8, middle, 12, text_anchor="end", font_weight="bold")]
@@ -248,7 +248,7 @@ def _row(
         if over:
             shapes.append(f'<rect class="over-part" {position} fill="{over}"/>')
         if height >= _ROW and value * scale >= _LETTER * len(name) + 10:
-            # with an edge of the part's colour, so that its pattern does not disturb
+            # outlined in the part's colour, which keeps its pattern away from the letters
             look, style = looks[name], {"class_": "on-idle"}
             if look is not None:
                 outline = f"fill:{colours.text_on(look[0])};stroke:{colours.hexed(look[0])}"
@@ -260,7 +260,7 @@ def _row(
 
 
 def _fills(look: Look) -> tuple[str, str]:
-    """Return the fill of a part, and of the pattern over it, or "" without one."""
+    """Return the fill of a part, and that of the pattern over it, or ""."""
     if look is None:
         return "url(#idle)", ""
     colour, pattern = look
@@ -288,7 +288,7 @@ def _key(looks: Mapping[str, Look], shown: set[str]) -> str:
 
 # ------------------------------------------------------------------ time against memory
 
-HEIGHT = 460.0  # of the scatter plot
+HEIGHT = 460.0  # height of the scatter plot
 _PLOT_LEFT = 70.0
 _PLOT_RIGHT = 24.0
 _PLOT_TOP = 22.0
@@ -299,7 +299,7 @@ _TRIANGLE: Rgb = (196, 98, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterAxes:
-    """GiB and seconds to pixels; seconds on a logarithmic scale."""
+    """Scales from GiB and seconds to pixels; that of seconds is logarithmic."""
 
     smallest: float
     largest: float
@@ -316,7 +316,7 @@ class ScatterAxes:
 
 
 def front(tried: Sequence[Evaluated]) -> list[int]:
-    """Return the Pareto front of time and memory among layouts that fit, by memory."""
+    """Return the indices of the Pareto front of time and memory among layouts that fit, by memory."""
     usable = [
         i
         for i, candidate in enumerate(tried)
@@ -335,8 +335,8 @@ def scatter(
     """Return the figure, and the data of its points as columns in the order of `tried`.
 
     Args:
-        capacity: bytes of a device.
-        ranking: the layouts of the ranking, which get their numbers; the first gets a ring.
+        capacity: memory of a device in bytes.
+        ranking: the layouts of the ranking, which are numbered; the first has a ring.
     """
     room = capacity / GIB
     sizes = [candidate.memory / GIB for candidate in tried] or [1.0]
@@ -377,7 +377,7 @@ def scatter(
 
 
 def points_key(tried: Sequence[Evaluated]) -> str:
-    """Return the legend of the points: of verdicts that occur, by shape and colour."""
+    """Return the legend of the points, with the verdicts that occur."""
     present = {candidate.verdict for candidate in tried}
     names = [verdict for verdict in ("fits", "tight", "does not fit") if verdict in present]
     items = [f"<li>{_swatch(_mark(name, 7.0, 7.0))}{name}</li>" for name in names]
@@ -403,7 +403,7 @@ def _mark(verdict: str, x: float, y: float) -> str:
 
 
 def _numbers(points: Sequence[tuple[float, float]]) -> list[str]:
-    """Draw a ring around the first of the ranking, and the numbers of those that leave each other room."""
+    """Draw a ring around the first of the ranking, and all numbers that do not overlap."""
     if not points:
         return []
     parts = [element("circle", cx=points[0][0], cy=points[0][1], r=8, class_="best")]
@@ -462,13 +462,13 @@ def _grid(axes: ScatterAxes, capacity: float) -> list[str]:
 
 
 def _step(length: float) -> float:
-    """Return a round step that divides a length into at most ten."""
+    """Return a round step that divides a length into at most ten parts."""
     base = 10.0 ** floor(log10(length / 10))
     return next(base * factor for factor in (1, 2, 5, 10) if length / (base * factor) <= 10)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers in between, on a logarithmic axis."""
+    """Return about five round numbers between `low` and `high`, for a logarithmic axis."""
     decades = log10(high / low)
     if decades < 0.7:
         step = _step((high - low) * 1.5)

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from stretto.planner.memory.fits import Bytes
     from stretto.planner.search.ranking import Plan, Ranked
 
-_MOST_BLOCKS = 20_000  # of the timeline; more are slow to draw and show nothing new
+_MOST_BLOCKS = 20_000  # of the timeline; more are slow to draw and only repeat the pattern
 
 
 def plan_page(plan: Plan, model: str, commands: Mapping[str, str] | None = None) -> str:
-    """Return the page for a model of that name; it loads nothing.
+    """Return the page of a plan for the model of this name; it loads no other files.
 
     Args:
-        commands: next commands, by purpose.
+        commands: commands for next steps, by purpose.
 
     Raises:
-        StrettoError: no layout was timed, so there is nothing to draw.
+        StrettoError: no layout was timed.
     """
     best = plan.ranking[0] if plan.ranking else plan.nearest
     if best is None:
-        raise StrettoError("no layout was timed, so there is nothing to draw", hint="ask for less at once")
+        raise StrettoError("no layout was timed, so no page can be drawn", hint="relax the requirements")
     estimate = best.estimate
     job, cluster = estimate.job, estimate.cluster
     about = plan_setting(job, cluster, plan.assumptions, model)
@@ -76,7 +76,7 @@ def plan_page(plan: Plan, model: str, commands: Mapping[str, str] | None = None)
 
 
 def _definitions(texts: Mapping[str, str], escaped: bool = False) -> str:
-    """Return a list of names and texts, which may be HTML already."""
+    """Return a list of names and texts, which are HTML if `escaped`."""
     items = "".join(
         f"<dt>{escape(name)}</dt><dd>{text if escaped else escape(text)}</dd>" for name, text in texts.items()
     )
@@ -84,7 +84,7 @@ def _definitions(texts: Mapping[str, str], escaped: bool = False) -> str:
 
 
 def _answers(plan: Plan, best: Ranked) -> str:
-    """Return the layouts to choose from: the first, the fastest safe one, and the usual ones without a
+    """Return the layouts to choose from: the first, the fastest safe one, and the baselines without a
     search.
     """
     if not plan.ranking:
@@ -103,7 +103,7 @@ def _answers(plan: Plan, best: Ranked) -> str:
 
 
 def _card(name: str, ranked: Ranked, fastest: Estimate | None) -> str:
-    """Return one layout with its figures, and its distance from the fastest."""
+    """Return one layout with its figures, and its time relative to the fastest."""
     estimate, fit = ranked.estimate, ranked.estimate.memory
     figures = [
         f"<b>{estimate.seconds:.4g} s</b> a step ({estimate.low:.3g} to {estimate.high:.3g})",
@@ -157,7 +157,7 @@ def _gib(size: Bytes) -> tuple[str, str]:
 
 
 def _timeline(estimate: Estimate, assumptions: Assumptions) -> Panel:
-    """Return the step's program, with fewer microbatches if there are very many."""
+    """Return a panel of the step's program, cut to the first microbatches if it has too many blocks."""
     job = estimate.job
     count, pp = job.microbatches or 1, job.layout.pp
     stages = job.program().stages

@@ -45,7 +45,7 @@ def _link(link: NetworkLink) -> str:
 
 
 def search_text(plan: Plan) -> str:
-    """Return how much of the space was examined, and how certain the first layout is."""
+    """Return as text the number of examined candidates, and a bound on the speed of the others."""
     text = f"{plan.candidates:,} candidates, {plan.replayed:,} replayed, {plan.feasible:,} fit"
     text += f", {plan.seconds:.1f} s"
     if not plan.complete:
@@ -56,14 +56,15 @@ def search_text(plan: Plan) -> str:
 
 
 def uncertainty_text(widths: Mapping[str, float]) -> str:
-    """Return how uncertain a step is, by source, as a share of it: the largest first."""
+    """Return as text the uncertainty of a step by source, as a share of it, the largest first."""
     ordered = sorted(widths.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {100 * width:.0f}%" for name, width in ordered if width >= 0.005)
 
 
 def differences(ranking: Sequence[Ranked]) -> list[tuple[str, ...]]:
-    """Return the seconds that each layout needs more than the first, by part: a table that begins with its
-    header. Parts that differ nowhere by much are summed as the rest.
+    """Return a table, header first, of the seconds that each layout needs more than the first, by part.
+
+    Parts with only small differences are summed in the last column.
     """
     best = ranking[0].estimate
     changes = [

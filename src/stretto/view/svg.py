@@ -41,7 +41,7 @@ text {{ fill: #e6edf3; }}
 
 
 def element(name: str, body: str = "", /, **attributes: str | float) -> str:
-    """Return one element; `_` in an attribute's name stands for `-`, a trailing one is dropped (`class_`)."""
+    """Return one element; `_` in an attribute's name becomes `-`, a trailing one is dropped (`class_`)."""
     pairs = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items()
     )
@@ -54,7 +54,7 @@ def text_line(text: str, x: float, y: float, size: float = 12, **attributes: str
 
 
 def page(width: float, height: float, title: str, about: str, parts: list[str], definitions: str = "") -> str:
-    """Return a whole document; `about` describes the picture for screen readers."""
+    """Return a complete document; `about` describes the picture for screen readers."""
     ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=6, class_="ground")
     head = [
         element("title", escape(title)),
@@ -87,10 +87,10 @@ _FAMILIES = "DejaVu Sans"
 
 
 def png_of(svg: str, zoom: float = 2.0) -> bytes:
-    """Return an SVG picture of this module as PNG, on the light ground, `zoom` pixels for each of its own.
+    """Return an SVG picture of this module as PNG with a light background, magnified by `zoom`.
 
     Raises:
-        StrettoError: the renderer is not installed, or `zoom` makes the picture too large for it.
+        StrettoError: the renderer is not installed, or the picture is too large for it.
     """
     try:
         from resvg_py import svg_to_bytes  # pyright: ignore[reportMissingImports]

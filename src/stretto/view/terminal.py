@@ -21,16 +21,16 @@ _IDLE = "·"
 def timeline_text(timeline: Timeline, *, width: int, colour: bool) -> Text:
     """Draw the timeline within `width` columns.
 
-    With colour a block is its microbatch's number on its kind's colour, neighbours in two shades; without,
-    it is kind and number, as in `F0-B0--`, after the stage if a rank holds several. Blocks too narrow for
-    that lose the number; blocks that run at once share their columns. Actions that take no time are not
-    shown. Of a timeline with more blocks than columns the beginning is shown, and a line says up to when.
+    With colour a block is the microbatch's number on the kind's colour, in alternating shades. Without colour
+    it is kind and number, such as `F0-B0--`, preceded by the stage if a rank has several. Blocks that are too
+    narrow lose the number; blocks that run at the same time share their columns. Actions of zero duration are
+    not shown. A timeline with more blocks than columns is cut, with a note of the time shown.
     """
     return panels_text([panel_of(timeline)], width=width, colour=colour)
 
 
 def compare_text(timelines: Sequence[Timeline], *, width: int, colour: bool) -> Text:
-    """Draw the timelines stacked on one time axis, each under its name."""
+    """Draw the timelines stacked on one time axis, each below its name."""
     return panels_text([panel_of(timeline) for timeline in timelines], width=width, colour=colour)
 
 
@@ -73,9 +73,11 @@ def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
 
 
 def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> float:
-    """Return columns per unit of time: a whole number for the shortest block if possible, no more than
-    needed, and at least one for nine blocks of ten. With less, rounding would draw bursts that are not in the
-    schedule.
+    """Return columns per unit of time.
+
+    The shortest block has an integer number of columns if possible, up to the width of its label. At least
+    nine of ten blocks have one column: with fewer, rounding would show bursts that the schedule does not
+    have.
     """
     drawn = [(block, panel.chunks > 1) for panel in panels for block in panel.blocks if not block.is_mark]
     if not drawn or end <= 0:
@@ -90,7 +92,7 @@ def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> floa
 def _append_blocks(
     row: Text, blocks: Iterable[TimelineBlock], scale: float, *, length: int, chunks: int, colour: bool
 ) -> None:
-    """Append one rank's blocks to its row; blocks that run at once share their time."""
+    """Append the blocks of one rank to its row; blocks that run at the same time share its columns."""
     spans = list[tuple[float, float, TimelineBlock]]()
     for block in blocks:
         part = (block.end - block.start) / block.lanes
@@ -125,7 +127,7 @@ def _letter(kind: ActionKind) -> str:
 
 
 def _phases(phases: Sequence[Phase], margin: int, scale: float) -> Text:
-    """Draw the names between bars, if there is room for them."""
+    """Draw the phases' names between bars, if they fit."""
     line = ""
     for phase in phases:
         start, end = (margin + round(time * scale) for time in (phase.start, phase.end))

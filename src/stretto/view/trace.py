@@ -1,10 +1,10 @@
-"""Timelines as Chrome trace files, which Perfetto and chrome://tracing open, and back.
+"""Write timelines as Chrome trace files, for Perfetto and chrome://tracing, and read them.
 
-A replayed and a measured timeline are written in this one format: the JSON object format of the Trace Event
-Format (Google, 2016) with a process for every rank, a thread for compute and as many for communications as
-overlap, complete events (`X`) in microseconds, flow arrows from sends to receives, and a counter of the
-activations that the rank holds. `otherData` has format and version, the program's name, and whether it was
-replayed or measured.
+Replayed and measured timelines have the same format: the JSON object format of the Trace Event Format
+(Google, 2016), with a process per rank, a thread for compute and one for each of several overlapping
+communications, complete events (`X`) in microseconds, flow arrows from sends to receives, and a counter of
+the rank's live activations. `otherData` has format and version, the program's name, and its source, "replay"
+or "measured".
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 Point = tuple[int, int, float]  # rank, thread, seconds
 
-# viewers attach an arrow to the event that contains its time, and an event does not contain its end
+# viewers attach an arrow to the event that contains its time, which excludes the event's end
 _INSIDE = 1e-9
 
 
 def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Point]]:
     """Yield start and end of the arrow of every message between two ranks.
 
-    From send to receive if both are in the trace and the message takes time; otherwise from the forward or
-    backward that produces the message to the one that consumes it.
+    It leads from send to receive if both are in the trace and the message takes time; otherwise from the
+    forward or backward that produces the message to the one that consumes it.
 
     Args:
-        shown: events and the number of the thread on which each is shown.
+        shown: events, each with the index of its thread.
     """
     shown_as: dict[Action, tuple[TraceEvent, int]] = {}
     for event, thread in shown:
@@ -96,7 +96,7 @@ _ON_THE_RANK = (
 class TraceEvent(NamedTuple):
     """One event of a rank, in seconds from the start of the trace.
 
-    `action` is the text of an action, such as "2F0", or any other text ("optimizer", "data"). Events of the
+    `action` is the text of an action, such as "2F0", or another text ("optimizer", "data"). Events of the
     thread "compute" do not overlap; those of other threads may.
     """
 
@@ -114,7 +114,7 @@ class Trace:
     Attributes:
         name: name of the program.
         source: "replay" or "measured".
-        activations: by rank, the activations held over time in seconds.
+        activations: live activations over time, in seconds, by rank.
     """
 
     events: tuple[TraceEvent, ...]
@@ -124,7 +124,7 @@ class Trace:
 
 
 def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
-    """Return a replayed program's trace; a unit of its costs lasts `second` seconds."""
+    """Return the trace of a replayed program; a unit of its costs is `second` seconds."""
     events = tuple(
         TraceEvent(
             event.rank,
@@ -143,9 +143,8 @@ def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
 
 
 def write_trace(trace: Trace) -> str:
-    """Return the trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
-    # threads on which no two events overlap: the number of each (rank, name), and of each event.
-    # Viewers show overlapping events of one thread as nested calls
+    """Return the trace as the text of a Chrome trace file, with one event per line; `read_trace` reads it."""
+    # place overlapping events on separate threads, since viewers show those of one thread as nested calls
     ends: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[TraceEvent, str]] = []
     for event in sorted(trace.events, key=lambda event: (event.start, event.end)):
@@ -194,11 +193,11 @@ def write_trace(trace: Trace) -> str:
 
 
 def read_trace(text: str) -> Trace:
-    """Read the text that `write_trace` writes; events come in the file's order, with times in full precision.
+    """Read the text of `write_trace`; events are in the file's order, with times in full precision.
 
     Raises:
-        StrettoError: not JSON (with line and column), another format or version, a field that is missing or
-            of the wrong type.
+        StrettoError: the text is not JSON (with line and column), has another format or version, or a field
+            is missing or of the wrong type.
     """
     try:
         data = json.loads(text)
@@ -243,7 +242,7 @@ def _named(kind: str, rank: int, thread: int, **arguments: str | int) -> dict[st
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return stage, kind and microbatch, if the text is an action's."""
+    """Return stage, kind and microbatch if the text is an action; otherwise an empty dict."""
     try:
         stage, kind, microbatch = parse_action(text)
     except StrettoError:

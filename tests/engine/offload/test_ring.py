@@ -179,7 +179,7 @@ def test_a_failed_write_is_raised_by_the_next_call(ring: PrefetchRing, monkeypat
         ring.fetch(key)
     ring.put(1)
     message = (
-        r"writing block 1 failed: Input/output error \(.*block-00001, byte 0\); the last checkpoint is whole"
+        r"writing block 1 failed: Input/output error \(.*block-00001, byte 0\); the last checkpoint is intact"
     )
     with pytest.raises(OffloadError, match=message):
         ring.fetch(4)

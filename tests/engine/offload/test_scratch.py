@@ -85,7 +85,7 @@ def test_folders_of_dead_processes_are_removed_and_those_in_use_are_not(tmp_path
 def test_an_offload_path_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(
-        StrettoError, match=r"dp.path is .*file/below: no folder can be made there: Not a dir"
+        StrettoError, match=r"dp.path is .*file/below: no folder can be created: Not a dir"
     ):
         Scratch(tmp_path / "file" / "below")
     with pytest.raises(StrettoError, match=r"dp.path is /proc/nothing"):
@@ -122,7 +122,7 @@ def test_a_full_disk_is_reported_at_the_start_and_a_failed_write_at_once(tmp_pat
         assert not os.listdir(tmp_path)
         file = ScratchFile(tmp_path / "b", MIB, "unit 6")
         message = (
-            r"writing unit 6 failed: File too large \(.*/b, byte 1048576\); the last checkpoint is whole"
+            r"writing unit 6 failed: File too large \(.*/b, byte 1048576\); the last checkpoint is intact"
         )
         with pytest.raises(OffloadError, match=message):
             file.write(block(2 * ALIGN, 0), MIB - ALIGN)

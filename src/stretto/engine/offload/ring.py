@@ -40,7 +40,7 @@ class _Slot:
 
 
 class PrefetchRing:
-    """Blocks by number. Not thread-safe.
+    """Blocks by integer key. Not thread-safe.
 
     Args:
         folder: folder for the block files.
@@ -103,7 +103,7 @@ class PrefetchRing:
             self._read(slot, key)
 
     def fetch(self, key: int) -> Tensor:
-        """The block's memory with its contents, held by the caller until `put` or `release`.
+        """Return a block's memory with its contents, which the caller uses until `put` or `release`.
 
         Raises:
             OffloadError: reading the block failed, or a preceding write did.
@@ -116,7 +116,7 @@ class PrefetchRing:
         return self._hold(slot)
 
     def blank(self, key: int) -> Tensor:
-        """As `fetch`, but without reading: the caller overwrites the whole block."""
+        """Like `fetch`, but without reading: the caller overwrites the entire block."""
         slot = self._find(key) or self._free() or self._take_back()
         self._settle(slot)
         self._prepare(slot, key)
@@ -161,17 +161,17 @@ class PrefetchRing:
 
     def _of(self, key: int) -> _Slot:
         slot = self._find(key)
-        assert slot is not None, f"{self._description} {key} is not here"
+        assert slot is not None, f"{self._description} {key} is not in memory"
         assert slot.state == "held", f"{self._description} {key} is not held"
         return slot
 
     def _free(self) -> _Slot | None:
-        """The least recently used `reusable` slot; its write may still be in flight."""
+        """Return the least recently used reusable slot; its write may still be in flight."""
         reusable = [slot for slot in self._slots if slot.state == "kept"]
         return min(reusable, key=lambda slot: slot.used, default=None)
 
     def _take_back(self) -> _Slot:
-        """The slot of the most recent prefetch, to be evicted: a block needed now has priority."""
+        """Return the slot of the most recent prefetch, to be evicted: a block needed now has priority."""
         coming = [slot for slot in self._slots if slot.state == "coming"]
         assert coming, f"all {len(self._slots)} blocks of memory are held"
         return max(coming, key=lambda slot: slot.used)

@@ -63,7 +63,7 @@ class Scratch:
                 os.close(mutex)
         except OSError as error:
             raise StrettoError(
-                f"{field} is {path}: no folder can be made there: {error.strerror}", hint=_HINT.format(field)
+                f"{field} is {path}: no folder can be created: {error.strerror}", hint=_HINT.format(field)
             ) from None
         self._finalizer = weakref.finalize(self, _remove, self.folder, lock)
 
@@ -106,12 +106,12 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of ALIGN."""
+    """Return `size` rounded up to a multiple of ALIGN."""
     return -(-size // ALIGN) * ALIGN
 
 
 def aligned_memory(size: int, pin: bool = False) -> Tensor:
-    """uint8 [size] in host memory, aligned for unbuffered I/O."""
+    """Return uint8 [size] in host memory, aligned for unbuffered I/O."""
     memory = torch.empty(size + ALIGN, dtype=torch.uint8, pin_memory=pin)
     skip = -memory.data_ptr() % ALIGN
     return memory[skip : skip + size]
@@ -152,7 +152,7 @@ class ScratchFile:
         return StrettoError(
             f"dp.path: no room for {self.contents} in {self.path}: {error.strerror}; "
             f"the file needs {self.size / 2**20:.1f} MiB{free}",
-            hint="give dp.path a disk with more room, or share the states over more ranks",
+            hint="give dp.path a disk with more free space, or shard the states over more ranks",
         )
 
     def read(self, memory: Tensor, start: int) -> None:
@@ -164,7 +164,7 @@ class ScratchFile:
         self._transfer(os.preadv, memory, start, "reading")
 
     def write(self, memory: Tensor, start: int) -> None:
-        """Write uint8 memory to the file at offset `start`; otherwise as `read`."""
+        """Write uint8 memory to the file at offset `start`; otherwise like `read`."""
         self._transfer(os.pwritev, memory, start, "writing")
 
     def _transfer(self, call: _Call, memory: Tensor, start: int, doing: str) -> None:
@@ -178,7 +178,7 @@ class ScratchFile:
         except OSError as error:
             raise OffloadError(
                 f"{doing} {self.contents} failed: {error.strerror} ({self.path}, byte {start + done}); "
-                "the last checkpoint is whole"
+                "the last checkpoint is intact"
             ) from None
 
     def close(self) -> None:

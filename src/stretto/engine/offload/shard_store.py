@@ -45,13 +45,13 @@ class _Part:
 
 
 class ShardStore:
-    """Tensors by number, copied to the device for use and freed afterwards, as in ZeRO-Infinity (Rajbhandari
-    et al. 2021). Not thread-safe.
+    """Tensors by integer key, copied to the device for use and freed afterwards, like in ZeRO-Infinity
+    (Rajbhandari et al. 2021). Not thread-safe.
 
     Args:
         device: device on which the tensors are used. On the CPU they are used in place, without a copy.
-        path: folder for files that store the tensors, with only a few in host memory at a time; None: keep
-            all tensors in host memory.
+        path: folder for files that store the tensors, with only a few in host memory at a time; by default
+            all tensors are in host memory.
         rank: rank in the name of the subfolder.
         slots: with files, maximum number of tensors in host memory: in use, prefetched or being written.
     """
@@ -97,7 +97,7 @@ class ShardStore:
             self._start_copy(shard)
 
     def fetch(self, key: int) -> Tensor:
-        """The tensor on the device, held by the caller until `release` or `put`.
+        """Return a tensor on the device, which the caller uses until `release` or `put`.
 
         Raises:
             OffloadError: reading the tensor failed, or a preceding write did.
@@ -115,7 +115,7 @@ class ShardStore:
         return shard.on_device
 
     def blank(self, key: int) -> Tensor:
-        """As `fetch`, but uninitialised: the caller overwrites the whole tensor."""
+        """Like `fetch`, but uninitialised: the caller overwrites the entire tensor."""
         self._let_look_go()
         shard = self._shards[key]
         if shard.on_device is None:
@@ -146,8 +146,9 @@ class ShardStore:
         self._free_copies(key, self._shards[key], changed=False)
 
     def parts(self, key: int, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Elements [start, stop) of a flat tensor as checkpoints read and write them while it is not in use:
-        views of host memory, or tensors that are away (`tensor_files.at_hand`).
+        """Return elements [start, stop) of a flat tensor for a checkpoint, while the tensor is not in use.
+
+        They are views of host memory, or tensors that are away (`tensor_files.at_hand`).
         """
         shard = self._shards[key]
         if shard.host is not None:
@@ -158,8 +159,11 @@ class ShardStore:
         return [detached(size, part) for size, part in zip(sizes, parts, strict=True)]
 
     def access(self, key: int, change: bool) -> Tensor:
-        """The values of a tensor in a file, until the next call for another tensor or any use of the store.
-        `change`: the caller modifies them.
+        """Return the values of a tensor in a file, valid until the next call for another tensor or any other
+        use of the store.
+
+        Args:
+            change: the caller modifies them.
         """
         if self._looked is None or self._looked[0] != key:
             self._let_look_go()

@@ -56,7 +56,7 @@ class DetachableTensors:
         self.attach(memory)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Views of this memory, one per tensor."""
+        """Return views of this memory, one per tensor."""
         views = list[Tensor]()
         for tensor, start in zip(self.tensors, self._starts, strict=True):
             part = memory[start : start + tensor.numel() * tensor.element_size()]
@@ -74,12 +74,12 @@ class DetachableTensors:
             tensor.data = nothing.expand(tensor.shape)
 
     def marks(self) -> list[int]:
-        """The `mark` of each tensor while it is away."""
+        """Return the `mark` of each tensor while it is away."""
         return [nothing.data_ptr() for nothing in self._nothing]
 
 
 def mark(tensor: Tensor) -> int:
-    """Address of the storage, which identifies a tensor that is away, and views of it."""
+    """Return the address of the storage, which identifies a tensor that is away, and its views."""
     return _storage(tensor)
 
 
@@ -88,7 +88,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Byte range of a tensor in its storage, end exclusive."""
+    """Return the byte range of a tensor in its storage, end exclusive."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     return start, start + tensor.numel() * tensor.element_size()
 
@@ -103,7 +103,7 @@ class DetachedValues(Protocol):
     """The values of a tensor that is away."""
 
     def access(self, change: bool) -> Tensor | None:
-        """The values in memory, until the next call for another group; None if their files are gone."""
+        """Return the values, valid until the next call for another group; None if their files are removed."""
         ...
 
 
@@ -111,8 +111,9 @@ _AWAY = weakref.WeakValueDictionary[int, DetachedValues]()
 
 
 def detached(tensor: Tensor, place: DetachedValues) -> Tensor:
-    """A tensor of the same shape without memory, whose values `at_hand` finds at `place`. The caller keeps
-    the place alive.
+    """Return a tensor of the same shape without memory, whose values `at_hand` gets from `place`.
+
+    The caller must keep a reference to `place`.
     """
     nothing = _no_value(tensor.dtype)
     _AWAY[nothing.data_ptr()] = place
@@ -133,7 +134,7 @@ class _Place:
 
 
 class TensorFiles:
-    """Tensors by group number; a group is read and written as a whole. Not thread-safe.
+    """Groups of tensors by integer key; a group is read and written completely. Not thread-safe.
 
     Args:
         path: folder on a fast disk, in which this rank creates a subfolder.
@@ -206,8 +207,11 @@ class TensorFiles:
             self.ring.release(key)
 
     def access(self, key: int, index: int, change: bool) -> Tensor:
-        """The values of one tensor, read into memory while the tensor itself stays detached. They are valid
-        until the next call for another group. `change`: the caller modifies them; the group is written back.
+        """Return the values of one tensor, which itself stays detached; valid until the next call for another
+        group.
+
+        Args:
+            change: the caller modifies the values, and the group is written back.
         """
         if self._accessed is None or self._accessed[0] != key:
             self.end_access()
@@ -233,27 +237,26 @@ class TensorFiles:
 
 
 def give_back() -> None:
-    """Return freed memory to the system. glibc would keep it, in fragments that do not fit the aligned
-    allocations for the tensors of the next group.
+    """Return freed memory to the system; glibc would retain it in fragments too small for the aligned
+    allocations of the next group.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether the tensor, or the tensor it is a view of, is in a file."""
+    """True if the tensor, or the tensor that it is a view of, is in a file."""
     return mark(tensor) in _AWAY
 
 
 def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
-    """The tensor itself, or its values in memory if it is away. They are valid until the next call for
-    another group, or any other use of the group.
+    """Return the tensor itself, or its values if it is away, valid until the next call for another group or
+    any other use of the group.
 
-    A checkpoint that proceeds group by group thus has one group in memory at a time; other orders are correct
-    but read more often.
+    A checkpoint that proceeds group by group has one group in memory at a time; other orders read more often.
 
     Args:
-        tensor: a tensor, or a view of all of it.
+        tensor: a tensor, or a view of all its elements.
         change: the caller modifies the result.
 
     Raises:
@@ -267,6 +270,6 @@ def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
     if part.shape != tensor.shape:
         raise StrettoError(
             f"a part of shape {list(tensor.shape)} of a tensor of shape {list(part.shape)} is in a file",
-            hint="bring in the whole tensor",
+            hint="call at_hand with the full tensor",
         )
     return part
