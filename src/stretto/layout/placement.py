@@ -28,7 +28,9 @@ def vee(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     al. 2024 (ZB-V).
     """
     if chunks != 2:
-        raise StrettoError(f"chunks={chunks} with placement vee", hint="vee has 2 chunks; zigzag takes any number")
+        raise StrettoError(
+            f"chunks={chunks} with placement vee", hint="vee has 2 chunks; zigzag takes any number"
+        )
     return zigzag(ranks, 2)
 
 

@@ -134,7 +134,7 @@ def test_a_commit_that_is_not_permitted_leaves_nothing(tmp_path: Path) -> None:
     for begin in (save, BackgroundSave(CPU).start):
         said = attempt(
             lambda begin=begin: (
-                begin(tmp_path, 1, true_state(Hand(), 0), {}, permit=refuse),
+                begin(tmp_path, 1, true_state(Hand(), 0), {}, before_commit=refuse),
                 begin is not save and begin.__self__.finish(),
             )
         )

@@ -84,9 +84,7 @@ def test_folders_of_dead_processes_are_removed_and_those_in_use_are_not(tmp_path
 
 def test_an_offload_path_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(
-        StrettoError, match=r"dp.path is .*file/below: no folder can be created: Not a dir"
-    ):
+    with pytest.raises(StrettoError, match=r"dp.path is .*file/below: no folder can be created: Not a dir"):
         Scratch(tmp_path / "file" / "below")
     with pytest.raises(StrettoError, match=r"dp.path is /proc/nothing"):
         Scratch("/proc/nothing")

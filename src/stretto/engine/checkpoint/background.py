@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.folder import Retention
 from stretto.engine.checkpoint.host_copy import HostCopy
-from stretto.engine.checkpoint.save import Division, Planned, Written, plan
+from stretto.engine.checkpoint.save import Planned, WritePlan, Written, plan
 from stretto.engine.checkpoint.shards import Saved
 from stretto.engine.parallel.control import gather_json, run_on_all, run_on_first, this_rank
 
@@ -35,7 +35,7 @@ class BackgroundSave:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = HostCopy(device)
-        self._division: Division | None = None
+        self._write_plan: WritePlan | None = None
         self._planned: Planned | None = None
         self._stop = threading.Event()
         self._writing: _Task[Written] | None = None
@@ -69,7 +69,7 @@ class BackgroundSave:
         meta: Mapping[str, Any],
         per_rank: Mapping[str, Tensor] | None = None,
         keep: Retention | None = None,
-        permit: Callable[[], object] | None = None,
+        before_commit: Callable[[], object] | None = None,
     ) -> Path:
         """Start a checkpoint; the tensors may change as soon as this returns. Collective.
 
@@ -92,8 +92,8 @@ class BackgroundSave:
             meta=meta,
             per_rank=per_rank,
             keep=keep,
-            permit=permit,
-            before=self._division,
+            before_commit=before_commit,
+            before=self._write_plan,
         )
         self._stop = threading.Event()
 
@@ -101,7 +101,7 @@ class BackgroundSave:
             """Copy tensors that are in memory, and write those in files; return the remaining work."""
             planned.check_visible()
             files = planned.sources()
-            away = {file.name for file in planned.division.files if file.away}
+            away = {file.name for file in planned.write_plan.files if file.away}
             written = planned.write({name: sources for name, sources in files.items() if name in away})
             copies = self._memory.copy(
                 {name: sources for name, sources in files.items() if name not in away}, self._stop
@@ -110,7 +110,7 @@ class BackgroundSave:
 
         with planned.discarded_on_error():
             work = run_on_all(prepare)
-        self._planned, self._division = planned, planned.division
+        self._planned, self._write_plan = planned, planned.write_plan
         self._writing, self._committing = _Task(work), False
         return planned.final
 

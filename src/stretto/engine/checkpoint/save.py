@@ -49,7 +49,7 @@ Written = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class WritePlan:
     """The division of a checkpoint into files, reused for later checkpoints whose tensors have equal `sizes`.
 
     Attributes:
@@ -74,8 +74,8 @@ class Planned:
     state: State
     meta: Mapping[str, Any]
     keep: Retention
-    permit: Callable[[], object] | None
-    division: Division
+    before_commit: Callable[[], object] | None
+    write_plan: WritePlan
 
     @property
     def final(self) -> Path:
@@ -92,7 +92,7 @@ class Planned:
 
     def sources(self) -> dict[str, Sequence[TensorSource]]:
         """Return the tensors that this rank writes, by file."""
-        return {file.name: file.sources(self.state) for file in self.division.files}
+        return {file.name: file.sources(self.state) for file in self.write_plan.files}
 
     def write(self, files: Mapping[str, Sequence[TensorSource]]) -> Written:
         """Write files of this rank, durably."""
@@ -108,8 +108,8 @@ class Planned:
         """
         files = {name: FileEntry(*entry) for rank in written for name, entry in rank.items()}
         check_visible(self.partial, files)
-        files[INDEX] = write_index(self.partial, self.division.index)
-        tensors, dtypes = tally(self.division.index)
+        files[INDEX] = write_index(self.partial, self.write_plan.index)
+        tensors, dtypes = tally(self.write_plan.index)
         manifest = Manifest(
             step=self.step,
             world=world_size(),
@@ -122,8 +122,8 @@ class Planned:
             meta=dict(self.meta),
         )
         write_manifest(self.partial, manifest)
-        if self.permit is not None:
-            self.permit()
+        if self.before_commit is not None:
+            self.before_commit()
         final = folders.commit(self.partial)
         return str(final), folders.tidy(final, self.keep)
 
@@ -156,7 +156,7 @@ def save(
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None = None,
     keep: Retention | None = None,
-    permit: Callable[[], object] | None = None,
+    before_commit: Callable[[], object] | None = None,
 ) -> Path:
     """Write `folder`/step-00000100 from all ranks of the default process group, or from this process alone.
 
@@ -168,7 +168,7 @@ def save(
         meta: JSON values, the same on all ranks; rank 0's are written.
         per_rank: small tensors of this rank (states of random generators), by name.
         keep: older checkpoints to retain, by default all.
-        permit: called on rank 0 just before the commit; raises if the commit must not happen.
+        before_commit: called on rank 0 just before the commit; raises if the commit must not happen.
 
     Returns:
         The checkpoint's path.
@@ -185,7 +185,7 @@ def save(
         meta=meta,
         per_rank=per_rank,
         keep=keep,
-        permit=permit,
+        before_commit=before_commit,
     )
 
     def write() -> Written:
@@ -208,13 +208,13 @@ def plan(
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None = None,
     keep: Retention | None = None,
-    permit: Callable[[], object] | None = None,
-    before: Division | None = None,
+    before_commit: Callable[[], object] | None = None,
+    before: WritePlan | None = None,
 ) -> Planned:
     """Prepare a checkpoint: check the arguments, divide it among the ranks, create the folder. Collective.
 
     Args:
-        before: division of an earlier checkpoint, reused if tensors have not changed on any rank.
+        before: write plan of an earlier checkpoint, reused if tensors have not changed on any rank.
 
     Raises:
         StrettoError, CollectiveError: as for `save`.
@@ -227,7 +227,7 @@ def plan(
     if len(set(steps)) > 1:
         raise StrettoError(f"ranks save different steps: {sorted(set(steps))}", hint="save at the same step")
     if before is not None and all(unchanged_ranks):
-        division = before
+        write_plan = before
     else:
         planner = Planner(state)
         run_collective(
@@ -238,13 +238,13 @@ def plan(
                 no_dist=not has_group(),
             )
         )
-        division = Division(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
+        write_plan = WritePlan(sizes=sizes, files=planner.files, index=planner.index, bytes=planner.bytes)
 
     def begin() -> str:
         """On rank 0: create the temporary folder, if the disk has enough free space."""
         partial = folders.begin(folder, step)
         try:
-            check_disk(partial, division.bytes)
+            check_disk(partial, write_plan.bytes)
         except CollectiveError:
             remove(partial)
             raise
@@ -256,8 +256,8 @@ def plan(
         state=state,
         meta=meta,
         keep=keep or Retention(),
-        permit=permit,
-        division=division,
+        before_commit=before_commit,
+        write_plan=write_plan,
     )
 
 

@@ -95,8 +95,8 @@ _SEVERAL = _names("chunk max median min sort split std_mean tensor_split topk un
 
 
 @dataclass(kw_only=True)
-class Flow:
-    """The places at which a model's activations change their split.
+class SplitPropagation:
+    """The points at which a model's activations change their split.
 
     Attributes:
         before: changes of each module's arguments, by position or keyword.
@@ -123,9 +123,11 @@ class Flow:
             name = name.rpartition(".")[0]
         return self.splits.get(name)
 
-    def only(self, split: Split) -> Flow:
-        """Return a flow with only the modules that compute on one split."""
-        return Flow(splits={name: entry for name, entry in self.splits.items() if entry[0] == split})
+    def only(self, split: Split) -> SplitPropagation:
+        """Return only the modules that compute on one split."""
+        return SplitPropagation(
+            splits={name: entry for name, entry in self.splits.items() if entry[0] == split}
+        )
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class _Value:
     several: bool = False
 
 
-def follow(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> Flow:
+def propagate_splits(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> SplitPropagation:
     """Trace the plain model, and find the changes of split between its modules.
 
     Args:
@@ -155,18 +157,18 @@ def follow(model: nn.Module, styles: Styles, inputs: Split, outputs: Split) -> F
     Raises:
         StrettoError: the model cannot be traced, or a function cannot compute on the splits of its arguments.
     """
-    flow = Flow()
+    flow = SplitPropagation()
     _Walk(model, "", styles, inputs=inputs, outputs=outputs, flow=flow).run()
     return flow
 
 
-def declared(styles: Styles) -> Flow:
+def declared(styles: Styles) -> SplitPropagation:
     """Return the changes that the styles declare, for a model that is not traced.
 
     Raises:
         StrettoError: a style declares the split of its input or output, but cannot be converted.
     """
-    flow = Flow()
+    flow = SplitPropagation()
     for name, (_, style) in styles.items():
         if style.natural is None:
             if style.input is not None or style.output is not None:
@@ -244,7 +246,14 @@ class _Walk:
     """One pass over the graph of a module."""
 
     def __init__(
-        self, root: nn.Module, prefix: str, styles: Styles, *, inputs: Split, outputs: Split, flow: Flow
+        self,
+        root: nn.Module,
+        prefix: str,
+        styles: Styles,
+        *,
+        inputs: Split,
+        outputs: Split,
+        flow: SplitPropagation,
     ) -> None:
         self.root, self.prefix = root, prefix
         self.styles = styles

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stretto.engine.parallel.follow import Flow, check_call, declared, defaults, follow
+from stretto.engine.parallel.follow import SplitPropagation, check_call, declared, defaults, propagate_splits
 from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.random_ops import draws, watch_first_forward
@@ -126,7 +126,7 @@ def parallelize(
     if mesh.size("tp") > 1:
         if convert is None:
             convert = any(isinstance(style, BatchParallel | GatherBatch) for style in plan.values())
-        flow = follow(model, styles, inputs, outputs) if convert else declared(styles)
+        flow = propagate_splits(model, styles, inputs, outputs) if convert else declared(styles)
         _check_random(model, styles, flow if convert else flow.only("batch"))
         _check_statistics(styles)
     aliases_of = dict[int, tuple[nn.Parameter, list[str]]]()  # every parameter once, with all of its names
@@ -172,7 +172,10 @@ def parallelize(
 
 
 def _connect(
-    model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow, mesh: Mesh
+    model: nn.Module,
+    styles: Mapping[str, tuple[nn.Module, ParallelStyle]],
+    flow: SplitPropagation,
+    mesh: Mesh,
 ) -> None:
     """Register the hooks that convert inputs and outputs of modules and of the model, and configure the
     modules that compute on a part of the batch.
@@ -232,7 +235,7 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Parallel
 
 
 def _check_random(
-    model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: Flow
+    model: nn.Module, styles: Mapping[str, tuple[nn.Module, ParallelStyle]], flow: SplitPropagation
 ) -> None:
     """Reject modules whose random numbers would differ from those of one process under tensor parallelism.
 

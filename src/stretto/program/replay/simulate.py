@@ -9,7 +9,7 @@ from stretto.program.checks.check import check
 from stretto.program.program import Program, ScheduleError
 from stretto.program.replay.costs import OVERLAPPED, Costs, Prices
 from stretto.program.replay.events import Events
-from stretto.program.replay.sweep import KINDS, Code, encode, sweep
+from stretto.program.replay.sweep import KINDS, CompiledProgram, encode, sweep
 from stretto.program.replay.timeline import Event, Timeline
 
 
@@ -124,7 +124,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     return finish(timeline, prices)
 
 
-def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> Timeline:
+def _swept(program: Program, code: CompiledProgram, prices: Prices, work: list[float]) -> Timeline:
     """Replay in one pass."""
     kinds = len(KINDS)
     cost, delay = [0.0] * (program.stages * kinds), [0.0] * (program.stages * kinds)
@@ -150,7 +150,7 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
     )
 
 
-def _by_events(code: Code, prices: Prices) -> bool:
+def _by_events(code: CompiledProgram, prices: Prices) -> bool:
     """True if the costs require the discrete-event replay."""
     program, costs = prices.program, prices.costs
     present = {kind for _, kind in code.counts}

@@ -29,7 +29,7 @@ class TiedReduction(NamedTuple):
     last: list[int]
 
 
-class Code:
+class CompiledProgram:
     """A program's actions as flat arrays.
 
     Every action has a slot: rank after rank, in order; a slot before each rank's first action represents the
@@ -68,19 +68,19 @@ class Code:
         )
 
 
-def encode(program: Program) -> Code:
+def encode(program: Program) -> CompiledProgram:
     """Return the program's encoding, built on first use and cached as long as the program lives."""
     cached = _CACHE.get(id(program))
     if cached is not None and cached[0]() is program:
         return cached[1]
     key = id(program)
-    code = Code(program)
+    code = CompiledProgram(program)
     _CACHE[key] = (weakref.ref(program, lambda _: _CACHE.pop(key, None)), code)
     return code
 
 
 # by identity, since hashing a program hashes all of its actions
-_CACHE: dict[int, tuple[weakref.ref[Program], Code]] = {}
+_CACHE: dict[int, tuple[weakref.ref[Program], CompiledProgram]] = {}
 
 _FREE, _LOCAL, _REMOTE, _RENDEZVOUS, _TRANSFER = range(
     5
@@ -101,7 +101,7 @@ class _Rule(NamedTuple):
 class _Encoder:
     """Executes the program without times, to sort its actions topologically."""
 
-    def __init__(self, program: Program, code: Code) -> None:
+    def __init__(self, program: Program, code: CompiledProgram) -> None:
         self.program, self.code = program, code
         self.slots_of: dict[tuple[int, ActionKind], list[int]] = defaultdict(
             lambda: [-1] * program.microbatches
@@ -251,7 +251,9 @@ class _Encoder:
         return rules
 
 
-def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[list[float], list[float]]:
+def sweep(
+    code: CompiledProgram, cost: Sequence[float], delay: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """Return start and end of every slot.
 
     A node starts when the previous one on its rank has ended and its message has arrived; a message leaves
@@ -293,7 +295,11 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
 
 
 def _plain(
-    code: Code, cost: Sequence[float], delay: Sequence[float], starts: list[float], ends: list[float]
+    code: CompiledProgram,
+    cost: Sequence[float],
+    delay: Sequence[float],
+    starts: list[float],
+    ends: list[float],
 ) -> None:
     """Compute the times of all nodes of a program that is not lowered."""
     for slot, source, kind in zip(code.slots, code.sources, code.kinds, strict=True):
@@ -307,7 +313,7 @@ def _plain(
 
 
 def _posted(
-    code: Code,
+    code: CompiledProgram,
     begin: int,
     end: int,
     cost: Sequence[float],

@@ -143,7 +143,7 @@ class Checkpointer:
             meta={**content.meta, "config": plain_section(config)},
             per_rank=content.per_rank,
             keep=Retention(last=limits.keep, every=limits.keep_every, best=limits.keep_best),
-            permit=lambda: check_lease(config.run.folder),
+            before_commit=lambda: check_lease(config.run.folder),
         )
 
     def can_save(self, stop: StopRequest) -> bool:
