@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, floor
 
 from stretto.job.chain import blocks_among, layer_of
@@ -81,21 +80,18 @@ def step_time(
         modes: recomputation of each block, or None for the job's, with `auto` taken as none.
         stages: the layers of each stage, or None for the job's.
     """
-    program = job.program()
-    times = partial(
-        _program_time,
-        job=job,
-        cluster=cluster,
-        assumptions=assumptions,
-        precision=precision,
-        modes=modes,
-        stages=stages or job.stages(program.depth),
-    )
-    single_step = times(program=program)
-    window = job.window
+    step_program, window = job.program(), job.window
+    layers = stages or job.stages(step_program.depth)
+
+    def replayed(program: Program) -> StepTime:
+        return _Replay(
+            job, cluster, assumptions, program, precision=precision, modes=modes, stages=layers
+        ).step()
+
+    single_step = replayed(step_program)
     if window is None:
         return single_step
-    return _mean_of_window(job, single_step, lambda steps: times(program=window(steps)))
+    return _mean_of_window(job, single_step, lambda steps: replayed(window(steps)))
 
 
 _FILLING_MICROBATCHES = 4  # microbatches for each rank, after which every rank is in its steady state
@@ -133,56 +129,6 @@ def _mean_of_window(job: Job, single_step: StepTime, times: Callable[[int], Step
         forward=means(short.forward, long.forward),
         backward=means(short.backward, long.backward),
         timeline=single_step.timeline,
-    )
-
-
-def _program_time(
-    job: Job,
-    cluster: Cluster,
-    assumptions: Assumptions,
-    precision: Precision,
-    program: Program,
-    modes: Sequence[Recompute] | None,
-    stages: Sequence[range],
-) -> StepTime:
-    """A program replayed, of one step or of a window."""
-    split = any(action.kind is ActionKind.W for order in program.orders for action in order)
-    data = [data_time(job, assumptions, cluster, stage) for stage in stages]
-    each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
-    times = [
-        stage_time(
-            job=job,
-            cluster=cluster,
-            assumptions=assumptions,
-            precision=precision,
-            stage=stage,
-            unsplit=not split,
-            modes=modes,
-            data=times_of_data,
-            each=each,
-        )
-        for stage, times_of_data in zip(stages, data, strict=True)
-    ]
-    shared = shared_step(
-        job=job,
-        cluster=cluster,
-        assumptions=assumptions,
-        precision=precision,
-        program=program,
-        stages=stages,
-        data=data,
-        mode=lambda layer: _mode(job, layer, modes),
-        each=each,
-    )
-    return _replayed(
-        job=job,
-        cluster=cluster,
-        assumptions=assumptions,
-        program=program,
-        times=times,
-        data=data,
-        each=each,
-        shared=shared,
     )
 
 
@@ -261,179 +207,178 @@ def hop_link(job: Job, cluster: Cluster) -> NetworkLink:
     return cluster.inner if within else cluster.outer
 
 
-def _replayed(
-    job: Job,
-    cluster: Cluster,
-    assumptions: Assumptions,
-    program: Program,
-    times: Sequence[StageTime],
-    data: Sequence[DataTime],
-    each: bool,
-    shared: SharedStep | None,
-) -> StepTime:
-    compute, link = ComputeConfig.of(job), hop_link(job, cluster)
-    parts = compute.tp if assumptions.software.scattered and not compute.sequence_parallel else 1
-    by_stage = job.dp.gathers(job.layout.pp) == "stage"
-    costs = Costs(
-        per_stage=[stage.times for stage in times],
-        hop=link.latency,
-        message_bytes=largest_message(job.shape, compute) / parts,
-        bandwidth=_LINK_SHARE * link.bandwidth,
-        blocking=assumptions.blocking,
-        unshard=[stage.gather if by_stage else 0.0 for stage in data],
-        reduce=[stage.reduce for stage in data] if program.versions else 0.0,
-        update=[stage.update + _gathered(job, stage) for stage in data] if program.versions else 0.0,
-    )
-    line = simulate(program, costs)
-    ends = [
-        _reduced_at(line=line, rank=rank, times=times, data=data, assumptions=assumptions, each=each)
-        for rank in range(program.ranks)
-    ]
-    update = (
-        0.0 if program.versions else max(_of(program, rank, data, "update") for rank in range(program.ranks))
-    )
-    away = max(_of(program, rank, data, "away") for rank in range(program.ranks))
-    gather = (
-        0.0
-        if job.dp.mode == "zero3" or program.versions
-        else max(_late_weights(program, r, times, data, assumptions) for r in range(program.ranks))
-    )
-    seconds = max(line.makespan, *ends) + update + gather
-    if shared is not None and shared.seconds > max(seconds, away + update):
-        return _on_shared_cores(program, times, shared, line)
-    busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
-    phases = _phases(program, busiest, times)
-    shares = _total(phases)
-    shares["data"] += max(0.0, max(ends) - line.makespan) + gather
-    shares["optimiser"] = update
-    if program.versions:
-        shares["optimiser"] = _of(program, busiest, data, "update")
-        shares["data"] += sum(
-            program.updates(s) * _gathered(job, data[s]) for s in program.stages_of(busiest)
-        )
-    shares["bubble"] = max(0.0, seconds - sum(shares.values()))
-    if away and away + update > seconds:
-        shares["offload"] = away + update - seconds
-    return StepTime(
-        seconds=max(seconds, away + update if away else 0.0),
-        parts=shares,
-        forward=phases[0],
-        backward=phases[1],
-        timeline=line,
-    )
+class _Replay:
+    """The replay of a program, of one step or of a window.
 
-
-def _on_shared_cores(
-    program: Program, times: Sequence[StageTime], shared: SharedStep, line: Timeline
-) -> StepTime:
-    """The step if ranks share cores: actions last longer while other ranks compute too."""
-    replay = shared.compute
-    busiest = max(range(program.ranks), key=lambda rank: replay.busy(program.orders[rank]))
-    order = program.orders[busiest]
-
-    def scaled(phase: Mapping[str, float], *kinds: ActionKind) -> dict[str, float]:
-        # time of reductions and gathers on the cores is in `shared.data`
-        parts = {name: taken for name, taken in phase.items() if name != "data"}
-        total, seconds = sum(parts.values()), replay.busy(order, kinds)
-        return {name: seconds * taken / total for name, taken in parts.items()}
-
-    phases = _phases(program, busiest, times)
-    forward = scaled(phases[0], ActionKind.F)
-    backward = scaled(phases[1], ActionKind.B, ActionKind.I, ActionKind.W)
-    shares = _total((forward, backward))
-    shares |= {
-        "data": shared.data,
-        "optimiser": shared.update,
-        "bubble": replay.makespan - replay.busy(order),
-    }
-    spans = list[list[tuple[float, float]]]()
-    for order_of_rank in program.orders:
-        spans.append([])
-        for action in order_of_rank:  # one without a span takes no time when the one before it ends
-            last = spans[-1][-1][1] if spans[-1] else 0.0
-            spans[-1].append(replay.spans.get(action, (last, last)))
-    timeline = replace(
-        line,
-        starts=tuple([start for start, _ in each] for each in spans),
-        ends=tuple([end for _, end in each] for each in spans),
-        work=tuple(replay.busy(order) for order in program.orders),
-        tail=(),
-    )
-    return StepTime(
-        seconds=shared.seconds, parts=shares, forward=forward, backward=backward, timeline=timeline
-    )
-
-
-def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
-    """A sum over the stages of a rank, for each of their updates."""
-    return sum(program.updates(s) * getattr(data[s % program.depth], name) for s in program.stages_of(rank))
-
-
-def _reduced_at(
-    line: Timeline,
-    rank: int,
-    times: Sequence[StageTime],
-    data: Sequence[DataTime],
-    assumptions: Assumptions,
-    each: bool,
-) -> float:
-    """The time at which the gradients of a rank are reduced. If overlap is allowed, each stage's reduction
-    starts with its last backward and overlaps with what follows; those of one rank run one after another.
+    Attributes:
+        times: seconds of each stage for one microbatch.
+        data: data-parallel times of each stage.
+        each: gradients are reduced with each microbatch.
     """
-    program = line.program
-    order, ends = program.orders[rank], line.ends[rank]
-    done = max(ends, default=0.0)
-    if program.versions or each:
-        return done
-    if not assumptions.overlap:
-        return done + _of(program, rank, data, "reduce")
-    last: dict[int, float] = {}
-    for position, action in enumerate(order):
-        if action.kind in (ActionKind.B, ActionKind.W):
-            last[action.stage] = ends[position]
-    free = 0.0
-    for stage, end in sorted(last.items(), key=lambda item: item[1]):
-        stage_of_copy = stage % program.depth
-        _, back, weight = times[stage_of_copy].times
-        # units are reduced as the last backward completes them
-        taken = data[stage_of_copy].reduce
-        slower = (assumptions.software.slowdown - 1.0) * min(taken, back + weight)
-        free = max(max(free, end - back - weight) + taken, end + slower)
-    return max(done, free)
 
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        assumptions: Assumptions,
+        program: Program,
+        *,
+        precision: Precision,
+        modes: Sequence[Recompute] | None,
+        stages: Sequence[range],
+    ) -> None:
+        self.job, self.cluster, self.assumptions, self.program = job, cluster, assumptions, program
+        self.data = [data_time(job, assumptions, cluster, stage) for stage in stages]
+        self.each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
+        split = any(action.kind is ActionKind.W for order in program.orders for action in order)
+        options = {"unsplit": not split, "each": self.each}
+        self.times = [
+            stage_time(job, cluster, assumptions, precision, stage, modes=modes, data=data, **options)
+            for stage, data in zip(stages, self.data, strict=True)
+        ]
+        self.shared = shared_step(
+            job,
+            cluster,
+            assumptions,
+            precision,
+            program,
+            stages=stages,
+            data=self.data,
+            mode=lambda layer: _mode(job, layer, modes),
+            each=self.each,
+        )
 
-def _late_weights(
-    program: Program,
-    rank: int,
-    times: Sequence[StageTime],
-    data: Sequence[DataTime],
-    assumptions: Assumptions,
-) -> float:
-    """Seconds by which gathered weights arrive late for the first forwards that use them."""
-    gather = _of(program, rank, data, "gather")
-    if not assumptions.overlap:
-        return gather
-    return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
+    def step(self) -> StepTime:
+        """The step, on ranks with their own devices or on shared cores, whichever takes longer."""
+        job, program, data, ranks = self.job, self.program, self.data, range(self.program.ranks)
+        compute, link = ComputeConfig.of(job), hop_link(job, self.cluster)
+        scattered = self.assumptions.software.scattered and not compute.sequence_parallel
+        by_stage = job.dp.gathers(job.layout.pp) == "stage"
+        # seconds for which an update within the step waits until the stage's new weights are gathered
+        gathered = [0.0 if job.dp.mode == "zero3" else stage.gather for stage in data]
+        updates = [stage.update + gather for stage, gather in zip(data, gathered, strict=True)]
+        costs = Costs(
+            per_stage=[stage.times for stage in self.times],
+            hop=link.latency,
+            message_bytes=largest_message(job.shape, compute) / (compute.tp if scattered else 1),
+            bandwidth=_LINK_SHARE * link.bandwidth,
+            blocking=self.assumptions.blocking,
+            unshard=[stage.gather if by_stage else 0.0 for stage in data],
+            reduce=[stage.reduce for stage in data] if program.versions else 0.0,
+            update=updates if program.versions else 0.0,
+        )
+        line = simulate(program, costs)
+        ends = [self._reduced_at(line, rank) for rank in ranks]
+        update = 0.0 if program.versions else max(self._sum(rank, "update") for rank in ranks)
+        away = max(self._sum(rank, "away") for rank in ranks)
+        gather = 0.0
+        if job.dp.mode != "zero3" and not program.versions:
+            gather = max(self._late_weights(rank) for rank in ranks)
+        seconds = max(line.makespan, *ends) + update + gather
+        if self.shared is not None and self.shared.seconds > max(seconds, away + update):
+            return self._on_shared_cores(self.shared, line)
+        busiest = max(ranks, key=lambda rank: line.work[rank])
+        phases = self._phases(busiest)
+        shares = _total(phases)
+        shares["data"] += max(0.0, max(ends) - line.makespan) + gather
+        shares["optimiser"] = update
+        if program.versions:
+            shares["optimiser"] = self._sum(busiest, "update")
+            shares["data"] += sum(program.updates(s) * gathered[s] for s in program.stages_of(busiest))
+        shares["bubble"] = max(0.0, seconds - sum(shares.values()))
+        if away and away + update > seconds:
+            shares["offload"] = away + update - seconds
+        return StepTime(
+            seconds=max(seconds, away + update if away else 0.0),
+            parts=shares,
+            forward=phases[0],
+            backward=phases[1],
+            timeline=line,
+        )
 
+    def _on_shared_cores(self, shared: SharedStep, line: Timeline) -> StepTime:
+        """The step if ranks share cores: actions last longer while other ranks compute too."""
+        replay, orders = shared.compute, self.program.orders
+        busiest = max(range(self.program.ranks), key=lambda rank: replay.busy(orders[rank]))
+        order = orders[busiest]
 
-def _phases(
-    program: Program, rank: int, times: Sequence[StageTime]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a rank's forwards and of its backwards in a step, by part."""
-    forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
-    for stage, kind, _ in program.orders[rank]:
-        for phase in {ActionKind.F: "F", ActionKind.B: "IW", ActionKind.I: "I", ActionKind.W: "W"}.get(
-            kind, ""
-        ):
-            parts = forward if phase == "F" else backward
-            for name, taken in getattr(times[stage % program.depth], phase).items():
-                parts[name] += taken
-    return forward, backward
+        def scaled(phase: Mapping[str, float], *kinds: ActionKind) -> dict[str, float]:
+            # time of reductions and gathers on the cores is in `shared.data`
+            parts = {name: taken for name, taken in phase.items() if name != "data"}
+            total, seconds = sum(parts.values()), replay.busy(order, kinds)
+            return {name: seconds * taken / total for name, taken in parts.items()}
 
+        phases = self._phases(busiest)
+        forward = scaled(phases[0], ActionKind.F)
+        backward = scaled(phases[1], ActionKind.B, ActionKind.I, ActionKind.W)
+        bubble = replay.makespan - replay.busy(order)
+        shares = _total((forward, backward))
+        shares |= {"data": shared.data, "optimiser": shared.update, "bubble": bubble}
+        spans = list[list[tuple[float, float]]]()
+        for order_of_rank in orders:
+            spans.append([])
+            for action in order_of_rank:  # one without a span takes no time when the one before it ends
+                last = spans[-1][-1][1] if spans[-1] else 0.0
+                spans[-1].append(replay.spans.get(action, (last, last)))
+        timeline = replace(
+            line,
+            starts=tuple([start for start, _ in each] for each in spans),
+            ends=tuple([end for _, end in each] for each in spans),
+            work=tuple(replay.busy(order) for order in orders),
+            tail=(),
+        )
+        return StepTime(
+            seconds=shared.seconds, parts=shares, forward=forward, backward=backward, timeline=timeline
+        )
 
-def _gathered(job: Job, stage: DataTime) -> float:
-    """Seconds for which an update within the step waits until the stage's new weights are gathered."""
-    return 0.0 if job.dp.mode == "zero3" else stage.gather
+    def _sum(self, rank: int, name: str) -> float:
+        """A sum of data-parallel times over the stages of a rank, for each of their updates."""
+        program, data = self.program, self.data
+        return sum(
+            program.updates(s) * getattr(data[s % program.depth], name) for s in program.stages_of(rank)
+        )
+
+    def _reduced_at(self, line: Timeline, rank: int) -> float:
+        """The time at which the gradients of a rank are reduced. If overlap is allowed, each stage's
+        reduction starts with its last backward and overlaps with what follows; those of one rank run one
+        after another.
+        """
+        program, order, ends = self.program, self.program.orders[rank], line.ends[rank]
+        done = max(ends, default=0.0)
+        if program.versions or self.each:
+            return done
+        if not self.assumptions.overlap:
+            return done + self._sum(rank, "reduce")
+        last: dict[int, float] = {}
+        for position, action in enumerate(order):
+            if action.kind in (ActionKind.B, ActionKind.W):
+                last[action.stage] = ends[position]
+        free = 0.0
+        for stage, end in sorted(last.items(), key=lambda item: item[1]):
+            _, back, weight = self.times[stage % program.depth].times
+            # units are reduced as the last backward completes them
+            taken = self.data[stage % program.depth].reduce
+            slower = (self.assumptions.software.slowdown - 1.0) * min(taken, back + weight)
+            free = max(max(free, end - back - weight) + taken, end + slower)
+        return max(done, free)
+
+    def _late_weights(self, rank: int) -> float:
+        """Seconds by which gathered weights arrive late for the first forwards that use them."""
+        gather, program = self._sum(rank, "gather"), self.program
+        if not self.assumptions.overlap:
+            return gather
+        return max(0.0, gather - sum(self.times[s % program.depth].times[0] for s in program.stages_of(rank)))
+
+    def _phases(self, rank: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of a rank's forwards and of its backwards in a step, by part."""
+        forward, backward = defaultdict[str, float](float), defaultdict[str, float](float)
+        names = {ActionKind.F: "F", ActionKind.B: "IW", ActionKind.I: "I", ActionKind.W: "W"}
+        for stage, kind, _ in self.program.orders[rank]:
+            for phase in names.get(kind, ""):
+                parts = forward if phase == "F" else backward
+                for name, taken in getattr(self.times[stage % self.program.depth], phase).items():
+                    parts[name] += taken
+        return forward, backward
 
 
 def _total(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
