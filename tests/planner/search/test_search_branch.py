@@ -80,10 +80,11 @@ def task(**fields: Any) -> SearchTask:
 def every(task: SearchTask) -> Iterator[Candidate]:
     """All candidates, with the first saving of their ladder."""
     space = Space(task)
-    for parallelism in space.parallelisms():
-        for order in space.schedules(parallelism):
-            for dp in space.sharings(parallelism.layout):
-                yield Candidate(parallelism, order, dp, space.first_saving())
+    for layout in space.layouts():
+        for parallelism in space.parallelisms_of(*layout):
+            for order in space.schedules(parallelism):
+                for dp in space.sharings(parallelism.layout):
+                    yield Candidate(parallelism, order, dp, space.first_saving())
 
 
 def all_of(wanted: SearchTask) -> list[Feasible]:

@@ -47,7 +47,7 @@ def block_modes(
         return choose_modes(job, memory_gib * GIB)
     modes: list[Recompute] = ["none"] * block_count(job.shape)
     for stage in job.stages:
-        blocks_of_stage = _blocks(job, stage)
+        blocks_of_stage = blocks_among(job.shape, stage)
         for layer in blocks_of_stage if blocks is None or wanted != "full" else blocks_of_stage[:blocks]:
             modes[_block_index(job, layer)] = wanted
     return replace(job, modes=tuple(modes))
@@ -69,7 +69,7 @@ def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)
         for stage, counts in zip(stages, chosen, strict=True):
-            _set(job, modes, _blocks(job, job.stages[stage]), counts)
+            _set_modes(job, modes, stage, counts)
     return replace(original, modes=tuple(modes))
 
 
@@ -92,7 +92,7 @@ def _cheapest(
     for choice in _choices(job, stages):
         modes: list[Recompute] = ["none"] * block_count(job.shape)
         for stage, counts in zip(stages, choice, strict=True):
-            _set(job, modes, _blocks(job, job.stages[stage]), counts)
+            _set_modes(job, modes, stage, counts)
         tried = replace(job, modes=tuple(modes))
         fullest = max((one_rank(tried, rank).total, rank) for rank in ranks)
         if fullest[0] <= budget:
@@ -117,7 +117,7 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     """
     shape, sequence = job.shape, job.compute.sequence
     full, selective = block_flops(shape, sequence), attention_flops(shape, sequence)
-    blocks = [len(_blocks(job, job.stages[stage])) for stage in stages]
+    blocks = [len(blocks_among(job.shape, job.stages[stage])) for stage in stages]
     options = [_counts(n) for n in blocks]
     size = 1
     for option in options:
@@ -136,8 +136,9 @@ def _counts(blocks: int) -> list[Counts]:
     return [(full, selective) for full in range(blocks + 1) for selective in range(blocks - full + 1)]
 
 
-def _set(job: MemoryJob, modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
-    full, selective = counts
+def _set_modes(job: MemoryJob, modes: list[Recompute], stage: int, counts: Counts) -> None:
+    """Set the modes of the first blocks of a stage."""
+    blocks, (full, selective) = blocks_among(job.shape, job.stages[stage]), counts
     for index, layer in enumerate(blocks[: full + selective]):
         modes[_block_index(job, layer)] = "full" if index < full else "selective"
 
@@ -147,11 +148,6 @@ def _block_index(job: MemoryJob, layer: int) -> int:
     block = layer_of(job.shape, layer).block
     assert block is not None
     return block
-
-
-def _blocks(job: MemoryJob, stage: range) -> list[int]:
-    """The blocks among the layers of a stage."""
-    return blocks_among(job.shape, stage)
 
 
 def memory_of(

@@ -53,11 +53,6 @@ class Space:
 
     # ------------------------------------------------------------------ splitting the layers
 
-    def parallelisms(self) -> Iterator[Parallelism]:
-        """Every legal layout with every size of a microbatch."""
-        for layout, expert_tp in self.layouts():
-            yield from self.parallelisms_of(layout, expert_tp)
-
     def parallelisms_of(self, layout: Layout, expert_tp: int | None) -> Iterator[Parallelism]:
         """A layout with every size of a microbatch: those that the user has fixed, else powers of two."""
         samples, remainder = divmod(self.task.global_batch, layout.dp)
