@@ -224,7 +224,13 @@ def torchrec_module(
         text = f'"{each.sharding_type}", "{each.compute_kernel}", {each.load_factor}'
         lines.append(f"    {json.dumps(each.name)}: ({text}, {shards}),")
     lines += ["}", *_fused(rule), "", "", _FUNCTIONS.strip("\n")]
-    return "\n".join(lines).replace("@QCOMMS@", _codecs(rule)) + "\n"
+    codecs = ""
+    if rule.wire in _WIRES:
+        kind = f"CommType.{_WIRES[rule.wire]}"
+        config = f"QCommsConfig(forward_precision={kind}, backward_precision={kind})"
+        codecs = "\n        qcomm_codecs_registry=get_qcomm_codecs_registry(\n"
+        codecs += f"            {config}\n        ),"
+    return "\n".join(lines).replace("@QCOMMS@", codecs) + "\n"
 
 
 def _check(rule: FusedOptimizer) -> None:
@@ -266,14 +272,6 @@ def _fused(rule: FusedOptimizer) -> list[str]:
         del values["eps"]
     lines = [f'    "{name}": {value!r},' for name, value in values.items() if value is not None]
     return ["FUSED_PARAMS = {", f'    "optimizer": EmbOptimType.{_OPTIMISERS[rule.name]},', *lines, "}"]
-
-
-def _codecs(rule: FusedOptimizer) -> str:
-    if rule.wire not in _WIRES:
-        return ""
-    kind = f"CommType.{_WIRES[rule.wire]}"
-    config = f"QCommsConfig(forward_precision={kind}, backward_precision={kind})"
-    return f"\n        qcomm_codecs_registry=get_qcomm_codecs_registry(\n            {config}\n        ),"
 
 
 _USE = (

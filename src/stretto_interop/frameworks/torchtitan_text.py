@@ -449,7 +449,13 @@ def parse(text: str, source: str, start: Start) -> ParsedSettings:
         StrettoError: neither of them, code that would have to run, or an unknown number of devices.
     """
     settings = _from_toml(text, source) if source.endswith(".toml") else _from_python(text, source)
-    _check_degrees(settings, source)
+    names = ("_degree", "batch_size", "microbatch_size", ".seq_len", "layers_per_stage")
+    for name, value in settings.items():
+        if not name.endswith(names) or value is None:
+            continue
+        minimum = -1 if name.endswith(("shard_degree", "global_batch_size")) else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum or value == 0:
+            raise StrettoError(f"{source}: {name} is {value!r}", hint="a whole number above 0")
     return ParsedSettings(settings=_sized(settings, source, start.devices))
 
 
@@ -528,12 +534,12 @@ def _from_python(text: str, source: str) -> dict[str, Any]:
             settings |= _recomputed(value, source)
         else:
             settings[name] = value.name if isinstance(value, ConfigCall) else value
-    return {name: _plain(value) for name, value in settings.items() if not isinstance(value, FillIn)}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value, or the text of an expression that is not a literal."""
-    return value.name if isinstance(value, ConfigCall) else value
+    # of an expression that is no literal, its text
+    return {
+        name: value.name if isinstance(value, ConfigCall) else value
+        for name, value in settings.items()
+        if not isinstance(value, FillIn)
+    }
 
 
 def _model_of(value: Any, source: str) -> dict[str, Any]:
@@ -598,17 +604,6 @@ def _recomputed(value: Any, source: str) -> dict[str, Any]:
             f"{source}: activation_checkpoint is {name}", hint=f"did you mean {closest}?" if closest else None
         )
     return {"activation_checkpoint.mode": modes.get(name, "none")}
-
-
-def _check_degrees(settings: Mapping[str, Any], source: str) -> None:
-    """Raise StrettoError for a degree or a batch that is not a whole number."""
-    names = ("_degree", "batch_size", "microbatch_size", ".seq_len", "layers_per_stage")
-    for name, value in settings.items():
-        if not name.endswith(names) or value is None:
-            continue
-        minimum = -1 if name.endswith(("shard_degree", "global_batch_size")) else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum or value == 0:
-            raise StrettoError(f"{source}: {name} is {value!r}", hint="a whole number above 0")
 
 
 def _sized(settings: dict[str, Any], source: str, devices: int | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +88,9 @@ def read_buffers(archives: Archives) -> BufferLayout:
             continue
         rank = int(match[1] or 0), int(match[2])
         if match[3] == _SETTINGS:
-            settings.append(_only(archives.read_object(name, NAMES)))
+            value: Any = archives.read_object(name, NAMES)
+            # an object is saved in a list of its own
+            settings.append(value[0] if isinstance(value, list) and len(value) == 1 else value)  # pyright: ignore[reportUnknownArgumentType]
         elif match[3] == _STATE:
             raise StrettoError(
                 f"{name} in {index.folder} has the optimiser's states as dp_zero_gather_scatter, which does "
@@ -150,12 +152,6 @@ def _bucketed(archives: Archives, prefixes: Mapping[int, str]) -> Buffer:
         archives.read_box(prefixes[bucket] + key, (start - starts[bucket],), into)
 
     return Buffer(size=starts[-1], buckets=tuple(sizes), read=read)
-
-
-def _only(value: Any) -> Any:
-    """Return an object without the list of one that it is saved in."""
-    several = cast("list[Any]", value) if isinstance(value, list) else []
-    return several[0] if len(several) == 1 else value
 
 
 # ------------------------------------------------------------------ what lies where

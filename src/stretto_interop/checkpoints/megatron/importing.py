@@ -193,14 +193,30 @@ class MegatronImport(OpenImport):
 
     def _slots(self, rule: MegatronRule, kind: str) -> Sequence[_Slot]:
         """Return where a parameter, or a state of it, is stored."""
-        stacked = [(name, 0) for name in rule.names] if rule.layer is not None else []
-        for name, _ in stacked or [(rule.names[0], 0)]:
-            for parts in self._forms(rule, name, kind):
-                if all(slot.name in self._names for slot in parts):
-                    for slot in parts:
-                        self._check_shape(slot, rule)
-                    return [_Slot(self._names[slot.name], slot.start, slot.shape) for slot in parts]
-        raise self._missing(rule, kind)
+        forms = [
+            parts
+            for name in (rule.names if rule.layer is not None else rule.names[:1])
+            for parts in self._forms(rule, name, kind)
+        ]
+        parts = next((form for form in forms if all(slot.name in self._names for slot in form)), None)
+        if parts is None:
+            wanted = forms[0][0].name
+            closest = nearest(wanted, self._names)
+            hint = closest and f"the nearest name in it is {closest}"
+            raise StrettoError(
+                f"{self.source} has no tensor {wanted}, {list(rule.shape)} in the model",
+                hint=WEIGHTS_ONLY if kind else hint or "is it a language model's?",
+            )
+        for slot in parts:
+            stored = self.archives.index.tensors[self._names[slot.name]].shape
+            wanted_shape = (*(self.shape.layers,) * len(slot.start), *slot.shape)
+            if stored != wanted_shape and not _is_flat(stored, wanted_shape):
+                raise StrettoError(
+                    f"{slot.name} has shape {list(stored)} in {self.source}, but {list(wanted_shape)} in the "
+                    "model",
+                    hint=f"it is {rule.parameter} here: the arguments must be those of the trained model",
+                )
+        return [_Slot(self._names[slot.name], slot.start, slot.shape) for slot in parts]
 
     def _forms(self, rule: MegatronRule, name: str, kind: str) -> Iterator[list[_Slot]]:
         """Yield the forms in which it may be stored, each as parts in the order of the dimension that they
@@ -221,25 +237,6 @@ class MegatronImport(OpenImport):
                 yield [_Slot(f"{full}_{half}", start, tuple(sizes)) for half in "wv"]
             if rule.of_experts:
                 yield from _experts(full, start, rule)
-
-    def _check_shape(self, slot: _Slot, rule: MegatronRule) -> None:
-        stored = self.archives.index.tensors[self._names[slot.name]].shape
-        layers = (self.shape.layers,) * len(slot.start)
-        wanted = (*layers, *slot.shape)
-        if stored != wanted and not _is_flat(stored, wanted):
-            raise StrettoError(
-                f"{slot.name} has shape {list(stored)} in {self.source}, but {list(wanted)} in the model",
-                hint=f"it is {rule.parameter} here: the arguments must be those of the trained model",
-            )
-
-    def _missing(self, rule: MegatronRule, kind: str) -> StrettoError:
-        wanted = next(self._forms(rule, rule.names[0], kind))[0]
-        closest = nearest(wanted.name, self._names)
-        what_lacks = f"{self.source} has no tensor {wanted.name}, {list(rule.shape)} in the model"
-        if kind:
-            return StrettoError(what_lacks, hint=WEIGHTS_ONLY)
-        hint = closest and f"the nearest name in it is {closest}"
-        return StrettoError(what_lacks, hint=hint or "is it a language model's?")
 
     def _check_unused(self, used: set[str]) -> None:
         """Raise StrettoError for parameters that the model does not have: they would be lost silently."""

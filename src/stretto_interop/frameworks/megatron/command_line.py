@@ -405,14 +405,15 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
     notes = list[str]()
     variables = {**parameters(start.arguments), **start.variables}
     every = list(commands(text, source, variables, lambda command: _program(command) is not None, notes))
-    launch = _launch(every)
-    if launch is None:
+    launches = [(command, index) for command in every if (index := _program(command)) is not None]
+    named = [item for item in launches if re.search(r"pretrain\w*\.py$", item[0].argv[item[1]])]
+    if not launches:
         argv = [word for command in every for word in command.argv]
         if not argv or not all(command.argv[0].startswith("--") for command in every):
             raise StrettoError(f"{source} starts no pretrain_gpt.py", hint=_SCRIPT_HINT)
         parsed, world = read_arguments(argv, source, priced), None
     else:
-        command, script = launch
+        command, script = (named or launches)[-1]
         _check_program(command.argv[script], start.program, f"{source}:{command.line}")
         parsed = read_arguments(command.argv[script + 1 :], f"{source}:{command.line}", priced)
         world = _world(command.argv[:script], batch_variables(text))
@@ -426,20 +427,13 @@ def parse(text: str, source: str, start: Start, priced: Collection[str]) -> Pars
             f"{source} lacks --{', --'.join(missing)}",
             hint="arguments from a checkpoint or a YAML file are not read: give them",
         )
-    if (count := sum(_program(command) is not None for command in every)) > 1:
-        notes.append(f"{source} starts {count} trainings: the last is read")
+    if len(launches) > 1:
+        notes.append(f"{source} starts {len(launches)} trainings: the last is read")
     parsed.notes = notes
     size = start.devices if world is None or (start.wins and start.devices is not None) else world
     if size is not None:
         parsed.settings["world-size"] = size
     return parsed
-
-
-def _launch(every: Sequence[Command]) -> tuple[Command, int] | None:
-    """Return the command that starts training, and the index of the script among its words."""
-    begun = [(command, at) for command in every if (at := _program(command)) is not None]
-    named = [item for item in begun if re.search(r"pretrain\w*\.py$", item[0].argv[item[1]])]
-    return next(reversed(named or begun), None)
 
 
 def _program(command: Command) -> int | None:

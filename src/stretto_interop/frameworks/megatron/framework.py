@@ -182,28 +182,6 @@ def differs(settings: Settings) -> Iterator[tuple[str, str]]:
             yield name, reason
 
 
-def _balance(kinds: list[str], _: Settings) -> str | None:
-    if kinds in (["none"], ["seq_aux_loss"]):
-        return None
-    return "the loss that balances experts is of each sequence here (seq_aux_loss)"
-
-
-def _modules(modules: list[str], _: Settings) -> str | None:
-    return None if modules == ["core_attn"] else "selective recomputation is of the core of attention here"
-
-
-def _scale(_value: float, settings: Settings) -> str | None:
-    return "the scale begins there, and is not kept fixed" if "fp16" in settings else None
-
-
-def _overflows(steps: int, settings: Settings) -> str | None:
-    return "the scale is halved at the first overflow" if steps > 1 and "fp16" in settings else None
-
-
-def _loader(kind: str, _: Settings) -> str | None:
-    return "a loader of the script's own is not read: data.source is" if kind == "external" else None
-
-
 _LATEST = "latest_checkpointed_iteration.txt"  # of a folder with checkpoints of Megatron-LM
 
 
@@ -216,14 +194,26 @@ def _load(folder: str, settings: Settings) -> str | None:
 
 # of arguments that rules read, what they say beyond their values, by value and settings
 _OTHERWISE: Mapping[str, Callable[[Any, Settings], str | None]] = {
-    "moe-router-load-balancing-type": _balance,
+    "moe-router-load-balancing-type": lambda kinds, _: (
+        None
+        if kinds in (["none"], ["seq_aux_loss"])
+        else "the loss that balances experts is of each sequence here (seq_aux_loss)"
+    ),
     "moe-expert-capacity-factor": lambda *_: "the capacity is of each sequence, not of a rank's microbatch",
-    "recompute-modules": _modules,
-    "loss-scale": _scale,
-    "hysteresis": _overflows,
+    "recompute-modules": lambda modules, _: (
+        None if modules == ["core_attn"] else "selective recomputation is of the core of attention here"
+    ),
+    "loss-scale": lambda _, settings: (
+        "the scale begins there, and is not kept fixed" if "fp16" in settings else None
+    ),
+    "hysteresis": lambda steps, settings: (
+        "the scale is halved at the first overflow" if steps > 1 and "fp16" in settings else None
+    ),
     "load": _load,
     "mock-data": lambda *_: "tokens are made up there; here they are of the source of Python's library",
-    "dataloader-type": _loader,
+    "dataloader-type": lambda kind, _: (
+        "a loader of the script's own is not read: data.source is" if kind == "external" else None
+    ),
     **dict.fromkeys(
         ("train-data-path", "per-split-data-args-path"),
         lambda *_: "all of it is trained on, as there, so that nothing is held out for evaluations",
