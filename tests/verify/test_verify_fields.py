@@ -98,6 +98,7 @@ def test_fields_of_a_recommender_without_effect_are_found() -> None:
         """
         model:
           family: dlrm
+          interaction: dot
           bottom: [8, 4]
           top: [4, 1]
           tables:

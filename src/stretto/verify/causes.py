@@ -30,7 +30,7 @@ from stretto.verify.evidence import (
     listing,
     times,
 )
-from stretto.verify.outputs import beside_rows, search
+from stretto.verify.outputs import beside_rows, first_difference
 
 _SHARING = 2  # stages that share a tied parameter: the embedding's and the head's
 _PART_TOLERANCE = 0.15  # what is left of a sum is about its part
@@ -101,7 +101,7 @@ def wrong_forward(evidence: Evidence, wrong: list[str]) -> Cause | str | None:
 def _first_output(evidence: Evidence, values: RankValues) -> tuple[str | None, int]:
     """The first module whose output differs, and how many outputs were compared."""
     tolerance = TOLERANCE if evidence.close <= FACTOR_TOLERANCE else evidence.close
-    return search(values.outputs, values.expected_outputs, beside_rows, tolerance)
+    return first_difference(values.outputs, values.expected_outputs, beside_rows, tolerance)
 
 
 def _wrong_reduction(evidence: Evidence, values: RankValues, compared: int) -> str:

@@ -51,23 +51,17 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 def first_difference(
     actual: Outputs, reference: Outputs | None, pairing: Pairing, tolerance: float = _TOLERANCE
-) -> str | None:
-    """Name of the first module whose output differs; None when none does. Collective over the default group.
+) -> tuple[str | None, int]:
+    """Return the name of the first module whose output differs, or None, and the number of modules whose
+    output was compared on some rank. Collective over the default group.
 
     Args:
         actual: outputs of the first microbatch; none on ranks that compute other samples.
-        reference: the plain model's for the same samples; on rank 0.
-        pairing: this rank's output and the same part of the plain model's whole one; None where they cannot
-            be laid side by side. Those are passed over: the module that brings them together is looked at.
+        reference: the plain model's for the same samples, on rank 0.
+        pairing: lays this rank's output beside the same part of the plain model's; returns None if it cannot.
+            Such modules are skipped: the one that brings the parts together is compared.
         tolerance: relative to the largest value of the output.
     """
-    return search(actual, reference, pairing, tolerance)[0]
-
-
-def search(
-    actual: Outputs, reference: Outputs | None, pairing: Pairing, tolerance: float
-) -> tuple[str | None, int]:
-    """As `first_difference`, with the number of modules of which some rank's output was compared."""
     named = None if reference is None else [(name, list(t.shape)) for name, t in reference.items()]
     order: list[tuple[str, list[int]]] = gather_json(named)[0]
     compared, differs = torch.zeros(2, len(order), dtype=torch.int64)

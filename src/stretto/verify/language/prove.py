@@ -162,7 +162,7 @@ def _located(verdict: Verdict, job: Job, trial: Trial) -> Verdict:
                 plain.model(first.inputs)
         outputs = actual if replica.mesh.index("dp") == 0 else {}
         align = partial(beside_positions, split=replica.split)
-        location = first_difference(outputs, reference, align)
+        location, _ = first_difference(outputs, reference, align)
         detail = ""
         if replica.shape.moe is not None and location is not None and location.endswith(_EXPERTS):
             factors = row_factors(outputs, reference, align, location)

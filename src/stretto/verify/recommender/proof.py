@@ -21,6 +21,7 @@ from stretto.verify.run import Findings, Impossible, Proof
 
 if TYPE_CHECKING:
     from stretto.recommender.train.clicks import ClickData
+    from stretto.verify.compare import Snapshot
     from stretto.verify.evidence import Verdict
     from stretto.verify.precision import Errors
     from stretto.verify.recommender.prove import TableReferences
@@ -52,8 +53,9 @@ class RecommenderProof(Proof):
     def needed_memory(self) -> tuple[float, str, str]:
         """Dense tables of all ranks' references, with gradients and states in float64."""
         tables = sum(8 * table.rows * table.dim for table in physical_tables(self.features))
+        runs = 2 if self.fields else 1  # the steps of a changed field are compared with those of the job
         return (
-            self.ranks * tables * (4 * self.steps + 6),
+            self.ranks * tables * (4 * self.steps * runs + 6),
             f"proving tables of {tables / 2**30:.1f} GiB in float64 on {self.ranks} ranks",
             "rows are alike: prove it with fewer, such as model.max_rows=10000",
         )
@@ -84,9 +86,12 @@ class RecommenderProof(Proof):
         if self.fields:
             first = self.cases[0]
             job = first.apply(self.config, self.features), tuple(self.features)
-            findings.unproved = without_effect(
-                job, job_fields(*job), lambda job: references.run(first, *job).snapshots, first.clip
-            )
+
+            def run(changed: RecommenderJob) -> Sequence[Snapshot]:
+                trained = references.of(first) if changed == job else references.run(first, *changed)
+                return trained.snapshots
+
+            findings.unproved = without_effect(job, job_fields(*job), run, first.clip)
         for number, (case, verdict) in enumerate(zip(self.cases, findings.verdicts, strict=True)):
             if self.own_types and verdict.equal:  # what differs in float64 is explained already
                 errors = alone[number] if alone else None
@@ -125,7 +130,9 @@ def job_fields(
 
     def is_legal(job: RecommenderJob) -> bool:
         changed, tables = job
-        changed.shape(tables)
+        other = changed.shape(tables), tables, changed.optim  # null may stand for the value of a field
+        if other == (config.shape(features), features, optim):
+            return False
         return len(find_problems(changed)) <= problems and not [*check_tables(changed, list(tables))]
 
     return set_fields(sections, _EVIDENT, is_legal)
