@@ -161,6 +161,7 @@ def test_manifests_of_each_kind(
 ) -> None:
     assert main.run([*KUBERNETES, *arguments, "--namespace", "team"]) == 0
     captured = capsys.readouterr()
+    assert "create secret generic quickstart-key --from-file=key=/dev/stdin -n team\n" in captured.out
     documents = list(yaml.safe_load_all(captured.out))
     assert [document["kind"] for document in documents] == kinds
     assert all(

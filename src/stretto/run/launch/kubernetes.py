@@ -57,10 +57,11 @@ def manifest(
                 f"--{field.replace('_', '-')} {fix}",
             )
     metadata = {"name": job.name, **({"namespace": namespace} if namespace else {})}
+    secret = f"generic {job.name}-key --from-file=key=/dev/stdin"
     comment = [
         f"{job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
-        "Before: kubectl create secret generic "
-        f"{job.name}-key --from-literal=key=$(openssl rand -hex 32)  # signs the ranks' control messages",
+        "Before, for the key that signs the ranks' control messages:",
+        f"openssl rand -hex 32 | kubectl create secret {secret}{f' -n {namespace}' if namespace else ''}",
     ]
     match kind:
         case "jobset":
