@@ -181,7 +181,7 @@ def _read_batch(settings: Settings) -> Values:
         global_batch = local * dp
     pp = settings.get("parallelism.pipeline_parallel_degree", 1)
     if global_batch % (local * dp):
-        rule = f"is no multiple of local_batch_size={local} x {dp} _replicas"
+        rule = f"is no multiple of local_batch_size={local} x {dp} replicas"
         nearest_batch = max(1, round(global_batch / (local * dp))) * local * dp
         raise StrettoError(
             f"training.global_batch_size={global_batch} {rule}", hint=f"nearest: {nearest_batch}"
@@ -765,7 +765,7 @@ def as_run(job: Job, settings: Settings) -> Job:
     """
     compiled = bool(settings.get("compile.enable", False))
     ways = framework_behaviour("fsdp", dp=job.dp, precision=job.precision, compiled=compiled)
-    ways = replace(ways, wide_shards=True)  # of whatever a search shards; _replicas have no shards
+    ways = replace(ways, wide_shards=True)  # of whatever a search shards; replicas have no shards
     if job.recompute.mode == "selective":
         ways = replace(ways, operators=("alternate_mm",))
     return replace(job, framework=ways, loss_chunk=0, vocab_multiple=1)

@@ -312,6 +312,12 @@ PYTHON = "def a() -> Trainer.Config:\n    return Trainer.Config({})\n"
             "x.toml: 64 devices are no multiple of the 3",
             "63",
         ),
+        (
+            "[training]\nlocal_batch_size=8\nglobal_batch_size=100",
+            "x.toml",
+            "training.global_batch_size=100 is no multiple of local_batch_size=8 x 64 replicas",
+            "nearest: 512",
+        ),
     ],
 )
 def test_what_cannot_be_read_says_why(text: str, source: str, said: str, hint: str) -> None:

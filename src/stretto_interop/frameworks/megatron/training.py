@@ -281,7 +281,7 @@ DATA: tuple[Rule, ...] = (
         lambda values: {"split": values[RUN.data.split].replace(" ", "")},
         _read_split,
     ),
-    rule(  # why one or two of the three have no field is said by `arguments.lost`
+    rule(  # why one or two of the three have no field is said by `command_line.lost`
         RUN.data.packing,
         _DOCUMENTS,
         _write_packing,
