@@ -353,16 +353,10 @@ class _Counting:
             earlier = (layer_parameters(shape, other, self.memory.shares) for other in range(layer))
             # else the layer's input has no gradient
             upstream = any(trained(parameter.name) for parameters in earlier for parameter in parameters)
-            traffic = frozen_traffic(shape, layer, compute, trained, upstream=upstream, traffic=traffic)
+            part = _PartlyTrained(shape, layer, compute, trained, upstream)
+            traffic = part.traffic(traffic)
             if kind != "embed":
-                forward, backward = frozen_flops(shape, layer, compute, trained, upstream)
-                attention, reached = reached_parts(shape, layer, trained, upstream)
-                again = (forward, flops.again[1]) if compute.recompute == "full" else flops.again
-                flops = LayerFlops(
-                    (forward, flops.forward[1]),
-                    again if reached else (0, 0),
-                    (backward, flops.backward[1] * attention),
-                )
+                flops = part.flops(flops)
         for phase, operations in (
             ("forward", flops.forward),
             ("recompute", flops.again),
@@ -468,7 +462,7 @@ class _Counting:
         compute, shape = self.memory.compute, self.memory.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
         if is_adapter(name):
-            split = not name.endswith(".A.weight" if is_column(name) else ".B.weight")
+            split = not name.endswith(".A.weight" if _is_column(name) else ".B.weight")
             if compute.tp > 1 and compute.sequence_parallel and not split:  # of a rank's own tokens
                 yield group, 0, elements
             if (
@@ -562,114 +556,115 @@ class _Counting:
 _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input features
 
 
-def _matrices(
-    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
-) -> Iterator[tuple[Parameter, bool, bool]]:
-    """The matrices of a layer's linears and adapters in order, each with whether something before its module
-    is trained, and whether it is trained itself.
+@dataclass(frozen=True)
+class _PartlyTrained:
+    """The embedding, a dense block or the head, of which some parameters are frozen or have adapters.
+
+    Attributes:
+        layer: index in the chain: 0 the embedding, then the blocks, then the head.
+        upstream: True if something before this layer is trained.
     """
-    reached, inside, module = upstream, False, ""
-    for parameter in layer_parameters(shape, layer, Shares.of(compute)):
-        name = parameter.name
-        base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
-        if base != module:
-            reached, inside, module = reached or inside, False, base
-        update = trained(name)
-        inside = inside or update
-        if len(parameter.plain) == 2 and not name.endswith("pos.weight"):
-            yield parameter, reached, update
+
+    shape: ModelShape
+    layer: int
+    compute: ComputeConfig
+    trained: TrainedParameters
+    upstream: bool
+
+    def flops(self, flops: LayerFlops) -> LayerFlops:
+        """Operations of the layer: a frozen linear has no product for its weights, and none for an input that
+        nothing trained comes before.
+
+        Args:
+            flops: those of the layer if all of it were trained.
+        """
+        compute, forward, backward = self.compute, 0, 0
+        for parameter, reached, update in self._matrices():
+            # a factor that every rank has whole sees a rank's own tokens only
+            replicated = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
+            count = 2 * (compute.shard if replicated else compute.tokens) * parameter.elements
+            forward += count
+            backward += count * (update + (reached or parameter.name.endswith(".B.weight")))
+        if backward and self.layer == self.shape.chain - 1 and compute.loss_chunk_tokens(self.shape):
+            forward, backward = 0, forward + backward
+        attention_reached, reached = self._reached()
+        again = (forward, flops.again[1]) if compute.recompute == "full" else flops.again
+        return LayerFlops(
+            (forward, flops.forward[1]),
+            again if reached else (0, 0),
+            (backward, flops.backward[1] * attention_reached),
+        )
+
+    def traffic(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages of the layer: nothing is gathered for gradients of frozen weights, no gradient is sent for
+        an input that nothing trained comes before, and adapters exchange for their narrow vectors what their
+        linears do for wide ones.
+
+        Args:
+            messages: those of the layer if all of it were trained.
+        """
+        shape, compute, kind = self.shape, self.compute, layer_of(self.shape, self.layer).kind
+        if kind in ("embed", "between"):
+            return tuple(m for m in messages if m.phase == "F" or self.trained("embed.tok.weight"))
+        linears = tuple(self._linears())
+        if kind == "head":
+            return (*output_traffic(shape, compute, linears), *loss_traffic(shape, compute))
+        attention_reached, reached = self._reached()
+        # if each rank keeps a part of a block's input, it is gathered to be recomputed
+        regathers = compute.shard_inputs and not compute.sequence_parallel
+        around = [
+            m for m in messages if m.axis != "tp" or (regathers and (m.phase, m.kind) == ("R", "all-gather"))
+        ]
+        around = [m for m in around if {"F": True, "R": reached}.get(m.phase, attention_reached)]
+        again = [replace(m, phase="R") for m in linears if m.phase == "F"]
+        return (*around, *linears, *(again if reached and compute.recompute == "full" else ()))
+
+    def _reached(self) -> tuple[bool, bool]:
+        """Return whether the backward reaches a block's attention, and whether it reaches the block."""
+        names = [p.name for p in layer_parameters(self.shape, self.layer, Shares())]
+        below = [n for n in names if ".norm1." in n or (".attn." in n and ".attn.proj." not in n)]
+        return (
+            self.upstream or any(map(self.trained, below)),
+            self.upstream or any(map(self.trained, names)),
+        )
+
+    def _matrices(self) -> Iterator[tuple[Parameter, bool, bool]]:
+        """The matrices of linears and adapters in order, each with whether something before its module is
+        trained, and whether it is trained itself.
+        """
+        reached, inside, module = self.upstream, False, ""
+        for parameter in layer_parameters(self.shape, self.layer, Shares.of(self.compute)):
+            name = parameter.name
+            base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
+            if base != module:
+                reached, inside, module = reached or inside, False, base
+            update = self.trained(name)
+            inside = inside or update
+            if len(parameter.plain) == 2 and not name.endswith("pos.weight"):
+                yield parameter, reached, update
+
+    def _linears(self) -> Iterator[Message]:
+        """Messages of the linears and their adapters, in order."""
+        compute = self.compute
+        for parameter, reached, update in self._matrices():
+            name, (rows, columns) = parameter.name, parameter.plain
+            if not is_adapter(name):
+                flow = into_columns(compute, columns) if _is_column(name) else out_of_rows(compute, rows)
+                needed = reached
+            elif name.endswith(".B.weight") and _is_column(name):
+                flow, needed = into_columns(compute, columns), True
+            elif name.endswith(".A.weight") and not _is_column(name):
+                flow, needed = out_of_rows(compute, rows), reached
+            else:  # whole on every rank
+                continue
+            for message in flow:
+                wanted = {"F": True, "I": needed, "W": update}[message.phase]
+                # of a linear split by input features the gradient of the output is gathered for both
+                both = message.kind == "all-gather" and message.phase == "I" and update
+                if wanted or both:
+                    yield message
 
 
-def frozen_flops(
-    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
-) -> tuple[int, int]:
-    """Operations of the linears of a dense block, or of the head, forward and backward, if some are frozen or
-    have adapters: a frozen one has no product for its weights, and none for an input that nothing trained
-    comes before.
-
-    Args:
-        layer: 1 the first block, then the others, then the head.
-        upstream: something before this layer is trained.
-    """
-    forward = backward = 0
-    for parameter, reached, update in _matrices(shape, layer, compute, trained, upstream):
-        # a factor that every rank has whole sees a rank's own tokens only
-        replicated = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
-        flops = 2 * (compute.shard if replicated else compute.tokens) * parameter.elements
-        forward += flops
-        backward += flops * (update + (reached or parameter.name.endswith(".B.weight")))
-    if backward and layer == shape.chain - 1 and compute.loss_chunk_tokens(shape):
-        return 0, forward + backward
-    return forward, backward
-
-
-def frozen_traffic(
-    shape: ModelShape,
-    layer: int,
-    compute: ComputeConfig,
-    trained: TrainedParameters,
-    *,
-    upstream: bool,
-    traffic: Sequence[Message],
-) -> tuple[Message, ...]:
-    """Messages of the embedding, a dense block or the head: nothing is gathered for gradients of frozen
-    weights, no gradient is sent for an input that nothing trained comes before, and adapters exchange for
-    their narrow vectors what their linears do for wide ones.
-
-    Args:
-        layer: 0 the embedding, then the blocks, then the head.
-        upstream: something before this layer is trained.
-        traffic: messages of the layer if all of it were trained.
-    """
-    kind = layer_of(shape, layer).kind
-    if kind in ("embed", "between"):
-        return tuple(m for m in traffic if m.phase == "F" or trained("embed.tok.weight"))
-    linears = tuple(_frozen_linears(shape, layer, compute, trained, upstream))
-    if kind == "head":
-        return (*output_traffic(shape, compute, linears), *loss_traffic(shape, compute))
-    below, reached = reached_parts(shape, layer, trained, upstream)
-    # if each rank keeps a part of a block's input, it is gathered to be recomputed
-    regathers = compute.shard_inputs and not compute.sequence_parallel
-    around = [
-        m for m in traffic if m.axis != "tp" or (regathers and (m.phase, m.kind) == ("R", "all-gather"))
-    ]
-    around = [m for m in around if {"F": True, "R": reached}.get(m.phase, below)]
-    again = [replace(m, phase="R") for m in linears if m.phase == "F"]
-    return (*around, *linears, *(again if reached and compute.recompute == "full" else ()))
-
-
-def reached_parts(
-    shape: ModelShape, layer: int, trained: TrainedParameters, upstream: bool
-) -> tuple[bool, bool]:
-    """Return whether the backward reaches a block's attention, and whether it reaches the block at all."""
-    names = [p.name for p in layer_parameters(shape, layer, Shares())]
-    below = [n for n in names if ".norm1." in n or (".attn." in n and ".attn.proj." not in n)]
-    return upstream or any(map(trained, below)), upstream or any(map(trained, names))
-
-
-def is_column(name: str) -> bool:
+def _is_column(name: str) -> bool:
     """True if a parameter belongs to a linear, or its adapter, that is split by output features."""
     return not any(f".{linear}." in name for linear in _ROWS)
-
-
-def _frozen_linears(
-    shape: ModelShape, layer: int, compute: ComputeConfig, trained: TrainedParameters, upstream: bool
-) -> Iterator[Message]:
-    """Messages of the linears and their adapters, in order."""
-    for parameter, reached, update in _matrices(shape, layer, compute, trained, upstream):
-        name, (rows, columns) = parameter.name, parameter.plain
-        if not is_adapter(name):
-            flow = into_columns(compute, columns) if is_column(name) else out_of_rows(compute, rows)
-            needed = reached
-        elif name.endswith(".B.weight") and is_column(name):
-            flow, needed = into_columns(compute, columns), True
-        elif name.endswith(".A.weight") and not is_column(name):
-            flow, needed = out_of_rows(compute, rows), reached
-        else:  # whole on every rank
-            continue
-        for message in flow:
-            wanted = {"F": True, "I": needed, "W": update}[message.phase]
-            # of a linear split by input features the gradient of the output is gathered for both
-            both = message.kind == "all-gather" and message.phase == "I" and update
-            if wanted or both:
-                yield message
