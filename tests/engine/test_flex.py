@@ -43,7 +43,7 @@ def trains(monkeypatch: pytest.MonkeyPatch) -> Generator[list[dict[str, Any]]]:
 
 
 def documents(begins: list[list[int]], n: int) -> DocumentStarts:
-    """Of samples of n tokens, in which documents begin at these positions and at 0."""
+    """Documents of samples of n tokens, which begin at these positions and at 0."""
     rows = torch.zeros(len(begins), n, dtype=torch.int64)
     for row, of in zip(rows, begins, strict=True):
         for at in sorted(of):

@@ -250,7 +250,7 @@ def test_many_heads_in_tiles_are_the_formula(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def scores_formed(n: int, band: Band) -> int:
-    """How many scores the written-out kernel forms."""
+    """Return the number of scores that the formula computes."""
     made = 0
     plain = torch.Tensor.amax
 

@@ -1,4 +1,4 @@
-"""What stages cost, as searched schedules and the replay of a traced step take it."""
+"""Costs of stages, for searched schedules and for the replay of a traced step."""
 
 from __future__ import annotations
 

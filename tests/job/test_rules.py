@@ -247,7 +247,7 @@ def test_nearest_values() -> None:
 
 
 def whole(items: int, ranks: int) -> bool:
-    """Whether `items` dealt out to `ranks` in turn leave every rank with as many."""
+    """True if `items` dealt out to `ranks` in turn give every rank the same number."""
     dealt = [0] * ranks
     for i in range(items):
         dealt[i % ranks] += 1

@@ -47,7 +47,9 @@ class Machine:
         self.most_versions = Counter[int](dict.fromkeys(range(program.stages), 1))
 
     def closed_up(self, order: tuple[Action, ...]) -> list[Action]:
-        """Where pairs run as blocks: the second right after the first, receives before, the rest after."""
+        """Reorder pairs to blocks: the second directly after the first, receives before, other actions
+        after.
+        """
         row = list(order)
         for first, second in self.partner.items():
             if first in row and second in row:
@@ -110,7 +112,9 @@ class Machine:
         return messages
 
     def message(self, action: Action) -> tuple[int, int, str, str, bool] | None:
-        """Of a transfer: source and destination rank, direction, value, whether it is the sending side."""
+        """Return of a transfer: source and destination rank, direction, value, whether it is the sending
+        side.
+        """
         s, kind, i = action.stage, action.kind.value, action.microbatch
         if not kind.startswith(("SEND", "RECV")):
             return None
@@ -156,7 +160,7 @@ class Machine:
         return True
 
     def joined(self, rank: int) -> bool:
-        """Whether the rank's next action is a transfer too."""
+        """True if the rank's next action is also a transfer."""
         after = self.pc[rank] + 1
         row = self.orders[rank]
         return after < len(row) and row[after].kind.value.startswith(("SEND", "RECV"))
@@ -164,7 +168,7 @@ class Machine:
     # --- computing
 
     def ready(self, rank: int, action: Action) -> bool:
-        """Whether the input of a compute action is on its rank."""
+        """True if the input of a compute action is on its rank."""
         s, kind, i = action.stage, action.kind.value, action.microbatch
         if kind == "W":
             return True
@@ -184,7 +188,7 @@ class Machine:
         return needed in self.have[rank if self.program.lowered else there]
 
     def block_over(self, rank: int, value: str) -> bool:
-        """Whether a value's maker is not the first of a block whose second is still to come."""
+        """False if a value's producer is the first of a block whose second action has not run."""
         at = self.pc[rank]
         row = self.orders[rank]
         if at == 0 or at == len(row) or self.partner.get(row[at - 1]) != row[at]:
@@ -317,7 +321,9 @@ class Machine:
         return self.summed()
 
     def through(self, copy: int, i: int) -> str:
-        """How much of microbatch i's work the copy's stages have done."""
+        """Return whether the copy's stages have done the "whole", a "part" or "none" of microbatch i's
+        work.
+        """
         parts = set()
         for s in range(copy * self.depth, (copy + 1) * self.depth):
             f, b, split, w = (self.count[f"{s}{kind}{i}"] for kind in "FBIW")
@@ -347,7 +353,7 @@ class Machine:
 
 
 def pairs_stand(program: Program) -> bool:
-    """Whether the two of every pair follow each other with only transfers and offloads between."""
+    """True if only transfers and offloads are between the two actions of every pair."""
     members = [action for pair in program.pairs for action in pair]
     if len(set(members)) < len(members):
         return False
@@ -366,7 +372,7 @@ def pairs_stand(program: Program) -> bool:
 
 
 def completes(program: Program, seed: int = 0, transport: str = "rendezvous") -> bool:
-    """Whether the program gets to its end: as written, and with each pair as one block."""
+    """True if the program completes, as written and with each pair as one block."""
     if not pairs_stand(program) or not Machine(program, seed, transport).run():
         return False
     return not program.pairs or Machine(program, seed, transport, blocks=True).run()

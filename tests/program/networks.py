@@ -1,4 +1,4 @@
-"""How messages travel, for the brute-force executor: five networks, each as it would be built."""
+"""Five models of message transport for the brute-force executor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class WrongError(Exception):
 
 
 class Network:
-    """What ranks give their sends and receives to; `have` are the values on each rank."""
+    """A transport for the ranks' sends and receives; `have` are the values on each rank."""
 
     def __init__(self, have: list[set[str]]) -> None:
         self.have = have
 
     def may_go(self, rank: int, message: Message | None, heads: Sequence[Message | None]) -> bool:
-        """Whether the rank may go past its next action, as far as the network has a say."""
+        """True if the network lets the rank continue after its next action."""
         return True
 
     def post(self, rank: int, message: Message, joined: bool) -> None:

@@ -161,7 +161,7 @@ def test_bad_requests():
 
 
 def calls_of(lowered: Callable[[], object]) -> int:
-    """How many functions a call enters, a measure of its work that no load of the machine changes."""
+    """Return the number of function calls, a measure of work that does not depend on the machine's load."""
     count = 0
 
     def watch(frame: object, event: str, argument: object) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every schedule, whatever its ranks, microbatches and options."""
+"""Properties of every schedule, for all ranks, microbatches and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program makes each rank hold, against a slow count by the definition."""
+"""Live activations of each rank, against a slow count by the definition."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_mutated_programs(seed: tuple[Program, str], mutations: int, random: Ran
 
 
 def campaign(seed: int, programs: int) -> Counter[tuple[str, bool]]:
-    """How many mutated programs each transport accepted and refused."""
+    """Numbers of mutated programs that each transport accepted and refused."""
     random, verdicts = Random(seed), Counter[tuple[str, bool]]()
     by_transport = {t: [program for program, other in SEEDS if other == t] for t in TRANSPORTS}
     for turn in range(programs):

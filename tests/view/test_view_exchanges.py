@@ -1,4 +1,4 @@
-"""What the ranks of each group send, and how the groups lie on nodes."""
+"""Messages of the ranks of each group, and the distribution of groups over nodes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def receivers(ranks: list[int], rank: int, to: str) -> list[int]:
 
 
 def lines(layout: Layout, exchange: Exchange, rank: int, node: int) -> list[str]:
-    """What the page must say that a rank of some group sends, to whom, and where."""
+    """Return the expected text of a rank's messages in a group: contents, receivers and links."""
     expected = list[str]()
     for send in exchange.sends:
         if send.stages is not None and layout.coordinates(rank)["pp"] not in range(*send.stages):

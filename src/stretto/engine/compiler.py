@@ -1,8 +1,8 @@
-"""Functions of tensors through `torch.compile`, with compilations counted, timed and bounded.
+"""Compile functions of tensors with `torch.compile`, and count, time and limit the compilations.
 
-A function is compiled as one graph, once for each combination of shapes, types and gradients that it is
-called with; all of its callers share the result. Modules are never traced: graphs are told apart by what the
-function is called with alone, so that layers that are alike share them.
+A function is compiled as one graph, once for each combination of shapes, dtypes and gradients of its
+arguments; all callers share it. Modules are never traced, so graphs depend only on a function's arguments,
+and equal layers share them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def one_thread(backend: str) -> None:
-    """Let this process compile by itself, unless the environment says otherwise: each rank would start a pool
-    of processes for a handful of kernels.
+    """Compile in this process unless the environment sets a number of threads: each rank would otherwise
+    start a pool of processes for a few kernels.
     """
     if backend == BACKEND and _THREADS not in os.environ:
         from torch._inductor import config
@@ -35,20 +35,19 @@ def one_thread(backend: str) -> None:
 
 
 class _TooMany(Exception):
-    """A function has as many graphs as are kept."""
+    """A function has reached its limit of graphs."""
 
 
 class Compiler:
     """Compiles functions for one model.
 
     Args:
-        backend: of `torch.compile`; None: `BACKEND`.
-        limit: graphs of one function; beyond, it runs as it is, and `news` says so.
+        backend: backend of `torch.compile`, by default `BACKEND`.
+        limit: maximum number of graphs of a function, which then runs uncompiled; `news` reports this.
 
     Attributes:
-        graphs: how many graphs were compiled, by the name of their function. A backward is part of its
-            forward's graph.
-        seconds: that compiling took, backwards included.
+        graphs: number of compiled graphs by function name. A backward is part of its forward's graph.
+        seconds: time of all compilations, including backwards.
     """
 
     def __init__(self, backend: str | None = None, limit: int = LIMIT) -> None:
@@ -59,7 +58,7 @@ class Compiler:
         self.limit = limit
         self._backend = backend = backend or BACKEND
         self._functions = dict[tuple[Callable[..., Any], bool], Callable[..., Any]]()
-        self._fresh = list[str]()  # what `news` has not told yet
+        self._fresh = list[str]()  # graphs not yet reported by `news`
         self._given_up = list[str]()
         self._reported = 0.0
         self._started = 0.0
@@ -74,11 +73,11 @@ class Compiler:
         self._callbacks.remove_end_callback(self._end)
 
     def __call__(self, function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-        """The function, compiled when it is first called; the same for all who ask for it.
+        """Return the function, compiled at its first call; all callers get the same object.
 
         Args:
-            function: of tensors, in tuples or not, and of constants by which its graphs are told apart.
-            dynamic: one graph for all sizes.
+            function: its arguments are tensors or tuples of tensors, and constants, which select a graph.
+            dynamic: compile one graph for all sizes.
         """
         compiled = self._functions.get((function, dynamic))
         if compiled is None:
@@ -90,7 +89,7 @@ class Compiler:
 
         assert isinstance(function, FunctionType)
         name, eager = function.__name__, False
-        # graphs are kept with a code object: of its own, another model's neither count nor serve here
+        # torch caches graphs by code object: a copy separates them from those of other models
         copied = FunctionType(
             function.__code__.replace(),
             function.__globals__,
@@ -102,7 +101,9 @@ class Compiler:
         from torch._dynamo import config, lookup_backend
 
         build = lookup_backend(self._backend)
-        config.recompile_limit = max(config.recompile_limit, self.limit + 1)  # ours comes first
+        config.recompile_limit = max(
+            config.recompile_limit, self.limit + 1
+        )  # the limit of this class is reached first
 
         def backend(graph: Any, inputs: list[Tensor]) -> Callable[..., Any]:
             if self.graphs[name] == self.limit:
@@ -125,8 +126,8 @@ class Compiler:
                     raise
                 eager = True
                 self._given_up.append(
-                    f"{name} runs uncompiled from now on: {self.graphs[name]} graphs of it are the most that "
-                    f"are kept, and it was called with {_described(arguments)}"
+                    f"{name} runs uncompiled from now on: it has reached the limit of {self.graphs[name]} "
+                    f"graphs, and was called with {_described(arguments)}"
                 )
                 return function(*arguments)
 
@@ -141,7 +142,7 @@ class Compiler:
         self.seconds += perf_counter() - self._started
 
     def news(self) -> str | None:
-        """What was compiled since the last call, in one line; None: nothing."""
+        """Return a line about the compilations since the last call, or None."""
         first, took = self._reported == 0.0, self.seconds - self._reported
         fresh, given_up = self._fresh, self._given_up
         self._reported = self.seconds
@@ -156,7 +157,7 @@ class Compiler:
 
 
 def _described(arguments: Sequence[Any]) -> str:
-    """Types and shapes of the tensors, as `float32 [2, 8, 64]`."""
+    """Return dtypes and shapes of the tensors, such as `float32 [2, 8, 64]`."""
     flat = [part for x in arguments for part in (x if isinstance(x, tuple) else (x,))]
     return ", ".join(
         f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in flat if isinstance(t, Tensor)

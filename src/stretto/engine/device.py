@@ -1,9 +1,9 @@
-"""The device of a rank, of whatever kind torch knows: its name, memory, streams, random state and
+"""The device of a rank, of any kind that torch supports: its name, memory, streams, random state and
 communication library.
 
-Other files work with any kind of device. What differs between kinds is asked for here, of
+Other files work with any kind of device. This module gets the differences between kinds from
 `torch.accelerator`, `torch.get_device_module` and `torch.distributed`, which plug-ins such as torch_npu
-extend. None of it goes by the name of a device but the last part, what only CUDA is known to have.
+extend. Only the last section, for CUDA, depends on a device's name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GIB = 2**30
 
 
 def device_kind(name: str) -> str:
-    """The kind of device that `train.device` means on this machine: "cpu", "cuda", "npu", ...
+    """Return the kind of device that `train.device` selects on this machine: "cpu", "cuda", "npu", ...
 
-    `auto` is the accelerator that torch sees, if its communication library carries tensors of that kind;
+    `auto` is torch's current accelerator if its communication library can send tensors of that kind;
     otherwise the CPU.
 
     Raises:
-        StrettoError: torch sees no such device here.
+        StrettoError: torch sees no such device on this machine.
     """
     if name == AUTO:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -55,7 +55,7 @@ def device_kind(name: str) -> str:
 
 
 def device_count(kind: str) -> int:
-    """How many devices of this kind torch sees on this machine; 0 where it does not know the kind.
+    """Return the number of devices of this kind that torch sees on this machine; 0 for an unknown kind.
 
     Raises:
         StrettoError: the plug-in of that kind is installed, but cannot be imported.
@@ -64,7 +64,7 @@ def device_count(kind: str) -> int:
     if plugin is not None and not hasattr(torch, kind) and _is_installed(plugin):
         try:  # `import torch` has loaded it already, unless it is old, or TORCH_DEVICE_BACKEND_AUTOLOAD=0
             import_module(plugin)
-        except Exception as error:  # whatever the plug-in's libraries raise
+        except Exception as error:  # any error of the plug-in's libraries
             raise StrettoError(f"train.device is {kind}, but {plugin} cannot be imported: {error}") from error
     try:
         module: Any = torch.get_device_module(kind)
@@ -74,13 +74,13 @@ def device_count(kind: str) -> int:
 
 
 def rank_device(name: str) -> torch.device:
-    """The device of this rank, which is current from then on: the one that LOCAL_RANK counts to.
+    """Return the device of this rank, with index LOCAL_RANK, and make it the current one.
 
     Args:
         name: a kind of device, or `auto`.
 
     Raises:
-        StrettoError: torch sees no such device here.
+        StrettoError: torch sees no such device on this machine.
     """
     kind = device_kind(name)
     if kind == HOST:
@@ -92,7 +92,7 @@ def rank_device(name: str) -> torch.device:
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether tensors there are apart from the host's memory, and calls only queue work."""
+    """True if the device has separate memory, and calls only queue work."""
     return device.type not in (HOST, "meta")
 
 
@@ -113,7 +113,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_single(device: torch.device) -> bool:
-    """Whether machines have one device of this kind at most, as Apple's do: it is not chosen."""
+    """True if a machine has at most one device of this kind, like Apple's, which cannot be selected."""
     return not hasattr(_module(device), "set_device")
 
 
@@ -125,10 +125,10 @@ def _module(device: torch.device) -> Any:
 
 
 def backend_for(kind: str, choice: str = "auto") -> str:
-    """The communication library of ranks on devices of this kind, by torch's name: nccl, gloo, hccl, xccl ...
+    """Return torch's name of the communication library for devices of this kind: nccl, gloo, hccl, xccl, ...
 
     Args:
-        choice: of `train.backend`; `auto` is the one that torch or a plug-in has registered for the kind.
+        choice: value of `train.backend`; `auto` is the library that torch or a plug-in has registered.
 
     Raises:
         StrettoError: this torch has no such library, or it cannot send tensors of this kind.
@@ -158,8 +158,8 @@ def _is_built(backend: str) -> bool:
 
 
 def carrier(group: ProcessGroup | None = None) -> torch.device:
-    """Where tensors must be to be sent over a group: on the host, if it takes those, else on this rank's
-    accelerator. The default group: None.
+    """Return the device of tensors for a group, by default the default group: the host if the group can send
+    host tensors, else this rank's accelerator.
     """
     default = dist.group.WORLD
     assert default is not None, "no default group"
@@ -168,8 +168,8 @@ def carrier(group: ProcessGroup | None = None) -> torch.device:
 
 
 def flight_record() -> bytes:
-    """The last collectives and messages of this process, as the flight recorder of the default group's
-    library pickles them, with their stack traces.
+    """Return the last collectives and messages of this process with their stack traces, pickled by the flight
+    recorder of the default group's library.
     """
     recorders: Any = c10d
     dump = getattr(recorders, f"_dump_{dist.get_backend()}_trace", recorders._dump_fr_trace)
@@ -180,19 +180,21 @@ def flight_record() -> bytes:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory of torch's tensors on the device so far, GiB; 0 on a CPU, and where it is not counted."""
+    """Return the peak memory of torch's tensors on the device so far, GiB; 0 on a CPU, and if torch has
+    none.
+    """
     peak = getattr(_module(device), "max_memory_allocated", None) if on_accelerator(device) else None
     return 0.0 if peak is None else peak(device) / GIB
 
 
 def model_name(device: torch.device) -> str:
-    """The vendor's name of this device, "NVIDIA H100 80GB HBM3"; its kind where torch does not say."""
+    """Return the vendor's name of the device, "NVIDIA H100 80GB HBM3"; its kind if torch has no name."""
     name = getattr(_module(device), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
 def total_memory(device: torch.device) -> float:
-    """Memory of the device, bytes."""
+    """Return the memory of the device in bytes."""
     properties = getattr(_module(device), "get_device_properties", None)
     if properties is not None and hasattr(device_properties := properties(device), "total_memory"):
         return float(device_properties.total_memory)
@@ -203,50 +205,51 @@ def total_memory(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work that is queued on the device; nothing on a CPU."""
+    """Wait for all work that is queued on the device; does nothing on a CPU."""
     if on_accelerator(device):
         _module(device).synchronize(*(() if _is_single(device) else (device,)))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. The host waits for a copy to its own memory, which it could read at once; not
-    for one to an accelerator, where work that is queued after it finds it complete.
+    """Return the tensor on a device.
+
+    A copy to the host is awaited, since the host could read it at once; a copy to an accelerator is not,
+    since later work is queued after it.
     """
     return tensor.to(device, non_blocking=on_accelerator(device))
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A further stream of the device, for work beside that of its current stream.
+    """Return a new stream of the device, for work concurrent with that of the current stream.
 
     Raises:
         StrettoError: devices of this kind have no streams.
     """
     if not has_streams(device):
-        raise StrettoError(
-            f"{device.type} has no streams, which offloading copies on", hint="offload nothing on this device"
-        )
+        raise StrettoError(f"{device.type} has no streams, which offloading needs", hint="disable offloading")
     return _module(device).Stream(device)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether there can be more than one stream of the device's work."""
+    """True if the device can have several streams."""
     return on_accelerator(device) and hasattr(_module(device), "Stream")
 
 
 class CopyStreams:
-    """The streams on which one owner copies between a device and the host, made when first asked for. Each
-    direction has its own, since a link carries both at once.
+    """Streams for copies between devices and the host, created at first use.
+
+    Each direction has a separate stream, since a link can transfer in both directions at once.
     """
 
     def __init__(self) -> None:
         self._streams = dict[tuple[torch.device, bool], torch.Stream]()
 
     def to_host(self, device: torch.device) -> torch.Stream:
-        """For copies from the device to the host."""
+        """Return the stream for copies from the device to the host."""
         return self._of(device, True)
 
     def to_device(self, device: torch.device) -> torch.Stream:
-        """For copies from the host to the device."""
+        """Return the stream for copies from the host to the device."""
         return self._of(device, False)
 
     def _of(self, device: torch.device, to_host: bool) -> torch.Stream:
@@ -256,22 +259,22 @@ class CopyStreams:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that work is queued on now."""
+    """Return the stream on which work is currently queued."""
     return _module(device).current_stream(device)
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Within this context work is queued on the stream; None: on the current one."""
+    """Return a context in which work is queued on the stream, by default the current one."""
     return nullcontext() if stream is None else _module(stream.device).stream(stream)
 
 
 def new_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """A mark to record in a stream, for other streams and the host to wait for."""
+    """Return an event to record in a stream, for which other streams and the host can wait."""
     return _module(device).Event(enable_timing=timing)
 
 
 def recorded_event(stream: torch.Stream) -> torch.Event:
-    """A mark of what is queued on the stream so far."""
+    """Return an event that completes with the work queued on the stream so far."""
     event = new_event(stream.device)
     event.record(stream)
     return event
@@ -279,22 +282,22 @@ def recorded_event(stream: torch.Stream) -> torch.Event:
 
 # ------------------------------------------------------------------ graphs
 
-_capturing = False  # in this process, one graph at a time
+_capturing = False  # a process captures one graph at a time
 
 
 class Graph:
-    """Work that a device captures once and then replays: the same kernels on the same memory, launched as
-    one. What the host computes meanwhile is done once, at the capture.
+    """Work that a device captures once and then replays: the same kernels on the same memory, with one
+    launch. Computation of the host is done only once, at the capture.
 
-    Before the capture the same work is to be done a few times (`warm_up`), since libraries choose kernels and
-    caches are filled when they are first used. All of it is on one stream of the graph's own: a backward goes
-    on where its forward was, and a capture must not meet work of a stream that is not captured.
+    The same work must be run a few times before the capture (`warm_up`), since libraries choose kernels and
+    fill caches at first use. All runs are on a separate stream: a backward runs on the stream of its forward,
+    and a capture must not depend on work of other streams.
 
-    The classes are those of the device's module, as torch and its plug-ins name them;
-    `torch.accelerator.Graph` came later, and without a way to register generators.
+    The graph class is that of the device's module, by the naming of torch and its plug-ins;
+    `torch.accelerator.Graph` is newer, and cannot register generators.
 
     Args:
-        device: one with graphs (`has_graphs`).
+        device: a device with graphs (`has_graphs`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -303,11 +306,11 @@ class Graph:
 
     @property
     def captured(self) -> bool:
-        """Whether there is something to replay."""
+        """True if the graph was captured and can be replayed."""
         return self._graph is not None
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        """Do the work, after what the current stream has been given and before what it is given next."""
+        """Run the work on the graph's stream, ordered with the work of the current stream."""
         current: Any = current_stream(self._device)
         stream: Any = self._stream
         stream.wait_stream(current)
@@ -316,10 +319,10 @@ class Graph:
         current.wait_stream(stream)
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Let the device record the work, without doing it. What it allocates is the graph's from then on.
+        """Record the work without running it. The graph owns all memory that the work allocates.
 
         Raises:
-            RuntimeError: it does what no graph can, such as to read a value of the device.
+            RuntimeError: the work has an operation that graphs do not support, such as a copy to the host.
         """
         global _capturing
         module = _module(self._device)
@@ -334,12 +337,12 @@ class Graph:
         self._graph = graph
 
     def replay(self) -> None:
-        """Do it once more, on the current stream."""
+        """Run the captured work on the current stream."""
         self._graph.replay()
 
 
 def has_graphs(kind: str) -> bool:
-    """Whether this torch captures the work of such devices as graphs."""
+    """True if this torch can capture graphs on devices of this kind."""
     try:
         module: Any = torch.get_device_module(kind)
     except (RuntimeError, ValueError):
@@ -348,13 +351,13 @@ def has_graphs(kind: str) -> bool:
 
 
 def _graph_class(kind: str) -> str:
-    """How modules of devices name the class: by the kind in capitals."""
+    """Return the name of the graph class of a device module, the kind in capitals and "Graph"."""
     return f"{kind.upper()}Graph"
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being captured: what it reads must stay where it is, and no state of a generator
-    may be read.
+    """True during a capture: tensors that the graph reads must keep their memory, and generator states cannot
+    be read.
     """
     return _capturing
 
@@ -363,12 +366,12 @@ def is_capturing() -> bool:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """State of the device's random generator, as a host tensor of bytes."""
+    """Return the state of the device's random generator, a uint8 tensor on the host."""
     return torch.get_rng_state() if not on_accelerator(device) else _module(device).get_rng_state(device)
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Restore what `random_state` returned."""
+    """Restore a state from `random_state`."""
     if on_accelerator(device):
         _module(device).set_rng_state(state, device)
     else:
@@ -376,8 +379,9 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """States of the generators of this process, the host's and the device's, by kind of device: for layers of
-    users, since data, dropout and initial values are functions of the seed alone.
+    """Return the states of the host's and the device's generators, by kind of device.
+
+    Only layers of users need them: data, dropout and initial values are functions of the seed.
     """
     return {
         generator_device.type: random_state(generator_device)
@@ -386,14 +390,14 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Restore what `random_states` returned; a state of another kind of device is left out."""
+    """Restore states from `random_states`; those of another kind of device are ignored."""
     for generator_device in (torch.device(HOST), device):
         if generator_device.type in states:
             set_random_state(generator_device, states[generator_device.type])
 
 
 def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """After this context the generators of the host and of these devices, of one kind, are as before it."""
+    """Return a context that restores the generators of the host and of these devices, all of one kind."""
     accelerators = [device for device in devices if on_accelerator(device)]
     return torch.random.fork_rng(accelerators, device_type=accelerators[0].type if accelerators else HOST)
 
@@ -402,16 +406,18 @@ def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[Non
 
 
 def has_cuda_kernels(device: torch.device) -> bool:
-    """Whether torch's kernels for CUDA run there, on AMD's GPUs too: attention by the operators that also
-    return the log-sum-exp and take it in the backward, and RMSNorm that saves one number a row. Other devices
-    may have such operators, but nobody has looked at what theirs return; the formulas are right everywhere.
+    """True if torch's CUDA kernels run on the device, including AMD GPUs.
+
+    They are attention operators with the log-sum-exp as output and as input of the backward, and RMSNorm that
+    saves one value per row. Similar operators of other devices were not examined; formulas are used there.
     """
     return device.type == "cuda"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability, (9, 0) of an H100; (0, 0) on other devices. AMD's numbers of this name mean
-    something else: (9, 4) has 8-bit products, but in other formats.
+    """Return CUDA's compute capability, (9, 0) for an H100; (0, 0) on other devices.
+
+    AMD's numbers have another meaning: (9, 4) has 8-bit products, but in other formats.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0, 0

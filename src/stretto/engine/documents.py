@@ -1,7 +1,7 @@
-"""Samples that are filled with several documents: attention stays inside each, positions begin anew in each.
+"""Samples packed with several documents: attention stays inside a document, and positions restart in each.
 
-The tokens of a document are contiguous, so attention inside documents is plain causal attention of slices:
-no mask is made, and what lies between documents is not computed.
+The tokens of a document are contiguous, so attention inside documents is causal attention of slices, without
+a mask and without computing scores between documents.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from stretto.engine.device import moved
 from stretto.engine.kernels import AttentionTile, Band, FlashAttention, Kernel, PackedRuns, exact_type
 
 T = TypeVar("T")
-Run = tuple[int, int, int]  # the position at which its document begins, first index, and the index after
+Run = tuple[int, int, int]  # start of its document, first index, index after the last
 
 
 class DocumentStarts:
     """The documents of the samples of one microbatch.
 
     Args:
-        begins: int64 [b, s] on the CPU: for each position the one at which its document begins.
+        begins: int64 [b, s] on the CPU: for each position, the first position of its document.
     """
 
     def __init__(self, begins: Tensor) -> None:
@@ -33,16 +33,16 @@ class DocumentStarts:
         self._cache = dict[Any, Any]()
 
     def cached(self, key: Any, make: Callable[[], T]) -> T:
-        """What `make` returned for this key first: all layers of a model need the same."""
+        """Return the first result of `make` for this key, which all layers of a model share."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
 
     def positions(self, at: Tensor | None, device: torch.device) -> Tensor:
-        """Positions within their documents, int64 [b, n].
+        """Return positions within documents, int64 [b, n].
 
         Args:
-            at: positions within the samples [n]; those after the last are padding. None for all.
+            at: positions within the samples [n], by default all; those after the last are padding.
         """
 
         def make() -> Tensor:
@@ -76,18 +76,20 @@ class DocumentStarts:
         ]
 
     def _of(self, at: Tensor) -> Tensor:
-        """Return the starts of the documents of positions [n], which identify them: [b, n]. Padding counts as
-        part of the last document.
+        """Return the starts of the documents of positions [n], which identify the documents: [b, n].
+
+        Padding belongs to the last document.
         """
         return self.begins[:, at.clamp(max=self.length - 1)]
 
     def inside(
         self, piece: AttentionTile, query_runs: Sequence[list[Run]], key_runs: Sequence[list[Run]]
     ) -> list[AttentionTile]:
-        """The parts of a piece of attention that are inside documents.
+        """Return the parts of a tile of attention that are inside documents.
 
         Args:
-            query_runs, theirs: the runs of all queries and of all keys, of which the piece takes some.
+            query_runs, key_runs: the runs of all queries and of all keys, including those outside of the
+                tile.
         """
         rows = dict[tuple[int, int, int, int], list[int]]()
         for row, (of_queries, of_keys) in enumerate(zip(query_runs, key_runs, strict=True)):
@@ -134,7 +136,7 @@ class DocumentStarts:
     def forward(
         self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`, for causal attention of n positions inside self."""
+        """Run `Kernel.forward` for causal attention of n positions inside these documents."""
         b, heads, n, _ = q.shape
         if isinstance(kernel, FlashAttention):
             return kernel.forward_runs(q, k, v, self.laid_end_to_end(n, q.device), window)
@@ -158,7 +160,7 @@ class DocumentStarts:
         lse: Tensor,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Kernel.backward`, for causal attention of n positions inside self."""
+        """Run `Kernel.backward` for causal attention of n positions inside these documents."""
         n = q.shape[2]
         if isinstance(kernel, FlashAttention):
             runs = self.laid_end_to_end(n, q.device)
@@ -179,7 +181,7 @@ def _common(part: slice, first: int, last: int) -> slice:
 
 
 def _consecutive(rows: Sequence[int]) -> list[slice]:
-    """Return ascending numbers as ranges."""
+    """Return ascending integers as ranges."""
     cuts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
     return [slice(rows[first], rows[last - 1] + 1) for first, last in pairwise(cuts)]
 
@@ -199,7 +201,7 @@ class Packing:
 
 
 def share_packing(model: nn.Module, packing: Packing) -> None:
-    """Make attention and positions of a model follow the documents of `packing`."""
+    """Set the packing of all attention and positions of a model."""
     for module in model.modules():
         if isinstance(getattr(module, "packing", None), Packing):
             cast(Any, module).packing = packing

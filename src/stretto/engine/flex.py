@@ -1,9 +1,9 @@
 """Causal attention by torch's FlexAttention (Dong et al. 2024, arXiv 2412.05496): one compiled kernel for
 scores with a window, a soft cap, sinks and documents, which skips blocks of keys that no query of a block
-sees.
+attends to.
 
-It has not run on a GPU in development. So before it is used on a device, a trial compares its forward and
-backward with the formula written out.
+It was not run on a GPU in development. Before its first use on a device, a trial therefore compares its
+forward and backward with the formula (`NaiveAttention`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from stretto.engine.kernels import NaiveAttention, ScoreOptions, add_sinks, sink
 from stretto.errors import StrettoError
 from stretto.job.devices import HOST
 
-BLOCK = 128  # queries and keys that are skipped together
-_GRAPHS = 64  # of all shapes and kinds of scores in a process
+BLOCK = 128  # queries and keys of a block
+_GRAPHS = 64  # maximum number of graphs in a process, for all shapes and kinds of scores
 _TRIED = 2 * BLOCK + 40  # positions of the trial
-_CLOSE = 0.02  # of the largest element: rounding of 16-bit types
+_CLOSE = 0.02  # tolerance relative to the largest element, for rounding of 16-bit types
 
 
 def attend(
@@ -38,12 +38,12 @@ def attend(
     sinks: Tensor | None = None,
     documents: DocumentStarts | None = None,
 ) -> Tensor:
-    """As `CausalAttention`: q [b, heads, n, d], k [b, kv_heads, n, d] and v [b, kv_heads, n, dv] to
-    [b, heads, n, dv], in memory like q.
+    """Attend with q [b, heads, n, d] to k [b, kv_heads, n, d] and v [b, kv_heads, n, dv], like
+    `CausalAttention`; return [b, heads, n, dv] in the memory layout of q.
 
     Args:
-        sinks: [heads], one more score in each softmax, whose value is zero.
-        documents: of the samples; None: attention does not end at a document's.
+        sinks: [heads], an additional score in each softmax, whose value vector is zero.
+        documents: documents of the samples; by default a sample is one document.
     """
     y, aux = _compiled()(
         q,
@@ -64,8 +64,9 @@ def attend(
 
 
 def check_trains_on_host() -> None:
-    """Raise StrettoError if FlexAttention does not train on the CPU. The ranks check accelerators: a process
-    that has used one cannot fork others.
+    """Raise StrettoError if FlexAttention does not train on the CPU.
+
+    Accelerators are checked by the ranks, since a process that has used one cannot fork others.
     """
     host = torch.device(HOST)
     if (reason := refusal(host, torch.float32, group=1, d=16, dv=16)) is not None:
@@ -77,14 +78,13 @@ def does_not_train(device: torch.device, reason: str) -> StrettoError:
     return StrettoError(
         f"train.attention is flex, which does not train on {device.type} with torch {torch.__version__}: "
         f"{reason}",
-        hint="train.attention=auto takes it where it trains",
+        hint="train.attention=auto uses it on devices on which it trains",
     )
 
 
 @lru_cache(maxsize=64)
 def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: int) -> str | None:
-    """Return the reason why FlexAttention does not train on the device, as the end of a sentence; None if it
-    does.
+    """Return why FlexAttention does not train on the device, as the end of a sentence; None if it does.
 
     Args:
         group: query heads per key head.
@@ -101,9 +101,9 @@ def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: in
                 flex_attention(q.detach().requires_grad_(), k, v, enable_gqa=True)
             with torch.autocast(device.type, enabled=False):
                 results = case.results()
-    except (NotImplementedError, ValueError) as error:  # torch knows that it does not
+    except (NotImplementedError, ValueError) as error:  # torch rejects the device
         return _first_sentence(error)
-    except Exception as error:  # whatever the compiler raises
+    except Exception as error:  # any error of the compiler
         return _warn(f"{type(error).__name__}: {_first_sentence(error)}")
     for name, result, wanted in zip(
         ("output", "dq", "dk", "dv", "dsinks"), results, case.wanted(), strict=True
@@ -114,7 +114,7 @@ def refusal(device: torch.device, dtype: torch.dtype, group: int, d: int, dv: in
 
 
 def _warn(refusal: str) -> str:
-    """Warn of a failed trial, and return why it failed."""
+    """Warn of a failed trial, and return the reason."""
     warnings.warn(f"attention is written out, since FlexAttention fails its trial: {refusal}", stacklevel=4)
     return refusal
 
@@ -143,8 +143,9 @@ def _capped(cap: float) -> Callable[..., Tensor]:
 def block_mask(
     n: int, window: int | None, documents: DocumentStarts | None, device: torch.device
 ) -> BlockMask:
-    """Which keys n queries see, and which blocks of keys a block of queries: made once for all layers with
-    this window, and where there are documents once a microbatch.
+    """Return the mask of n queries, by elements and by blocks.
+
+    It is created once for all layers with this window, or with documents once per microbatch.
     """
     if documents is None:
         return _without_documents(n, None if window is None or window >= n else window, device)
@@ -176,12 +177,13 @@ def _without_documents(n: int, window: int | None, device: torch.device) -> Bloc
 
 
 def _blocks(first: Tensor, visible: Callable[..., Tensor]) -> BlockMask:
-    """The mask of queries that see the keys from `first` on, up to their own position. Torch's own function
-    for masks of any form would make one of n x n elements.
+    """Return the mask of queries that attend to the keys from `first` to their own position.
+
+    Torch's function for general masks would allocate n x n elements.
 
     Args:
-        first: [b, n]; it does not fall along n.
-        visible: the same, as FlexAttention asks of each pair.
+        first: [b, n], not decreasing along n.
+        visible: the same mask as a function of a pair, for FlexAttention.
     """
     n = first.shape[1]
     start = torch.arange(0, n, BLOCK, device=first.device)
@@ -189,7 +191,7 @@ def _blocks(first: Tensor, visible: Callable[..., Tensor]) -> BlockMask:
     first_query, last_query = start.unsqueeze(1), end.unsqueeze(1)
     partial = (start <= last_query) & (end >= first[:, start].unsqueeze(2))
     complete = (start + BLOCK - 1 <= first_query) & (start >= first[:, end].unsqueeze(2))
-    complete &= first_query + BLOCK <= n  # to torch no block that reaches beyond the end is whole
+    complete &= first_query + BLOCK <= n  # torch treats a block that exceeds n as partial
     return BlockMask.from_kv_blocks(
         *_listed(partial & ~complete),
         *_listed(complete),
@@ -200,7 +202,9 @@ def _blocks(first: Tensor, visible: Callable[..., Tensor]) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are chosen, int32 [b, 1, rows], and their columns, before all others."""
+    """Return the number of selected blocks per row, int32 [b, 1, rows], and all columns, the selected
+    first.
+    """
     columns = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), columns.to(torch.int32).unsqueeze(1)
 
@@ -224,13 +228,13 @@ class _Trial:
         self.documents = DocumentStarts(begins)
 
     def results(self) -> list[Tensor]:
-        """Output and gradients."""
+        """Return output and gradients by FlexAttention."""
         q, k, v, sinks = (t.detach().requires_grad_() for t in self.leaves)
         y = attend(q, k, v, self.scores, sinks=sinks, documents=self.documents)
         return [y.detach(), *torch.autograd.grad(y, [q, k, v, sinks], self.dy)]
 
     def wanted(self) -> list[Tensor]:
-        """The same of the formula written out."""
+        """Return output and gradients by the formula."""
         q, k, v, sinks = self.leaves
         kernel, window = NaiveAttention(self.scores), self.scores.window
         y, lse = self.documents.forward(kernel, q, k, v, window)

@@ -1,5 +1,5 @@
-"""Attention of some queries to some keys: fused kernels, and the formula written out for dropout, soft-capped
-scores, and where no fused kernel applies. Plain attention and the rounds of a ring share them.
+"""Attention kernels: fused ones, and the formula for dropout, soft-capped scores, and cases without a fused
+kernel. Ordinary attention and the rounds of ring attention share them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stretto.engine.device import has_cuda_kernels
 
-BLOCK = 64  # queries of a fused kernel with a window
-TILE = 64  # queries of the formula written out, at most; on accelerators 4 times as many
-SCORES = 1 << 18  # of a tile: 1 MiB in float32, which stays in a core's second-level cache
+BLOCK = 64  # queries per call of a fused kernel with a window
+TILE = 64  # maximum number of queries of a tile of the formula; on accelerators 4 times as many
+SCORES = 1 << 18  # scores of a tile: 1 MiB in float32, which fits a core's second-level cache
 _aten: Any = torch.ops.aten
 
 
@@ -89,15 +89,15 @@ class AttentionTile:
         )
 
     def of_rows(self, rows: slice) -> AttentionTile:
-        """The piece of these samples."""
+        """Return the tile of these samples."""
         return AttentionTile(self.queries, self.keys, self.band, rows)
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """The part of x [b, heads, n, ...]."""
+        """Return the tile's part of x [b, heads, n, ...]."""
         return x[self.rows, :, self.queries]
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """The part of x [b, heads, m, ...]."""
+        """Return the tile's part of x [b, heads, m, ...]."""
         return x[self.rows, :, self.keys]
 
 
@@ -130,24 +130,29 @@ class Kernel(Protocol):
     """Attention to one block of keys, forward and backward. Each query must see at least one of the keys."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-        """q [b, heads, n, d], k [b, kv_heads, m, d] and v [b, kv_heads, m, dv] to the output for this block
-        [b, heads, n, dv] and the log-sum-exp of its scores [b, heads, n] (float32; float64 for float64).
+        """Attend with q [b, heads, n, d] to a block k [b, kv_heads, m, d] and v [b, kv_heads, m, dv].
+
+        Returns the output for this block [b, heads, n, dv], and the log-sum-exp of its scores [b, heads, n]
+        (float32; float64 for float64).
         """
         ...
 
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of the gradients of q, k and v; y and lse are those of all blocks together."""
+        """Return this block's part of the gradients of q, k and v; y and lse are those of all blocks
+        combined.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class CpuFlash:
-    """Torch's tiled attention on CPUs: any strides, any floating type, grouped heads; values as wide as keys.
+    """Torch's tiled attention on CPUs: any strides, any floating dtype, grouped heads; values as wide as
+    keys.
 
-    The kernel computes the scores that a mask hides too. So a window goes through blocks of queries, each
-    against the keys that any of them sees.
+    The kernel also computes scores that a mask hides. Attention with a window is therefore computed in blocks
+    of queries, each with the keys that any of them attends to.
     """
 
     scale: float
@@ -160,7 +165,7 @@ class CpuFlash:
         lse = y.new_full(q.shape[:-1], float("-inf"))
         for queries, keys, causal, mask in blocks:
             part = self._forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal, mask)
-            if mask is not None:  # all that these queries see
+            if mask is not None:  # the block has all keys of these queries
                 y[:, :, queries], lse[:, :, queries] = part
             else:
                 add_block(y[:, :, queries], lse[:, :, queries], *part)
@@ -201,8 +206,8 @@ class CpuFlash:
 
 
 def _blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """Yield queries, keys, whether the kernel's own causal mask holds between them, and otherwise the mask to
-    add to their scores, 0 or -inf, if any.
+    """Yield queries, keys, whether the kernel's causal mask applies to them, and otherwise the mask to add to
+    their scores, 0 or -inf, if any.
     """
     n, m = q.shape[2], k.shape[2]
     before, all_queries = m - n, slice(0, n)  # keys before the first query's
@@ -219,7 +224,7 @@ def _blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, bo
         rows = slice(start, min(start + BLOCK, n))
         keys = band.keys(rows, m)
         block_band = band.at(rows, keys), rows.stop - rows.start, keys.stop - keys.start
-        if block_band != previous:  # one mask serves all blocks but those at the ends
+        if block_band != previous:  # all blocks but those at the ends share a mask
             previous, hidden = (
                 block_band,
                 block_band[0].mask(block_band[1], block_band[2], q.device).logical_not_(),
@@ -266,7 +271,7 @@ class FlashAttention:
     def forward_runs(
         self, q: Tensor, k: Tensor, v: Tensor, runs: PackedRuns, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, causally inside each run of positions: one call of the "varlen" kernel."""
+        """Run causal attention inside each run of positions, in one call of the "varlen" kernel."""
         b, n = q.shape[0], q.shape[2]
         y, lse = _aten._flash_attention_forward(
             *(_end_to_end(t) for t in (q, k, v)), *_limits(runs), 0.0, True, False, **self._behind(window)
@@ -285,7 +290,7 @@ class FlashAttention:
         runs: PackedRuns,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of `forward_runs`."""
+        """Return the gradients of `forward_runs`."""
         b, n = q.shape[0], q.shape[2]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's random state
         flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
@@ -297,27 +302,29 @@ class FlashAttention:
         return dq, dk, dv
 
     def _behind(self, window: int | None) -> dict[str, float]:
-        """Scale and sides of a causal call."""
+        """Return scale and window of a causal call."""
         before = -1 if window is None else window - 1
         return {"scale": self.scale, "window_size_left": before, "window_size_right": 0}
 
 
 def _end_to_end(x: Tensor) -> Tensor:
-    """[b, heads, n, d] to [b n, heads, d]."""
+    """Flatten [b, heads, n, d] to [b n, heads, d]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _limits(runs: PackedRuns) -> tuple[Tensor, Tensor, int, int]:
-    """Limits of queries and keys. A longest run of 1 would select a kernel for generation, whose results
-    differ.
+    """Return the limits of queries and keys, with at least 2 as the longest run: 1 would select a kernel for
+    generation, whose results differ.
     """
     longest = max(runs.longest, 2)
     return runs.cuts, runs.cuts, longest, longest
 
 
 def _sides(n: int, m: int, band: Band) -> dict[str, int]:
-    """The band in FlashAttention's terms: numbers of keys that a query sees before and after the key that is
-    as far from the last key as the query from the last query; -1 for all.
+    """Return the band as FlashAttention's window: numbers of keys before and after a query's own key, -1 for
+    all.
+
+    A query's own key is as far from the last key as the query is from the last query.
     """
     after = band.shift - (m - n)
     before = -1 if band.window is None else band.window - 1 - after
@@ -326,8 +333,10 @@ def _sides(n: int, m: int, band: Band) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MemoryEfficient:
-    """Memory-efficient attention on CUDA, which takes float32 too and values of another width than keys, but
-    no grouped heads. Other bands than full and triangular ones go to the formula written out.
+    """Memory-efficient attention on CUDA: also float32, and values of another width than keys; no grouped
+    heads.
+
+    Bands other than full and triangular ones are computed by the formula.
     """
 
     scale: float
@@ -374,12 +383,12 @@ class MemoryEfficient:
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, kv_heads, m, d] with each key head repeated for all of its query heads."""
+    """Repeat each key head of [b, kv_heads, m, d] for all its query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """Gradients of repeated heads, summed for each key head."""
+    """Sum the gradients of repeated heads for each key head."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -405,7 +414,7 @@ class DropoutMask:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries `queries`, which see no keys but `keys`, of a range of the key heads of all samples."""
+    """Queries and all keys that they attend to, of a range of the key heads of all samples."""
 
     queries: slice
     keys: slice
@@ -414,8 +423,10 @@ class _Tile:
 
 @dataclass(frozen=True)
 class NaiveAttention:
-    """The formula written out, for any device and type, soft-capped scores, and dropout. It goes through
-    tiles of queries, so that only one tile's scores are in memory, and skips keys that a tile does not see.
+    """The formula, for any device and dtype, soft-capped scores, and dropout.
+
+    It is computed in tiles of queries, so that only one tile's scores are in memory, without the keys that a
+    tile does not attend to.
     """
 
     scores: ScoreOptions
@@ -449,7 +460,7 @@ class NaiveAttention:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, band: Band
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As derived by Dao et al. 2022, appendix B.2."""
+        """Return the gradients; Dao et al. 2022, appendix B.2."""
         exact, kind = lse.dtype, q.dtype
         cap = self.scores.softcap or 1.0
         dq = torch.empty_like(q, dtype=exact)
@@ -484,11 +495,13 @@ class NaiveAttention:
         return dq.mul_(scale), dk.mul_(scale).view(k.shape), dv.view(v.shape)
 
     def _scaled(self, k: Tensor) -> Tensor:
-        """Keys with the factor of the scores, unless it would be rounded to 16 bits."""
+        """Return keys multiplied by the factor of the scores, unless that would round to 16 bits."""
         return (k * self._factor if k.dtype == exact_type(k.dtype) else k).contiguous()
 
     def _scores(self, q: Tensor, scaled: Tensor) -> Tensor:
-        """Scores of a tile in the exact type; capped ones before they are multiplied by the cap."""
+        """Return the scores of a tile in the exact dtype; capped ones before the multiplication by the
+        cap.
+        """
         s = q @ scaled.transpose(1, 2)
         if s.dtype != exact_type(q.dtype):
             s = s.to(exact_type(q.dtype)).mul_(self._factor)
@@ -500,7 +513,9 @@ class NaiveAttention:
 
 
 def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, list[_Tile]]]:
-    """Yield tiles that cover all keys that the queries see: for each range of queries those by heads."""
+    """Yield ranges of queries, each with its tiles by heads, which cover all keys that the queries
+    attend to.
+    """
     n, m = q.shape[2], k.shape[2]
     count = k.shape[0] * k.shape[1]
     group = q.shape[1] // k.shape[1]
@@ -515,7 +530,7 @@ def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, list[_Tile
 
 
 def _hide(scores: Tensor, at: _Tile, band: Band) -> Tensor:
-    """Set scores of hidden keys of a tile to -inf, in place; most keys are seen by all queries."""
+    """Set scores of hidden keys of a tile to -inf, in place; most keys are visible to all queries."""
     n, m = at.queries.stop - at.queries.start, at.keys.stop - at.keys.start
     tile_band, by_query = band.at(at.queries, at.keys), scores.unflatten(1, (-1, n))
     after = min(max(tile_band.shift + 1, 0), m)  # from here on keys are hidden from some
@@ -532,29 +547,31 @@ def _hide(scores: Tensor, at: _Tile, band: Band) -> Tensor:
 
 
 def _factors(dropout: DropoutMask, at: _Tile, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dropout's factors of the probabilities of a tile."""
+    """Return the dropout factors of the probabilities of a tile."""
     factors = dropout.factors(at.queries, at.keys, dtype)
     return factors.unflatten(1, (k.shape[1], -1)).flatten(2, 3).flatten(0, 1)[at.heads]
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """[b, heads, n, d] to [b kv_heads, heads / kv_heads n, d]: the queries of a key head in one matrix."""
+    """View [b, heads, n, d] as [b kv_heads, heads / kv_heads n, d], with one matrix of queries per key
+    head.
+    """
     return x.reshape(x.shape[0] * k.shape[1], -1, x.shape[-1])
 
 
 def _ungrouped(parts: list[Tensor], q: Tensor) -> Tensor:
-    """Back to [b, heads, n, d], with q's b, heads and n, from ranges of key heads."""
+    """Concatenate ranges of key heads, and view them as [b, heads, n, d] with q's b, heads and n."""
     x = parts[0] if len(parts) == 1 else torch.cat(parts)
     return x.view(*q.shape[:3], x.shape[-1])
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with the features of a position contiguous, as the kernels require."""
+    """Return x with contiguous features of each position, which the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and of sums over blocks."""
+    """Return the dtype of scores and of sums over blocks."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -569,15 +586,15 @@ def add_block(y: Tensor, lse: Tensor, block_y: Tensor, block_lse: Tensor) -> Non
 
 
 def add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [b, heads, n, dv] and log-sum-exp [b, heads, n] with one more score for each head [heads], whose
-    value is zero. With these, a kernel's backward is right as it is.
+    """Add sinks [heads], scores whose value vectors are zero, to output [b, heads, n, dv] and log-sum-exp
+    [b, heads, n]. A kernel's backward is correct with the results.
     """
     with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
     return y * (lse - with_sinks).exp_().unsqueeze(-1).to(y.dtype), with_sinks
 
 
 def sinks_gradient(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient [heads] of the sinks; y and lse are those of `add_sinks`."""
+    """Return the gradient [heads] of the sinks; y and lse are the results of `add_sinks`."""
     p = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
     through = (dy.to(lse.dtype) * y).sum(-1)
     return p.mul_(through).sum((0, 2)).neg_().to(sinks.dtype)

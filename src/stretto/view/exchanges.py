@@ -77,7 +77,7 @@ _SENDS: dict[str, tuple[Send, ...]] = {
     "cp": (
         Send(
             "keys and values, then their gradients",
-            "round the ring, block by block, beside the attention; with all-to-all attention, heads to "
+            "round the ring, block by block, during the attention; with all-to-all attention, heads to "
             "every other rank",
             "before",
         ),

@@ -39,8 +39,8 @@ _BODY = """<div class="bar" role="toolbar" aria-label="Groups">
 </div>
 <section id="arithmetic" aria-labelledby="counted">
 <h2 id="counted">How the ranks of a group are counted</h2>
-<p class="quiet">As in Megatron-LM's RankGenerator: every axis has a stride, a mask says which axes vary
-inside a group, and each group is counted out by its mask and strides. The fastest axis is the first. Tick
+<p class="quiet">As in Megatron-LM's RankGenerator: every axis has a stride, a mask selects the axes that vary
+inside a group, and the ranks of a group follow from its mask and strides. The fastest axis is the first. Tick
 axes to choose another mask.</p>
 <div id="kinds" class="choices"></div>
 <div class="wide" id="axes"></div>

@@ -32,13 +32,13 @@ CPU = torch.device("cpu")
 
 
 def spoil(tensors: Tensors) -> None:
-    """As a step does, change all of them in place."""
+    """Change all tensors in place, like a step."""
     for local, _ in tensors.values():
         local.fill_(55)
 
 
 def settle(background: BackgroundSave, steps: int = 10_000) -> Path | None:
-    """As the steps of a run do: agree, and go on where all have written or one has failed."""
+    """Agree like the steps of a run, and advance if all have written or one has failed."""
     for _ in range(steps):
         written, failed = zip(*gather_json([background.written, background.failed]), strict=True)
         if all(written) or any(failed):

@@ -217,7 +217,7 @@ class TestHostileFolders:
         self.refused(source, "additional_chat_templates is a link to .*elsewhere, out of the folder")
 
     def test_the_links_of_the_hub_cache(self, source: Path, tmp_path: Path) -> None:
-        """As huggingface_hub lays it out: a snapshot links to blobs, which are named by their hashes."""
+        """The cache of huggingface_hub: a snapshot links to blobs, which are named by their hashes."""
         model = tmp_path / "models--org--name"
         snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
         snapshot.mkdir(parents=True)

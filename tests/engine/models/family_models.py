@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextmanager
 def in_float64() -> Generator[None]:
-    """What `transformers` computes in float32 whatever the type (angles, norms, routers) in float64."""
+    """Compute in float64 what `transformers` always computes in float32 (angles, norms, routers)."""
     float32 = {alias: getattr(torch, alias) for alias in ("float32", "float")}
     to_float, default = Tensor.float, torch.get_default_dtype()
     try:

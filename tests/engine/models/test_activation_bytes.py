@@ -67,7 +67,7 @@ def kept(run: Callable[[], Any], parameters: set[int]) -> int:
 
 
 def _table(t: Tensor) -> bool:
-    """Whether this is a table of rotary positions, which all microbatches share."""
+    """True if this is a table of rotary positions, which all microbatches share."""
     return t.dim() == 2 and t.shape[1] == LLAMA.head_dim // 2 and len(t) <= SEQUENCE
 
 

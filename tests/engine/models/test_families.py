@@ -117,7 +117,7 @@ KINDS = [name for name in CASES if "," not in name]
 
 @pytest.mark.parametrize("name", KINDS)
 def test_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """What save_pretrained writes is what we write, bit for bit, and from_pretrained reads ours."""
+    """Exports equal the files of save_pretrained bit for bit, and from_pretrained reads them."""
     theirs = their_model(their_config(name), torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
     saved = load_file(tmp_path / "theirs" / "model.safetensors")

@@ -159,7 +159,9 @@ def test_dropout_acts_in_training_only():
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
 def test_attention_follows_its_own_numbers_of_heads(name: str):
-    """What tensor parallel relies on: with some of the heads' rows, attention gives their part of the sum."""
+    """Tensor parallelism requires this: with the rows of some heads, attention gives their part of the
+    sum.
+    """
     shape = SHAPES[name]
     attention = made(shape, torch.float64).get_submodule("blocks.0.attn")
     x = torch.randn(2, 5, shape.hidden, dtype=torch.float64)

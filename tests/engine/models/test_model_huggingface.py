@@ -58,7 +58,7 @@ def randomised(shape: ModelShape) -> LanguageModel:
 
 
 def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `from_pretrained` makes of Mixtral's files: the experts of a block in two tensors."""
+    """`from_pretrained` stacks the experts of a block of Mixtral's files in two tensors."""
     results: dict[str, Tensor] = {}
     linears: dict[str, dict[str, list[Tensor]]] = {}
     for name, weight in weights.items():
@@ -207,7 +207,7 @@ def test_shapes_that_gpt2_cannot_have(change: dict[str, Any]):
 
 
 def test_expert_weights_have_the_names_of_published_files(tmp_path: Path):
-    """What save_pretrained writes is what we write, and what we write is what from_pretrained reads."""
+    """Exports equal the files of save_pretrained, and from_pretrained reads them."""
     shape = EXPERTS["mixtral"]
     ours, theirs = pair(shape)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -54,7 +54,7 @@ CASES = {
 
 
 def begins_of(lengths: Sequence[Sequence[int]]) -> Tensor:
-    """Where the document of each position begins, from the lengths of the documents of each sample."""
+    """Return the start of the document of each position, from the lengths of the documents of each sample."""
     rows = list[list[int]]()
     for row in lengths:
         edges = [0]

@@ -21,7 +21,7 @@ MIB = 2**20
 
 @contextmanager
 def files_of_at_most(size: int) -> Generator[None]:
-    """As on a disk with so much room."""
+    """A disk with this much free space."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -36,7 +36,7 @@ def values(seed: int) -> dict[str, Tensor]:
 
 
 def split_by_tp(name: str, tp: int, rank: int) -> tuple[ShardPlacement, tuple[int, ...]]:
-    """Where the part of a tensor that one of tp ranks holds lies, and its local shape."""
+    """Return the box of a tensor on one of tp ranks, and its local shape."""
     shape = SHAPES[name]
     start = (0,) * len(shape)
     if name in ("embed.tok.weight", "head.out.weight"):  # padded: the last ranks have less

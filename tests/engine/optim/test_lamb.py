@@ -48,7 +48,7 @@ def test_lamb_is_the_papers_with_a_ratio_for_each_expert():
 
 
 def test_a_tensor_of_zeros_learns_and_one_without_gradient_stays():
-    """Where a norm is 0 the ratio is 1: a bias that begins at 0 would else stay there."""
+    """If a norm is 0 the ratio is 1; otherwise a bias that begins at 0 would never change."""
     start = {"a.bias": torch.zeros(3, dtype=torch.float64), "b.bias": torch.ones(3, dtype=torch.float64)}
     fragments = whole(start)
     optimizer = build_optimizer(fragments, Optimiser(name="lamb", lr=0.1))

@@ -57,7 +57,9 @@ def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
 def places_of(
     table: dict[str, ShardedParameter], made: Iterable[str], first: bool
 ) -> dict[str, ShardPlacement]:
-    """As `assemble` has them: of a tied parameter only the first stage's copy is owned."""
+    """Return placements like those of `assemble`: only the first stage's copy of a tied parameter is
+    owned.
+    """
     results = {}
     for name in made:
         placed = table[name].placed

@@ -113,7 +113,7 @@ def test_every_split_is_one_process():
 
 
 def padding(fragments: list[ParameterFragment]) -> list[Tensor]:
-    """What is in no piece."""
+    """Return the elements that belong to no box."""
     results = list[Tensor]()
     for fragment in fragments:
         rest = torch.ones_like(fragment.parameter, dtype=torch.bool)
@@ -198,7 +198,7 @@ def test_batches_of_any_size_make_the_same_update(name: str, monkeypatch: pytest
 
 
 def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
-    """How often each element of each state is written, at least and at most."""
+    """Return the least and the largest number of writes per element of each state."""
     results: dict[str, dict[str, int]] = {}
     counts: dict[tuple[str, str], Tensor] = {}
     for rank in range(split.tp * split.shards):

@@ -128,7 +128,7 @@ class Result:
 
 
 def reference(case: Case) -> Result:
-    """What one process makes of all replicas' samples."""
+    """Return the results of one process for the samples of all replicas."""
     keys, layer = DropoutKeys(3), plain_layer(case.shape)
     key_dropout(layer, keys)
     x, dy = data(case)

@@ -492,7 +492,7 @@ def test_an_addition_of_different_splits_is_refused():
 
 def test_a_parameter_whose_gradient_would_be_counted_wrongly_is_refused():
     plan = net_plan(GatherBatch())
-    with pytest.raises(StrettoError, match=r"uses a parameter on a part of the batch.*says the whole"):
+    with pytest.raises(StrettoError, match=r"uses a parameter on a part of the batch.*expects the whole"):
         parallelize(keyed(Net()), {**plan, "": Replicate()}, FakeMesh(2))
 
 

@@ -171,7 +171,7 @@ def rows_sent() -> None:
 
 
 def types() -> None:
-    """What the transport does with other types; sums of bfloat16 are rounded once."""
+    """Other dtypes are supported; sums of bfloat16 are rounded once."""
     rank, group, n = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
     for dtype in (torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.bool):
         x = torch.tensor([[rank, 1], [0, rank]]).to(dtype)

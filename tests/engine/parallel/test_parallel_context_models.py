@@ -67,7 +67,7 @@ def plain_model(shape: ModelShape) -> LanguageModel:
 
 
 def documents_of(case: Case) -> DocumentStarts | None:
-    """Of a token, some tokens, and the rest, in each sample others."""
+    """Documents of one token, of some tokens, and of all others, different in each sample."""
     if not case.packed:
         return None
     begins = torch.zeros(2, case.length, dtype=torch.int64)

@@ -36,7 +36,7 @@ def tokens(rank: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def matrix(expert: int) -> Tensor:
-    """What an expert does to a row."""
+    """Return an expert's output for a row."""
     stream = torch.Generator().manual_seed(200 + expert)
     return torch.randn(HIDDEN, HIDDEN, generator=stream, dtype=torch.float64)
 
@@ -120,7 +120,7 @@ def test_mix_is_the_weighted_sum() -> None:
 
 
 def test_mix_in_16_bits() -> None:
-    """What is short stays short; the gradients of the weights are added up in their own type."""
+    """16-bit tensors stay 16-bit; gradients of the weights are summed in their own dtype."""
     copies, weights = torch.randn(4, 3, 5).bfloat16(), torch.rand(4, 3, requires_grad=True)
     ours = mix(copies, weights)
     assert ours.dtype is torch.bfloat16

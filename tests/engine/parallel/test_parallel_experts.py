@@ -47,7 +47,7 @@ def local(x: Tensor, split: SequenceSplit) -> Tensor:
 
 
 def reduce(table: dict[str, ShardedParameter], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
-    """What a step does at its end."""
+    """Run the end of a step."""
     for name, parameter in parameters.items():
         assert parameter.grad is not None, name
         for dim, start, size, group in table[name].shared:

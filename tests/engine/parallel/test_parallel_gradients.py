@@ -151,7 +151,7 @@ def reduced(microbatches: int, bucket_bytes: int) -> None:
 
 
 def overlapped() -> list[list[Any]]:
-    """What happened in order, for each of two steps: gradients as autograd made them, and reductions."""
+    """Record the order of autograd's gradients and of reductions, for each of two steps."""
     model, log = Model(), list[Any]()
     group = CountingGroup(dist.group.WORLD, log)
     for name, p in model.named_parameters():

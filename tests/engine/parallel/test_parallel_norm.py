@@ -90,7 +90,7 @@ def test_our_layer_norm_equals_torchs(size: tuple[int, ...], affine: bool, bias:
 @pytest.mark.parametrize("made", [nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtype, on_device: bool):
-    """As of the input in float64, rounded once; weight gradients are not rounded at all."""
+    """Results equal those of the input in float64, rounded once; weight gradients are not rounded."""
     torch.manual_seed(0)
     exact = made(64, eps=1e-5)
     for parameter in exact.parameters():

@@ -15,7 +15,7 @@ from stretto.engine.parallel.data.reduction import Reduction, ShardGroups, reduc
 
 
 class Sent:
-    """What a backend keeps of a collective: its tensors, to the end of its handle."""
+    """A collective's handle that keeps its tensors alive, like a backend."""
 
     def __init__(self, pieces: Tensor) -> None:
         self.pieces = pieces

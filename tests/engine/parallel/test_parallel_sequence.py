@@ -108,7 +108,7 @@ class Both:
                     layer.queue = self.queue
 
     def finish(self) -> None:
-        """What the schedule does after the backward: W, and the sum of partial gradients."""
+        """Run the schedule's actions after the backward: W, and the sum of partial gradients."""
         if self.case.deferred:
             assert self.queue, "no weight gradient was put off"
         with torch.no_grad():

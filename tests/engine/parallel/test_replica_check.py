@@ -74,7 +74,7 @@ def test_a_flip_is_named_with_its_rank() -> None:
         ]
         assert report(after) == (
             "all on rank 2 is not what 3 other ranks have; "
-            "pair is not the same on ranks 2 and 3, and no majority says which is right"
+            "pair is not the same on ranks 2 and 3, without a majority for one value"
         )
 
 

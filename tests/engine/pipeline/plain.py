@@ -57,7 +57,7 @@ def batch(
 
 @dataclass
 class Outcome:
-    """Of one step in one process: losses by replica and microbatch, gradients by parameter."""
+    """Results of one step in one process: losses by replica and microbatch, gradients by parameter."""
 
     losses: list[list[float]]
     gradients: list[Tensor]

@@ -1,4 +1,4 @@
-"""What a user can get wrong with a pipeline and is told; what a trial forward leaves behind."""
+"""Errors in the use of a pipeline, and the state after a trial forward."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WIDTH, RANKS = 4, 4
 
 
 class Counter:
-    """How much of what it is shown is still in memory."""
+    """Counts the observed tensors that are still in memory."""
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
@@ -41,7 +41,7 @@ class Counter:
 
 
 def counting_reloads(counter: Counter) -> None:
-    """What comes back from the host is a tensor of its own."""
+    """Also count reloaded tensors, which have separate memory."""
     reload = ActivationCopies.reload
 
     def counted(self: ActivationCopies) -> None:

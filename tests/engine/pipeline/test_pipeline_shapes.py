@@ -1,4 +1,4 @@
-"""What passes between stages: several tensors, whole numbers, skips, and microbatches of different shapes."""
+"""Tensors between stages: several, integers, skips, and microbatches of different shapes."""
 
 from __future__ import annotations
 

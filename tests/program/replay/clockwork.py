@@ -166,7 +166,7 @@ class Clockwork:
         return values[stage]
 
     def ready(self, rank: int, action: Action) -> bool:
-        """Whether all that the action needs is over and there by now."""
+        """True if all dependencies of the action are finished and have arrived."""
         stage, kind, i = action
         name = self.takes(action)
         if name is not None and self.there.get(name, self.now + 1) > self.now:
@@ -263,7 +263,7 @@ class Clockwork:
             self.busy[rank] = start + cost
 
     def all_came(self, rank: int, place: int) -> bool:
-        """Whether all ranks of the tied set have come to their reduction of it."""
+        """True if all ranks of the tied set have reached their reduction."""
         joins: list[dict[int, int]] = [{} for _ in self.program.tied]
         for r, order in enumerate(self.program.orders):
             seen: dict[int, int] = {}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """Where a form is evaluated."""
+    """A point at which a form is evaluated."""
 
     p: int
     m: int

@@ -26,7 +26,7 @@ def cases(ranks: tuple[int, ...], microbatches: range | tuple[int, ...]) -> Iter
 
 
 def agrees(form: Form, case: Case, lowered: bool = False) -> int:
-    """How many figures were compared."""
+    """Number of compared figures."""
     holds, peak_holds = form.valid(case), form.peak_valid(case)
     if form.group is not None:
         peak_holds = peak_holds and holds  # the option itself depends on what is valid

@@ -63,7 +63,7 @@ def draw_program(random: Random) -> Program:
 
 
 def agree(seed: int) -> bool:
-    """Whether the program came to its end, in both."""
+    """True if both completed the program."""
     random = Random(seed)
     program = draw_program(random)
     costs = draw_costs(program, random)

@@ -9,7 +9,7 @@ from stretto.job.shape import ModelShape, check_built
 
 def build(shape: ModelShape) -> LanguageModel:
     """Return the plain model of a shape, with torch's default initial values (`weights.initialise` sets
-    ours).
+    Stretto's).
 
     Under `torch.device("meta")` the parameters have shapes but no storage.
 

@@ -340,8 +340,8 @@ class _Walk:
             split = cast(Split, value.split)
             if style.input not in (None, split):
                 raise StrettoError(
-                    f"sharding plan: {name!r} is called with a tensor whose split is {split!r}, and its "
-                    f"style says input={style.input!r}",
+                    f"sharding plan: {name!r} is called with a tensor whose split is {split!r}, but its "
+                    f"style has input={style.input!r}",
                     hint="leave input out: it is found by tracing",
                 )
             after = _taken(style, split)
@@ -368,7 +368,7 @@ class _Walk:
             listed = " and as ".join(sorted(before for before, _ in visited))
             raise StrettoError(
                 f"sharding plan: {name!r} is called several times, with tensors that are split as {listed}",
-                hint="let what is before it leave the same split each time: output='batch' or 'whole'",
+                hint="give the modules before it the same split at every call: output='batch' or 'whole'",
             )
         if before != after:
             self.flow.before.setdefault(name, {})[at] = before, after
@@ -427,9 +427,9 @@ class _Walk:
         if partial and partial != {split == "batch"}:
             raise StrettoError(
                 f"sharding plan: {self._at(node, name)} uses a parameter on "
-                f"{'a part of the batch' if split == 'batch' else 'the whole batch'}, and the style of its "
-                f"module says {'the whole' if split == 'batch' else 'a part'}",
-                hint="BatchParallel() for the module that holds it" if split == "batch" else "Replicate()",
+                f"{'a part of the batch' if split == 'batch' else 'the whole batch'}, but the style of its "
+                f"module expects {'the whole' if split == 'batch' else 'a part'}",
+                hint="BatchParallel() for the module of the parameter" if split == "batch" else "Replicate()",
             )
         if split == "batch":
             wrong = name in _OVER_BATCH or (name == "getattr" and node.args[1] in ("T", "mT", "H"))

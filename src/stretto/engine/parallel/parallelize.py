@@ -258,7 +258,7 @@ def _check_random(
             continue
         if not (_replicated(name, styles) or (name in styles and not isinstance(styles[name][1], Replicate))):
             raise StrettoError(
-                f"sharding plan: no style says how the input of dropout {name!r} is split",
+                f"sharding plan: no style gives the split of the input of dropout {name!r}",
                 hint=f"add {name!r}: SplitDropout(...), or Replicate() if every rank has the whole input",
             )
 

@@ -45,7 +45,7 @@ class ReplicaMismatch:
     def __str__(self) -> str:
         ranks = " and ".join(map(str, self.suspects))
         if len(self.suspects) == len(self.holders):
-            return f"{self.name} is not the same on ranks {ranks}, and no majority says which is right"
+            return f"{self.name} is not the same on ranks {ranks}, without a majority for one value"
         others = len(self.holders) - len(self.suspects)
         return f"{self.name} on rank {ranks} is not what {others} other ranks have"
 
