@@ -61,7 +61,7 @@ def migrate(
         typer.Option(
             "--run",
             help="Run the script, with a torchrun, srun and python that only record their arguments; for "
-            "scripts with loops, functions and the like.",
+            "scripts with tests, loops, functions and the like.",
         ),
     ] = False,
     as_json: Json = False,
