@@ -162,7 +162,7 @@ def test_no_more_logits_exist_than_those_of_a_chunk(softcap: float, bytes_: int)
 def test_the_targets_are_told_before_each_forward() -> None:
     loss, x, _ = bfloat16()
     loss.of(x)
-    with pytest.raises(AssertionError, match="not been told"):
+    with pytest.raises(AssertionError, match="are not set"):
         loss.of(x)
 
 
