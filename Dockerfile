@@ -22,6 +22,6 @@ ARG PIP_OPTIONS=""
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # hadolint ignore=DL3013,SC2086
 RUN pip install --no-cache-dir ${PIP_OPTIONS} ".[${EXTRAS}]"
-COPY configs configs
+RUN ln -s src/stretto/configs configs
 
 CMD ["stretto", "--help"]

@@ -28,6 +28,7 @@ from stretto.cli.output import command_app, print_error
 from stretto.errors import StrettoError, TorchMissing, nearest
 
 COMMANDS = (
+    "init",
     "train",
     "verify",
     "prove",
@@ -195,6 +196,9 @@ def _usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:
         hint = f"did you mean {similar!r}? {hint}" if similar and similar != wrong else hint
         return cast(str, error.message), hint
     message = cast(str, error.format_message())
+    if message == "Missing argument 'CONFIG'.":
+        path = getattr(context, "command_path", _command_path(arguments))
+        hint = f"as in `{path} quickstart`; `stretto init` lists the examples; {hint}"
     if message.startswith("No such command") and context is not None:
         wrong = str(message).split("'")[1]
         similar = nearest(wrong, context.command.list_commands(context))

@@ -182,12 +182,12 @@ def test_a_config_that_is_not_there_is_looked_for_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
-    Path("configs/quickstart.yaml").touch()
+    Path("configs/first-job.yaml").touch()
     Path(".pre-commit-config.yaml").touch()
     for name, hint in (
-        ("quickstart", "did you mean configs/quickstart.yaml?"),
-        ("configs/quickstrt.yaml", "did you mean configs/quickstart.yaml?"),
-        ("mine.yaml", "there is configs/quickstart.yaml"),
+        ("first-job", "did you mean configs/first-job.yaml?"),
+        ("configs/first-jb.yaml", "did you mean configs/first-job.yaml?"),
+        ("mine.yaml", "there is configs/first-job.yaml"),
     ):
         with pytest.raises(StrettoError) as caught:
             load(name)

@@ -19,6 +19,8 @@ from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import apply_override, read_section
 
+EXAMPLES = Path(__file__).parents[2] / "configs"  # come with the package; each begins with a comment about it
+
 # fields of `model` that leave the model of a preset as it is
 _BESIDE_PRESET = ("preset", "vocab", "positions", "dropout", "init_std", "scaled_init")
 
@@ -142,7 +144,7 @@ def plain_values(config: JobConfig, *, defaults: bool = True) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> str:
-    """Return the text of a config file.
+    """Return the text of a config file, or of the example of that name if there is no such file.
 
     Raises:
         StrettoError: it cannot be read.
@@ -154,6 +156,8 @@ def read_config(path: Path) -> str:
             raise StrettoError(f"config {path} is larger than {LARGEST_FILE} bytes", hint="is it a config?")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if str(path) in example_configs():
+            return (EXAMPLES / f"{path}.yaml").read_text(encoding="utf-8")
         raise StrettoError(f"config {path} does not exist", hint=_neighbours(path)) from None
     except UnicodeDecodeError:
         raise StrettoError(f"config {path} is not UTF-8 text", hint="is it a YAML file?") from None
@@ -161,13 +165,26 @@ def read_config(path: Path) -> str:
         raise StrettoError(f"config {path} cannot be read: {error.strerror}") from None
 
 
+def example_configs() -> dict[str, str]:
+    """Return what each example trains, by name: the first clause of the comment that it begins with."""
+    examples = dict[str, str]()
+    for path in _configs(EXAMPLES):
+        comment = (
+            path.read_text(encoding="utf-8").partition("\n\n")[0].replace("\n# ", " ").removeprefix("# ")
+        )
+        examples[path.stem] = re.split(r"[:.;] | \(|\.$", comment)[0]
+    return examples
+
+
 def _neighbours(path: Path) -> str | None:
-    """Return a hint to a config in the folder of a missing one, or in its folder `configs`."""
+    """Return a hint to a config beside a missing one or in the folder `configs` there, or to an example."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     configs = [*_configs(path.parent), *_configs(path.parent / "configs")]
     if closest := nearest_file(path.stem, (config.stem for config in configs)):
         return f"did you mean {next(config for config in configs if config.stem == closest)}?"
+    if path.parent == Path() and not path.suffix and (closest := nearest_file(path.name, example_configs())):
+        return f"did you mean {closest}? `stretto init` lists the examples"
     more = f" and {len(configs) - 8} more" if len(configs) > 8 else ""
     shown = ", ".join(map(str, configs[:8]))
     return f"there is {shown}{more}" if configs else f"no config in {path.parent}"
@@ -180,8 +197,9 @@ def _configs(folder: Path) -> list[Path]:
 
 
 def run_name(path: Path) -> str:
-    """Return the file's name as a run's name: characters that suit no folder become dashes."""
-    return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", path.stem).lstrip(".+=@-") or "train"
+    """Return the name of a file or an example as that of a run: what suits no folder becomes a dash."""
+    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", name).lstrip(".+=@-") or "train"
 
 
 def _kind(values: Any) -> str:
