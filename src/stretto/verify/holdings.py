@@ -42,8 +42,8 @@ class Split:
     group: ProcessGroup | None = None
     parts: Sequence[int] = ()
 
-    def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor of every rank's part. Collective over the group."""
+    def full_tensor(self, local: Tensor) -> Tensor:
+        """Return the full tensor of all ranks' parts. Collective over the group."""
         shares = _gathered(local.movedim(self.dim, 0).contiguous(), self.group)
         if self.parts:
             cut = [share.split([size // len(shares) for size in self.parts]) for share in shares]
@@ -77,8 +77,8 @@ class Pieces:
 
     record: SplitRecord
 
-    def whole(self, local: Tensor) -> Tensor:
-        """The whole tensor, of the pieces that each rank owns. Collective over the ranks of one copy."""
+    def full_tensor(self, local: Tensor) -> Tensor:
+        """Return the full tensor of the pieces that ranks own. Collective over the ranks of one copy."""
         full = local.new_zeros(self.record.placed.shape)
         for piece in self.record.placed.pieces:
             if piece.owned:
@@ -114,7 +114,7 @@ class Entry:
         return isinstance(self.tensor, DTensor) or self.rule is not None
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor that lies as this one does (itself, a gradient, a state), in float64 on the
+        """Return the full tensor of one that is split as this one (itself, a gradient, a state), float64 on the
         CPU. Collective over the ranks that share it.
         """
         weight, tensor = tensor is self.tensor, tensor.detach()
@@ -131,7 +131,7 @@ class Entry:
                 stride=self.tensor.stride(),
             ).full_tensor()
         elif isinstance(self.rule, Split | Pieces):
-            tensor = self.rule.whole(tensor)
+            tensor = self.rule.full_tensor(tensor)
         elif self.rule is not None:
             tensor = self.rule(tensor)
         return tensor.to("cpu", torch.float64)

@@ -184,8 +184,8 @@ def prove_asynchronous(
         first = list[int]()  # of the windows; what comes after a step changes nothing that it does
         for length in windows:
             first.append(min(length, step_count - sum(first)))
-        some = Steps(fresh, trial, reference[:step_count], tuple(length for length in first if length))
-        verdict = _observe(some, delays, tolerance, replay)
+        shorter = Steps(fresh, trial, reference[:step_count], tuple(length for length in first if length))
+        verdict = _observe(shorter, delays, tolerance, replay)
     return steps.with_wrong_use(only_unread(verdict, ran) if verdict.equal else verdict, ran)
 
 
