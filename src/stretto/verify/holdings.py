@@ -114,8 +114,8 @@ class Entry:
         return isinstance(self.tensor, DTensor) or self.rule is not None
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor of one that is split as this one (itself, a gradient, a state), float64 on the
-        CPU. Collective over the ranks that share it.
+        """Return the full tensor of one that is split like this one: itself, a gradient or a state. It is in
+        float64 on the CPU. Collective over the ranks that share it.
         """
         weight, tensor = tensor is self.tensor, tensor.detach()
         if deepspeed := _deepspeed(self.tensor):  # its gradients come whole
