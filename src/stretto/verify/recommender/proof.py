@@ -108,7 +108,11 @@ def job_fields(
     config: RecommenderConfig, features: tuple[TableSpec, ...]
 ) -> Iterator[tuple[str, Any, RecommenderJob | None]]:
     """The set fields of model, tables and optimisers (`verify.fields.set_fields`)."""
-    optim, problems = config.optim, len(find_problems(config))
+
+    def count_problems(config: RecommenderConfig, tables: Sequence[TableSpec]) -> int:
+        return len(find_problems(config)) + len([*check_tables(config, list(tables))])
+
+    optim, problems = config.optim, count_problems(config, features)
 
     def in_optim(name: str) -> Section[RecommenderJob]:
         def put(part: Any) -> RecommenderJob:
@@ -133,7 +137,7 @@ def job_fields(
         other = changed.shape(tables), tables, changed.optim  # null may stand for the value of a field
         if other == (config.shape(features), features, optim):
             return False
-        return len(find_problems(changed)) <= problems and not [*check_tables(changed, list(tables))]
+        return count_problems(changed, tables) <= problems
 
     return set_fields(sections, _EVIDENT, is_legal)
 
