@@ -53,7 +53,14 @@ def panels_html(
         "left": left_of(panels),
         "held": highest_peak(panels),
         "kinds": [
-            {"kind": kind, "name": NAMES[kind], "shades": [_shade(kind, i, chunks) for i in range(chunks)]}
+            {
+                "kind": kind,
+                "name": NAMES[kind],
+                "shades": [
+                    {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
+                    for colour in (colours.of_kind(kind, i, chunks) for i in range(chunks))
+                ],
+            }
             for kind in kinds
         ],
         "panels": [_panel(panel, kinds) for panel in panels],
@@ -105,11 +112,6 @@ def _file(name: str) -> str:
 def script_json(data: Any) -> str:
     """Return data as JSON that is safe in a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _shade(kind: ActionKind, chunk: int, chunks: int) -> dict[str, str]:
-    colour = colours.of_kind(kind, chunk, chunks)
-    return {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
 
 
 def _panel(panel: Panel, kinds: list[ActionKind]) -> dict[str, Any]:

@@ -50,14 +50,11 @@ def untiled(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         offsets, sizes = filled[current]
         del active[: bisect_right(active, (offsets[axis], len(filled)))]
         for _, other in active:
-            if _meet(filled[current], filled[other]):
+            sides = zip(offsets, sizes, *filled[other], strict=True)
+            if all(o < p + m and p < o + n for o, n, p, m in sides):
                 return f"pieces {_text(*filled[other])} and {_text(offsets, sizes)} overlap"
         insort(active, (offsets[axis] + sizes[axis], current))
     return None
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return all(o < p + m and p < o + n for o, n, p, m in zip(a[0], a[1], b[0], b[1], strict=True))
 
 
 def box_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:

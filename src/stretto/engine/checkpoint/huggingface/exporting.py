@@ -85,7 +85,11 @@ def export_huggingface(
             )
         shape = replace(adapted, lora=None)
         parts = _parts(stored, shape, dtype)
-        described = {**config_to_huggingface(shape), **(config or {}), "dtype": _main_dtype(parts)}
+        sizes: dict[torch.dtype, int] = {}
+        for part in parts:
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.bytes
+        main_dtype = dtype_name(max(sizes, key=lambda dtype: sizes[dtype]))
+        described = {**config_to_huggingface(shape), **(config or {}), "dtype": main_dtype}
         total = sum(part.bytes for part in parts)
         check_room(out, total, f"the model in {path}")
         out.mkdir(parents=True, exist_ok=True)
@@ -173,13 +177,6 @@ def _parts(stored: StoredTensors, shape: ModelShape, dtype: torch.dtype | None) 
         for rule in mapping
         for i, (name, sizes) in enumerate(rule.sizes.items())
     ]
-
-
-def _main_dtype(parts: list[_Part]) -> str:
-    sizes: dict[torch.dtype, int] = {}
-    for part in parts:
-        sizes[part.dtype] = sizes.get(part.dtype, 0) + part.bytes
-    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype]))
 
 
 def _files(parts: list[_Part], limit: int) -> Iterator[list[_Part]]:
