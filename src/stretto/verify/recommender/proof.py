@@ -84,7 +84,7 @@ class RecommenderProof(Proof):
         references = self.references()
         findings = Findings(prove(references, self.cases, folder, report))
         if self.fields:
-            first = self.cases[0]
+            first = next((case for case in self.cases if case.samples == "ragged"), self.cases[0])
             job = first.apply(self.config, self.features), tuple(self.features)
 
             def run(changed: RecommenderJob) -> Sequence[Snapshot]:
