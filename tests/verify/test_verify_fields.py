@@ -112,7 +112,7 @@ def test_fields_of_a_recommender_without_effect_are_found() -> None:
     )
     assert isinstance(config, RecommenderConfig)
     features = tuple(config.table_specs())
-    named = {name: value for name, value, _ in job_fields(config, features)}
+    named = {name: value for name, value, _ in job_fields((config, features))}
     assert {"model.tables.C2.ids", "optim.dense.weight_decay", "optim.tables.name"} <= named.keys()
     placements = {table.name: TablePlacement("table", (0,)) for table in physical_tables(features)}
     case = replace(configured_case(config, features, placements), samples="ragged")

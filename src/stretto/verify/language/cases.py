@@ -289,7 +289,7 @@ def read_cases(
     return listed
 
 
-def check_value(section: type, name: str, key: str, value: Any, location: str, example: str) -> None:
+def check_value(section: type, name: str, key: str, value: Any, *, location: str, example: str) -> None:
     """Raise StrettoError unless the field `name` of a section, which a case calls `key`, takes the value."""
     if wrong_fields(section, {name: value}):
         legal = allowed(config_fields(section)[name])
@@ -308,7 +308,8 @@ def _case(keys: dict[str, Any], location: str, configured: Job) -> Job:
         (ScheduleConfig, options),
     ):
         for key, value in values.items():
-            check_value(section, _RECOMPUTE.get(key, key), key, value, location, _EXAMPLE)
+            name = _RECOMPUTE.get(key, key)
+            check_value(section, name, key, value, location=location, example=_EXAMPLE)
     changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
     if "schedule" in keys or options or configured.options:
         changes["schedule"] = _schedule(keys.get("schedule", configured.schedule), location)

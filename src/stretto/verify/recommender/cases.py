@@ -163,7 +163,7 @@ def _case(
     kinds = get_args(Samples)
     for key, value in mapping.items():
         if key in _KEYS:
-            check_value(*_KEYS[key], key, value, location, _EXAMPLE)
+            check_value(*_KEYS[key], key, value, location=location, example=_EXAMPLE)
         elif value not in kinds:
             raise StrettoError(f"{location}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
     fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}

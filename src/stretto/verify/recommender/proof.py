@@ -91,7 +91,7 @@ class RecommenderProof(Proof):
                 trained = references.of(first) if changed == job else references.run(first, *changed)
                 return trained.snapshots
 
-            findings.unproved = without_effect(job, job_fields(*job), run, first.clip)
+            findings.unproved = without_effect(job, job_fields(job), run, first.clip)
         for number, (case, verdict) in enumerate(zip(self.cases, findings.verdicts, strict=True)):
             if self.own_types and verdict.equal:  # what differs in float64 is explained already
                 errors = alone[number] if alone else None
@@ -104,15 +104,14 @@ _EVIDENT = {"preset", "family", "dense", "bottom", "top", "cross_rank", "rows", 
 """Sizes, of which any other value makes another model, and peak rates."""
 
 
-def job_fields(
-    config: RecommenderConfig, features: tuple[TableSpec, ...]
-) -> Iterator[tuple[str, Any, RecommenderJob | None]]:
+def job_fields(job: RecommenderJob) -> Iterator[tuple[str, Any, RecommenderJob | None]]:
     """The set fields of model, tables and optimisers (`verify.fields.set_fields`)."""
+    config, features = job
 
-    def count_problems(config: RecommenderConfig, tables: Sequence[TableSpec]) -> int:
-        return len(find_problems(config)) + len([*check_tables(config, list(tables))])
+    def count_problems(job: RecommenderJob) -> int:
+        return len(find_problems(job[0])) + len([*check_tables(job[0], list(job[1]))])
 
-    optim, problems = config.optim, count_problems(config, features)
+    optim, problems = config.optim, count_problems(job)
 
     def in_optim(name: str) -> Section[RecommenderJob]:
         def put(part: Any) -> RecommenderJob:
@@ -137,7 +136,7 @@ def job_fields(
         other = changed.shape(tables), tables, changed.optim  # null may stand for the value of a field
         if other == (config.shape(features), features, optim):
             return False
-        return count_problems(changed, tables) <= problems
+        return count_problems(job) <= problems
 
     return set_fields(sections, _EVIDENT, is_legal)
 

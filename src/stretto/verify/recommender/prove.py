@@ -351,9 +351,8 @@ class PlacementComparison:
         logits = recommender.predict(
             self.trained.batches[-1].part(self._probe.start, self._probe.stop)
         ).double()
-        statistic = local_statistic(
-            states, shards, placed, self.trained.states_before(number), expected, clipped
-        )
+        before = self.trained.states_before(number)
+        statistic = local_statistic(states, shards, placed, before=before, expected=expected, clipped=clipped)
         return Evidence(
             initial=initial,
             loss=done.loss,
