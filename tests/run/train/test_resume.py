@@ -229,7 +229,7 @@ def test_samples_are_counted_from_where_the_batch_has_changed(folder: Path, tmp_
         "checkpoint step-00000006 is damaged: file manifest.json: samples is 7 at step 6" in notes.read_text()
     )
     forge(last, meta=meta | {"samples": 7})
-    with pytest.raises(StrettoError, match="samples is 7 at step 6, and steps of 8 from 8 at step 2 make 40"):
+    with pytest.raises(StrettoError, match="is 7 at step 6, but steps of 8 from 8 at step 2 add up to 40"):
         run_job(LANGUAGE, replace(more, checkpoint=resume_at(more, last)))
 
 

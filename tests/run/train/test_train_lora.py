@@ -122,7 +122,7 @@ def test_adapters_train_and_the_base_keeps_its_bits(folder: Path) -> None:
             MOE.replace(", shared_ffn: 16", ""),
             "routed experts take no adapters",
         ),
-        ("precision.fp8=row", LLAMA, "no products in 8 bits"),
+        ("precision.fp8=row", LLAMA, "do not support 8-bit products"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(folder: Path, override: str, model: str, words: str) -> None:
