@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from statistics import quantiles
 
@@ -342,27 +343,27 @@ def test_the_guard_against_code_from_files_passes_harmless_code(code: str) -> No
 # nothing. The aim is 95,000 lines of `stretto` and 8,000 of `stretto_interop`.
 WINGS = {
     "stretto": 350,  # files beside the folders
-    "layout": 700,
-    "program": 7_750,
-    "job": 6_000,
-    "planner": 13_600,  # of which three counts of a layer's tensors, for time, memory and the dry run: 4.6k
+    "layout": 710,
+    "program": 7_800,  # like job and engine 50 more since public docstrings give units, errors and sources
+    "job": 6_060,
+    "planner": 13_300,  # matrix products of time and of the dry run are counted apart: design.md has why
     "view": 3_250,
-    "engine": 23_850,
+    "engine": 24_050,
     "autosplit": 2_000,
-    "run": 25_750,  # of which data, with formats, tokenizers, chats and mixtures: 8.6k
+    "run": 26_650,  # of which data, with formats, tokenizers, chats and mixtures: 8.6k; five launchers: 1.2k
     "recommender": 15_350,
-    "verify": 7_660,  # two tasks and models of users have a reference and causes each; the second pass: 0.5k
-    "cli": 7_650,  # options and help 1.0k, checks and tables of 26 commands
-    "stretto_interop": 12_000,  # bash 0.7k, Megatron's flat buffers 0.6k, torch's archives 0.5k
+    "verify": 7_500,  # of which the causes of a difference, for three tasks: 1.1k
+    "cli": 8_000,  # options and help 1.0k, checks and tables of 27 commands
+    "stretto_interop": 11_350,  # bash 0.45k, Megatron's flat buffers 0.5k, torch's archives 0.4k
 }
-WHOLE = 113_900  # of `stretto`
+WHOLE = 114_750  # of `stretto`; 900 of them are the launchers for Kubernetes, SkyPilot, Ray and torchrun
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_OF_95_PERCENT = 800, 100, 45
-FILLERS = 3  # of 61,000 bound names; two are the public `Split.whole`
+FILLERS = 0  # of 61,000 bound names
 LIMITS = {
-    "private helpers that are called once": 1_110,  # the aim is 700
+    "private helpers that are called once": 980,  # the aim is 700
     "dataclasses": 560,  # the aim is 350
     "functions that take a config": 75,  # the aim is 60; 20 of them in run/config, 14 in cli
-    "modules with one importer": 130,  # the aim is 100
+    "modules with one importer": 133,  # the aim is 100; three are launchers, a file for each
     # torch's operators, `apply` of autograd functions and numba's loops take positions alone
     "calls with more than five positional arguments": 28,
     "public class names that several classes have": 0,
@@ -472,10 +473,9 @@ def unnamed(node: ast.AST) -> str | None:
     if isinstance(node, ast.ClassDef):
         for decorator in node.decorator_list:
             keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
-            fields = sum(
-                isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)
-                for n in node.body
-            )
+            annotations = [ast.unparse(n.annotation) for n in node.body if isinstance(n, ast.AnnAssign)]
+            by_position = takewhile(lambda annotation: annotation != "KW_ONLY", annotations)
+            fields = sum("ClassVar" not in annotation for annotation in by_position)
             if ast.unparse(decorator).startswith("dataclass") and fields > MOST_FIELDS:
                 return None if "kw_only" in {k.arg for k in keywords} else f"{node.name} is not kw_only"
     if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:

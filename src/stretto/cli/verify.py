@@ -137,7 +137,7 @@ def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) ->
     others = "" if findings.rounded else "in other types than float64 or "  # the second pass sees these
     unseen = [*_UNSEEN, f"arithmetic {others}on other devices than CPUs"]
     names = {"gradients": "gradients", "their norm": "norm", "states of tables": "states", "logits": "logits"}
-    compared = [words for words, n in names.items() if any(v[n].error is not None for v in verdicts)]
+    compared = [label for label, n in names.items() if any(v[n].error is not None for v in verdicts)]
     record: dict[str, Any] = {
         "equal": equal,
         "dtype": "float64",

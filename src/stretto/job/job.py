@@ -118,8 +118,8 @@ class Execution:
     graphs: Annotated[
         Graphs,
         Field(
-            "`microbatch`: forward and backward of a microbatch are captured once as a device graph (CUDA "
-            "graph) and replayed, which costs the host one launch. See docs/accelerators.md."
+            "`microbatch`: forward and backward of a microbatch are captured once as a graph of the "
+            "device and replayed, which costs the host one launch. See docs/accelerators.md."
         ),
     ] = "off"
     vocab_multiple: Annotated[

@@ -268,8 +268,12 @@ _OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads
 def tied(evidence: Evidence, wrong: list[str]) -> str | None:
     if not set(wrong) <= set(evidence.tied):
         return None
-    values, close, gradients = evidence.values, evidence.close, _compared(evidence)
-    holders, who, parts = _SHARING, "stages", list[Tensor]()
+    values = evidence.values
+    close = evidence.close
+    gradients = _compared(evidence)
+    holders = _SHARING
+    who = "stages"
+    parts = list[Tensor]()
     if values is not None:
         local = values.actual.get(wrong[0], ())
         copies = [value for value in _gradients_of(values, wrong[0]) if value is not None]

@@ -402,7 +402,9 @@ class _Script:
         match = re.fullmatch(r"([A-Za-z_]\w*|\d+)(?:\[([@*]|\d+)\])?(?:(:?[-=?])(.*))?", inside, re.DOTALL)
         if match is None:  # `${NAME#prefix}` and its kind
             return unknown(f"${{{inside}}}")
-        name, item, sign = match[1], match[2] or "", match[3] or ""
+        name = match[1]
+        item = match[2] or ""
+        sign = match[3] or ""
         value = self.variables.get(name)
         if item.isdecimal() and isinstance(value, list):
             value = value[int(item)] if len(item) < 7 and int(item) < len(value) else None

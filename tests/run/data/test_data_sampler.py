@@ -19,7 +19,7 @@ def global_batch(step: int, dp: int, micro_batch: int, microbatches: int) -> lis
         for rank in range(dp)
         for microbatch in range(microbatches)
         for index in indices_after(
-            seen=step * dp * micro_batch * microbatches,
+            samples_before=step * dp * micro_batch * microbatches,
             microbatch=microbatch,
             dp_rank=rank,
             dp=dp,
@@ -43,7 +43,7 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
     for m in range(microbatches):
         parts = [
             indices_after(
-                seen=step * dp * micro_batch * microbatches,
+                samples_before=step * dp * micro_batch * microbatches,
                 microbatch=m,
                 dp_rank=rank,
                 dp=dp,
@@ -53,7 +53,7 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
             for rank in range(dp)
         ]
         whole = indices_after(
-            seen=step * dp * micro_batch * microbatches,
+            samples_before=step * dp * micro_batch * microbatches,
             microbatch=m,
             dp_rank=0,
             dp=1,
@@ -69,7 +69,9 @@ def test_going_on_with_another_batch_size_misses_and_repeats_nothing():
         i
         for m in range(2)
         for r in range(4)
-        for i in indices_after(seen=len(seen), microbatch=m, dp_rank=r, dp=4, micro_batch=5, microbatches=2)
+        for i in indices_after(
+            samples_before=len(seen), microbatch=m, dp_rank=r, dp=4, micro_batch=5, microbatches=2
+        )
     ]
     assert sorted(seen + after) == list(range(36 + 40))
 
@@ -77,4 +79,6 @@ def test_going_on_with_another_batch_size_misses_and_repeats_nothing():
 @pytest.mark.parametrize(("microbatch", "rank"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
 def test_what_is_not_there_is_a_programming_error(microbatch: int, rank: int):
     with pytest.raises(AssertionError):
-        indices_after(seen=0, microbatch=microbatch, dp_rank=rank, dp=3, micro_batch=1, microbatches=2)
+        indices_after(
+            samples_before=0, microbatch=microbatch, dp_rank=rank, dp=3, micro_batch=1, microbatches=2
+        )

@@ -76,7 +76,9 @@ class LayerWalk:
 
     def __init__(self, shape: ModelShape, compute: ComputeConfig, separate_gradients: bool = False) -> None:
         self.shape, self.compute = shape, compute
-        e, t, tp = compute.element, compute.tokens, compute.tp
+        e = compute.element
+        t = compute.tokens
+        tp = compute.tp
         gathers = compute.sequence_parallel and tp > 1
         self.halves = e < 4
         self.residual = e * compute.shard * shape.hidden
@@ -216,7 +218,9 @@ class LayerWalk:
 
     def loss(self, columns: int) -> Iterator[LayerTensor]:
         """The tensors of the loss, if it is computed from all logits at once."""
-        shape, compute, size = self.shape, self.compute, self.compute.statistic
+        shape = self.shape
+        compute = self.compute
+        size = self.compute.statistic
         e, tokens = compute.element, compute.tokens
         logits, exact = e * tokens * columns, size * tokens * columns
         if shape.logit_softcap:  # the hyperbolic tangent
@@ -338,7 +342,10 @@ class LayerWalk:
     def attention(self) -> Iterator[LayerTensor]:
         """Self-attention, from the residual stream and back into it."""
         shape, compute = self.shape, self.compute
-        e, tokens, r, pending = compute.element, compute.tokens, self.residual, self.branch_gradient
+        e = compute.element
+        tokens = compute.tokens
+        r = self.residual
+        pending = self.branch_gradient
         q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
         if shape.latent is not None:
             yield from self.latent_vectors(shape.latent)
@@ -385,8 +392,13 @@ class LayerWalk:
         """The products and norms of the narrow vectors of latent attention, which ranks of sequence
         parallelism have of their own tokens only.
         """
-        shape, compute, unit = self.shape, self.compute, self.weight
-        e, size, r, sharded = compute.element, compute.statistic, self.residual, compute.sequence_parallel
+        shape = self.shape
+        compute = self.compute
+        unit = self.weight
+        e = compute.element
+        size = compute.statistic
+        r = self.residual
+        sharded = compute.sequence_parallel
         heads, t = shape.heads // compute.tp, compute.tp if self.gathered else 1
         down = latent.kv_rank + latent.rope_dim
         narrow = e * compute.shard * (down + (latent.q_rank or 0))
@@ -454,8 +466,12 @@ class LayerWalk:
 
     def core(self) -> Iterator[LayerTensor]:
         """The tensors of softmax(q k^T) v, without its inputs."""
-        shape, compute, size = self.shape, self.compute, self.compute.statistic
-        e, tokens, gradients = compute.element, compute.tokens, self.head_gradients + self.branch_gradient
+        shape = self.shape
+        compute = self.compute
+        size = self.compute.statistic
+        e = compute.element
+        tokens = compute.tokens
+        gradients = self.head_gradients + self.branch_gradient
         heads, length = shape.heads // compute.tp, tokens // compute.batch
         elements = heads * tokens * length * compute.cp
         mask_backward = 2 * self.scores + gradients
@@ -528,7 +544,9 @@ class LayerWalk:
         Kernels for soft-capped scores, for values narrower than keys, and for windows on CPUs accumulate in
         float32.
         """
-        shape, compute, wider = self.shape, self.compute, self.wider
+        shape = self.shape
+        compute = self.compute
+        wider = self.wider
         special = shape.attention
         length = compute.tokens // compute.batch * (compute.cp if compute.context == "ulysses" else 1)
         window = (
@@ -581,8 +599,13 @@ class LayerWalk:
 
     def cross_attention(self) -> Iterator[LayerTensor]:
         """Attention to the encoder's output, which is kept once for all blocks of a stage."""
-        shape, compute, encoder = self.shape, self.compute, self.compute.for_memory
-        e, tokens, r, pending = compute.element, compute.tokens, self.residual, self.memory_gradient
+        shape = self.shape
+        compute = self.compute
+        encoder = self.compute.for_memory
+        e = compute.element
+        tokens = compute.tokens
+        r = self.residual
+        pending = self.memory_gradient
         q, kv = shape.attention_width // compute.tp, compute.kv_heads(shape) * shape.head_dim
         heads, length = shape.heads // compute.tp, encoder.tokens // compute.batch
         scores, keys_and_values = e * heads * tokens * length, 2 * e * encoder.tokens * kv
@@ -644,7 +667,10 @@ class LayerWalk:
 
     def mlp(self) -> Iterator[LayerTensor]:
         """A dense MLP."""
-        shape, compute, inner, pending = self.shape, self.compute, self.inner, self.branch_gradient
+        shape = self.shape
+        compute = self.compute
+        inner = self.inner
+        pending = self.branch_gradient
         alive = 3 * self.kept_input  # and the sum after attention, and attention's output
         product = self.weight * shape.hidden * shape.ffn // compute.tp
         yield LayerTensor(
@@ -697,8 +723,13 @@ class LayerWalk:
 
     def experts(self, moe: ExpertShape) -> Iterator[LayerTensor]:
         """A mixture of experts under even routing."""
-        shape, compute, exact = self.shape, self.compute, self.compute.statistic
-        e, h, k, slices = compute.element, shape.hidden, moe.top_k, compute.expert_shards
+        shape = self.shape
+        compute = self.compute
+        exact = self.compute.statistic
+        e = compute.element
+        h = shape.hidden
+        k = moe.top_k
+        slices = compute.expert_shards
         replicated = compute.replicated_routing
         n = compute.tokens if replicated else -(-compute.tokens // compute.tp)  # tokens routed here
         received = n * k if replicated else n * k * slices

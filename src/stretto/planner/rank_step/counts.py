@@ -353,7 +353,9 @@ class _Counting:
             earlier = (layer_parameters(shape, other, self.memory.shares) for other in range(layer))
             # else the layer's input has no gradient
             upstream = any(trained(parameter.name) for parameters in earlier for parameter in parameters)
-            part = _PartlyTrained(shape, layer, compute, trained, upstream)
+            part = _PartlyTrained(
+                shape=shape, layer=layer, compute=compute, trained=trained, upstream=upstream
+            )
             traffic = part.traffic(traffic)
             if kind != "embed":
                 flops = part.flops(flops)
@@ -556,7 +558,7 @@ class _Counting:
 _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input features
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _PartlyTrained:
     """The embedding, a dense block or the head, of which some parameters are frozen or have adapters.
 
@@ -578,7 +580,9 @@ class _PartlyTrained:
         Args:
             flops: those of the layer if all of it were trained.
         """
-        compute, forward, backward = self.compute, 0, 0
+        compute = self.compute
+        forward = 0
+        backward = 0
         for parameter, reached, update in self._matrices():
             # a factor that every rank has whole sees a rank's own tokens only
             replicated = is_adapter(parameter.name) and parameter.elements == prod(parameter.plain)
@@ -603,7 +607,9 @@ class _PartlyTrained:
         Args:
             messages: those of the layer if all of it were trained.
         """
-        shape, compute, kind = self.shape, self.compute, layer_of(self.shape, self.layer).kind
+        shape = self.shape
+        compute = self.compute
+        kind = layer_of(self.shape, self.layer).kind
         if kind in ("embed", "between"):
             return tuple(m for m in messages if m.phase == "F" or self.trained("embed.tok.weight"))
         linears = tuple(self._linears())
@@ -632,12 +638,16 @@ class _PartlyTrained:
         """The matrices of linears and adapters in order, each with whether something before its module is
         trained, and whether it is trained itself.
         """
-        reached, inside, module = self.upstream, False, ""
+        reached = self.upstream
+        inside = False
+        module = ""
         for parameter in layer_parameters(self.shape, self.layer, Shares.of(self.compute)):
             name = parameter.name
             base = name.partition(".lora.")[0] if is_adapter(name) else name.rpartition(".")[0]
             if base != module:
-                reached, inside, module = reached or inside, False, base
+                reached = reached or inside
+                inside = False
+                module = base
             update = self.trained(name)
             inside = inside or update
             if len(parameter.plain) == 2 and not name.endswith("pos.weight"):

@@ -132,7 +132,9 @@ class _LayerKernels:
         precision: Precision,
         software: SoftwareAssumptions,
     ) -> None:
-        self.shape, self.compute, self.device = shape, compute, device
+        self.shape = shape
+        self.compute = compute
+        self.device = device
         self.precision: Precision = precision
         self.exact: Precision = unscaled(precision)
         self.software = software
@@ -211,7 +213,9 @@ class _LayerKernels:
 
     def mlp(self) -> Seconds:
         """The MLP's products; of a mixture of experts on the rank with the most tokens."""
-        shape, compute, moe = self.shape, self.compute, self.shape.moe
+        shape = self.shape
+        compute = self.compute
+        moe = self.shape.moe
         up = 2 if shape.gated else 1
 
         def dense(ffn: int, ranks: int) -> list[tuple[int, int]]:
@@ -284,7 +288,10 @@ class _LayerKernels:
 
     def block_passes(self) -> tuple[float, float]:
         """The memory-bound operations between a block's products, forward and backward."""
-        shape, compute, device, stream = self.shape, self.compute, self.device, self.stream
+        shape = self.shape
+        compute = self.compute
+        device = self.device
+        stream = self.stream
         e, moe = compute.element, self.shape.moe
         inner = (
             shape.ffn / compute.tp
@@ -311,8 +318,12 @@ class _LayerKernels:
         return forward, back
 
     def head(self) -> KernelTimes:
-        shape, compute, device = self.shape, self.compute, self.device
-        n, k, chunk = compute.vocabulary_rows(shape), shape.hidden, compute.loss_chunk_tokens(shape)
+        shape = self.shape
+        compute = self.compute
+        device = self.device
+        n = compute.vocabulary_rows(shape)
+        k = shape.hidden
+        chunk = compute.loss_chunk_tokens(shape)
         times = compute.tokens / (chunk or compute.tokens)
         products = self.products([(n, k)], chunk or compute.tokens, self.exact)
         forward, back, weight = (times * seconds for seconds in products)

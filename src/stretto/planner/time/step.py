@@ -227,7 +227,10 @@ class _Replay:
         modes: Sequence[Recompute] | None,
         stages: Sequence[range],
     ) -> None:
-        self.job, self.cluster, self.assumptions, self.program = job, cluster, assumptions, program
+        self.job = job
+        self.cluster = cluster
+        self.assumptions = assumptions
+        self.program = program
         self.data = [data_time(job, assumptions, cluster, stage) for stage in stages]
         self.each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
         split = any(action.kind is ActionKind.W for order in program.orders for action in order)
@@ -250,7 +253,10 @@ class _Replay:
 
     def step(self) -> StepTime:
         """The step, on ranks with their own devices or on shared cores, whichever takes longer."""
-        job, program, data, ranks = self.job, self.program, self.data, range(self.program.ranks)
+        job = self.job
+        program = self.program
+        data = self.data
+        ranks = range(self.program.ranks)
         compute, link = ComputeConfig.of(job), hop_link(job, self.cluster)
         scattered = self.assumptions.software.scattered and not compute.sequence_parallel
         by_stage = job.dp.gathers(job.layout.pp) == "stage"
@@ -343,7 +349,9 @@ class _Replay:
         reduction starts with its last backward and overlaps with what follows; those of one rank run one
         after another.
         """
-        program, order, ends = self.program, self.program.orders[rank], line.ends[rank]
+        program = self.program
+        order = self.program.orders[rank]
+        ends = line.ends[rank]
         done = max(ends, default=0.0)
         if program.versions or self.each:
             return done

@@ -83,20 +83,20 @@ class Batch:
 
 
 def indices_after(
-    seen: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
+    samples_before: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
 ) -> range:
-    """Return the indices of the samples in one microbatch of a data-parallel rank, in the step after `seen`
-    samples.
+    """Return the indices of the samples in one microbatch of a data-parallel rank, in the step that follows
+    the first `samples_before` samples.
 
     Args:
         micro_batch: samples in a microbatch.
         microbatches: microbatches per rank and step.
     """
-    assert seen >= 0
+    assert samples_before >= 0
     assert 0 <= dp_rank < dp, f"dp rank {dp_rank} of {dp}"
     assert 0 <= microbatch < microbatches, f"microbatch {microbatch} of {microbatches}"
     assert micro_batch > 0
-    first = seen + (microbatch * dp + dp_rank) * micro_batch
+    first = samples_before + (microbatch * dp + dp_rank) * micro_batch
     return range(first, first + micro_batch)
 
 

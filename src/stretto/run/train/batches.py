@@ -158,7 +158,7 @@ class Batches:
         m = self._microbatches
         return [
             indices_after(
-                seen=first,
+                samples_before=first,
                 microbatch=j,
                 dp_rank=replica,
                 dp=self.mesh.size("dp"),

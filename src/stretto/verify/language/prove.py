@@ -255,7 +255,9 @@ def _evidence(
     wrong: Mapping[str, str],
 ) -> Evidence:
     """The last step of a replica beside the reference's. Collective."""
-    job, shape, mesh = replica.job, replica.shape, replica.mesh
+    job = replica.job
+    shape = replica.shape
+    mesh = replica.mesh
     weights, masters, updated_here = _weights(replica, expected)
     # none of the parameters of routed experts is held anywhere else
     experts = [name for name in expected.weights if ".experts." in name] if shape.moe else []

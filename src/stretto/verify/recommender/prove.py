@@ -335,7 +335,9 @@ class PlacementComparison:
         """The last step beside the reference's. Collective."""
         expected, placed = self.trained.snapshots[number], self.case.placements
         shards = shard_rows(recommender, self.trained.hash_ids)
-        recorded, gradients, vectors = list[Compared](), None, None
+        recorded = list[Compared]()
+        gradients = None
+        vectors = None
         if recommender.record:
             recorded = list(compare_gradients(recommender, shards, expected.gradients))
             gradients = self._gradients(recommender, recorded, done.norm, expected)
