@@ -21,7 +21,7 @@ ARG EXTRAS=fast,tensorboard
 ARG PIP_OPTIONS=""
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # hadolint ignore=DL3013,SC2086
-RUN pip install --no-cache-dir ${PIP_OPTIONS} ".[${EXTRAS}]"
-RUN ln -s src/stretto/configs configs
+RUN pip install --no-cache-dir ${PIP_OPTIONS} ".[${EXTRAS}]" \
+    && ln -s src/stretto/configs configs
 
 CMD ["stretto", "--help"]

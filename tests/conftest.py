@@ -54,7 +54,6 @@ local.PRELOAD = (
     "numpy.ma",
     "hypothesis",
     "pytest",
-    "warm_server",  # the last
 )
 set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 

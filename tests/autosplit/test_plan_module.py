@@ -14,7 +14,7 @@ from ranks import on_ranks
 from stretto.autosplit.network import OperatorGraph, StyleName
 from stretto.autosplit.plan_module import ModulePlan, plan_module
 from stretto.autosplit.trace import trace_network
-from stretto.engine.parallel.follow import follow
+from stretto.engine.parallel.follow import propagate_splits
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.styles import BatchParallel
@@ -237,7 +237,7 @@ def test_a_module_of_several_calls_converts_alike_each_time() -> None:
     for fix in plans:
         made = plan_module(model, example, cluster="a100:2", fix=fix)
         assert made.plan["first"].output in ("whole", None)  # as y comes
-        follow(
+        propagate_splits(
             model,
             {name: (model.get_submodule(name), made.plan[name]) for name in made.plan},
             "whole",

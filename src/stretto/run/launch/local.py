@@ -242,7 +242,7 @@ def prepare(preload: Sequence[str] = ()) -> None:
 
     main = getattr(sys.modules.get("__main__"), "__spec__", None)  # every rank imports it again
     package = [main.name.removesuffix(".__main__")] if main is not None else []
-    set_forkserver_preload([*PRELOAD, *preload, *package])
+    set_forkserver_preload([*PRELOAD, *preload, *package, "stretto.run.launch.freeze"])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads may run in a process that forks
     if threading.current_thread() is threading.main_thread():  # others may end before the process does
