@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from faults import FAULTS, ROOT, Fault, misquotations
+from faults import FAULTS, ROOT, Fault, misquotations, problems
 
 sys.path.insert(0, str(ROOT / "tests"))  # as pytest has it
 from jobs import write_job
@@ -55,8 +55,10 @@ def run(fault: Fault) -> Seen:
     """Plant the fault in a copy of the sources and run its test or proof on them.
 
     Raises:
-        RuntimeError: the test could not be run.
+        RuntimeError: the fault cannot be planted, or its test could not be run.
     """
+    if reasons := problems(fault):
+        raise RuntimeError("\n".join(reasons))
     with tempfile.TemporaryDirectory(prefix="stretto-fault-") as folder:
         sources = Path(folder) / "src"
         # with compiled files, which hold for all modules but the changed one

@@ -41,6 +41,12 @@ def test_check_names_what_is_quoted_wrongly_and_runs_nothing(
     assert "tests/faults/test_faults.py has no test test_of_nothing" in said
 
 
+def test_a_fault_that_is_no_python_is_not_run() -> None:
+    """Nothing could run its source, which would pass for a fault that was caught."""
+    with pytest.raises(RuntimeError, match="is no Python with: if True:"):
+        run(replace(FAULTS[0], new="if True:"))
+
+
 def test_the_table_of_the_page_is_that_of_the_results() -> None:
     results = Results()
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
