@@ -33,7 +33,7 @@ from stretto.verify.evidence import (
 from stretto.verify.outputs import beside_rows, first_difference
 
 _SHARING = 2  # stages that share a tied parameter: the embedding's and the head's
-_PART_TOLERANCE = 0.15  # what is left of a sum is about its part
+_PART_TOLERANCE = 0.15  # relative; how close a ratio must be to the share that a partial sum would have
 _SHOWN = 4  # parameters that are named
 _CLIPPING = 1e-4  # above what torch's clipping adds to a norm
 _LEAST_SCALE = 2.0**6  # a smaller power of two may be a number of ranks

@@ -10,7 +10,7 @@ from stretto.view.html import plain_html, table_html
 from stretto.view.svg import element, text_line
 
 _WIDTH = 900.0
-_LEFT, _RIGHT = 8.0, 892.0  # edges of the bars
+_LEFT_EDGE, _RIGHT_EDGE = 8.0, 892.0  # of the bars, px
 _ROW, _STEP = 20.0, 44.0  # height of a bar, and distance between bars
 
 
@@ -76,7 +76,7 @@ def _lines(lines: Sequence[str]) -> str:
 def _figure(figure: Figure) -> str:
     """Draw a bar for each measured value, a diamond for each prediction, and whiskers."""
     ends = [end for bar in figure.bars for end in (bar.value, bar.high, bar.predicted) if end]
-    scale = (_RIGHT - _LEFT) / max(ends, default=1.0)
+    scale = (_RIGHT_EDGE - _LEFT_EDGE) / max(ends, default=1.0)
     parts = [part for i, bar in enumerate(figure.bars) for part in _bar(bar, i * _STEP + 20, scale)]
     height = len(figure.bars) * _STEP + 8
     drawing = element(
@@ -95,20 +95,22 @@ def _figure(figure: Figure) -> str:
 def _bar(bar: ComparisonBar, top: float, scale: float) -> list[str]:
     middle = top + _ROW / 2
     parts = [
-        text_line(bar.name, _LEFT, top - 5, 12, font_weight="bold"),
-        text_line(bar.text, _RIGHT, top - 5, 12, class_="quiet", text_anchor="end"),
-        element("rect", x=_LEFT, y=top, width=_RIGHT - _LEFT, height=_ROW, class_="idle"),
+        text_line(bar.name, _LEFT_EDGE, top - 5, 12, font_weight="bold"),
+        text_line(bar.text, _RIGHT_EDGE, top - 5, 12, class_="quiet", text_anchor="end"),
+        element("rect", x=_LEFT_EDGE, y=top, width=_RIGHT_EDGE - _LEFT_EDGE, height=_ROW, class_="idle"),
     ]
     if bar.value is not None:
-        parts.append(element("rect", x=_LEFT, y=top, width=bar.value * scale, height=_ROW, class_="measured"))
+        parts.append(
+            element("rect", x=_LEFT_EDGE, y=top, width=bar.value * scale, height=_ROW, class_="measured")
+        )
     if bar.low is not None and bar.high is not None:
-        low, high = _LEFT + bar.low * scale, _LEFT + bar.high * scale
+        low, high = _LEFT_EDGE + bar.low * scale, _LEFT_EDGE + bar.high * scale
         path = (
             f"M{low:.1f} {middle - 4:.1f}v8M{low:.1f} {middle:.1f}H{high:.1f}M{high:.1f} {middle - 4:.1f}v8"
         )
         parts.append(element("path", d=path, class_="range"))
     if bar.predicted is not None:
-        x = _LEFT + bar.predicted * scale
+        x = _LEFT_EDGE + bar.predicted * scale
         path = f"M{x:.1f} {top - 1:.1f}l6 {_ROW / 2 + 1:g}l-6 {_ROW / 2 + 1:g}l-6 {-_ROW / 2 - 1:g}z"
         parts.append(element("path", d=path, class_="predicted"))
     return parts

@@ -90,7 +90,7 @@ def commands(
             launched = launched or launches(command)
             yield command
     except StrettoError as error:
-        if not launched or _LAUNCH.search(script.text, script.begun):
+        if not launched or _LAUNCH.search(script.text, script.command_start):
             raise
         script.note(f"{error.message}: it comes after the launch, and is passed over")
 
@@ -135,7 +135,7 @@ class _Script:
     variables: dict[str, Value]
     notes: list[str]
     at: int = 0
-    begun: int = 0  # the begin of the command, on `line`
+    command_start: int = 0  # position of the command, which is on `line`
     line: int = 1
     depth: int = 0
     spent: list[int] = field(default_factory=lambda: [0])  # characters of all values
@@ -144,8 +144,8 @@ class _Script:
         branches = list[str]()  # of each `if` and `{` that is open: the test that it depends on, or ""
         joined = ""  # the test that && or || makes the command depend on
         while self._skip_blanks():
-            self.line += self.text.count("\n", self.begun, self.at)
-            self.begun = start = self.at
+            self.line += self.text.count("\n", self.command_start, self.at)
+            self.command_start = start = self.at
             quote = self.text[start : start + _LONGEST_QUOTE].partition("\n")[0].rstrip()
             if (keyword := _KEYWORD.match(self.text, start)) is not None:
                 self.at = keyword.end()
@@ -286,7 +286,7 @@ class _Script:
 
     def error(self, message: str) -> StrettoError:
         """Return an error at the current line of the script."""
-        line = self.line + self.text.count("\n", self.begun, self.at)
+        line = self.line + self.text.count("\n", self.command_start, self.at)
         return StrettoError(f"{self.source}:{line}: {message}", hint=HINT)
 
     def _spend(self, value: Value) -> None:

@@ -275,7 +275,7 @@ def _read_pipeline(settings: Settings) -> Values:
     if name.lower() not in schedules:
         raise StrettoError(
             f"parallelism.pipeline_parallel_schedule is {name}",
-            hint=f"what is known: {', '.join(_MULTI.values())}",
+            hint=f"allowed: {', '.join((_SINGLE | _MULTI).values())}",
         )
     values[JOB.schedule] = schedule_here = schedules[name.lower()]
     if schedule_here in ("bfs", "interleaved", "interleaved-zb"):

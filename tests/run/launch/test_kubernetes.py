@@ -161,7 +161,14 @@ def test_a_job_that_saved_or_was_disrupted_is_restarted_and_no_other() -> None:
         template = spec["replicatedJobs"][0]["template"]["spec"]
         assert template["backoffLimit"] == 0
         assert template["template"]["spec"]["restartPolicy"] == "Never"
-        assert template["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [69, 75]
+        (container,) = template["template"]["spec"]["containers"]
+        assert template["podFailurePolicy"]["rules"] == [
+            {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {
+                "action": "FailJob",
+                "onExitCodes": {"containerName": container["name"], "operator": "In", "values": [69, 75]},
+            },
+        ]
     (volcano,) = documents("volcano")
     actions = [tuple(policy.values()) for policy in volcano["spec"]["policies"]]
     assert actions[:3] == [(75, "RestartJob"), (69, "RestartJob"), ("PodEvicted", "RestartJob")]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from ranks import on_ranks
 from stretto.errors import StrettoError
+from stretto.run.launch import local
 from stretto.run.launch.local import RankFailed, run_ranks
 
 LIMIT_S = 10.0  # from the death of a rank to the end of the job
@@ -36,6 +39,13 @@ def test_results_come_in_rank_order_from_processes_of_their_own(monkeypatch):
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_what_ranks_share_with_their_server_is_frozen() -> None:
+    """The server passes over a module that it does not find, so each must be there."""
+    assert [name for name in local.PRELOAD if find_spec(name) is None] == []
+    (frozen,) = run_ranks(1, gc.get_freeze_count)
+    assert frozen > 100_000
 
 
 def gathered() -> list[int]:

@@ -76,7 +76,8 @@ _ALONG_FIRST = _names(
     """cat concat cumprod cumsum flip gather index_select log_softmax narrow select softmax softmin stack
     unbind unsqueeze"""
 )
-# index and default of the argument with the dimension along which a function mixes elements; None: all
+# position and default of the argument that names the dimension along which a function mixes elements;
+# a default of None means all dimensions
 _ALONG: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(_REDUCTIONS, (1, None)),
     **dict.fromkeys(_ALONG_FIRST, (1, 0)),

@@ -1,9 +1,9 @@
 """Training's own steps on the samples of a trial: read one by one, or as training makes them.
 
-A layer that does not wait for its updated weights is right whenever somebody has waited before it. So there
-are steps between which nothing is read, for reading waits; weights are compared once, after the last. Nor may
-it matter when messages arrive: the steps are made with every message and every thread late
-(`engine.parallel.late`), and come to the same bits as without.
+Reading a tensor waits for it, and so hides a layer that fails to wait for its updated weights. Therefore some
+steps are made with nothing read between them, and weights are compared once, after the last. The result must
+not depend on when messages arrive either: these steps are made with every message and every thread delayed
+(`engine.parallel.late`), and must reach the same bits as without the delay.
 """
 
 from __future__ import annotations

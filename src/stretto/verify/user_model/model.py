@@ -211,9 +211,9 @@ class _Proof:
         quantities, done = list[list[Quantity]](), 0
         weights = self._full_tensors({entry.key: entry.tensor for entry in self.holdings.parameters})
         expected = {name: self.weights[name] for name in self.names.parameters}
-        begun = _compared("weights", weights, Snapshot(loss=0.0, norm=0.0, gradients={}, weights=expected))
+        initial = _compared("weights", weights, Snapshot(loss=0.0, norm=0.0, gradients={}, weights=expected))
         cause = None
-        if wrong := above(begun.errors):
+        if wrong := above(initial.errors):
             cause = Cause(
                 f"{listing(wrong)} begin{'s' * (len(wrong) == 1)} with other values than in the plain model: "
                 "build the parallel model of the one that parallel() is handed, or give initial='load'"

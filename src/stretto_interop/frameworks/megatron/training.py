@@ -281,7 +281,7 @@ DATA: tuple[Rule, ...] = (
         lambda values: {"split": values[RUN.data.split].replace(" ", "")},
         _read_split,
     ),
-    rule(  # why one or two of the three have no field is said by `command_line.lost`
+    rule(  # `command_line.lost` explains why one or two of the three alone have no field
         RUN.data.packing,
         _DOCUMENTS,
         _write_packing,
