@@ -8,5 +8,4 @@ from __future__ import annotations
 
 import gc
 
-gc.collect()
-gc.freeze()
+gc.freeze()  # without a collection before, which would take 0.2 s of every start
