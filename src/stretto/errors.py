@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 
 class StrettoError(ValueError):
@@ -135,18 +132,3 @@ def read_text(path: Path) -> str:
         raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
     except UnicodeDecodeError:
         raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
-
-
-def load_module(path: Path) -> ModuleType:
-    """Import the user's Python file with its folder on the path, as for a script, once."""
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and loaded.__file__ == str(path):
-        return loaded
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

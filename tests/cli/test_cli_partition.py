@@ -97,14 +97,14 @@ def test_a_file_s_layers_are_measured(tmp_path: Path, stretto: CommandLine) -> N
     [
         ("mine.py:mode", "did you mean 'model'"),
         ("mine.py:wrong", "returns 1 thing"),
-        ("mine.py", "does not name a function"),
+        ("mine.py", "does not name a function in a file"),
         ("other.py:model", "there is no file"),
-        ("broken.py:model", "cannot be imported: NameError"),
+        ("broken.py:model", "broken.py, line 1: NameError: name 'what' is not defined"),
     ],
 )
 def test_errors_in_a_file_are_named(source: str, said: str, tmp_path: Path, stretto: CommandLine) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    (tmp_path / "broken.py").write_text("what")
+    (tmp_path / "broken.py").write_text("what\ndef model(): ...")
     command = ["partition", f"{tmp_path}/{source}", "--ranks", "2", "--microbatches", "2"]
     assert said in stretto.error(*command)
 

@@ -69,8 +69,8 @@ def test_a_model_that_differs(wrong: str, capsys: pytest.CaptureFixture[str]) ->
         ("{wrong}:fails", 1, "failed: KeyError: 'planted'"),
         ("{wrong}:forgetfull", 2, "did you mean 'forgetful'?"),
         ("{wrong}:needs", 2, "wrong.py:needs takes other arguments than ()"),
-        ("{wrong}", 2, "names no file and function"),
-        ("nowhere.py:check", 2, "cannot read nowhere.py"),
+        ("{wrong}", 2, "does not name a function in a file"),
+        ("nowhere.py:check", 2, "there is no file nowhere.py"),
     ],
 )
 def test_mistakes(target: str, code: int, said: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:

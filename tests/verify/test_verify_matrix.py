@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.errors import load_module
 from stretto.program import names
+from stretto.user_file import load_module
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, modes = DOCS / "data-parallel.md", load_module(DOCS / "mode_table.py")

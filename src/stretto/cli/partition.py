@@ -23,7 +23,8 @@ from stretto.cli.options import (
 )
 from stretto.cli.output import command_app, train_command, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
-from stretto.errors import StrettoError, load_module, nearest, read_text
+from stretto.errors import StrettoError, read_text
+from stretto.user_file import find_function
 
 if TYPE_CHECKING:
     from stretto.job.job import Job
@@ -205,28 +206,7 @@ def _measured_profile(target: str) -> ModelProfile:
     Raises:
         StrettoError: no such file or function, or it does not return layers and a sample.
     """
-    name, colon, function_name = target.rpartition(":")
-    path = Path(name)
-    if not colon or not function_name.isidentifier():
-        raise StrettoError(f"{target!r} does not name a function", hint="write it as model.py:build")
-    if not path.is_file():
-        raise StrettoError(f"there is no file {path}", hint="check the file's name")
-    if path.suffix != ".py":
-        raise StrettoError(f"{path} is not a Python file", hint="write it as model.py:build")
-    try:
-        module = load_module(path)
-    except Exception as error:
-        raise StrettoError(
-            f"{path} cannot be imported: {type(error).__name__}: {error}", hint=f"does python {path} run?"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        similar = nearest(function_name, [key for key, value in vars(module).items() if callable(value)])
-        raise StrettoError(
-            f"{path} has no function {function_name!r}",
-            hint=f"did you mean {similar!r}?" if similar else "check its name",
-        )
-    returned = function()
+    returned = find_function(target, "stretto partition model.py:build")()
     parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
     if len(parts) not in (2, 4):
         raise StrettoError(

@@ -428,11 +428,10 @@ def _registered(name: str) -> str:
     from stretto.program import names, register
 
     if ".py:" in name and name not in names():
-        from stretto.cli.prove import checked_function
-        from stretto.errors import load_module
+        from stretto.user_file import find_function
 
-        path, function = checked_function(name, "mine.py:lifo", ("ranks", "microbatches"))
-        register(name, f"{function} of {path}")(getattr(load_module(path), function))
+        function = find_function(name, "mine.py:lifo", ("ranks", "microbatches"))
+        register(name, f"{function.name} of {function.path}")(function.load())
     return name
 
 

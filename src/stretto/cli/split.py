@@ -10,9 +10,9 @@ import typer
 
 from stretto.cli.options import Json, check_choice, grouped
 from stretto.cli.output import check_writable, command_app, failures_reported
-from stretto.cli.prove import checked_function
 from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError
+from stretto.user_file import UserFunction, find_function
 
 if TYPE_CHECKING:
     from stretto.autosplit.network import StyleName
@@ -82,7 +82,7 @@ def split(options: SplitOptions) -> None:
 
     In Python, stretto.plan_module(model, input, cluster=...).plan is what stretto.parallelize takes.
     """
-    path, function = checked_function(options.target, _EXAMPLE)
+    function = find_function(options.target, _EXAMPLE)
     check_writable(options.svg)
     fixed = _fixed_styles(options.fix or [])
     if options.precision is not None:
@@ -90,7 +90,7 @@ def split(options: SplitOptions) -> None:
     with failures_reported():
         from stretto.autosplit.plan_module import plan_module
 
-        model, example = _model_and_input(path, function)
+        model, example = _model_and_input(function)
         plan = plan_module(
             model,
             example,
@@ -155,7 +155,7 @@ def _fixed_styles(fix: list[str]) -> dict[str, StyleName]:
     return fixed
 
 
-def _model_and_input(path: Path, function: str) -> tuple[Any, Any]:
+def _model_and_input(function: UserFunction) -> tuple[Any, Any]:
     """Call the user's function.
 
     Raises:
@@ -163,12 +163,10 @@ def _model_and_input(path: Path, function: str) -> tuple[Any, Any]:
     """
     from torch import nn
 
-    from stretto.errors import load_module
-
-    returned = getattr(load_module(path), function)()
+    returned = function()
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
         return returned
     raise StrettoError(
-        f"{path.name}:{function} returned {type(returned).__name__}, must return a model and its input",
+        f"{function} returned {type(returned).__name__}, must return a model and its input",
         hint="return model, torch.empty(256, 3, 224, 224)",
     )

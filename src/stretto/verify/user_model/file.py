@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from stretto.errors import StrettoError, load_module
+from stretto.errors import StrettoError
+from stretto.user_file import UserFunction
 from stretto.verify.user_model.report import Report
 
 
-def run_file(path: Path, function: str) -> Report:
-    """Call `function` of a file with the process group ready, as one of the ranks of a job; gloo's, or those
+def run_file(function: UserFunction) -> Report:
+    """Call a function of a file with the process group ready, as one of the ranks of a job; gloo's, or those
     of the accelerators.
 
     Raises:
@@ -26,11 +26,11 @@ def run_file(path: Path, function: str) -> Report:
     else:
         dist.init_process_group("gloo")
     try:
-        report = getattr(load_module(path), function)()
+        report = function.load()()  # with the traceback of an error
         if isinstance(report, Report):
             return report
         raise StrettoError(
-            f"{path.name}:{function} returned {type(report).__name__}, must return the report of a proof",
+            f"{function} returned {type(report).__name__}, must return the report of a proof",
             hint="end it with: return prove(plain, parallel, batch, step, loss=loss)",
         )
     finally:
