@@ -63,7 +63,7 @@ def test_a_file_may_have_the_name_of_another_module(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("mine.py:build", "mine.py, line 7: TypeError: object of type 'NoneType' has no len()"),
+        ("mine.py:build", "mine.py, line 8: TypeError: object of type 'NoneType' has no len()"),
         ("mine.py:build", "hint: the line is: return len(None)"),
         ("mine.py:constant", "mine.py:constant is int, not a function"),
         ("mine.py:bild", "did you mean 'build'?"),
@@ -76,7 +76,7 @@ def test_a_file_may_have_the_name_of_another_module(folder: Path) -> None:
 def test_mistakes_are_errors_with_the_users_line(target: str, said: str, folder: Path) -> None:
     (folder / "mine.py").write_text(SOURCE)
     (folder / "broken.py").write_text("def build(:")
-    (folder / "exits.py").write_text("def build(): ...\nimport sys\nsys.exit(4)")
+    (folder / "exits.py").write_text("def build(ranks): ...\nimport sys\nsys.exit(4)")
     for name in ("mine", "exits"):
         sys.modules.pop(name, None)
     with pytest.raises(StrettoError) as raised:
