@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,13 +72,12 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, stretto: Comman
     assert "equal numbers of layers" in shown
 
 
-def test_too_little_memory_is_an_error(tmp_path: Path, stretto: CommandLine) -> None:
+def test_too_little_memory_is_the_answer_no(tmp_path: Path, stretto: CommandLine) -> None:
     file = tmp_path / "p.json"
     file.write_text(layers(1, 1, 1, 1).replace("100", str(2**30)))
     words = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
-    said = stretto.error(*words, "--memory-gib", "7")
-    assert "memory is 7 GiB" in said
-    assert "8 GiB or more" in said
+    printed = stretto(*words, "--memory-gib", "7", code=1)
+    assert "does not fit the 7.00 GiB of a rank: rank 0 (stage 0) needs 8.00 GiB, rank 1" in printed
     stretto(*words, "--memory-gib", "8.1")
 
 
@@ -114,13 +114,32 @@ def test_the_memory_of_the_device_counts(stretto: CommandLine) -> None:
     words = [*model, "--cluster", "dgx-a100-80gb", "--sequence", "8192"]
     limited = stretto.json("partition", *words[1:])
     assert max(limited["memory_bytes"]) < limited["memory_limit_bytes"] < 80 * 2**30
-    free = stretto.json("partition", *words[1:], "--memory-gib", "200")
+    free = stretto.json("partition", *words[1:], "--memory-gib", "200", code=1)  # more than the card
     assert max(free["memory_bytes"]) > 80 * 2**30
     assert limited["step_s"] > free["step_s"]
     assert "MiB of a100-80gb-sxm, without what the allocator" in stretto(*words)
-    error = stretto.error(*model, "--cluster", "dgx-a100-80gb", "--sequence", "32768")
-    assert "every cut needs" in error
-    assert "shorter samples" in error
+
+
+@pytest.mark.parametrize(
+    ("more", "over", "room"),
+    [  # no cut has room on the card; a limit that the user raises above the card
+        (["--sequence", "32768"], [0, 1, 2, 3], "72.31"),
+        (["--sequence", "8192", "--memory-gib", "200"], [0], "79.15"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_named_by_rank(
+    more: list[str], over: list[int], room: str, tmp_path: Path, stretto: CommandLine
+) -> None:
+    words = ["partition", "--model", "llama3-8b", "--ranks", "4", "--microbatches", "8"]
+    words += ["--cluster", "dgx-a100-80gb", *more, "--write", str(tmp_path / "cut.yaml")]
+    printed = stretto(*words, code=1)
+    assert f"does not fit the {room} GiB of a rank: " in printed
+    found = re.findall(r"rank (\d) \(stage (\d)\) needs ([0-9.]+) GiB", printed)
+    assert [int(rank) for rank, _, _ in found] == over
+    assert all(rank == stage and float(size) > float(room) for rank, stage, size in found)
+    assert "--micro-batch" in printed
+    assert not (tmp_path / "cut.yaml").exists()
+    assert stretto.json(*words, code=1)["fits"] is False
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -21,7 +21,7 @@ from stretto.cli.options import (
     ScheduleOptions,
     grouped,
 )
-from stretto.cli.output import command_app, train_command, write_file
+from stretto.cli.output import command_app, say_no, train_command, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError, read_text
 from stretto.user_file import find_function
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 app = command_app()
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 _CUTS = {
     "layers": "equal numbers of layers",
     "parameters": "equal numbers of parameters",
@@ -108,6 +108,8 @@ def partition(options: PartitionOptions) -> None:
     Replays the schedule's program with the layers' times; memory limits count its activations in flight.
     Cuts that ignore the schedule are shown for comparison. In Python, `stretto.partition` does the same, and
     `Pipeline(cut=...)` takes its `stages`.
+
+    Exit code 1: the best cut does not fit the memory; nothing is written to --write.
     """
     from stretto.cli.schedule import generate_program, options_from
     from stretto.planner.cutting.partition import partition as cut_best
@@ -133,6 +135,7 @@ def partition(options: PartitionOptions) -> None:
         layers.profile,
         program,
         memory=memory,
+        must_fit=False,
         states=layers.states if options.states is None else options.states,
         hop=layers.hop if options.hop_us is None else options.hop_us / 1e6,
         bandwidth=layers.bandwidth if options.bandwidth_gb is None else options.bandwidth_gb * 1e9,
@@ -143,10 +146,12 @@ def partition(options: PartitionOptions) -> None:
     else:
         limit = f"at most {memory / MIB:.1f} MiB a rank"
         limit += "" if options.memory_gib is not None else f": {layers.limit}; --memory-gib sets another"
-    record = {**_record(result), "memory_limit_bytes": memory}
+    room = min(inf if memory is None else memory, layers.device_memory)
+    fits = max(result.memory) <= room
+    record = {**_record(result), "memory_limit_bytes": memory, "fits": fits}
     report = CommandReport(record)
-    _add_partition(report, result, limit)
-    if options.write is not None:
+    _add_partition(report, result, limit, room, known=layers.job is not None)
+    if options.write is not None and fits:
         assert layers.job is not None, "--write goes with --model"
         job = replace(layers.job, stage_layers=tuple(len(stage) for stage in result.stages))
         about = f"{result.profile.about}\nstages cut for a step of {result.seconds:.4g} s, predicted"
@@ -155,6 +160,8 @@ def partition(options: PartitionOptions) -> None:
     if options.out is not None:
         write_file(options.out, json.dumps(record, indent=1) + "\n")
     report.print(options.as_json)
+    if not fits:
+        raise say_no()
 
 
 # ------------------------------------------------------------------ layers
@@ -167,6 +174,7 @@ class LayersToCut:
     Attributes:
         memory: bytes of tensors that fit a rank's device.
         limit: what sets that limit, for messages.
+        device_memory: all bytes of the device, which no limit of the user's raises.
         others: further cuts to compare with.
         job: the job of a known model.
     """
@@ -177,6 +185,7 @@ class LayersToCut:
     bandwidth: float = inf
     memory: float | None = None
     limit: str = ""
+    device_memory: float = inf
     others: Mapping[str, Sequence[range]] = field(default_factory=dict[str, Sequence[range]])
     job: Job | None = None
 
@@ -262,6 +271,7 @@ def _model_layers(options: PartitionOptions, program: Program) -> LayersToCut:
         memory=None if machine.device.memory == inf else tensor_bytes(machine.device),
         limit=f"of the {machine.device.memory / MIB:.0f} MiB of {machine.device.name}, without what the "
         "allocator and libraries take",
+        device_memory=machine.device.memory,
         others={"training": list(job.stages(program.depth))},  # equal FLOPs, as training cuts by default
         job=job,
     )
@@ -311,11 +321,13 @@ def _ranks_of(result: Partition, stage: int) -> list[int]:
     return [program.placement[s] for s in range(stage, program.stages, program.depth)]
 
 
-def _add_partition(report: CommandReport, result: Partition, limit: str) -> None:
-    """Add stages, ranks, the step and other cuts.
+def _add_partition(report: CommandReport, result: Partition, limit: str, room: float, *, known: bool) -> None:
+    """Add stages, ranks, the step, other cuts, and the ranks that do not fit.
 
     Args:
         limit: the memory limit in words.
+        room: bytes that a rank may hold.
+        known: the layers are those of a known model.
     """
     from stretto.planner.cutting.profile import names
 
@@ -360,3 +372,16 @@ def _add_partition(report: CommandReport, result: Partition, limit: str) -> None
             for name, seconds in result.start_seconds.items()
         ],
     )
+    stages = range(len(result.stages))
+    over = [
+        f"rank {rank} (stage {', '.join(str(s) for s in stages if rank in _ranks_of(result, s))}) needs "
+        f"{size / GIB:.2f} GiB"
+        for rank, size in enumerate(result.memory)
+        if size > room
+    ]
+    if over:
+        change = "a smaller --micro-batch or --sequence, more --ranks or --tp" if known else "more --ranks"
+        report.line(
+            f"does not fit the {room / GIB:.2f} GiB of a rank: {', '.join(over)}\n"
+            f"to make it fit: {change}, or a --schedule that keeps fewer microbatches"
+        )

@@ -140,6 +140,8 @@ def test_the_cut_equals_brute_force(
         with pytest.raises(StrettoError, match="every cut needs") as raised:
             partition(profile, program, memory=memory, **options)
         assert f"{least / 2**30:.4g} GiB or more" in raised.value.message
+        fullest = max(partition(profile, program, memory=memory, must_fit=False, **options).memory)
+        assert fullest == pytest.approx(least)
         return
     best = partition(profile, program, memory=memory, **options)
     cut = (*(stage.start for stage in best.stages), len(layers))

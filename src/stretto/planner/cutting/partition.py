@@ -208,6 +208,7 @@ def partition(
     program: Program,
     *,
     memory: float | None = None,
+    must_fit: bool = True,
     states: float = 4.0,
     hop: float = 0.0,
     bandwidth: float = inf,
@@ -219,6 +220,7 @@ def partition(
     Args:
         program: program of a schedule, not lowered.
         memory: bytes that a rank may hold; temporaries of single actions are not counted.
+        must_fit: if no cut fits, raise; else return the one whose fullest rank holds the least.
         states: bytes kept for each byte of weights; 4: weights, gradients and both moments of Adam, all in
             one precision.
         hop, bandwidth: seconds of a message between ranks, and bytes a second.
@@ -226,8 +228,8 @@ def partition(
         budget: steps of the search.
 
     Raises:
-        StrettoError: fewer layers than stages, or nothing fits the memory; names the smallest memory that
-            suffices.
+        StrettoError: fewer layers than stages, or nothing fits the memory and it must; names the smallest
+            memory that suffices.
     """
     layers, depth = len(profile.layers), program.depth
     if layers < depth:
@@ -254,7 +256,15 @@ def partition(
     limits: list[tuple[Row, float]] = []
     fitting = None
     if memory is not None:
-        fitting = _least_memory(sums, starts.values(), memory, budget)
+        fitting, needs, proved = _least_memory(sums, starts.values(), memory, budget)
+        if needs > memory and must_fit:
+            fullest = max(range(program.ranks), key=sums.memory(fitting).__getitem__)
+            raise StrettoError(
+                f"memory is {memory / GIB:.4g} GiB: {'every cut' if proved else 'the best cut found'} needs "
+                f"{needs / GIB:.4g} GiB or more, on rank {fullest} with the best one",
+                hint=f"smaller microbatches, shorter samples, more ranks, or {1.01 * needs / GIB:.3g} GiB",
+            )
+        memory = max(memory, needs / _CLOSE)  # rows add the same bytes in another order
         limits = [(row, memory) for rank in range(program.ranks) for row in sums.memory_rows(rank)]
     search = CutSearch(
         layers=layers, depth=depth, value=value, rows=sums.work(), limits=limits, budget=budget
@@ -300,11 +310,11 @@ def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
     return all(len({stage_of[layer] for layer in weights.layers}) == 1 for weights in sums.shared)
 
 
-def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget: int) -> Cut:
-    """A cut within the memory.
-
-    Raises:
-        StrettoError: no cut fits, or none was found within the budget.
+def _least_memory(
+    sums: StageSums, starts: Iterable[Cut], memory: float, budget: int
+) -> tuple[Cut, float, bool]:
+    """A cut within the memory, or the one whose fullest rank holds the least; the bytes of that rank; if it
+    does not fit, True if no cut needs less.
     """
     rows = [row for rank in range(sums.program.ranks) for row in sums.memory_rows(rank)]
     search = CutSearch(
@@ -320,12 +330,4 @@ def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget:
     assert search.cut is not None
     if search.best > memory:
         search.prove()
-    if search.best > memory:
-        needs, short = search.best / GIB, search.bound < search.best
-        fullest = max(range(sums.program.ranks), key=sums.memory(search.cut).__getitem__)
-        raise StrettoError(
-            f"memory is {memory / GIB:.4g} GiB: {'the best cut found' if short else 'every cut'} needs "
-            f"{needs:.4g} GiB or more, on rank {fullest} with the best one",
-            hint=f"smaller microbatches, shorter samples, more ranks, or {1.01 * needs:.3g} GiB",
-        )
-    return search.cut
+    return search.cut, search.best, search.bound >= search.best
