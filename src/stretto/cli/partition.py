@@ -150,7 +150,7 @@ def partition(options: PartitionOptions) -> None:
     fits = max(result.memory) <= room
     record = {**_record(result), "memory_limit_bytes": memory, "fits": fits}
     report = CommandReport(record)
-    _add_partition(report, result, limit, room, known=layers.job is not None)
+    _add_partition(report, result, limit, room, with_options=layers.job is not None)
     if options.write is not None and fits:
         assert layers.job is not None, "--write goes with --model"
         job = replace(layers.job, stage_layers=tuple(len(stage) for stage in result.stages))
@@ -321,13 +321,15 @@ def _ranks_of(result: Partition, stage: int) -> list[int]:
     return [program.placement[s] for s in range(stage, program.stages, program.depth)]
 
 
-def _add_partition(report: CommandReport, result: Partition, limit: str, room: float, *, known: bool) -> None:
+def _add_partition(
+    report: CommandReport, result: Partition, limit: str, room: float, *, with_options: bool
+) -> None:
     """Add stages, ranks, the step, other cuts, and the ranks that do not fit.
 
     Args:
         limit: the memory limit in words.
         room: bytes that a rank may hold.
-        known: the layers are those of a known model.
+        with_options: options set the microbatches and the samples of a known model.
     """
     from stretto.planner.cutting.profile import names
 
@@ -380,7 +382,9 @@ def _add_partition(report: CommandReport, result: Partition, limit: str, room: f
         if size > room
     ]
     if over:
-        change = "a smaller --micro-batch or --sequence, more --ranks or --tp" if known else "more --ranks"
+        change = (
+            "a smaller --micro-batch or --sequence, more --ranks or --tp" if with_options else "more --ranks"
+        )
         report.line(
             f"does not fit the {room / GIB:.2f} GiB of a rank: {', '.join(over)}\n"
             f"to make it fit: {change}, or a --schedule that keeps fewer microbatches"
