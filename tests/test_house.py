@@ -25,7 +25,7 @@ INTEROP = ROOT / "src" / "stretto_interop"  # the package beside it
 
 # A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
-    *("errors", "user_file", "layout", "program", "job", "planner", "view"),
+    *("errors", "versions", "user_file", "layout", "program", "job", "planner", "view"),
     *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint"),
@@ -37,6 +37,7 @@ ROOMS = (
 )
 TORCH_FREE = (
     "errors",
+    "versions",
     "user_file",
     "layout",
     "program",

@@ -139,11 +139,22 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _deprecated(name: str) -> object:
+    """Return what a deprecated name stands for, with a warning."""
+    from stretto.versions import DEPRECATED
+
+    for each in DEPRECATED:
+        if each.name == f"stretto.{name}":
+            each.check(stacklevel=4)
+            return getattr(import_module("stretto"), each.instead.removeprefix("stretto."))
+    raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+
+
 if not TYPE_CHECKING:  # a type checker must not take every misspelt name for an attribute
 
     def __getattr__(name: str) -> object:
         if name not in _MODULE_OF:
-            raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+            return _deprecated(name)
         try:
             module = _MODULE_OF[name]
             inside = module == "stretto"  # a module of the package

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from errno import EMFILE
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,6 +28,7 @@ from stretto import __version__
 from stretto.cli import interop
 from stretto.cli.output import command_app, print_error
 from stretto.errors import StrettoError, TorchMissing, nearest
+from stretto.versions import DeprecatedName, replace_deprecated
 
 COMMANDS = (
     "init",
@@ -140,7 +143,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        result = get_command(app).main(arguments, prog_name="stretto", standalone_mode=False)
+        with _deprecations_printed():
+            arguments = replace_deprecated(arguments)
+            result = get_command(app).main(arguments, prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
     except StrettoError as error:
         print_error(error.message, error.hint, error.others)
@@ -170,6 +175,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(message, "raise the limit, as in: ulimit -n 4096" if error.errno == EMFILE else None)
         return BAD_INPUT
     return result if isinstance(result, int) else DONE
+
+
+@contextmanager
+def _deprecations_printed() -> Generator[None]:
+    """Print the use of a deprecated name as a line, without the place in the source."""
+    show = warnings.showwarning
+
+    def show_line(message: Warning | str, category: type[Warning], *place: Any, **to: Any) -> None:
+        if issubclass(category, DeprecatedName):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            show(message, category, *place, **to)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DeprecatedName)
+        warnings.showwarning = show_line
+        yield
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from stretto.run.config.required import pop_required_markers, set_required_marke
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
-from stretto.run.config.validation import apply_override, read_section
+from stretto.run.config.validation import apply_override, move_deprecated, read_section
 
 EXAMPLES = Path(__file__).parents[2] / "configs"  # come with the package; each begins with a comment about it
 
@@ -73,6 +73,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     Raises:
         StrettoError: as `load`.
     """
+    move_deprecated(values, read)
     wrong = list[StrettoError]()
     for override in overrides:
         try:

@@ -12,6 +12,7 @@ from math import isfinite
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
+from stretto import versions
 from stretto.errors import Problem, StrettoError, joined, nearest
 from stretto.job.field import Declared
 from stretto.run.config.section import (
@@ -248,7 +249,7 @@ def apply_override(override: str, values: dict[str, Any], source: Source, schema
             f"override {override!r} is not of the form section.field=value", hint="such as optim.lr=3e-4"
         )
     field, item = find(schema, path)
-    if field != path:
+    if field != path and not any(each.fields and each.name == ".".join(path) for each in versions.DEPRECATED):
         raise StrettoError(
             f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path, schema)
         )
@@ -260,12 +261,42 @@ def apply_override(override: str, values: dict[str, Any], source: Source, schema
     for inner in [p for p in source.places if p[: len(path)] == path]:
         del source.places[inner]
     source.places[path] = Place(place)
-    target = values
+    _set(values, path, value)
+    move_deprecated(values, source)
+
+
+def _set(values: dict[str, Any], path: Path, value: Any) -> None:
     for key in path[:-1]:
-        if not isinstance(target.get(key), dict):
-            target[key] = {}
-        target = target[key]
-    target[path[-1]] = value
+        if not isinstance(values.get(key), dict):
+            values[key] = {}
+        values = values[key]
+    values[path[-1]] = value
+
+
+def move_deprecated(values: dict[str, Any], source: Source) -> None:
+    """Replace the values of deprecated fields, in place, by those of the fields that replace them, and warn.
+
+    Raises:
+        StrettoError: a wrong value, a field that this version has removed, or a file or an override that
+            gives a new field too.
+    """
+    for each in versions.DEPRECATED:
+        path = tuple(each.name.split("."))
+        section = values.get(path[0])
+        if each.fields is None or not isinstance(section, dict) or path[-1] not in section:
+            continue
+        place = source.place(path)
+        each.check(str(place))
+        value = _read(each.kind, section.pop(path[-1]))
+        if value is _WRONG:
+            raise StrettoError(f"{place}: {each.name} is wrong", hint=f"write {each.instead}")
+        for name, replacing in each.fields(value).items():
+            new = tuple(name.split("."))
+            target = values.get(new[0])
+            if isinstance(target, dict) and new[-1] in target and source.place(new).source == place.source:
+                raise StrettoError(f"{place}: {each.name} and {name} are both given", hint=f"keep {name}")
+            _set(values, new, replacing)
+            source.places[new] = place
 
 
 def _text(text: str, place: str) -> str | None:
