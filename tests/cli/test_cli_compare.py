@@ -47,12 +47,19 @@ def test_runs_are_measured_beside_predictions_and_not_run_twice(
 ) -> None:
     """The warm-up of the rate is longer than the run: it is shortened."""
     words = [str(job_file(place)), *TP, "optim.rate.warmup=500", "--steps", "3", "--warmup", "1"]
+    words += ["--repeats", "2"]
     facts, said = compare(capsys, *words)
-    assert "1/2 tp=1: 4 steps" in said
+    ran = [
+        line.partition(":")[0] for line in said.splitlines() if line.endswith("4 steps") or " left, " in line
+    ]
+    assert ran == ["round 1/2, 1/2 tp=1", "round 1/2, 2/2 tp=2", "round 2/2, 2/2 tp=2", "round 2/2, 1/2 tp=1"]
     one, two, three = facts["results"]
     assert [r["status"] for r in facts["results"]] == ["done", "done", "refused"]
     for result in (one, two):
-        assert 0 < result["q1"] <= result["median"] <= result["q3"]
+        assert [run["round"] for run in result["repeats"]] == [1, 2]
+        assert 0 < result["fastest"] <= result["median"] <= result["slowest"]
+        assert 0 <= result["repeats"][0]["others"] <= 1
+        assert result["sent"] == result["traffic"]
         assert result["predicted"] > 0
         assert result["memory"] == pytest.approx(result["predicted_memory"], rel=0.1)
         assert len(result["losses"]) == 4
@@ -63,14 +70,15 @@ def test_runs_are_measured_beside_predictions_and_not_run_twice(
     assert line.startswith("losses of 2 combinations that compute the same agree")
     assert facts["baseline"] == "tp=1"
     assert one["speedup"] == 1.0
+    assert two["speedup_low"] < two["speedup"] < two["speedup_high"]
     folder = place / "runs" / "compare-tiny"
     assert len([*folder.glob("*.json")]) == 2
     assert not [*folder.rglob("checkpoints")]
 
     html = place / "compare.html"
     again, said = compare(capsys, *words, "--baseline", "tp=2", "--html", str(html))
-    assert "1/2 tp=1: done before" in said
-    assert "2/2 tp=2: done before" in said
+    assert "1/2 tp=1: 2 rounds done before" in said
+    assert "2/2 tp=2: 2 rounds done before" in said
     assert [r["median"] for r in again["results"]] == [r["median"] for r in facts["results"]]
     assert again["baseline"] == "tp=2"
     page = html.read_text()
@@ -90,7 +98,8 @@ def test_a_run_that_fails_is_a_row(
     (bad,) = facts["results"]
     assert bad["status"] == "failed"
     assert "100000" in bad["error"]
-    assert f"1/1 as configured: failed: {bad['error']}" in said
+    assert f"round 1/3, 1/1 as configured: failed: {bad['error']}" in said
+    assert "round 2/3" not in said
 
 
 def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

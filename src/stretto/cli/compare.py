@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.job.job import Job
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
-    from stretto.run.compare.result import CombinationResult, RunComparison
+    from stretto.run.compare.result import CombinationResult, RunComparison, Speedup
     from stretto.view.compare_page import Figure
 
 app = command_app()
@@ -36,7 +36,7 @@ _SET_BY_COMPARE = {
 }
 _INTERRUPTED = 130
 # columns that a narrow terminal leaves out, in this order
-_OPTIONAL = ("quartiles", "interval", "pred. memory", "error", "sent", "speed", "memory")
+_OPTIONAL = ("pred. sent", "pred. memory", "interval", "error", "sent", "memory", "min-max", "fits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,9 @@ class CompareOptions:
             "brackets or quotes, as in layout.stages=[3,3],[2,4].",
         ),
     ] = None
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds, in each of which every combination is run once.")
+    ] = 3
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure in each run.")] = 20
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them that do not count.")] = 3
     predict: Annotated[bool, typer.Option("--predict", help="Predict every combination, run none.")] = False
@@ -72,7 +75,7 @@ class CompareOptions:
     again: Annotated[bool, typer.Option("--again", help="Also run what has a result in the folder.")] = False
     memory: Annotated[
         bool,
-        typer.Option(help="On the CPU, also measure memory, in two further steps on random tokens."),
+        typer.Option(help="Also measure traffic, and memory on the CPU, in two further steps."),
     ] = True
     html: Page = None
     as_json: Json = False
@@ -84,14 +87,15 @@ class CompareOptions:
 )
 @grouped(CompareOptions)
 def compare(options: CompareOptions) -> None:
-    """Train every combination of settings for some steps, one after another, and compare them.
+    """Train every combination of settings for some steps, in rounds, and compare them.
 
-    Shows step time (median and quartiles), tokens/s, memory, traffic and loss, measured beside predicted,
-    fastest first, and whether layouts that compute the same have the same loss. A run that fails is a row
-    with its error; settings that do not go together are listed with the reason.
+    Shows step time (median and range of the rounds), the speed relative to the baseline with its 95%
+    interval, tokens/s, memory, traffic and loss, measured beside predicted, fastest first, and whether
+    layouts that compute the same have the same loss. A run that fails is a row with its error; settings that
+    do not go together are listed with the reason.
 
-    Each result is kept in a file and not run again, so an interrupted comparison continues.
-    Recommenders are run too, without predictions, traffic and measured memory.
+    Warns if other processes use the machine. Each result is kept in a file and not run again, so an
+    interrupted comparison continues.
 
     Exit code 1: a run failed, or nothing could be predicted.
     """
@@ -113,7 +117,13 @@ def compare(options: CompareOptions) -> None:
         title = f"predicted on {options.cluster or 'this machine'}"
     else:
         results, stopped = _run(options, legal)
-        title = f"median of {options.steps} steps after {options.warmup}, one run each"
+        counts = sorted({len(result.repeats) for result in results if result.repeats}) or [0]
+        runs = (
+            f"{counts[0]} run{'s' * (counts[0] != 1)}"
+            if len(counts) == 1
+            else f"{counts[0]} to {counts[-1]} runs"
+        )
+        title = f"median of {runs}, each of {options.steps} steps after {options.warmup}"
     by_name = {result.name: result for result in results}
     comparison = RunComparison(
         title=f"{options.path}: {title}",
@@ -203,7 +213,7 @@ def _compared_job(options: CompareOptions, name: str, combination: Combination) 
         return ComparedJob(pending=replace(pending, error=reason))
     if steps is not None:
         check_required(config)
-    pending = replace(pending, fingerprint=fingerprint(plain_values(config), steps))
+    pending = replace(pending, fingerprint=fingerprint(plain_values(config), steps, options.warmup))
     return ComparedJob(pending=pending, config=config, overrides=overrides, job=job)
 
 
@@ -250,7 +260,7 @@ def _predict(compared: ComparedJob, cluster: str | None) -> CombinationResult:
         predicted=predicted.seconds,
         low=predicted.low,
         high=predicted.high,
-        speed=predicted.tokens_per_s,
+        predicted_speed=predicted.tokens_per_s,
         verdict=None if predicted.memory is None else predicted.memory.verdict,
     )
     return _with_counts(result, job)
@@ -267,6 +277,7 @@ def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[Co
         folder=options.out or Path(config.run.dir) / f"compare-{config.run.name}",
         warmup=options.warmup,
         steps=options.steps,
+        repeats=options.repeats,
         memory=options.memory,
         again=options.again,
     )
@@ -320,20 +331,22 @@ def _report(comparison: RunComparison, html: Path | None) -> CommandReport:
             "baseline": None if base is None else base.name,
             "ranking": [result.name for result in comparison.ranked],
             "results": [
-                {**result.as_record(), "seconds": result.seconds, "speedup": comparison.speedup(result)}
+                {**result.as_record(), "seconds": result.seconds, **_speedup(comparison, result)}
                 for result in comparison.results
             ],
             "losses": comparison.losses,
+            "warnings": comparison.warnings,
         }
     )
     columns, rows = _table(comparison)
+    lines = [*comparison.verdicts, *comparison.warnings, *comparison.losses]
     untimed = [f"{result.status}: {result.name}: {result.error}" for result in comparison.untimed]
     report.line(comparison.title)
     if rows:
         report.table(columns, rows, optional=_OPTIONAL, drop_empty=True)
     if base is not None and len(rows) > 1:
         report.line(f"* baseline: {base.name}")
-    report.lines([*untimed, *comparison.losses])
+    report.lines([*untimed, *lines])
     if html is not None:
         from stretto.view.compare_page import compare_page
 
@@ -341,7 +354,7 @@ def _report(comparison: RunComparison, html: Path | None) -> CommandReport:
         filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
         page = compare_page(
             title=f"Comparison of {comparison.title}",
-            lines=comparison.losses,
+            lines=lines,
             figures=_figures(comparison),
             table=[[line[index] for index in filled] for line in [[c.title for c in columns], *cells]]
             if rows
@@ -360,16 +373,17 @@ def _table(comparison: RunComparison) -> tuple[list[ColumnStyle], list[list[Cell
         text(""),
         text("combination"),
         number("step s", ".4g"),
-        number("quartiles"),
+        number("min-max"),
         number("pred. s", ".4g"),
         number("interval"),
         number("error", "+.0%"),
-        number("speed", ".2f"),
+        number("speed"),
         number("samples/s" if samples else "tokens/s", ",.0f"),
         size("memory"),
-        size("pred. memory"),
+        number("pred. memory"),
         number("fits"),
         size("sent"),
+        number("pred. sent"),
         number("loss", ".4f"),
     ]
     rows = list[list[Cell]]()
@@ -381,22 +395,45 @@ def _table(comparison: RunComparison) -> tuple[list[ColumnStyle], list[list[Cell
                 f"{rank}{'*' if comparison.base is result else ''}",
                 result.name,
                 result.median,
-                None if result.q1 is None or result.q3 is None else f"{result.q1:.3g}-{result.q3:.3g}",
+                f"{result.fastest:.3g}-{result.slowest:.3g}" if len(result.repeats) > 1 else None,
                 result.predicted,
                 None
                 if measured or result.low is None or result.high is None
                 else f"{result.low:.3g}-{result.high:.3g}",
                 (result.predicted or 0.0) / (result.median or 1.0) - 1 if both else None,
-                None if speedup is None else f"{speedup:.2f}x",
+                None if speedup is None else _ratio_text(speedup),
                 result.speed,
                 result.memory,
-                result.predicted_memory,
+                _predicted_size(result.predicted_memory, result.memory),
                 result.verdict,
-                result.traffic,
+                result.sent,
+                _predicted_size(result.traffic, result.sent),
                 result.loss,
             ]
         )
     return columns, rows
+
+
+def _speedup(comparison: RunComparison, result: CombinationResult) -> dict[str, Any]:
+    """The speed relative to the baseline as JSON."""
+    speedup = comparison.speedup(result)
+    names = ("speedup", "speedup_low", "speedup_high", "difference")
+    values = (None,) * 4 if speedup is None else (*speedup, speedup.difference)
+    return dict(zip(names, values, strict=True))
+
+
+def _ratio_text(speedup: Speedup) -> str:
+    """Such as "1.31x (1.27-1.36)"."""
+    interval = "" if speedup.low is None else f" ({speedup.low:.2f}-{speedup.high:.2f})"
+    return f"{speedup.ratio:.2f}x{interval}"
+
+
+def _predicted_size(predicted: int | None, measured: int | None) -> str | None:
+    """Such as "1.25 GiB (-2%)", with the error."""
+    if predicted is None:
+        return None
+    error = f" ({predicted / measured - 1:+.1%})" if measured else ""
+    return memory_size(predicted) + error
 
 
 def _figures(comparison: RunComparison) -> list[Figure]:
@@ -421,8 +458,8 @@ def _figures(comparison: RunComparison) -> list[Figure]:
         ComparisonBar(
             name=label(result),
             value=result.median,
-            low=result.low if result.median is None else result.q1,
-            high=result.high if result.median is None else result.q3,
+            low=result.low if result.median is None else result.fastest,
+            high=result.high if result.median is None else result.slowest,
             predicted=result.predicted,
             text=values(seconds(result.median), seconds(result.predicted)),
         )
@@ -438,14 +475,19 @@ def _figures(comparison: RunComparison) -> list[Figure]:
         for result in ranked
     ]
     traffic = [
-        ComparisonBar(name=label(result), value=result.traffic, text=memory_size(result.traffic))
+        ComparisonBar(
+            name=label(result),
+            value=result.sent,
+            predicted=result.traffic,
+            text=values(memory(result.sent), memory(result.traffic)),
+        )
         for result in ranked
-        if result.traffic is not None
+        if result.sent is not None or result.traffic is not None
     ]
     measured = any(result.median is not None for result in ranked)
-    span = "quartiles" if measured else "interval of nine in ten"
+    span = "all runs" if measured else "interval of nine in ten"
     return [
         Figure(title="Seconds of a step", bars=times, span=span),
         Figure(title="Memory of the fullest rank", bars=memories),
-        Figure(title="Bytes that the busiest rank sends in a step, counted", bars=traffic, key=False),
+        Figure(title="Bytes that the busiest rank sends in a step", bars=traffic),
     ]

@@ -171,6 +171,7 @@ def _measured_record(measured: MeasuredMemory, predicted: RankMemory) -> dict[st
         "peak": measured.peak,
         "held": measured.between_actions,
         "kinds": measured.kinds,
+        "sent": measured.sent,
         "predicted_peak": predicted.total,
         "predicted_held": predicted.between_actions,
         "error": predicted.total / measured.peak - 1,

@@ -37,14 +37,12 @@ class Figure:
     """Bars on one scale that begins at 0.
 
     Attributes:
-        span: meaning of the whiskers, such as "quartiles".
-        key: draw a legend.
+        span: meaning of the whiskers, such as "all runs".
     """
 
     title: str
     bars: Sequence[ComparisonBar]
-    span: str = "quartiles"
-    key: bool = True
+    span: str = "all runs"
 
 
 def compare_page(
@@ -88,8 +86,7 @@ def _figure(figure: Figure) -> str:
         role="img",
         aria_label=figure.title,
     )
-    key = _key(figure) if figure.key else ""
-    return f"<h2>{escape(figure.title)}</h2>{key}<div class='figure'>{drawing}</div>"
+    return f"<h2>{escape(figure.title)}</h2>{_key(figure)}<div class='figure'>{drawing}</div>"
 
 
 def _bar(bar: ComparisonBar, top: float, scale: float) -> list[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from stretto.run.compare import runs
-from stretto.run.compare.result import CombinationResult
+from stretto.run.compare.machine import OtherProcesses
+from stretto.run.compare.result import CombinationResult, Repeat
 from stretto.run.compare.runs import PendingRun, Runner
 
 
@@ -22,38 +23,84 @@ def run(name: str) -> PendingRun:
     return PendingRun(pending=pending, overrides=[], language=False)
 
 
-def settings(folder: Path, *, again: bool = False) -> Runner:
-    return Runner(path="job.yaml", folder=folder, warmup=0, steps=1, memory=False, again=again)
+def settings(folder: Path, *, again: bool = False, repeats: int = 2) -> Runner:
+    return Runner(
+        path="job.yaml", folder=folder, warmup=0, steps=1, repeats=repeats, memory=False, again=again
+    )
 
 
 def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every other round is in reverse; what failed is run by the next command, not in the next round."""
     ran = list[str]()
+    begin = {"interrupted": "b2", "failing": "c1"}
 
-    def one(_: Runner, run: PendingRun) -> CombinationResult:
-        ran.append(run.pending.name)
-        if run.pending.name == "b" and ran.count("b") == 1:
+    def one(_: Runner, run: PendingRun, result: CombinationResult, number: int) -> CombinationResult:
+        ran.append(f"{run.pending.name}{number}")
+        if ran[-1] == begin["interrupted"]:
             raise KeyboardInterrupt
-        if run.pending.name == "b":
-            return replace(run.pending, status="failed", error="out of memory")
-        return replace(run.pending, status="done", median=1.0, speed=2.0)
+        if ran[-1] == begin["failing"]:
+            return replace(result, status="failed", error="out of memory")
+        times = {"median": 1.0, "q1": 1.0, "q3": 1.0, "speed": 2.0, "began": 0.0, "wall": 90.0}
+        done = [*result.repeats, Repeat(round=number, others=0.5, **times)]
+        return replace(result, status="done", repeats=done)
 
     monkeypatch.setattr(Runner, "_run", one)
+    monkeypatch.setattr(runs, "load_share", lambda: 1.5)
+    monkeypatch.setattr(runs, "core_count", lambda: 2)
     three, said = [run(name) for name in "abc"], list[str]()
     results, stopped = settings(tmp_path).run_all(three, said.append)
     assert stopped
-    assert [one.status for one in results] == ["done", "stopped", "stopped"]
-    assert said[1] == "1/3 a: 1 s a step, 2 tokens/s"
+    assert ran == ["a1", "b1", "c1", "b2"]
+    assert [each.status for each in results] == ["done", "done", "failed"]
+    busy = "; warning: other processes used 50% of the cores"
+    assert said[:4] == [
+        "warning: this machine is busy: a load of 3.0 in the last minute, on 2 cores",
+        "round 1/2, 1/3 a: 1 steps",
+        f"round 1/2, 1/3 a: 1 s a step, 2 tokens/s{busy}",
+        "round 1/2, 2/3 b: 1 steps; about 8 min left, 5 runs",
+    ]
+    begin.clear()
+    begin |= {"interrupted": "", "failing": ""}
     results, stopped = settings(tmp_path).run_all(three, said.append)
     assert not stopped
-    assert [one.status for one in results] == ["done", "failed", "done"]
-    assert ran == ["a", "b", "b", "c"]
-    assert "1/3 a: done before" in said
-    settings(tmp_path).run_all(three, said.append)
-    assert ran[4:] == ["b"], "what failed is tried again"
-    settings(tmp_path, again=True).run_all(three, said.append)
-    assert ran[5:] == ["a", "b", "c"]
+    assert [each.status for each in results] == ["done"] * 3
+    assert ran[4:] == ["c1", "c2", "b2", "a2"]
+    assert "1/3 a: 1 round done before" in said
+    settings(tmp_path, repeats=3).run_all(three, said.append)
+    assert ran[8:] == ["a3", "b3", "c3"]
+    settings(tmp_path, again=True, repeats=1).run_all(three, said.append)
+    assert ran[11:] == ["a1", "b1", "c1"]
+    begin["interrupted"] = "b1"
+    results, _ = settings(tmp_path / "new").run_all(three, said.append)
+    assert [each.status for each in results] == ["done", "stopped", "stopped"]
+
+
+def test_own_processes_are_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four cores are ours. A child's child outlives its parent; a stranger is no descendant."""
+    own = os.getpid()
+    monkeypatch.setattr(runs.OtherProcesses, "_watch", lambda _: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 2})
+    clock = iter((100.0, 110.0, 0.0, 1.0))
+    monkeypatch.setattr("stretto.run.compare.machine.time.monotonic", lambda: next(clock))
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def state(first: int, third: int, processes: dict[int, tuple[int, int]]) -> None:
+        lines = [f"cpu{n} {busy} 0 0 77 55 0 0 0 9 9" for n, busy in enumerate((first, 5, third, 99))]
+        (tmp_path / "stat").write_text("\n".join(["cpu 1 1 1 1 1 1 1 1 0 0", *lines, "intr 3"]))
+        for pid, (parent, used) in processes.items():
+            (tmp_path / str(pid)).mkdir(exist_ok=True)
+            text = f"{pid} (a b) c) S {parent} {' '.join('0' * 9)} {used} 0 0 0"
+            (tmp_path / str(pid) / "stat").write_text(text)
+
+    state(0, 0, {own: (1, 0), 1: (0, 0), 70001: (own, 0), 70002: (70001, 0), 70003: (1, 0)})
+    with OtherProcesses(tmp_path) as others:
+        state(9 * ticks, 6 * ticks, {own: (1, 2 * ticks), 70002: (1, 8 * ticks), 70003: (1, 5 * ticks)})
+    assert others.share == pytest.approx((15 - 10) / 20)
+    with OtherProcesses(tmp_path / "none") as others:
+        pass
+    assert others.share is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])

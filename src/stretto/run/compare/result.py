@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import quantiles
-from typing import Any, Literal
+from statistics import fmean, median, quantiles, stdev
+from typing import Any, Literal, NamedTuple
 
 from stretto.job.job import Job
+from stretto.run.compare.machine import BUSY
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.train.metrics import read_lines
@@ -25,6 +27,53 @@ LOSS_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16":
 Mathematics = tuple[str, str]  # type of the computation, and a hash of all else that it depends on
 
 
+# quantiles of Student's t of 1, 2, ... degrees of freedom, between which and their opposites 95% lie
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_HOUR = 3600.0
+
+Difference = Literal["faster", "slower", "within the noise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """One run of a combination.
+
+    Attributes:
+        round: the round that it belongs to, from 1.
+        began: when it began, seconds since 1970.
+        wall: seconds of the whole run, its start included.
+        median, q1, q3: seconds of a step, over the steps after the warm-up.
+        speed: tokens or samples per second of the whole job.
+        others: share of all core time that other processes used meanwhile; None if not measured.
+    """
+
+    round: int
+    began: float
+    wall: float
+    median: float
+    q1: float
+    q3: float
+    speed: float
+    others: float | None = None
+
+
+class Speedup(NamedTuple):
+    """How many times as fast as the baseline a combination is: the geometric mean over the rounds, and its
+    95% interval (Student's t of the logarithms), None with fewer than two rounds in common.
+    """
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def difference(self) -> Difference | None:
+        """Whether it is faster, as far as the rounds can tell; None without an interval."""
+        if self.low is None or self.high is None:
+            return None
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "within the noise"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CombinationResult:
     """A combination with what was measured or predicted; None if that is not known.
@@ -33,11 +82,12 @@ class CombinationResult:
         overrides: those of the config that make the combination; `words` in JSON.
         fingerprint: a hash of the resolved job and its length.
         error: the reason why there is no result.
-        median, q1, q3: seconds of a step, over the steps after the warm-up.
-        speed: tokens or samples per second of the whole job, by `unit`.
-        losses: the loss of every step.
+        repeats: its runs, by round.
+        unit: of the speed.
+        losses: the loss of every step, in the first run.
         memory, predicted_memory: bytes of the fullest rank.
-        traffic: bytes that the busiest rank sends in a step, as counted by the planner.
+        sent, traffic: bytes that the busiest rank sends in a step, measured and as counted by the planner.
+        unmeasured: the reason why memory or traffic is not measured.
         predicted, low, high: seconds of a step.
         verdict: whether the predicted memory fits the device.
     """
@@ -47,29 +97,65 @@ class CombinationResult:
     status: Status
     fingerprint: str = ""
     error: str | None = None
-    median: float | None = None
-    q1: float | None = None
-    q3: float | None = None
-    speed: float | None = None
+    repeats: Sequence[Repeat] = ()
     unit: str = "tokens/s"
     losses: list[float] = field(default_factory=list[float])
     memory: int | None = None
     predicted_memory: int | None = None
+    sent: int | None = None
     traffic: int | None = None
+    unmeasured: str | None = None
     predicted: float | None = None
     low: float | None = None
     high: float | None = None
+    predicted_speed: float | None = None
     verdict: str | None = None
 
     def as_record(self) -> dict[str, Any]:
         """Return the result as JSON."""
         record = asdict(self)
-        return {"name": record.pop("name"), "words": record.pop("overrides"), **record}
+        figures = {
+            name: getattr(self, name) for name in ("median", "q1", "q3", "fastest", "slowest", "speed")
+        }
+        return {"name": record.pop("name"), "words": record.pop("overrides"), **record, **figures}
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step: the median over the runs of the median of their steps."""
+        return self._middle("median")
+
+    @property
+    def q1(self) -> float | None:
+        """The first quartile of the steps of a run, seconds; the median over the runs."""
+        return self._middle("q1")
+
+    @property
+    def q3(self) -> float | None:
+        """The third quartile of the steps of a run, seconds; the median over the runs."""
+        return self._middle("q3")
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens or samples per second of the whole job, by `unit`; predicted if it is not measured."""
+        return self._middle("speed") or self.predicted_speed
+
+    @property
+    def fastest(self) -> float | None:
+        """The least median step time of a run, seconds."""
+        return min((each.median for each in self.repeats), default=None)
+
+    @property
+    def slowest(self) -> float | None:
+        """The largest median step time of a run, seconds."""
+        return max((each.median for each in self.repeats), default=None)
+
+    def _middle(self, name: str) -> float | None:
+        return median(getattr(each, name) for each in self.repeats) if self.repeats else None
 
     @property
     def seconds(self) -> float | None:
-        """The measured time of a step, otherwise the predicted one."""
-        return self.median if self.status != "predicted" else self.predicted
+        """The measured time of a step, otherwise the predicted one; None if it failed."""
+        return {"done": self.median, "predicted": self.predicted}.get(self.status)
 
     @property
     def loss(self) -> float | None:
@@ -96,35 +182,57 @@ def load_all(folder: Path) -> dict[str, CombinationResult]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            result = CombinationResult(overrides=record.pop("words"), **record)
+            names = {each.name for each in fields(CombinationResult)}
+            rounds = [Repeat(**each) for each in record.pop("repeats")]
+            values = {name: value for name, value in record.items() if name in names}
+            result = CombinationResult(overrides=record["words"], repeats=rounds, **values)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         results[result.fingerprint] = result
     return results
 
 
-def measured(result: CombinationResult, folder: Path, warmup: int) -> CombinationResult:
+def measured(
+    result: CombinationResult,
+    folder: Path,
+    warmup: int,
+    *,
+    number: int = 1,
+    began: float = 0.0,
+    wall: float = 0.0,
+    others: float | None = None,
+) -> CombinationResult:
     """Add what the run in `folder` recorded of its steps, and the prediction at its start, to a result.
 
     Args:
         warmup: number of steps at the start that do not count.
+        number: the round.
+        began, wall, others: see `Repeat`.
     """
     steps = list(read_lines(folder / "metrics.jsonl"))
     seconds = [step["step_time_s"] for step in steps[warmup:]]
-    q1, median, q3 = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    q1, middle, q3 = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     unit = "samples/s" if "samples_per_s" in steps[-1] else "tokens/s"
     speeds = sorted(step[unit.replace("/", "_per_")] for step in steps[warmup:])
     memory = steps[-1]["memory_gib"]
-    done = replace(
-        result,
-        status="done",
-        median=median,
+    run = Repeat(
+        round=number,
+        began=began,
+        wall=wall,
+        median=middle,
         q1=q1,
         q3=q3,
         speed=speeds[len(speeds) // 2],
+        others=others,
+    )
+    done = replace(
+        result,
+        status="done",
+        error=None,
+        repeats=sorted([*result.repeats, run], key=lambda each: each.round),
         unit=unit,
-        losses=[float(step["loss"]) for step in steps],
-        memory=None if memory is None else round(memory * 2**30),
+        losses=result.losses or [float(step["loss"]) for step in steps],
+        memory=result.memory if memory is None else round(memory * 2**30),
     )
     try:
         row = json.loads((folder / "prediction.json").read_text(encoding="utf-8"))
@@ -209,12 +317,70 @@ class RunComparison:
         timed = [result for result in self.results if result.seconds is not None]
         return next((r for r in timed if r.name == self.baseline), timed[0] if timed else None)
 
-    def speedup(self, result: CombinationResult) -> float | None:
-        """Return the baseline's step time over this one's."""
+    def speedup(self, result: CombinationResult) -> Speedup | None:
+        """Return the baseline's step time over this one's, run by run of the same round."""
         base = self.base
         if base is None or base.seconds is None or not result.seconds:
             return None
-        return base.seconds / result.seconds
+        if base is result:
+            return Speedup(1.0)
+        logs = [log(base_run.median / run.median) for base_run, run in self._pairs(result)]
+        if not logs:
+            return Speedup(base.seconds / result.seconds)
+        mean, n = fmean(logs), len(logs)
+        if n == 1:
+            return Speedup(exp(mean))
+        t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.5 / (n - 1)
+        half = t * stdev(logs) / sqrt(n)
+        return Speedup(exp(mean), exp(mean - half), exp(mean + half))
+
+    def _pairs(self, result: CombinationResult) -> list[tuple[Repeat, Repeat]]:
+        """The baseline's and this one's runs of each round that both have."""
+        rounds = {each.round: each for each in ([] if self.base is None else self.base.repeats)}
+        return [(rounds[each.round], each) for each in result.repeats if each.round in rounds]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Lines about which differences from the baseline the rounds cannot tell from noise."""
+        others = [(r.name, self.speedup(r)) for r in self.ranked if r is not self.base and r.repeats]
+        noise = [name for name, speedup in others if speedup and speedup.difference == "within the noise"]
+        single = [name for name, speedup in others if speedup and speedup.difference is None]
+        lines = list[str]()
+        if noise:
+            lines.append(
+                "within the noise, as the 95% interval of the ratio to the baseline covers 1: "
+                + "; ".join(noise)
+            )
+        if single:
+            lines.append(
+                f"one round does not show whether a difference is noise (--repeats 3): {'; '.join(single)}"
+            )
+        return lines
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each reason to doubt the figures: other processes, and rounds that lie far apart."""
+        ranked = [result for result in self.ranked if result.repeats]
+        shares = [
+            (each.others or 0.0, each.round, result.name) for result in ranked for each in result.repeats
+        ]
+        lines = list[str]()
+        if busy := [share for share, *_ in shares if share >= BUSY]:
+            largest, number, name = max(shares)
+            lines.append(
+                f"warning: other processes used at least {BUSY:.0%} of the cores during {len(busy)} of "
+                f"{len(shares)} runs, at most {largest:.0%} (round {number}, {name})"
+            )
+        for result in ranked:
+            distance = max(
+                (abs(base_run.began - run.began) for base_run, run in self._pairs(result)), default=0.0
+            )
+            if distance > _HOUR:
+                lines.append(
+                    f"warning: runs of {result.name} and of the baseline in a round are up to "
+                    f"{distance / _HOUR:.1f} hours apart, and the machine may have changed; --again runs all"
+                )
+        return lines
 
     @property
     def losses(self) -> list[str]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.engine.device import backend_for, rank_device
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline.rank_buffers import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.job.job import Job
@@ -182,6 +183,7 @@ class MeasuredMemory:
         peak: most at once, temporaries included.
         between_actions: most after any action.
         kinds: bytes at the peak, by kind.
+        sent: bytes that left the rank, as `engine.parallel.traffic` counts them.
         samples: every action of the step.
     """
 
@@ -190,6 +192,7 @@ class MeasuredMemory:
     peak: int
     between_actions: int
     kinds: dict[str, int]
+    sent: int
     samples: tuple[Sample, ...]
 
 
@@ -212,7 +215,8 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> MeasuredMemory:
             memory.watch(passing_flats(model))
             recorder = MemoryRecorder(memory, mesh.device)
             memory.restart()
-            random_step(model, steps, recorder)
+            with traffic() as sent:
+                random_step(model, steps, recorder)
             if dist.is_initialized():
                 dist.barrier()  # no rank closes its groups while others still use them
         finally:
@@ -224,6 +228,7 @@ def measure(job: Job, mesh: Mesh, steps: int = 2) -> MeasuredMemory:
         peak=memory.peak,
         between_actions=max(sample.allocated for sample in recorder.samples),
         kinds=kinds,
+        sent=sent.total,
         samples=tuple(recorder.samples),
     )
 
