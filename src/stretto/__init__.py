@@ -160,10 +160,8 @@ if not TYPE_CHECKING:  # a type checker must not take every misspelt name for an
             inside = module == "stretto"  # a module of the package
             value = import_module(f"stretto.{name}") if inside else getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            from stretto.errors import TorchMissing
+            from stretto.errors import PackageMissing
 
-            if TorchMissing.is_cause(error):
-                raise TorchMissing(f"stretto.{name}") from None
-            raise
+            raise PackageMissing.of(error, f"stretto.{name}") or error from None
         globals()[name] = value  # the next access does not come here
         return value

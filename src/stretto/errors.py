@@ -73,20 +73,24 @@ class UnknownName(StrettoError):
     """A name that no table has."""
 
 
-class TorchMissing(StrettoError, ImportError):
-    """PyTorch is not installed, and `feature` computes with it."""
+class PackageMissing(StrettoError, ImportError):
+    """A package of the extra `train` is not installed, and `feature` computes with it."""
 
-    def __init__(self, feature: str) -> None:
-        super().__init__(f"{feature} needs PyTorch, which is not installed", hint="pip install torch")
-        self.feature = feature
+    PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "fsspec", "jinja2")  # as in pyproject.toml
+
+    def __init__(self, feature: str, package: str) -> None:
+        hint = "pip install 'stretto[train]', or 'stretto[recommender]' for recommenders"
+        super().__init__(f"{feature} needs {package}, which is not installed", hint=hint)
+        self.feature, self.package = feature, package
 
     def __reduce__(self) -> tuple[object, ...]:
-        return TorchMissing, (self.feature,)
+        return PackageMissing, (self.feature, self.package)
 
     @staticmethod
-    def is_cause(error: ModuleNotFoundError) -> bool:
-        """True if an import failed because PyTorch is missing."""
-        return (error.name or "").partition(".")[0] == "torch"
+    def of(error: BaseException, feature: str) -> PackageMissing | None:
+        """Return the error of `feature` if an import failed because such a package is missing."""
+        name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        return PackageMissing(feature, name) if name in PackageMissing.PACKAGES else None
 
 
 def _rebuild(

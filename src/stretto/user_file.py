@@ -12,7 +12,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from stretto.errors import StrettoError, nearest, nearest_file, read_text
+from stretto.errors import PackageMissing, StrettoError, nearest, nearest_file, read_text
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class UserFunction:
         hint = f"the line is: {frames[-1].line}" if frames else f"does python {self.path} run?"
         if isinstance(error, StrettoError):
             return StrettoError(f"{place}: {error.message}", hint=error.hint or hint)
-        return StrettoError(f"{place}: {type(error).__name__}: {error}", hint=hint)
+        missing = PackageMissing.of(error, place)
+        return missing or StrettoError(f"{place}: {type(error).__name__}: {error}", hint=hint)
 
 
 def is_function_name(text: str) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from command_line import CommandLine
+from stretto.cli.main import BAD_INPUT
+from stretto.errors import StrettoError
 from stretto.recommender.config.load import load_config
 from stretto.run.config.load import EXAMPLES, example_configs
 
@@ -32,6 +35,15 @@ def test_an_example_that_was_written_is_the_example(stretto: CommandLine, name: 
     assert "configs/" not in text
     written, example = load_config(f"{name}.yaml"), load_config(EXAMPLES / f"{name}.yaml")
     assert written == example == load_config(name)  # the name alone: the file is nearer, and the same
+
+
+def test_an_example_that_is_trained_by_name_is_announced(stretto: CommandLine) -> None:
+    announced = "config quickstart: comes with the package; a copy to change: stretto init quickstart\n"
+    with mock.patch("stretto.cli.train._train_locally", side_effect=StrettoError("trained")):
+        for words, expected in (((), announced), (("--json",), "")):
+            assert stretto("train", "quickstart", *words, code=BAD_INPUT) == expected
+        Path("quickstart").write_text((EXAMPLES / "quickstart.yaml").read_text())
+        assert stretto("train", "quickstart", code=BAD_INPUT) == ""
 
 
 def test_nothing_is_overwritten(stretto: CommandLine) -> None:

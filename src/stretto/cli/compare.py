@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from stretto.cli.options import ConfigFile, Json, Page, grouped
 from stretto.cli.output import command_app, memory_size, say_no
 from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, text
-from stretto.errors import StrettoError
+from stretto.errors import PackageMissing, StrettoError
 
 if TYPE_CHECKING:
     from stretto.job.job import Job
@@ -270,6 +271,8 @@ def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[Co
     """Run all legal combinations; return their results, and whether Ctrl-C ended them early."""
     from stretto.run.compare.runs import PendingRun, Runner
 
+    if find_spec("torch") is None:  # every run, in a process of its own, would end so
+        raise PackageMissing("stretto compare", "torch")
     config = legal[0].config
     assert config is not None
     runner = Runner(

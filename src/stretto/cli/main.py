@@ -27,7 +27,7 @@ from typer.main import get_command
 from stretto import __version__
 from stretto.cli import interop
 from stretto.cli.output import command_app, print_error
-from stretto.errors import StrettoError, TorchMissing, nearest
+from stretto.errors import PackageMissing, StrettoError, nearest
 from stretto.versions import DeprecatedName, replace_deprecated
 
 COMMANDS = (
@@ -151,9 +151,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(error.message, error.hint, error.others)
         return BAD_INPUT
     except ModuleNotFoundError as error:
-        if not TorchMissing.is_cause(error):
+        missing = PackageMissing.of(error, _command_path(arguments))
+        if missing is None:
             raise
-        missing = TorchMissing(_command_path(arguments))
         print_error(missing.message, missing.hint)
         return BAD_INPUT
     except UsageError as error:

@@ -68,6 +68,7 @@ def train(
     """
     from stretto.cli.jobs import for_ranks
     from stretto.recommender.config.load import load_config
+    from stretto.run.config.load import is_example
     from stretto.run.train.launch import exit_code, under_torchrun, unused_run
 
     fields = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
@@ -79,6 +80,8 @@ def train(
             config, result = _train_as_rank(config, ranks, as_json)
             resume_command = _resume_command(path, fields, name, config.run.name)
         else:
+            if is_example(path) and not as_json:
+                print(f"config {path}: comes with the package; a copy to change: stretto init {path}")
             config = for_ranks(config, ranks, as_json)
             config = replace(config, run=unused_run(config.checkpoint.resume, config.run))
             resume_command = _resume_command(path, fields, name, config.run.name)

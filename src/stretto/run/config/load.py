@@ -157,13 +157,18 @@ def read_config(path: Path) -> str:
             raise StrettoError(f"config {path} is larger than {LARGEST_FILE} bytes", hint="is it a config?")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if str(path) in example_configs():
+        if is_example(path):
             return (EXAMPLES / f"{path}.yaml").read_text(encoding="utf-8")
         raise StrettoError(f"config {path} does not exist", hint=_neighbours(path)) from None
     except UnicodeDecodeError:
         raise StrettoError(f"config {path} is not UTF-8 text", hint="is it a YAML file?") from None
     except OSError as error:
         raise StrettoError(f"config {path} cannot be read: {error.strerror}") from None
+
+
+def is_example(path: str | Path) -> bool:
+    """True if a config's path is the name of an example, and no file has that name."""
+    return str(path) in example_configs() and not Path(path).exists()
 
 
 def example_configs() -> dict[str, str]:
