@@ -29,6 +29,7 @@ from typing import (
 from stretto.errors import Problem, nearest
 
 T = TypeVar("T")
+IN_A_FILE = r".+\.py:[^\W\d]\w*"  # pattern of a function or class of the user's, FILE.py:NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def check_fields(instance: Any, *names: str) -> None:
         if (names and name not in names) or about is None or (value is None and NoneType in item.kinds):
             continue
         for kind in item.kinds:
-            if get_origin(kind) is Literal:
+            if get_origin(kind) is Literal and str not in item.kinds:
                 check_choice(name, value, get_args(kind))
         if not {int, float} & set(item.kinds):
             continue

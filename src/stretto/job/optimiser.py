@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from stretto.errors import Problem
-from stretto.job.field import Field, check_fields
+from stretto.job.field import IN_A_FILE, Field, check_fields, declared
 
 OptimiserName = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
 OPTIMISERS: tuple[OptimiserName, ...] = get_args(OptimiserName)
@@ -16,6 +16,11 @@ RateShape = Literal["cosine", "linear", "constant", "inverse-sqrt", "wsd"]
 DecayShape = Literal["linear", "cosine", "sqrt", "exponential"]
 
 MUON_MOMENTUM = 0.95  # the default
+
+StateSize = Callable[[str, tuple[int, ...], int, int], int]
+"""Bytes of the states for some elements of a parameter, given its name and shape in the plain model, the
+number of elements, and the bytes of one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +114,25 @@ class RateSchedule(RateCurve):
 class Optimiser:
     """The optimiser.
 
+    Attributes:
+        state_size: of a class in a file, which alone knows its states.
+
     Raises:
         Problem: the optimiser does not exist, or the learning rate is not above 0.
     """
 
     name: Annotated[
-        OptimiserName,
-        Field("The update rule. `muon` is used for the blocks' matrices; all other parameters use AdamW."),
+        OptimiserName | str,
+        Field(
+            "The update rule. `muon` is used for the blocks' matrices; all other parameters use AdamW. "
+            "`FILE.py:CLASS` is a class of your own: see docs/library.md.",
+            pattern=rf"{'|'.join(OPTIMISERS)}|{IN_A_FILE}",
+            examples=("mine.py:AdaBelief",),
+        ),
     ] = "adamw"
+    arguments: Annotated[
+        dict[str, Any], Field("Keyword arguments of a class of your own, besides `lr`.")
+    ] = field(default_factory=dict[str, Any], hash=False)
     lr: Annotated[float, Field("Peak learning rate.", gt=0)] = 3e-4
     betas: Annotated[
         tuple[float, float], Field("Decay of the means of gradient and squared gradient in adamw and lamb.")
@@ -136,9 +152,15 @@ class Optimiser:
         float | None, Field("Largest gradient norm over all parameters; null: no clipping.", gt=0)
     ] = 1.0
     rate: RateSchedule = field(default_factory=RateSchedule)
+    state_size: StateSize | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self, "name", "lr")
+
+    @property
+    def user_defined(self) -> bool:
+        """True if the update rule is a class in a file."""
+        return self.name not in OPTIMISERS
 
     @property
     def moment_bytes(self) -> int | None:
@@ -160,6 +182,18 @@ def optimiser_problems(optimiser: Optimiser, section: str = "optim") -> Iterator
         section: the config's section that the problems name.
     """
     name, betas = optimiser.name, list(optimiser.betas)
+    if optimiser.user_defined:
+        for field_name in ("betas", "eps", "momentum", "states"):
+            value, default = getattr(optimiser, field_name), declared(Optimiser)[field_name].default
+            if value != default:
+                rule = f"{name} takes its settings from {section}.arguments"
+                fix = f"{section}.arguments={{{field_name}: {value}}}, if it has them"
+                yield Problem(f"{section}.{field_name}", value, rule, fix)
+        return
+    if optimiser.arguments:
+        rule = f"{name} has fields of {section} in place of arguments"
+        fix = f"{section}.arguments={{}}, or {section}.name=FILE.py:CLASS"
+        yield Problem(f"{section}.arguments", optimiser.arguments, rule, fix)
     if optimiser.momentum and name not in ("sgd", "muon"):
         fix = f"{section}.momentum=0, or {section}.name=sgd"
         yield Problem(f"{section}.momentum", optimiser.momentum, f"{name} has none", fix)

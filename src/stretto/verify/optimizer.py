@@ -1,5 +1,6 @@
 """The updates of a reference: by torch's own optimisers, and where torch has none in float64, by the paper's
-formula written out. Nothing here is shared with the optimisers that a proof judges.
+formula written out. Nothing here is shared with the optimisers that a proof judges, but for a class of the
+user's, which alone describes its rule: the reference then is that class on whole parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.optim.build import build_optimizer
 from stretto.job.optimiser import Optimiser
 
 State = dict[str, Any]
@@ -34,6 +36,10 @@ class ReferenceOptimizer:
         self._parameters = [
             (name, p, [nn.Parameter(member) for member in members(name, p.detach())]) for name, p in named
         ]
+        self._of_user: torch.optim.Optimizer | None = None
+        if optimiser.user_defined:
+            whole = [(name, p) for name, p, _ in self._parameters]
+            self._parameters, self._of_user = [], build_optimizer(whole, optimiser)
         formula, self._states = _formula(optimiser), dict[nn.Parameter, State]()
         self._by_formula = list[tuple[nn.Parameter, Rule, float]]()
         by_torch: dict[float, list[nn.Parameter]] = {}
@@ -49,6 +55,11 @@ class ReferenceOptimizer:
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Update all parameters that have a gradient, and empty the gradients."""
+        if self._of_user is not None:
+            for group in self._of_user.param_groups:
+                group["lr"] = rate
+            self._of_user.step()
+            self._of_user.zero_grad()
         for name, p, parts in self._parameters:
             gradients = [None] * len(parts) if p.grad is None else members(name, p.grad)
             for part, gradient in zip(parts, gradients, strict=True):

@@ -11,6 +11,7 @@ from stretto.engine.optim.adafactor import Adafactor
 from stretto.engine.optim.adam import Lamb, NarrowAdamW
 from stretto.engine.optim.base import decay_groups, is_block_matrix
 from stretto.engine.optim.muon import Muon
+from stretto.engine.optim.user_optimizer import build_user_optimizer
 from stretto.engine.parallel.fragment import ParameterFragment, unsharded_fragments
 from stretto.job.optimiser import Optimiser
 
@@ -47,6 +48,8 @@ def build_optimizer(
             fragments.append(parameter)
         else:
             fragments += unsharded_fragments([parameter])
+    if config.user_defined:
+        return build_user_optimizer(fragments, config)
     groups = decay_groups(fragments, config.weight_decay, config.no_decay)
     if config.name == "lamb":
         return Lamb(groups, fragments, config.lr, config.betas, config.eps)

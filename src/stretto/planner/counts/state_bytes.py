@@ -16,7 +16,7 @@ from math import prod
 from stretto.job.data_parallel import BUCKET_BYTES, Offload
 from stretto.job.finetune import TrainedParameters, is_router_correction
 from stretto.job.job import Job
-from stretto.job.optimiser import OptimiserName
+from stretto.job.optimiser import StateSize
 from stretto.job.parameters import stays_float32
 from stretto.job.reduction import reduction
 from stretto.layout.shards import Mode, ShardSizes, padded
@@ -40,6 +40,7 @@ class StateConfig:
         element: bytes of an element of weights.
         gradient: bytes of an element of gradients if weights have 16 bits.
         keep: patterns of names of parameters that stay in 32 bits if the others have 16.
+        state_size: bytes of the states of an optimiser of the user's.
         moment: bytes of an element of AdamW's moments, or None for those of the masters.
         each: sharded gradients are reduced with each microbatch.
         lasting: gradients stay whole through the step.
@@ -61,7 +62,8 @@ class StateConfig:
     element: int = 4
     gradient: int = 4
     keep: tuple[str, ...] = ()
-    optimiser: OptimiserName = "adamw"
+    optimiser: str = "adamw"
+    state_size: StateSize | None = None
     momentum: float = 0.0
     moment: int | None = None
     each: bool = False
@@ -88,6 +90,7 @@ class StateConfig:
             gradient=2 if precision.gradients == "same" else 4,
             keep=tuple(precision.keep),
             optimiser=job.optimiser.name,
+            state_size=job.optimiser.state_size,
             momentum=job.optimiser.effective_momentum,
             moment=job.optimiser.moment_bytes,
             each=reduction(program, dp.mode, dp.reduce) == "microbatch",
@@ -370,6 +373,8 @@ class StateUnit:
         """Bytes of the optimiser states for a number of elements of a parameter."""
         state_config, full = self.state_config, self._master * elements
         count = _COUNT
+        if state_config.state_size is not None:
+            return state_config.state_size(parameter.name, parameter.plain, elements, self._master)
         match state_config.optimiser:
             case "sgd":
                 return full if state_config.momentum else 0

@@ -225,7 +225,8 @@ _COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate du
 
 def countable(job: Job, memory_job: MemoryJob) -> bool:
     """True if `counts` covers all that the job does."""
-    simple = job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
+    own = job.optimiser.user_defined  # may communicate
+    simple = not own and job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
     return simple and not memory_job.program.versions
 
 

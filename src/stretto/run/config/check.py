@@ -21,7 +21,7 @@ from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
 from stretto.run.config.device_checks import compiler_problems, graph_problems
 from stretto.run.config.for_ranks import alternatives, duplicate_rank_counts
-from stretto.run.config.job import job_of, program_file
+from stretto.run.config.job import job_of, program_file, tried_optimizer
 from stretto.run.config.run_checks import (
     guard_problems,
     missing_sources,
@@ -62,6 +62,7 @@ def find_problems(
     """Return all problems of a job: broken rules of `stretto.job.rules`, and what this machine lacks."""
     broken, job = list[Problem](), None
     builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
+    builds["optim"] = lambda: tried_optimizer(config.optim)
     if (file := config.schedule.file) is not None:
         builds["schedule"] = lambda: program_file(file)
     for field, build in builds.items():

@@ -11,6 +11,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.job.data_parallel import Precision
 from stretto.job.field import declared
 from stretto.job.job import Execution, Job
+from stretto.job.optimiser import Optimiser
 from stretto.program.lower import unlower
 from stretto.program.program import Program
 from stretto.program.text import read_program
@@ -61,7 +62,7 @@ def job_of(
         recompute=config.recompute,
         dp=config.dp,
         precision=Precision(dtype=train.dtype, **vars(config.precision)),
-        optimiser=config.optim,
+        optimiser=tried_optimizer(config.optim),
         bucket=int(train.bucket_mib * 2**20),
         unified_memory=train.device == "cpu",
         trained=config.finetune,
@@ -69,6 +70,19 @@ def job_of(
         steps_between_drains=steps / drains,
         async_save=config.checkpoint.async_save and config.checkpoint.every is not None,
     )
+
+
+def tried_optimizer(optimiser: Optimiser) -> Optimiser:
+    """Return the settings, with the size of the states of a class in a file, after a first update with it.
+
+    Raises:
+        StrettoError: there is no such class, or it fails.
+    """
+    if not optimiser.user_defined:
+        return optimiser
+    from stretto.engine.optim.user_optimizer import try_optimizer
+
+    return try_optimizer(optimiser)
 
 
 def program_file(name: str) -> Program:

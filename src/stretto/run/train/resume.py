@@ -233,7 +233,7 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
     saved, configured = meta.get("config", {}).get("optim"), job.optimiser
     if saved is None:
         return
-    same_name = saved.get("name") == configured.name
+    same_name = _class_name(saved.get("name")) == _class_name(configured.name)
     if not same_name or (
         configured.name == "sgd" and bool(saved.get("momentum")) != bool(configured.momentum)
     ):
@@ -243,6 +243,11 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
     freeze = list(job.trained.freeze)
     if "step" in meta and frozen != freeze:
         raise another_optimiser(path, "finetune.freeze", frozen, freeze)
+
+
+def _class_name(name: object) -> str:
+    """Return an optimiser's name, without the file of a class, which may have moved."""
+    return str(name).rpartition(":")[2]
 
 
 def _check_tokenizer(path: Path, meta: Mapping[str, Any], source: TokenData) -> None:

@@ -58,7 +58,7 @@ def with_effect(shape: ModelShape, sequence: int) -> tuple[ModelShape, list[str]
 # sizes of tensors, of which any other value makes another model; the peak rate; and clipping, which is
 # compared with the norms of the reference; a family's values are other fields
 _SIZES = {"layers", "encoder_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence"}
-_EVIDENT = _SIZES | {"experts", "shared_ffn", "rank", "lr", "clip", "family"}
+_EVIDENT = _SIZES | {"experts", "shared_ffn", "rank", "lr", "clip", "family", "arguments"}
 
 
 def set_fields(job: Job) -> Iterator[tuple[str, Any, Job | None]]:

@@ -216,7 +216,7 @@ def language_proof(
         steps=steps,
         impossible=impossible,
         notes=notes,
-        updated_by=_UPDATED_BY[config.optim.name],
+        updated_by=_UPDATED_BY.get(config.optim.name, f"{config.optim.name} on whole parameters"),
     )
 
 
