@@ -49,7 +49,7 @@ def change(heading: str, root: Path) -> None:
     (root / "text").mkdir()
     write_text(root / "text" / "words.txt")
     for code in blocks(SECTIONS[heading], "python"):
-        path = re.match(r"# (src/\S+\.py)\n", code)
+        path = re.match(r"# (\S+\.py)\n", code)
         assert path is not None, f"{heading}: a Python block without its file"
         (root / path[1]).write_text(code[path.end() :], encoding="utf-8")
     for diff in blocks(SECTIONS[heading], "diff"):

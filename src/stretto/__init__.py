@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stretto import prove
     from stretto.autosplit.plan_module import plan_module
+    from stretto.engine.optim.base import FragmentOptimizer
     from stretto.engine.optim.data_parallel import data_parallel
+    from stretto.engine.parallel.fragment import ParameterFragment
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
     from stretto.engine.parallel.styles import (
@@ -55,11 +57,13 @@ __all__ = [
     "ColumnParallel",
     "Costs",
     "DropoutKeys",
+    "FragmentOptimizer",
     "GatherBatch",
     "Jagged",
     "Layout",
     "Mesh",
     "ParallelStyle",
+    "ParameterFragment",
     "ParameterShard",
     "Pipeline",
     "Program",
@@ -99,7 +103,9 @@ __all__ = [
 # where each name is defined, as in the imports above
 _MODULES = {
     "stretto": ("prove",),  # a module, as `from stretto.prove import prove` has it
+    "stretto.engine.optim.base": ("FragmentOptimizer",),
     "stretto.engine.optim.data_parallel": ("data_parallel",),
+    "stretto.engine.parallel.fragment": ("ParameterFragment",),
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
     "stretto.autosplit.plan_module": ("plan_module",),

@@ -130,9 +130,9 @@ class Optimiser:
             examples=("mine.py:AdaBelief",),
         ),
     ] = "adamw"
-    arguments: Annotated[
-        dict[str, Any], Field("Keyword arguments of a class of your own, besides `lr`.")
-    ] = field(default_factory=dict[str, Any], hash=False)
+    arguments: Annotated[dict[str, Any], Field("Keyword arguments of a class of your own, besides `lr`.")] = (
+        field(default_factory=dict[str, Any], hash=False)
+    )
     lr: Annotated[float, Field("Peak learning rate.", gt=0)] = 3e-4
     betas: Annotated[
         tuple[float, float], Field("Decay of the means of gradient and squared gradient in adamw and lamb.")

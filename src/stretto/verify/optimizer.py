@@ -38,8 +38,8 @@ class ReferenceOptimizer:
         ]
         self._of_user: torch.optim.Optimizer | None = None
         if optimiser.user_defined:
-            whole = [(name, p) for name, p, _ in self._parameters]
-            self._parameters, self._of_user = [], build_optimizer(whole, optimiser)
+            named = [(name, p) for name, p, _ in self._parameters]
+            self._parameters, self._of_user = [], build_optimizer(named, optimiser)
         formula, self._states = _formula(optimiser), dict[nn.Parameter, State]()
         self._by_formula = list[tuple[nn.Parameter, Rule, float]]()
         by_torch: dict[float, list[nn.Parameter]] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import ceil, prod
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto.engine.optim.base import FragmentOptimizer, decay_groups
 from stretto.engine.parallel.fragment import ParameterFragment, unsharded_fragments
-from stretto.errors import Problem
+from stretto.errors import StrettoError
 from stretto.job.optimiser import Optimiser
 from stretto.user_file import find_function
 
@@ -31,8 +31,8 @@ def build_user_optimizer(fragments: Iterable[ParameterFragment], config: Optimis
     function, fragments = find_function(config.name, "optim.name=mine.py:AdaBelief"), list(fragments)
     rule = function.load()
     if not (isinstance(rule, type) and issubclass(rule, FragmentOptimizer)):
-        fix = f"class {function.name}(stretto.FragmentOptimizer), as in CONTRIBUTING.md"
-        raise Problem("name", config.name, "it must be a class derived from FragmentOptimizer", fix)
+        fix = f"class {function.name}(stretto.FragmentOptimizer), as in examples/my_parts.py"
+        raise StrettoError(f"{config.name} must be a class derived from FragmentOptimizer", hint=fix)
     groups = decay_groups(fragments, config.weight_decay, config.no_decay)
     return function(groups, fragments, lr=config.lr, **config.arguments)
 
@@ -54,40 +54,37 @@ def try_optimizer(config: Optimiser) -> Optimiser:
     try:
         optimizer.step()
     except Exception as error:
-        rule = f"its first update fails: {type(error).__name__}: {error}"
-        raise Problem("name", config.name, rule, "try it on one nn.Parameter with a gradient") from error
+        reason = f"{type(error).__name__}: {error}"
+        fix = "try it on one nn.Parameter with a gradient"
+        raise StrettoError(f"the first update of {config.name} fails: {reason}", hint=fix) from error
     for fragment in fragments:
         parameter = fragment.parameter
         if bool((parameter == 1).all()):
-            rule = f"its first update leaves {fragment.name} as it was"
-            raise Problem("name", config.name, rule, "change fragment.parameter in place, under no_grad")
+            rule = f"an update of {config.name} leaves {fragment.name} as it was"
+            raise StrettoError(rule, hint="change fragment.parameter in place, under no_grad")
         for state, value in optimizer.state[parameter].items():
             if value.shape != parameter.shape and state != _STEP and state not in optimizer.replicated:
-                rule = f"state {state} has shape {list(value.shape)}, and its parameter {list(parameter.shape)}"
+                rule = f"has shape {list(value.shape)}, and its parameter {list(parameter.shape)}"
                 fix = f"replicated = frozenset({{{state!r}}}) if all ranks compute the same, else that shape"
-                raise Problem("name", config.name, rule, fix)
-    return replace(config, state_size=_StateSize(config))
+                raise StrettoError(f"state {state} of {config.name} {rule}", hint=fix)
+    return replace(config, state_size=partial(_state_size, config))
 
 
-@dataclass(frozen=True)
-class _StateSize:
-    """Bytes of the states of a parameter's elements, by the class's `new_state`; see `job.optimiser`."""
-
-    config: Optimiser
-
-    def __call__(self, name: str, shape: tuple[int, ...], elements: int, element: int) -> int:
-        """See `job.optimiser.StateSize`."""
-        alike, apart = _state_bytes(self.config, name, shape, element)
-        return ceil(alike * elements / max(1, prod(shape))) + apart
+def _state_size(config: Optimiser, name: str, shape: tuple[int, ...], elements: int, element: int) -> int:
+    """Return the bytes of the states of a parameter's elements; see `job.optimiser.StateSize`."""
+    divided, complete = _state_bytes(config, name, shape, element)
+    return ceil(divided * elements / max(1, prod(shape))) + complete
 
 
 @lru_cache(maxsize=65536)
 def _state_bytes(config: Optimiser, name: str, shape: Sequence[int], element: int) -> tuple[int, int]:
-    """Return the bytes of the states of a whole parameter that are divided as it is, and of all others."""
+    """Return the bytes of the states of a whole parameter that every rank has its part of, and of those that
+    it has all of.
+    """
     parameter = nn.Parameter(torch.empty(shape, dtype=_TYPES[element], device="meta"))
     (fragment,) = unsharded_fragments([(name, parameter)])
     optimizer = build_user_optimizer([fragment], config)
     state = optimizer.new_state(fragment)
     size = {key: value.numel() * value.element_size() for key, value in state.items()}
-    apart = sum(size[key] for key in state if key == _STEP or key in optimizer.replicated)
-    return sum(size.values()) - apart, apart
+    complete = sum(size[key] for key in state if key == _STEP or key in optimizer.replicated)
+    return sum(size.values()) - complete, complete

@@ -225,8 +225,9 @@ _COMMUNICATING = ("lamb", "adafactor", "muon")  # optimizers that communicate du
 
 def countable(job: Job, memory_job: MemoryJob) -> bool:
     """True if `counts` covers all that the job does."""
-    own = job.optimiser.user_defined  # may communicate
-    simple = not own and job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
+    if job.optimiser.user_defined:  # may communicate
+        return False
+    simple = job.optimiser.name not in _COMMUNICATING and job.precision.fp8 == "none"
     return simple and not memory_job.program.versions
 
 

@@ -62,7 +62,7 @@ def find_problems(
     """Return all problems of a job: broken rules of `stretto.job.rules`, and what this machine lacks."""
     broken, job = list[Problem](), None
     builds: dict[str, Callable[[], object]] = {"model": config.shape, "layout": config.layout.to_layout}
-    builds["optim"] = lambda: tried_optimizer(config.optim)
+    builds["optim.name"] = lambda: tried_optimizer(config.optim)
     if (file := config.schedule.file) is not None:
         builds["schedule"] = lambda: program_file(file)
     for field, build in builds.items():

@@ -32,6 +32,7 @@ from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.config.model import LoraConfig, ModelConfig
+from stretto.user_file import is_function_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,6 +571,12 @@ class TrainConfig:
         """Return the job with these sections for another number of ranks, and all others as in its config."""
         base = self.configured
         return replace(base, **sections, replaced={name: getattr(base, name) for name in sections})
+
+    @property
+    def user_parts(self) -> dict[str, str]:
+        """The parts of the job that files of the user's define, as FILE.py:NAME by field."""
+        parts = {"optim.name": self.optim.name}
+        return {field: named for field, named in parts.items() if is_function_name(named)}
 
     @property
     def microbatches(self) -> int:

@@ -50,7 +50,13 @@ from stretto.run.train.rank_model import (
     replicated_tensors,
     tensors_of,
 )
-from stretto.run.train.resume import check_fits, checkpoint_path, is_base
+from stretto.run.train.resume import (
+    changed_files,
+    check_fits,
+    checkpoint_path,
+    file_digests,
+    is_base,
+)
 from stretto.run.train.speed import ExpertReport, Speed, expert_statistics
 from stretto.run.train.task import CheckpointContent, Fault, Log, StepResult, TrainProgress
 
@@ -395,6 +401,8 @@ class LanguageRun(LanguageTask):
             "begin_of_text": source.begin_of_text,
             "text": self._text_identity(progress.samples),
         }
+        if digests := file_digests(self.config.user_parts):
+            meta["user_files"] = digests
         return CheckpointContent(tensors=tensors_of(model), meta=meta, per_rank=random_states(self.device))
 
     def restore(self, path: Path, check: bool | None = None) -> TextProgress:
@@ -435,6 +443,8 @@ class LanguageRun(LanguageTask):
         saved = meta.get("text", text)  # an imported run's is unknown
         changed = None if saved == text else _changed_text(saved, text)
         log_resumed(path, meta, seed, self.log, changed)
+        for sentence in changed_files(meta.get("user_files", {}), config.user_parts):
+            self.log(sentence)
         return TextProgress(
             **restored_progress(meta, self.global_batch),
             tokens=meta["tokens"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from stretto.job.shape import ModelShape, shape_from_record
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
+from stretto.user_file import find_function
 
 # Fields of a model that may differ from those of the checkpoint that a run resumes from, although its outputs
 # in training, or its record, depend on them; each with the reason. All others of `differences` are compared.
@@ -243,6 +245,23 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
     freeze = list(job.trained.freeze)
     if "step" in meta and frozen != freeze:
         raise another_optimiser(path, "finetune.freeze", frozen, freeze)
+
+
+def file_digests(parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the SHA-256 of the file of each part of the user's, `TrainConfig.user_parts`, by field."""
+    return {
+        field: hashlib.sha256(find_function(part, field).path.read_bytes()).hexdigest()
+        for field, part in parts.items()
+    }
+
+
+def changed_files(saved: Mapping[str, str], parts: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each file that is another than when a checkpoint was saved with these digests."""
+    return [
+        f"{field}={parts[field]}: the file has changed since the checkpoint was saved"
+        for field, digest in file_digests(parts).items()
+        if saved.get(field, digest) != digest
+    ]
 
 
 def _class_name(name: object) -> str:

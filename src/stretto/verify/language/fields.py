@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.job.job import Job
+from stretto.job.optimiser import Optimiser
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
 from stretto.verify import fields
@@ -76,11 +77,16 @@ def set_fields(job: Job) -> Iterator[tuple[str, Any, Job | None]]:
         Section("model", job.shape, lambda shape: replace(job, shape=shape)),
         *map(in_shape, ("attention", "rope", "moe", "lora")),  # the fields of latent attention are sizes
         Section("model", job.initial, lambda initial: replace(job, initial=initial)),
-        Section("optim", job.optimiser, lambda optimiser: replace(job, optimiser=optimiser)),
+        Section("optim", job.optimiser, lambda value: replace(job, optimiser=_with_arguments(value))),
     ]
     return fields.set_fields(
         sections, _EVIDENT, lambda job: not job.shape.unsupported_parts and not problems(job)
     )
+
+
+def _with_arguments(optimiser: Optimiser) -> Optimiser:
+    """Return the settings without arguments if the rule is no class of the user's, which alone has some."""
+    return optimiser if optimiser.user_defined else replace(optimiser, arguments={})
 
 
 def without_effect(job: Job, trial: Trial) -> list[str]:

@@ -1,0 +1,134 @@
+"""Parts of the user's in `stretto train`: from files, tried before ranks start, saved and resumed."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.states import state_tensors
+from stretto.engine.parallel.fragment import unsharded_fragments
+from stretto.errors import StrettoError
+from stretto.planner.counts.state_bytes import StateConfig
+from stretto.run.config.check import check, find_problems
+from stretto.run.config.job import job_of
+from tiny_job import LLAMA, job
+from train_runs import at_step, keep_notes, same, send_self, tensors, train
+
+pytestmark = pytest.mark.apart
+
+PARTS = Path(__file__).parents[3] / "examples" / "my_parts.py"
+STOP_AT_3 = at_step(3, 0, send_self, signal.SIGTERM)
+RULE = """
+import torch
+from stretto import FragmentOptimizer
+
+class Rule(FragmentOptimizer):
+    def __init__(self, groups, fragments, *, lr):
+        super().__init__(groups, fragments, {"lr": lr})
+
+    def new_state(self, fragment):
+        return {"mean": torch.zeros_like(fragment.parameter)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for batch in self.begin():
+            for fragment, gradient, state in batch:
+                fragment.parameter.sub_(gradient, alpha=batch.group["lr"])
+
+def rule(groups=(), fragments=(), lr=0.1):
+    return torch.optim.SGD(groups, lr=lr)
+"""
+
+
+def copied(folder: Path) -> Path:
+    """The example's file in a folder, with the folder's name, as one that no test has loaded."""
+    path = folder / f"{folder.name}.py"
+    shutil.copy(PARTS, path)
+    return path
+
+
+def test_an_optimiser_resumes_with_its_states_and_a_changed_file_is_reported(
+    tmp_path: Path,
+) -> None:
+    path = copied(tmp_path)
+    belief = (
+        f"optim.name={path}:AdaBelief",
+        "optim.arguments={betas: [0.8, 0.9]}",
+        "layout.dp=2",
+        "optim.clip=null",
+    )
+    straight = job(tmp_path, *belief, "dp.mode=zero2", "run.name=straight", model=LLAMA)
+    halves = job(tmp_path, *belief, "dp.mode=zero2", "run.name=halves", model=LLAMA)
+    train(straight)
+    assert train(halves, STOP_AT_3)["stopped"]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("# a comment\n")
+    shutil.copytree(halves.run.folder, tmp_path / "runs" / "other")
+    for name, mode in (("halves", "zero2"), ("other", "ddp")):
+        again = job(
+            tmp_path,
+            *belief,
+            f"dp.mode={mode}",
+            f"run.name={name}",
+            "checkpoint.resume=auto",
+            model=LLAMA,
+        )
+        train(again, keep_notes(str(tmp_path / "notes")))
+        assert f"optim.name={path}:AdaBelief: the file has changed" in (tmp_path / "notes").read_text()
+        torch.testing.assert_close(tensors(straight, 6), tensors(again, 6), rtol=1e-4, atol=1e-6)
+        if mode == "zero2":  # other shards round otherwise
+            assert same(tensors(straight, 6), tensors(again, 6))
+    states = {name.split(".")[1] for name in tensors(straight, 6) if name.startswith("optim.")}
+    assert states == {"exp_avg", "exp_avg_var"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "message"),
+    [
+        ((), "Rules", "optim.name: .* defines no Rules"),
+        ((), "rule", "must be a class derived from FragmentOptimizer"),
+        (("*, lr)", "*, lr, beta)"), "Rule", "missing 1 required keyword-only argument: 'beta'"),
+        (("sub_(gradient", "sub(gradient"), "Rule", "an update of .* leaves layer.weight as it was"),
+        (("sub_(gradient", "sub_(gradients"), "Rule", "the first update of .* fails: NameError"),
+        (("fragment.parameter)}", "fragment.parameter[0])}"), "Rule", "state mean of .* has shape"),
+    ],
+    ids=["name", "function", "argument", "idle", "raises", "state"],
+)
+def test_mistakes_in_an_optimiser_are_found_before_ranks_start(
+    tmp_path: Path, change: tuple[str, str] | tuple[()], named: str, message: str
+) -> None:
+    path = tmp_path / f"rule_{tmp_path.name}.py"
+    path.write_text(RULE.replace(*change) if change else RULE, encoding="utf-8")
+    with pytest.raises(StrettoError, match=message):
+        check(job(tmp_path, f"optim.name={path}:{named}", model=LLAMA))
+
+
+def test_settings_of_other_optimisers_are_refused_beside_a_class(tmp_path: Path) -> None:
+    named = f"optim.name={PARTS}:AdaBelief"
+    fields = [
+        {problem.field for problem in find_problems(job(tmp_path, *overrides, model=LLAMA))}
+        for overrides in ((named, "optim.momentum=0.5", "optim.eps=1e-3"), ("optim.arguments={eps: 1e-3}",))
+    ]
+    assert fields == [{"optim.momentum", "optim.eps"}, {"optim.arguments"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_planner_counts_the_states_of_the_class(tmp_path: Path, dtype: torch.dtype) -> None:
+    """All of the states of a whole parameter, and of a shard of it."""
+    config = job(tmp_path, f"optim.name={PARTS}:AdaBelief", model=LLAMA)
+    counted = StateConfig.of(job_of(config), job_of(config).program()).state_size
+    assert counted is not None
+    parameter = torch.nn.Parameter(torch.ones(6, 4, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    fragments = unsharded_fragments([("blocks.0.mlp.down.weight", parameter)])
+    optimizer = build_optimizer(fragments, config.optim)
+    optimizer.step()
+    states = state_tensors(optimizer, fragments[0]).values()
+    held = sum(value.numel() * value.element_size() for value, _ in states)
+    assert counted("blocks.0.mlp.down.weight", (6, 4), 24, dtype.itemsize) == held + 4  # the count of updates
+    assert counted("blocks.0.mlp.down.weight", (6, 4), 6, dtype.itemsize) == held // 4 + 4
