@@ -87,7 +87,10 @@ def test_own_processes_are_not_others(tmp_path: Path, monkeypatch: pytest.Monkey
     ticks = os.sysconf("SC_CLK_TCK")
 
     def state(first: int, third: int, processes: dict[int, tuple[int, int]]) -> None:
-        lines = [f"cpu{n} {busy} 0 0 77 55 0 0 0 9 9" for n, busy in enumerate((first, 5, third, 99))]
+        lines = [
+            f"cpu{n} {busy} 0 0 {busy * 7} {busy * 5} 0 0 0 {busy} 0"  # idle, iowait and guests grow too
+            for n, busy in enumerate((first, 5, third, 99))
+        ]
         (tmp_path / "stat").write_text("\n".join(["cpu 1 1 1 1 1 1 1 1 0 0", *lines, "intr 3"]))
         for pid, (parent, used) in processes.items():
             (tmp_path / str(pid)).mkdir(exist_ok=True)

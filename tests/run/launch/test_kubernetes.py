@@ -102,12 +102,12 @@ def test_pods_have_shared_memory_volumes_and_time_to_save(kind: str) -> None:
 )
 def test_nodes_run_the_agent(kind: str, node: str, host: str, tmp_path: Path) -> None:
     """The command after Kubernetes and bash have replaced what they replace."""
-    (document,) = documents(kind)
+    (document,) = yaml.safe_load_all(manifest(job(), kind, devices="amd.com/gpu"))
     holder = document["spec"]["trainer"] if kind == "trainjob" else pods(document)[0]["containers"][0]
     assert holder["image"] == "a/b:1"
     assert holder.get("resourcesPerNode", holder.get("resources")) == {
         "requests": {"cpu": 24},
-        "limits": {"nvidia.com/gpu": 4},
+        "limits": {"amd.com/gpu": 4},
     }
     variables = {entry["name"]: entry.get("value") for entry in holder["env"]}
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "90"
@@ -176,6 +176,7 @@ def test_a_job_that_saved_or_was_disrupted_is_restarted_and_no_other() -> None:
     assert volcano["spec"]["maxRetry"] == 7
     (never,) = documents("volcano", restarts=0)
     assert all(policy["action"] != "RestartJob" for policy in never["spec"]["policies"])
+    assert never["spec"]["maxRetry"] == 1, "0 means Volcano's default, which is more"
 
 
 def test_a_train_job_refers_to_kubeflow_s_runtime() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -59,11 +60,14 @@ def environment(folder: Path, controller: Controller) -> dict[str, str]:
     }
 
 
-def test_the_newest_step_is_reported(tmp_path: Path, controller: Controller) -> None:
+def test_the_newest_step_is_reported(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(RECORD)}\n")
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
     with report_progress(environment(tmp_path, controller)):
-        pass
-    ((authorization, body),) = controller.told
+        time.sleep(0.2)
+    ((authorization, body),) = controller.told  # once, as no other step has ended
     assert authorization == "Bearer abc"
     found = body["trainerStatus"]
     assert found["progressPercentage"] == 25

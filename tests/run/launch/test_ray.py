@@ -17,7 +17,7 @@ from stretto.run.launch.ray import script
 
 # of `ray`: what the script uses
 RAY = """
-import concurrent.futures, sys, types
+import concurrent.futures, os, sys, types
 
 pool = concurrent.futures.ThreadPoolExecutor(9)
 bundles = []
@@ -46,14 +46,20 @@ def remote(**options):
 def placement_group(asked, strategy):
     bundles.append(asked)
     assert strategy == "STRICT_SPREAD"
-    return types.SimpleNamespace(ready=lambda: pool.submit(int))
+    if len(bundles) < 2 or "WAITS" not in os.environ:
+        return types.SimpleNamespace(ready=lambda: pool.submit(int))
+    print("waiting for nodes", flush=True)  # for ever
+    return types.SimpleNamespace(ready=concurrent.futures.Future)
 
 def wait(futures, num_returns=1, timeout=None):
     wanted = "ALL_COMPLETED" if num_returns == len(futures) else "FIRST_COMPLETED"
     done, left = concurrent.futures.wait(futures, timeout / 10, wanted)
     return [f for f in futures if f in done], [f for f in futures if f in left]
 
-def get(future): return future.result()
+def get(future):
+    result = future.result()
+    if result == 255: raise RayError("the actor died")  # stands for a node that is lost
+    return result
 def init(): pass
 
 ray = sys.modules[__name__]
@@ -104,6 +110,7 @@ def start(folder: Path, codes: list[str], **changes: Any) -> subprocess.Popen[st
         (["0", "0"], 5, 0, 1),
         (["75 69 0", "75 1 0"], 5, 0, 3),
         (["3", "1"], 5, 3, 1),
+        (["255 0", "1 0"], 5, 0, 2),  # a lost node
         (["75 75", "75 75"], 1, 75, 2),
     ],
 )
@@ -131,3 +138,19 @@ def test_stopping_the_driver_stops_all_nodes(tmp_path: Path) -> None:
         assert (host, key) == ("10.0.0.1", "64")
         assert f"--node-rank={node} --master-addr=10.0.0.1 --master-port=29400" in " ".join(words)
     assert "BUNDLE = {'CPU': 3, 'GPU': 4}" in (tmp_path / "job.py").read_text()
+
+
+def test_a_driver_that_waits_for_nodes_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAITS", "1")
+    driver = start(tmp_path, ["75", "75"])
+    assert driver.stdout is not None
+    while "waiting for nodes" not in (line := driver.stdout.readline()):
+        assert line, "it has ended"
+    driver.send_signal(signal.SIGTERM)
+    try:
+        driver.stdout.read()
+        assert driver.wait(20) == 75
+    finally:
+        driver.kill()

@@ -57,6 +57,8 @@ def test_a_task_is_recovered_after_it_has_saved() -> None:
     }
     assert found["volumes"] == {"/runs": "my-volume"}
     assert found["file_mounts"] == {"/data": {"source": "s3://bucket/tokens", "mode": "MOUNT"}}
+    read_only = document(mounts=["s3://bucket/tokens:/data:ro"])["file_mounts"]
+    assert read_only == {"/data": {"source": "s3://bucket/tokens", "mode": "COPY"}}
     assert found["setup"] == "pip install -e .\n"
     assert found["secrets"] == {"STRETTO_JOB_KEY": None}
     assert "secrets" not in document(nodes=1, ranks_per_node=8)

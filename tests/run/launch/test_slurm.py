@@ -120,12 +120,17 @@ def test_setup_lines_run_first_and_may_read_variables_that_are_not_set(tmp_path:
     assert cluster.logged("setup") == "set\n"
 
 
-@pytest.mark.parametrize("told_code", ["1", str(SAVED)])
-def test_the_signal_reaches_training_and_the_job_starts_again(tmp_path: Path, told_code: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "told_code"),
+    [(signal.SIGTERM, "1"), (signal.SIGTERM, str(SAVED)), (signal.SIGUSR1, "1"), (signal.SIGUSR2, "1")],
+)
+def test_the_signal_reaches_training_and_the_job_starts_again(
+    tmp_path: Path, number: signal.Signals, told_code: str
+) -> None:
     cluster = Cluster(tmp_path, script(job()))
     shell = cluster.start(WAITS="1", TOLD_CODE=told_code)
     cluster.until("ready")
-    shell.send_signal(signal.SIGTERM)
+    shell.send_signal(number)
     assert shell.wait(20) == 0
     assert cluster.logged("saved") == "saved\n"
     assert cluster.logged("scontrol") == "requeue 77\n"
