@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from stretto.run.launch.cluster import ClusterJob, node_commands
+from stretto.run.launch.slurm import script
 from stretto.run.launch.stop import SAVED
 from tiny_job import job, job_file
 from train_runs import losses, same, tensors, train
@@ -45,31 +47,57 @@ for line in ("exit 75", "exit 69", "kill -9 $$$$", "exit 0", '[ "$RANK" = 0 ] &&
     assert "exitcode  : 75" not in done.stderr
 
 
-@pytest.mark.parametrize("again", ["ranks", pytest.param("command", marks=pytest.mark.slow)])
+# of SLURM, on one machine: srun runs its command here, scontrol names the host and notes the requeue
+SLURM = {
+    "python": f'exec {sys.executable} "$@"',
+    "srun": 'while [[ $1 == -* ]]; do shift; done\nexec "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$0.log"; fi',
+}
+
+
+@pytest.mark.parametrize(
+    "again",
+    ["ranks", *(pytest.param(command, marks=pytest.mark.slow) for command in ("command", "slurm"))],
+)
 def test_a_preempted_job_started_again_reaches_the_same_bits(
     tmp_path: Path, started: list[subprocess.Popen[str]], again: str
 ) -> None:
-    """Started again by the same command, or on ranks of this process, which costs half the time."""
+    """Started again by the same command, by SLURM's requeue of the batch script, or on ranks of this process,
+    which costs half the time.
+    """
     path = job_file(tmp_path)
     settings = ["layout.dp=2", f"train.steps={STEPS}"]
     whole, preempted = (job(tmp_path, *settings, f"run.name={name}") for name in ("whole", "preempted"))
     train(whole)
-    text = node_commands(
-        ClusterJob(
-            name="preempted",
-            config=str(path),
-            overrides=[*settings, "run.name=preempted"],
-            layout="dp=2",
-            nodes=1,
-            ranks_per_node=2,
-            port=free_port(),
-        ),
-        None,
+    cluster_job = ClusterJob(
+        name="preempted",
+        config=str(path),
+        overrides=[*settings, "run.name=preempted"],
+        layout="dp=2",
+        nodes=1,
+        ranks_per_node=2,
+        port=free_port(),
     )
+    slurm = again == "slurm"
+    text = (
+        script(cluster_job)
+        if slurm
+        else node_commands(cluster_job, None).replace("\npython", "\nexec python")
+    )
+    for name, body in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
 
-    def start() -> subprocess.Popen[str]:
+    def start(requeues: int = 0) -> subprocess.Popen[str]:
         agent = subprocess.Popen(
-            ["bash", "-c", text.replace("\npython ", f"\nexec {sys.executable} ")],
+            ["bash", "-c", text],
+            env={
+                **os.environ,
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SLURM_JOB_ID": "77",
+                "SLURM_JOB_NODELIST": "node1",
+                "SLURM_RESTART_COUNT": str(requeues),
+            },
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,11 +113,13 @@ def test_a_preempted_job_started_again_reaches_the_same_bits(
         time.sleep(0.01)
     agent.send_signal(signal.SIGTERM)
     said = agent.communicate(timeout=PATIENCE)[0]
-    assert agent.returncode == SAVED, said
+    assert agent.returncode == (0 if slurm else SAVED), said
     assert "asked to stop: saving after step" in said
     assert 2 <= len(losses(preempted)) < STEPS
-    if again == "command":
-        agent = start()
+    if slurm:
+        assert (tmp_path / "scontrol.log").read_text() == "requeue 77\n"
+    if again != "ranks":
+        agent = start(requeues=1)
         said = agent.communicate(timeout=PATIENCE)[0]
         assert agent.returncode == 0, said
         assert "resumed from" in said
