@@ -435,7 +435,7 @@ def _predicted_size(predicted: int | None, measured: int | None) -> str | None:
     """Such as "1.25 GiB (-2%)", with the error."""
     if predicted is None:
         return None
-    error = f" ({predicted / measured - 1:+.1%})" if measured else ""
+    error = f" ({round(predicted / measured - 1, 3) + 0.0:+.1%})" if measured else ""  # no -0.0%
     return memory_size(predicted) + error
 
 
