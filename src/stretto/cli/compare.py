@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stretto.job.job import Job
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
-    from stretto.run.compare.result import CombinationResult, RunComparison, Speedup
+    from stretto.run.compare.result import CombinationResult, RunComparison
     from stretto.view.compare_page import Figure
 
 app = command_app()
@@ -333,10 +333,7 @@ def _report(comparison: RunComparison, html: Path | None) -> CommandReport:
             "title": comparison.title,
             "baseline": None if base is None else base.name,
             "ranking": [result.name for result in comparison.ranked],
-            "results": [
-                {**result.as_record(), "seconds": result.seconds, **_speedup(comparison, result)}
-                for result in comparison.results
-            ],
+            "results": [comparison.as_record(result) for result in comparison.results],
             "losses": comparison.losses,
             "warnings": comparison.warnings,
         }
@@ -404,7 +401,7 @@ def _table(comparison: RunComparison) -> tuple[list[ColumnStyle], list[list[Cell
                 if measured or result.low is None or result.high is None
                 else f"{result.low:.3g}-{result.high:.3g}",
                 (result.predicted or 0.0) / (result.median or 1.0) - 1 if both else None,
-                None if speedup is None else _ratio_text(speedup),
+                None if speedup is None else str(speedup),
                 result.speed,
                 result.memory,
                 _predicted_size(result.predicted_memory, result.memory),
@@ -415,20 +412,6 @@ def _table(comparison: RunComparison) -> tuple[list[ColumnStyle], list[list[Cell
             ]
         )
     return columns, rows
-
-
-def _speedup(comparison: RunComparison, result: CombinationResult) -> dict[str, Any]:
-    """The speed relative to the baseline as JSON."""
-    speedup = comparison.speedup(result)
-    names = ("speedup", "speedup_low", "speedup_high", "difference")
-    values = (None,) * 4 if speedup is None else (*speedup, speedup.difference)
-    return dict(zip(names, values, strict=True))
-
-
-def _ratio_text(speedup: Speedup) -> str:
-    """Such as "1.31x (1.27-1.36)"."""
-    interval = "" if speedup.low is None else f" ({speedup.low:.2f}-{speedup.high:.2f})"
-    return f"{speedup.ratio:.2f}x{interval}"
 
 
 def _predicted_size(predicted: int | None, measured: int | None) -> str | None:

@@ -150,7 +150,7 @@ def test_a_driver_that_waits_for_nodes_can_be_stopped(
         assert line, "it has ended"
     driver.send_signal(signal.SIGTERM)
     try:
-        driver.stdout.read()
-        assert driver.wait(20) == 75
+        driver.communicate(timeout=30)
+        assert driver.returncode == 75
     finally:
         driver.kill()

@@ -66,6 +66,10 @@ class Speedup(NamedTuple):
     low: float | None = None
     high: float | None = None
 
+    def __str__(self) -> str:
+        """Such as "1.31x (1.27-1.36)"."""
+        return f"{self.ratio:.2f}x" + ("" if self.low is None else f" ({self.low:.2f}-{self.high:.2f})")
+
     @property
     def difference(self) -> Difference | None:
         """Whether it is faster, as far as the rounds can tell; None without an interval."""
@@ -333,6 +337,17 @@ class RunComparison:
         t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.5 / (n - 1)
         half = t * stdev(logs) / sqrt(n)
         return Speedup(exp(mean), exp(mean - half), exp(mean + half))
+
+    def as_record(self, result: CombinationResult) -> dict[str, Any]:
+        """Return a result as JSON, with its speed relative to the baseline."""
+        speedup = self.speedup(result)
+        values = (None,) * 4 if speedup is None else (*speedup, speedup.difference)
+        names = ("speedup", "speedup_low", "speedup_high", "difference")
+        return {
+            **result.as_record(),
+            "seconds": result.seconds,
+            **dict(zip(names, values, strict=True)),
+        }
 
     def _pairs(self, result: CombinationResult) -> list[tuple[Repeat, Repeat]]:
         """The baseline's and this one's runs of each round that both have."""
