@@ -27,6 +27,8 @@ def plan_setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: st
     devices = cluster.devices or cluster.node
     nodes = cluster.nodes or -(-devices // cluster.node)
     shape = f"{nodes} nodes of {cluster.node} devices" if nodes > 1 else f"1 node of {devices} devices"
+    if cluster.last is not None:
+        shape += f", {cluster.last} in the last"
     memory = cluster.device.memory
     room = "" if memory == float("inf") else f", {memory / GIB:.1f} GiB each"
     software = [name for name, profile in software_profiles().items() if profile == assumptions.software]

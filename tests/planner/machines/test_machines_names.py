@@ -133,6 +133,10 @@ def test_a_size_after_the_name_sets_the_devices() -> None:
     assert (find_cluster("8xA100").node, find_cluster("8xA100").nodes) == (8, 1)
     part = find_cluster("h100:4")
     assert (part.node, part.nodes) == (4, 1)
+    for devices, nodes, last in ((12, 2, 4), (16, 2, None), (2048, 256, None), (8, 1, None)):
+        cluster = find_cluster("h100", devices)
+        assert (cluster.devices, cluster.nodes, cluster.last) == (devices, nodes, last)
+    assert find_cluster("gb200-nvl72:2048").devices == 2048
     for wrong in ("h100:many", "h100:0"):
         with pytest.raises(StrettoError):
             find_cluster(wrong)

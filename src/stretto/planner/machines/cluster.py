@@ -58,6 +58,7 @@ class Cluster:
     Attributes:
         node: devices of a node.
         nodes: number of nodes, or None for as many as requested.
+        last: devices of the last node, or None for all of it.
         inner: the link inside a node.
         outer: the link between nodes; of the node's bandwidth, one device's share.
         computing: ranks of a node that can compute at once (cores of a CPU), or None for all.
@@ -74,6 +75,7 @@ class Cluster:
     inner: NetworkLink
     outer: NetworkLink
     nodes: int | None = None
+    last: int | None = None
     computing: int | None = None
     tables: Mapping[str, object] = field(default_factory=dict[str, object])
     price: float | None = None
@@ -84,10 +86,12 @@ class Cluster:
     @property
     def devices(self) -> int | None:
         """All devices, or None for as many as requested."""
-        return None if self.nodes is None else self.nodes * self.node
+        if self.nodes is None:
+            return None
+        return (self.nodes - 1) * self.node + (self.node if self.last is None else self.last)
 
     def sized(self, devices: int) -> Cluster:
-        """This cluster with this number of devices: whole nodes, or a part of one.
+        """This cluster with this number of devices, on as few nodes as possible; the last may be partial.
 
         Raises:
             StrettoError: it has fewer.
@@ -98,8 +102,8 @@ class Cluster:
                 hint=f"at most {self.devices}",
             )
         if devices <= self.node:
-            return replace(self, node=devices, nodes=1)
-        return replace(self, nodes=-(-devices // self.node))
+            return replace(self, node=devices, nodes=1, last=None)
+        return replace(self, nodes=-(-devices // self.node), last=devices % self.node or None)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,18 @@ class NodeGroup:
 
 @lru_cache(maxsize=4096)
 def group_of(layout: Layout, axes: str, node: int) -> NodeGroup:
-    """The group of rank 0 over `axes` ("tp", "cp-dp", "ep", "expert_dp", ...), with `node` ranks a node."""
-    members = layout.group(0, axes)
-    return NodeGroup(len(members), sum(rank < node for rank in members))
+    """The group over `axes` ("tp", "cp-dp", "ep", "expert_dp", ...) that spans the most nodes, with `node`
+    ranks a node, its ranks shared evenly by these nodes. All groups span as many, unless a node ends inside
+    one of several.
+    """
+    grid, names = layout.grid_of(axes)
+    sizes = (*grid.strides.values(), grid.world)
+    if grid.world <= node or all(size % node == 0 or node % size == 0 for size in sizes):
+        members = layout.group(layout.offset, axes)
+        return NodeGroup(len(members), sum(rank < layout.offset + node for rank in members))
+    import numpy as np  # not needed for most layouts, which start faster without
+
+    groups = np.array(grid.groups(names) if names else [[rank] for rank in range(grid.world)])
+    nodes = np.sort(groups - grid.offset, axis=1) // node
+    spans = 1 + np.count_nonzero(np.diff(nodes, axis=1), axis=1).max()
+    return NodeGroup(groups.shape[1], -(-groups.shape[1] // int(spans)))
