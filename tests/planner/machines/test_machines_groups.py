@@ -19,9 +19,7 @@ SIZE = st.integers(1, 4)
     node=st.integers(1, 16),
     axes=st.sampled_from(["tp", "cp", "dp", "pp", "tp-cp", "cp-dp", "tp-cp-dp-pp"]),
 )
-def test_a_group_is_priced_as_the_one_that_spans_the_most_nodes(
-    layout: Layout, node: int, axes: str
-) -> None:
+def test_a_group_is_priced_as_the_one_that_spans_the_most_nodes(layout: Layout, node: int, axes: str) -> None:
     groups = layout.groups(axes)
     spans = max(len({(rank - layout.offset) // node for rank in group}) for group in groups)
     group = group_of(layout, axes, node)
