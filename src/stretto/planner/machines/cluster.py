@@ -130,14 +130,13 @@ def group_of(layout: Layout, axes: str, node: int) -> NodeGroup:
     ranks a node, its ranks shared evenly by these nodes. All groups span as many, unless a node ends inside
     one of several.
     """
-    grid, names = layout.grid_of(axes)
+    grid, _ = layout.grid_of(axes)
     sizes = (*grid.strides.values(), grid.world)
     if grid.world <= node or all(size % node == 0 or node % size == 0 for size in sizes):
         members = layout.group(layout.offset, axes)
         return NodeGroup(len(members), sum(rank < layout.offset + node for rank in members))
-    import numpy as np  # not needed for most layouts, which start faster without
-
-    groups = np.array(grid.groups(names) if names else [[rank] for rank in range(grid.world)])
-    nodes = np.sort(groups - grid.offset, axis=1) // node
-    spans = 1 + np.count_nonzero(np.diff(nodes, axis=1), axis=1).max()
-    return NodeGroup(groups.shape[1], -(-groups.shape[1] // int(spans)))
+    groups = layout.groups(axes)
+    offsets = [rank - groups[0][0] for rank in groups[0]]
+    starts = {(group[0] - layout.offset) % node for group in groups}
+    spans = max(len({(start + offset) // node for offset in offsets}) for start in starts)
+    return NodeGroup(len(offsets), -(-len(offsets) // spans))
