@@ -35,4 +35,6 @@ class CommandLine:
         """Return the object that --json prints; `silent` commands print nothing on stderr."""
         printed = self._run((*words, "--json"), code)
         assert not (silent and printed.err), printed.err
-        return json.loads(printed.out)
+        printed_object = json.loads(printed.out)
+        assert printed_object.pop("schema").startswith("stretto.")
+        return printed_object

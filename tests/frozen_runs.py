@@ -111,7 +111,11 @@ def records(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def lasting(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: lasting(v) for key, v in value.items() if key != "files" and not VOLATILE.search(key)}
+        return {
+            key: lasting(v)
+            for key, v in value.items()
+            if key not in ("files", "version", "schema") and not VOLATILE.search(key)
+        }
     return [lasting(v) for v in value] if isinstance(value, list) else value
 
 

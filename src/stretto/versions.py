@@ -1,4 +1,5 @@
-"""What a version promises: public names that will be removed work for one more minor version, and warn.
+"""What a version promises: files of earlier versions are read or refused by name, and public names that will
+be removed work for one more minor version, and warn.
 
 CONTRIBUTING.md, "Versions and deprecation", has the rules.
 """
@@ -7,11 +8,79 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stretto import __version__
 from stretto.errors import StrettoError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFormat:
+    """A format of files that carry their version.
+
+    Attributes:
+        name: as the files have it, if they name their format.
+        kind: what such a file is, in messages.
+        version: the one that this release writes, and the newest that it reads.
+        renew: what to do with a file that is not read.
+        last_readers: versions that are not read any more, and the last minor release that reads each.
+    """
+
+    name: str
+    kind: str
+    version: int = 1
+    renew: str = "write it again"
+    last_readers: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    def check(self, version: object, place: str, writer: str = "") -> int:
+        """Return a file's version if this release reads it.
+
+        Args:
+            version: as it was read, of any type.
+            place: the file, and the line if it is known.
+            writer: the release that wrote the file, if it is known.
+
+        Raises:
+            StrettoError: it is no version, newer than this release, or not read any more.
+        """
+        if type(version) is not int or version < 1:
+            raise StrettoError(
+                f"{place}: version of the {self.kind} is {str(version)[:80]!r}, must be a whole number "
+                f"from 1 to {self.version}",
+                hint=self.renew,
+            )
+        if version > self.version:
+            raise StrettoError(
+                f"{place}: the {self.kind} has version {version}, written by a newer Stretto"
+                f"{writer and f' ({writer})'}; {__version__} reads up to version {self.version}",
+                hint="pip install --upgrade stretto",
+            )
+        if last := self.last_readers.get(version):
+            raise StrettoError(
+                f"{place}: the {self.kind} has version {version}, which Stretto {last} was the last to read"
+                f"{writer and f', written by {writer}'}",
+                hint=f"{self.renew}, or read it with: pip install 'stretto=={last}.*'",
+            )
+        return version
+
+
+CONFIG = FileFormat(name="stretto.config", kind="config", renew="version: 1, or leave the line out")
+PROGRAM = FileFormat(name="stretto.program", kind="program", version=3)
+TRACE = FileFormat(name="stretto.trace", kind="trace")
+CHECKPOINT = FileFormat(name="stretto-checkpoint", kind="checkpoint", renew="train again")
+# 2 has a mask of the tokens that are trained on
+TOKEN_FOLDER = FileFormat(
+    name="stretto-tokens", kind="token folder", version=2, renew="build the folder again"
+)
+CLICKS = FileFormat(name="stretto-clicks", kind="click folder", renew="make the folder again")
+CLICK_TRANSFORM = FileFormat(
+    name="stretto-click-transform", kind="click transform", renew="make the folder again"
+)
+PROFILE = FileFormat(name="stretto.profile", kind="cluster", renew="stretto calibrate writes it again")
+LAYERS = FileFormat(name="stretto.layers", kind="profile of layers")
+PLACEMENT = FileFormat(name="stretto.placement", kind="placement", renew="stretto plan writes it again")
+METRICS = FileFormat(name="stretto.metrics", kind="record", renew="train again")
 
 
 class DeprecatedName(FutureWarning):

@@ -112,7 +112,10 @@ def test_an_arrow_for_every_message_from_event_to_event(name: str, sent: bool) -
     ("change", "says"),
     [
         ({"otherData": {}}, "format='stretto.trace'"),
-        ({"otherData": {"format": "stretto.trace", "version": 9}}, "version is 9"),
+        (
+            {"otherData": {"format": "stretto.trace", "version": 9}},
+            "version 9, written by a newer Stretto",
+        ),
         ({"otherData": {"format": "stretto.trace", "version": 1, "source": "dream"}}, "'dream'"),
         ({"traceEvents": 3}, "traceEvents"),
         ({"traceEvents": [3]}, r"traceEvents\[0\] is 3"),

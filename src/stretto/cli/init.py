@@ -11,6 +11,7 @@ from stretto.cli.options import Json
 from stretto.cli.output import command_app
 from stretto.cli.report import CommandReport
 from stretto.errors import StrettoError, nearest
+from stretto.versions import CONFIG
 
 app = command_app()
 
@@ -50,7 +51,8 @@ def init(
         raise StrettoError(f"{path} exists", hint="remove it, or --out OTHER.yaml")
     example = (EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8")
     report = CommandReport({"path": str(path), "example": name})
-    report.write(path, example.replace(f"configs/{name}.yaml", str(path)))
+    comment, text = example.replace(f"configs/{name}.yaml", str(path)).split("\n\n", 1)
+    report.write(path, f"{comment}\n\nversion: {CONFIG.version}  # of the fields\n\n{text}")
     report.line(f"check:  stretto config {path}")
     report.line(f"train:  stretto train {path}")
     report.print(as_json)

@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from typer import BadParameter
 
 from stretto.cli.output import console, labelled, memory_size, write_file
 
@@ -32,6 +35,18 @@ LABEL = 10  # columns of a label of `CommandReport.value`
 
 Cell = str | float | None
 Record = Mapping[str, Any]
+
+
+# of the objects that commands print with `--json`, if above 1: it rises if a key is removed or renamed
+JSON_VERSIONS: dict[str, int] = {}
+
+
+def json_schema() -> str:
+    """Return the name and version of what the running command prints, such as "stretto.data.build/1"."""
+    # typer has a copy of click of its own in recent versions
+    click = import_module(BadParameter.__module__.replace("exceptions", "globals"))
+    command = " ".join(click.get_current_context().command_path.split()[1:])
+    return f"stretto.{command.replace(' ', '.')}/{JSON_VERSIONS.get(command, 1)}"
 
 
 class ColumnStyle(NamedTuple):
@@ -159,7 +174,8 @@ class CommandReport:
         if text_to is not None or not as_json:
             self.render(console() if text_to is None else console(text_to))
         if as_json:
-            print(json.dumps(self.record() if callable(self.record) else self.record))
+            record = self.record() if callable(self.record) else self.record
+            print(json.dumps({"schema": json_schema(), **record}))
 
     def render(self, to: Console) -> None:
         """Print the text."""

@@ -19,6 +19,7 @@ from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 from stretto.program.messages import receive_of
 from stretto.program.text import parse_action
+from stretto.versions import TRACE
 from stretto.view.panel import Curve, activation_curves
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _transfer(
     return (sent.rank, out, sent.start), (came.rank, to, begin)
 
 
-FORMAT, VERSION = "stretto.trace", 1
+FORMAT, VERSION = TRACE.name, TRACE.version
 SOURCES = ("replay", "measured")
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -212,8 +213,7 @@ def read_trace(text: str) -> Trace:
             f"the text is not a trace of stretto: otherData has no format={FORMAT!r}",
             hint="give a file that stretto wrote with --trace",
         )
-    if about.get("version") != VERSION:
-        raise StrettoError(f"version is {about.get('version')!r}, must be {VERSION}", hint="write it again")
+    TRACE.check(about.get("version"), "the text")
     if about.get("source") not in SOURCES:
         raise StrettoError(f"source is {about.get('source')!r}, must be one of {', '.join(SOURCES)}")
     rows = data.get("traceEvents")

@@ -318,7 +318,7 @@ def rewrite(path: Path, **change: Any) -> None:
         ({"positives": 51}, "field 'positives'"),
         ({"parts": [["all", 3]]}, "field 'parts'"),
         ({"dtype": "float8"}, "field 'dtype'"),
-        ({"version": 2}, "format version 2"),
+        ({"version": 2}, "the click folder has version 2, written by a newer Stretto"),
         ({"format": "stretto-tokens"}, "format 'stretto-tokens'"),
         ({"features": [{"rows": 1}]}, "missing or wrong"),
         ({"popularity": {}}, "field 'popularity'"),

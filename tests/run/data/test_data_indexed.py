@@ -148,10 +148,10 @@ def rewrite(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 3}, "format version 3; this stretto reads versions 1 and 2"),
+        ({"version": 3}, "the token folder has version 3, written by a newer Stretto"),
         ({"version": 2}, "'trained' is not int"),
         ({"version": 2, "trained": 3}, "'trained'"),
-        ({"version": "1"}, "format version 1"),
+        ({"version": "1"}, "version of the token folder is '1', must be"),
         ({"format": "other"}, "format 'other', not 'stretto-tokens'"),
         ({"dtype": "float32"}, "dtype 'float32'; allowed are uint16, uint32"),
         ({"vocab": 65537}, "vocab 65537 does not fit uint16"),

@@ -45,8 +45,8 @@ def test_a_line_for_every_step_with_the_promised_keys(tmp_path: Path) -> None:
             assert len(lines(tmp_path / "metrics.jsonl")) == step, "flushed at once"
     rows = lines(tmp_path / "metrics.jsonl")
     assert [f["step"] for f in rows] == [1, 2, 3]
-    keys = "step loss grad_norm lr tokens tokens_per_s step_time_s epoch epochs mfu memory_gib bubble "
-    keys += "loss_scale skipped expert_loss expert_dropped expert_busiest bad slow targets"
+    keys = "version step loss grad_norm lr tokens tokens_per_s step_time_s epoch epochs mfu memory_gib "
+    keys += "bubble loss_scale skipped expert_loss expert_dropped expert_busiest bad slow targets"
     assert list(rows[0]) == keys.split()
     assert rows[0]["mfu"] is None
 

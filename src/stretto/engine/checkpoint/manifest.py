@@ -26,10 +26,10 @@ from stretto.engine.checkpoint.files import (
 from stretto.engine.checkpoint.index import DTYPES, INDEX, Index, read_index
 from stretto.engine.checkpoint.metadata import PER_RANK, index_problem, metadata_problem
 from stretto.errors import StrettoError
+from stretto.versions import CHECKPOINT
 
 MANIFEST = "manifest.json"
-FORMAT = "stretto-checkpoint"
-VERSION = 1
+FORMAT, VERSION = CHECKPOINT.name, CHECKPOINT.version
 MAX_WORLD = 1 << 24  # ranks
 MAX_TEXT = 200  # characters of a timestamp or version
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
@@ -93,7 +93,12 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest in a folder; raise DamageError if it is missing or damaged."""
+    """Read and check the manifest in a folder.
+
+    Raises:
+        DamageError: it is missing or damaged.
+        StrettoError: it has a version that this release does not read.
+    """
     body = read_json(folder, MANIFEST)
     if not isinstance(body, dict):
         raise _bad("it is not an object")
@@ -107,8 +112,8 @@ def load_manifest(folder: Path) -> Manifest:
         raise _bad("its own checksum differs")
     if body.pop("format", None) != FORMAT:
         raise _bad(f"it is not a {FORMAT}")
-    if (version := body.pop("version", None)) != VERSION:
-        raise _bad(f"format version is {version!r}, this program reads {VERSION}")
+    writer = str(body.get("stretto"))[:MAX_TEXT]
+    CHECKPOINT.check(body.pop("version", None), str(folder / MANIFEST), writer)
     kinds: dict[str, type] = {"step": int, "world": int, "tensors": int, "dtypes": dict, "saved": str}
     kinds |= {"stretto": str, "torch": str, "files": dict, "meta": dict}
     if set(body) != set(kinds):

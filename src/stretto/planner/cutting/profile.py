@@ -23,6 +23,7 @@ from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
+from stretto.versions import LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ _NEEDED = ("forward_s", "backward_s")
 def profile_json(profile: ModelProfile) -> dict[str, Any]:
     """The profile as `read_profile` takes it."""
     return {
+        "format": LAYERS.name,
+        "version": LAYERS.version,
         "about": profile.about,
         "layers": [
             {key: getattr(layer, field) for key, field in _KEYS.items() if getattr(layer, field) is not None}
@@ -111,6 +114,7 @@ def read_profile(text: str, source: str) -> ModelProfile:
     except (ValueError, RecursionError) as error:
         raise StrettoError(f"{source} is not JSON: {error}", hint=_EXAMPLE) from None
     document = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"layers": parsed}
+    LAYERS.check(document.get("version", 1), source)  # one written by hand has none
     rows = document.get("layers")
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)

@@ -22,6 +22,7 @@ from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.names import ParsedName, head, normalised, parse_name
 from stretto.planner.machines.reading import read_fields
+from stretto.versions import PROFILE
 
 DATA = Path(__file__).parent / "data"
 SOURCES = (
@@ -133,7 +134,10 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         StrettoError: the file is missing or breaks a rule; with the line.
     """
-    return cluster_of(read_fields(path), path.stem, find_device, find_cluster)
+    fields = read_fields(path)
+    if "version" in fields:
+        PROFILE.check(fields.plain("version"), str(path))
+    return cluster_of(fields, path.stem, find_device, find_cluster)
 
 
 def _device(name: str) -> Device | None:

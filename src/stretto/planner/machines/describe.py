@@ -15,6 +15,7 @@ from stretto.planner.machines.cluster import Cluster, Collective, HostMachine, N
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.networks import parse_network
 from stretto.planner.machines.reading import Fields
+from stretto.versions import PROFILE
 
 GIB = 2**30
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -127,6 +128,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "notes": device.notes,
     }
     values = {
+        "version": PROFILE.version,
         "name": cluster.name,
         "device": _without_empty(described),
         "node": cluster.node,

@@ -89,8 +89,8 @@ class Fields:
         return Fields(self._node(key), self.file, self._name(key))
 
     def items(self) -> Iterator[tuple[str, Fields]]:
-        """Every key with its mapping."""
-        for key in self._nodes:
+        """Every key that was not read yet, with its mapping."""
+        for key in [key for key in self._nodes if key not in self._read]:
             yield key, self.inside(key)
 
     def numbers(self, key: str, allowed: tuple[str, ...]) -> dict[Any, float]:

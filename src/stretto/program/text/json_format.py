@@ -10,16 +10,14 @@ from stretto.program.action import Action
 from stretto.program.checks.check import check
 from stretto.program.program import Program
 from stretto.program.text.actions import parse_action
-
-FORMAT = "stretto.program"
-VERSION = 3
+from stretto.versions import PROGRAM
 
 
 def to_json(program: Program) -> str:
     """Return a program as versioned JSON, with a line for every rank's order. `from_json` reads it."""
     head = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": PROGRAM.name,
+        "version": PROGRAM.version,
         "name": program.name,
         "placement": program.placement,
         "microbatches": program.microbatches,
@@ -79,7 +77,7 @@ _FIRST = ("format", "version", "name", "placement", "microbatches", "parameters"
 _FIELDS = {
     1: (*_FIRST, "orders"),
     2: (*_FIRST, *_SECOND, "orders"),
-    VERSION: (*_FIRST, *_SECOND, *_THIRD, "orders"),
+    3: (*_FIRST, *_SECOND, *_THIRD, "orders"),
 }
 
 
@@ -95,14 +93,9 @@ def _fields(text: str) -> dict[str, Any]:
         ) from None
     except (RecursionError, ValueError) as error:
         raise StrettoError(f"the text is no program: {error}") from None
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise StrettoError(f"the text is no program: it has no field format={FORMAT!r}")
-    version = fields.get("version")
-    if type(version) is not int or version not in _FIELDS:
-        *others, last = _FIELDS
-        must = f"{', '.join(map(str, others))} or {last}"
-        raise StrettoError(f"version is {version!r}, must be {must}", hint="write it again")
-    allowed = _FIELDS[version]
+    if not isinstance(fields, dict) or fields.get("format") != PROGRAM.name:
+        raise StrettoError(f"the text is no program: it has no field format={PROGRAM.name!r}")
+    allowed = _FIELDS[PROGRAM.check(fields.get("version"), "the text")]
     for key in fields:
         if key not in allowed:
             close = nearest(key, allowed)

@@ -12,8 +12,9 @@ from typing import Any, cast
 from stretto.errors import StrettoError
 from stretto.run.config.sources import INDEX, LABELS
 from stretto.run.data.checksum import FileSums
+from stretto.versions import CLICKS
 
-FORMAT, VERSION = "stretto-clicks", 1
+FORMAT, VERSION = CLICKS.name, CLICKS.version
 DENSE = "dense.bin"
 IDS = "ids.bin"
 LENGTHS = "lengths.bin"
@@ -132,11 +133,7 @@ def read_index(folder: Path) -> ClickIndex:
         raise StrettoError(
             f"{path}: format {str(body.get('format'))[:80]!r}, not {FORMAT!r}", hint="name a click folder"
         )
-    if body.get("version") != VERSION:
-        raise StrettoError(
-            f"{path}: format version {str(body.get('version'))[:80]}; this stretto reads version {VERSION}",
-            hint=f"{_REBUILD}, or use the stretto that wrote it",
-        )
+    CLICKS.check(body.get("version"), str(path))
     if body.pop("crc32", None) != _crc32(body):
         raise StrettoError(f"{path}: corrupt: its own checksum does not match", hint=_REBUILD)
     try:

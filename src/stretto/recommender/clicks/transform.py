@@ -30,6 +30,7 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.index import TRANSFORM, VOCABULARY, CategoricalFeature
 from stretto.recommender.clicks.raw import Columns, RawChunk, mix
 from stretto.recommender.tables.jagged import Jagged
+from stretto.versions import CLICK_TRANSFORM
 
 MISSING = 0
 RARE = 1
@@ -85,7 +86,7 @@ class Vocabulary:
         return rows
 
 
-FORMAT, VERSION = "stretto-click-transform", 1
+FORMAT, VERSION = CLICK_TRANSFORM.name, CLICK_TRANSFORM.version
 Kind = Literal["vocabulary", "hash", "raw"]
 _UNBOUNDED = np.uint64((1 << 63) - 1)
 
@@ -217,8 +218,9 @@ class ClickTransform:
             ) from None
         except (ValueError, RecursionError):
             raise StrettoError(f"{path}: corrupt: not JSON", hint="copy it again") from None
-        if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
-            raise StrettoError(f"{path}: not a transform of version {VERSION}", hint="make the folder again")
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise StrettoError(f"{path}: not a click transform", hint="make the folder again")
+        CLICK_TRANSFORM.check(body.get("version"), str(path))
         try:
             if zlib.crc32(data) != body["crc32"] or len(data) != 8 * sum(body["sizes"]):
                 raise ValueError(f"{VOCABULARY} is damaged or of another transform")

@@ -1,6 +1,7 @@
 """Table placements as YAML, written by the planner, editable by users and read by training jobs.
 
 ```yaml
+version: 1
 C1: {split: row, ranks: all}
 C2: {split: column, ranks: [0, 1]}
 C3: {split: table, ranks: [3], place: cpu, cache: 0.1}
@@ -23,6 +24,7 @@ import yaml
 from stretto.errors import StrettoError, nearest
 from stretto.planner.machines.reading import read_fields
 from stretto.recommender.placement import PLACES, SPLITS, Placements, TablePlacement
+from stretto.versions import PLACEMENT
 
 _FIELDS = ("split", "ranks", "place", "cache")
 _YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # YAML booleans and null
@@ -49,6 +51,9 @@ def read_placements(
     placements = dict[str, TablePlacement]()
     if isinstance(source, Mapping):
         for name, value in source.items():
+            if name == "version" and not isinstance(value, Mapping):  # a table may have this name
+                PLACEMENT.check(value, "the placement")
+                continue
 
             def wrong(field: str, rule: str, hint: str | None, name: str = name) -> StrettoError:
                 message = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
@@ -56,7 +61,10 @@ def read_placements(
 
             placements[name] = _read_placement(value, world, ranks_per_node or world, wrong)
         return placements
-    for name, fields in read_fields(Path(source)).items():
+    file = read_fields(Path(source))
+    if "version" in file and not file.is_mapping("version"):
+        PLACEMENT.check(file.plain("version"), str(source))
+    for name, fields in file.items():
         values = {key: fields.plain(key) for key in _FIELDS if key in fields}
         fields.finish(_FIELDS)
         placements[name] = _read_placement(values, world, ranks_per_node or world, fields.wrong)
@@ -77,6 +85,8 @@ def placements_to_yaml(
         notes: trailing comments by table name.
     """
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
+    if "version" not in placements:
+        lines.append(f"version: {PLACEMENT.version}")
     for name, placement in placements.items():
         parts = [f"split: {placement.split}"]
         if placement.split != "data":

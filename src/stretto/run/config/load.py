@@ -18,6 +18,7 @@ from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import apply_override, move_deprecated, read_section
+from stretto.versions import CONFIG
 
 EXAMPLES = Path(__file__).parents[2] / "configs"  # come with the package; each begins with a comment about it
 
@@ -73,6 +74,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     Raises:
         StrettoError: as `load`.
     """
+    CONFIG.check(values.pop("version", CONFIG.version), str(read.place(("version",))))
     move_deprecated(values, read)
     wrong = list[StrettoError]()
     for override in overrides:
@@ -133,7 +135,7 @@ def dump(config: JobConfig, *, defaults: bool = True) -> str:
     Args:
         defaults: every field; false: those that differ from their defaults.
     """
-    values = plain_values(config, defaults=defaults)
+    values = {"version": CONFIG.version, **plain_values(config, defaults=defaults)}
     return yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
 
 

@@ -19,7 +19,8 @@ _HEAD = """# Config reference
 
 A training job is one YAML file with these sections. Unknown fields, duplicate fields and values of the
 wrong type are errors. Any field can be overridden on the command line, as in
-`stretto train CONFIG optim.lr=3e-4 layout.tp=2`.
+`stretto train CONFIG optim.lr=3e-4 layout.tp=2`. A line `version: 1` may come before them; a file
+with a version that this release does not read is refused.
 
 `{marks}` may be `REQUIRED` instead of a value, as
 `stretto plan --write` marks what a plan does not know. `train` and `launch` refuse such a config until

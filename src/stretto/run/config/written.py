@@ -19,6 +19,7 @@ from stretto.run.config.schema import ScheduleConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import CoreDumper
 from stretto.run.config.validation import read_section
+from stretto.versions import CONFIG
 
 _LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
 
@@ -55,7 +56,7 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     if wrong:
         raise wrong[0]
     head = "".join(f"# {line}\n" for line in about.splitlines())
-    set_required_markers(values, required_fields(base))
+    values = {"version": CONFIG.version, **set_required_markers(values, required_fields(base))}
     text = yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
     return head + comment_required_markers(text)
 

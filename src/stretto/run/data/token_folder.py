@@ -30,8 +30,9 @@ from stretto.run.data.commit import PartialFolder
 from stretto.run.data.remote import BLOCK, Place, RemoteFile, RemotePath, load_tokenizer, mapped
 from stretto.run.data.token_source import LazyArray, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
+from stretto.versions import TOKEN_FOLDER
 
-FORMAT = "stretto-tokens"
+FORMAT = TOKEN_FOLDER.name
 VERSION = 1
 MASKED_VERSION = 2
 """Of folders with a mask, which readers of version 1 would train on without it."""
@@ -119,13 +120,7 @@ def parse_index(data: bytes, path: Place) -> Index:
         raise StrettoError(
             f"{path}: format {str(body['format'])[:80]!r}, not {FORMAT!r}", hint="name a token folder"
         )
-    version = body.get("version")
-    if type(version) is not int or version not in (VERSION, MASKED_VERSION):
-        raise StrettoError(
-            f"{path}: format version {str(version)[:80]}; this stretto reads versions {VERSION} and"
-            f" {MASKED_VERSION}",
-            hint=f"{_REBUILD}, or use the stretto that wrote it",
-        )
+    TOKEN_FOLDER.check(body.get("version"), str(path))
     if body.pop("crc32", None) != _crc32(body):
         raise StrettoError(f"{path}: corrupt: its own checksum does not match", hint=_REBUILD)
     index = _from_body(body, path)

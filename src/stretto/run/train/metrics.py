@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
 from stretto.errors import StrettoError
 from stretto.run.launch.lease import LOST, identity, lost_folder
+from stretto.versions import METRICS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -186,7 +187,7 @@ class RecordFile:
         Returns:
             True if the line is in the file at this path; if not, `copy_to` has it.
         """
-        line = json_line(record).encode() + b"\n"
+        line = json_line({"version": METRICS.version, **record}).encode() + b"\n"
         self._has_older = self._has_older or len(self._recent) == _RECENT
         self._recent.append(line)
         try:
@@ -266,7 +267,11 @@ def recorded_steps(run: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete objects of the file in order, without lines that a crash has broken."""
+    """Yield the complete objects of the file in order, without lines that a crash has broken.
+
+    Raises:
+        StrettoError: a line has a version that this release does not read.
+    """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -274,6 +279,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
             if isinstance(record, dict) and line.endswith("\n"):
+                METRICS.check(record.get("version", 1), str(path))  # the first release's had none at first
                 yield record
 
 
