@@ -36,5 +36,5 @@ class CommandLine:
         printed = self._run((*words, "--json"), code)
         assert not (silent and printed.err), printed.err
         printed_object = json.loads(printed.out)
-        assert printed_object.pop("schema").startswith("stretto.")
+        assert printed_object.pop("schema").startswith("stretto ")
         return printed_object

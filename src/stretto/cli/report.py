@@ -42,11 +42,11 @@ JSON_VERSIONS: dict[str, int] = {}
 
 
 def json_schema() -> str:
-    """Return the name and version of what the running command prints, such as "stretto.data.build/1"."""
+    """Return the name and version of what the running command prints, such as "stretto data build/1"."""
     # typer has a copy of click of its own in recent versions
     click = import_module(BadParameter.__module__.replace("exceptions", "globals"))
     command = " ".join(click.get_current_context().command_path.split()[1:])
-    return f"stretto.{command.replace(' ', '.')}/{JSON_VERSIONS.get(command, 1)}"
+    return f"stretto {command}/{JSON_VERSIONS.get(command, 1)}"
 
 
 class ColumnStyle(NamedTuple):
