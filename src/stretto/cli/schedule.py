@@ -37,7 +37,6 @@ _PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
 _COSTS = ("F", "I", "W", "hop")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _COLON = re.compile(r"(?<!\.py):")  # between a schedule and its options
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _FRAMEWORKS = ("torch", "torchtitan")
 
 
@@ -135,7 +134,9 @@ def schedule(options: ReplayOptions) -> None:
     if options.list_all:
         _list_schedules().print(options.as_json)
         return
-    if options.name is not None and options.file is None and _is_file(options.name):
+    from stretto.program.schedules.user_schedule import is_program_file
+
+    if options.name is not None and options.file is None and is_program_file(options.name):
         options = replace(options, name=None, file=Path(options.name))
     from stretto.program import lower
     from stretto.program.replay import simulate
@@ -333,18 +334,13 @@ def options_from(named: Mapping[str, Any], memory: str | None, pairs: Sequence[s
 
 def _pair(text: str, option: str) -> tuple[str, Any]:
     """NAME=VALUE as the name of a Python parameter, and a bool, an int, a float or the text."""
+    from stretto.program.schedules.user_schedule import option_value
+
     key, equals, value = text.partition("=")
     key, value = key.strip().replace("-", "_"), value.strip()
     if not equals or not key or not value:
         raise StrettoError(f"{option} has {text!r}, must be NAME=VALUE", hint="write it as in waves=2")
-    if value.lower() in _BOOLEANS:
-        return key, _BOOLEANS[value.lower()]
-    for kind in (int, float):
-        try:
-            return key, kind(value)
-        except ValueError:
-            continue
-    return key, value
+    return key, option_value(value)
 
 
 def _limits(text: str) -> float | list[float]:
@@ -383,11 +379,6 @@ def _programs(options: ReplayOptions, settings: Mapping[str, Any], costs: Costs)
     return [generate_program(options.name, options.ranks, options.microbatches, settings, costs)]
 
 
-def _is_file(name: str) -> bool:
-    """Whether a schedule is named by the file that holds its program."""
-    return name.lower().endswith((".csv", ".json"))
-
-
 def generate_program(
     name: str | None,
     ranks: int | None,
@@ -404,35 +395,20 @@ def generate_program(
     Raises:
         StrettoError: an option is missing, or the schedule cannot be generated.
     """
-    from stretto.program import check, lower
     from stretto.program import options as accepted
     from stretto.program import schedule as generate
 
     if name is None:
-        raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
-    name = _registered(name)
+        raise StrettoError(
+            "no schedule named", hint="name one of stretto schedule --list, or FILE.py:FUNCTION"
+        )
     if ranks is None or microbatches is None:
         sizes = (("--ranks", ranks), ("--microbatches", microbatches))
         missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
     if costs is not None and "costs" in accepted(name):
         settings = {"costs": costs, **settings}
-    program = generate(name, ranks, microbatches, **settings)
-    if ".py:" in name:
-        check(program if program.lowered else lower(program))
-    return program
-
-
-def _registered(name: str) -> str:
-    """A schedule's name; that of a function in the user's file, FILE.py:FUNCTION, is registered first."""
-    from stretto.program import names, register
-
-    if ".py:" in name and name not in names():
-        from stretto.user_file import find_function
-
-        function = find_function(name, "mine.py:lifo", ("ranks", "microbatches"))
-        register(name, f"{function.name} of {function.path}")(function.load())
-    return name
+    return generate(name, ranks, microbatches, **settings)
 
 
 def _compared_programs(
@@ -440,6 +416,7 @@ def _compared_programs(
 ) -> list[Program]:
     """The programs of --compare; other options apply to those schedules that take them."""
     from stretto.program import options as accepted
+    from stretto.program.schedules.user_schedule import is_program_file
 
     if options.name is not None or options.file is not None:
         also = options.name or str(options.file)
@@ -450,7 +427,7 @@ def _compared_programs(
     if not entries:
         raise StrettoError("--compare names no schedule", hint="write --compare gpipe,1f1b,zb-v")
     split = [(entry, *_COLON.split(entry)) for entry in entries]
-    taken = {name: {} if _is_file(name) else accepted(_registered(name)) for _, name, *_ in split}
+    taken = {name: {} if is_program_file(name) else accepted(name) for _, name, *_ in split}
     for option, value in settings.items():
         if not any(option in names for names in taken.values()):
             raise StrettoError(
@@ -459,7 +436,7 @@ def _compared_programs(
             )
     programs: list[Program] = []
     for entry, name, *pairs in split:
-        if _is_file(name):
+        if is_program_file(name):
             if pairs:
                 raise StrettoError(f"--compare {entry}: a program in a file takes no options")
             programs.append(_read_program(Path(name), None, options.ranks))

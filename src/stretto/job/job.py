@@ -26,7 +26,7 @@ from stretto.job.program import (
 )
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
-from stretto.program import PLAIN
+from stretto.program import PLAIN, entry
 from stretto.program import options as options_of
 from stretto.program.checks.versions import weight_delays
 from stretto.program.lower import LOOKAHEAD, RankLowering
@@ -304,6 +304,7 @@ class Job(Execution):
         options = ((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(self.options.items()))
         return ProgramKey(
             name=self.schedule,
+            digest=user.digest if (user := entry(self.schedule).user) else "",
             ranks=self.layout.pp,
             microbatches=self.microbatches or 0,
             options=tuple(options),

@@ -86,6 +86,7 @@ class ProgramKey:
     Attributes:
         options: the schedule's options except `costs`.
         costs: the key of the costs of a searched schedule.
+        digest: of the user's file that the schedule is in, which may change between two jobs of a process.
         gathered: parameters are sharded and gathered stage by stage; not if weights change within the step,
             which the rules of a job reject.
     """
@@ -96,6 +97,7 @@ class ProgramKey:
     options: tuple[tuple[str, Any], ...] = ()
     costs: ScheduleSearchKey | None = None
     gathered: bool = False
+    digest: str = ""
 
 
 @lru_cache(maxsize=512)

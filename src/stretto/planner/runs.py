@@ -30,7 +30,9 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.networks import LATENCIES, parse_network
 from stretto.planner.machines.reading import shipped
+from stretto.program import entry
 from stretto.program import names as schedules
+from stretto.program.schedules.user_schedule import is_file
 
 Value = int | float | bool | str
 T = TypeVar("T", bound=Value)
@@ -123,6 +125,8 @@ def read_value(name: str, cell: str) -> Value:
         StrettoError: a value that the column does not allow.
     """
     column, value = COLUMNS[name], None
+    if name == "schedule" and is_file(cell):
+        return entry(cell).name
     if column.kind == "text":
         value = cell
     elif column.kind == "choice":

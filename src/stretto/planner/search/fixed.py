@@ -8,7 +8,8 @@ from typing import Any
 from stretto.errors import StrettoError, nearest
 from stretto.job.data_parallel import MODES
 from stretto.program import names
-from stretto.program.schedules.traits import trains
+from stretto.program.schedules.traits import is_searched, trains
+from stretto.program.schedules.user_schedule import is_file
 
 _NUMBERS = (
     "tp",
@@ -79,6 +80,11 @@ def _value(name: str, value: str, text: str) -> Any:
             return number
         raise StrettoError(f"--fix {text!r}: {value!r} is no number above 0")
     value = f"zero{value}" if name == "mode" and value in ("1", "2", "3") else value
+    if name == "schedule" and is_file(value):
+        if is_searched(value) or not trains(value):
+            instead = "is generated for the costs of stages" if is_searched(value) else "does not train"
+            raise StrettoError(f"--fix {text!r}: {value} {instead}", hint="stretto predict prices one layout")
+        return value
     options = _OPTIONS[name] if name != "schedule" else tuple(filter(trains, names()))
     if value not in options:
         suggestion = nearest(value, options)

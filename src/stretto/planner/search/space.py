@@ -323,10 +323,16 @@ def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Pro
     options = {name: value for name, value in choice.options if name != "group"}
     if is_searched(choice.name):
         return schedule(PLAIN, pp, microbatches)
-    try:
-        return schedule(choice.name, pp, microbatches, **options)
-    except StrettoError:
-        return None
+    user = entry(choice.name).user
+    if user is not None and user.program is not None:
+        return user.program if user.program.ranks == pp else None
+    counts = (microbatches,) if user is None else (microbatches, 2 * pp)  # it may take multiples only
+    for count in counts:
+        try:
+            return schedule(choice.name, pp, count, **options)
+        except StrettoError:
+            continue
+    return None
 
 
 def existing_program(choice: ScheduleChoice, pp: int) -> Program:

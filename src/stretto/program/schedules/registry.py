@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto.program.program import Program
+from stretto.program.schedules.user_schedule import UserSchedule, is_file, no_option, user_schedule
 
 PLAIN = "1f1b"  # the default: every framework has it, and it fits any number of ranks
 
@@ -31,6 +33,7 @@ class RegisteredSchedule:
         common: most frameworks have it; such schedules come first among equally fast plans.
         early: `stretto plan` considers it even if little time is left.
         groups: additional sizes of `group` that `stretto plan` considers, in pipeline ranks.
+        user: the user's file that it is in, registered by nothing.
     """
 
     name: str
@@ -42,6 +45,7 @@ class RegisteredSchedule:
     common: bool = False
     early: bool = False
     groups: tuple[int, ...] = ()
+    user: UserSchedule | None = None
 
 
 _ENTRIES: dict[str, RegisteredSchedule] = {}
@@ -66,16 +70,15 @@ def register(
     """
 
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
-        parameters = list(inspect.signature(build).parameters.values())[2:]
-        numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
+        options = _options_of(build)
         if name in _ENTRIES:
             raise StrettoError(f"schedule {name!r} is registered twice", hint="give yours another name")
         _ENTRIES[name] = RegisteredSchedule(
             name=name,
             about=about,
             build=build,
-            options={p.name: p.default for p in parameters},
-            numbers=numbers,
+            options={name: p.default for name, p in options.items()},
+            numbers=frozenset(name for name, p in options.items() if str(p.annotation).startswith("int")),
             planned=planned,
             common=common,
             early=early,
@@ -84,6 +87,12 @@ def register(
         return build
 
     return add
+
+
+def _options_of(build: Callable[..., Program]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a schedule's function after ranks and microbatches."""
+    parameters = list(inspect.signature(build).parameters.values())[2:]
+    return {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def names() -> dict[str, str]:
@@ -107,7 +116,8 @@ def schedule(
     """Return the program of schedule `name`: compute actions only; `lower` adds the communications.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, or a schedule of the user's: a function, FILE.py:FUNCTION, which may return
+            a Program or each rank's actions; or a program, FILE.csv or FILE.json.
         ranks: pipeline ranks p >= 1.
         microbatches: microbatches m >= 1 of one step.
         chunks: stages per rank, for schedules with this option; 1 is allowed for all with one stage per rank.
@@ -133,7 +143,7 @@ def schedule(
             at_least_one(option, value)
         values[option] = value
     program = chosen.build(ranks, microbatches, **values)
-    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a user's function
+    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # registered by a user
         raise StrettoError(f"schedule {name!r} returned {type(program).__name__}, must return a Program")
     if chunks == 1 and "chunks" not in chosen.options and program.depth > ranks:
         stages = program.depth // ranks
@@ -153,22 +163,40 @@ def at_least_one(field: str, value: int) -> None:
 
 
 def entry(name: str) -> RegisteredSchedule:
-    """Return the schedule registered under a name.
+    """Return the schedule registered under a name, or in the user's file that it names.
 
     Raises:
         StrettoError: the schedule does not exist.
     """
+    if name not in _ENTRIES and is_file(name):
+        return _user_entry(name, user_schedule(name))
     registered = _ENTRIES.get(name)
     if registered is None:
         close = nearest(name, _ENTRIES)
         raise StrettoError(
             f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}",
-            hint=f"did you mean {close!r}?" if close else None,
+            hint=f"did you mean {close!r}?" if close else "your own: FILE.py:FUNCTION, FILE.csv or FILE.json",
         )
     return registered
 
 
+@lru_cache(maxsize=64)
+def _user_entry(name: str, user: UserSchedule) -> RegisteredSchedule:
+    """Return the entry of a schedule in a user's file. Its function decides which values options have."""
+    options = {name: p.default for name, p in _options_of(user.build).items()}
+    return RegisteredSchedule(
+        name=name,
+        about=f"of {user.path}",
+        build=user.build,
+        options=options,
+        numbers=frozenset(),
+        user=user,
+    )
+
+
 def _no_such_option(chosen: RegisteredSchedule, option: str, value: object) -> StrettoError:
+    if chosen.user is not None:
+        return no_option(chosen.name, option, chosen.options)
     takers = [e.name for e in _ENTRIES.values() if option in e.options]
     if not takers:
         every = sorted({name for e in _ENTRIES.values() for name in e.options})

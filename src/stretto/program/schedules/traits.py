@@ -45,7 +45,12 @@ def sweeps(name: str) -> bool:
 
 
 def _sample_of(name: str) -> Program | None:
-    """Return a small program, or None if the schedule is searched or not defined for few ranks."""
+    """Return a small program, or None if the schedule is searched or not defined for few ranks; the only one
+    of a file with a program.
+    """
+    user = entry(name).user
+    if user is not None and user.program is not None:
+        return user.program
     return None if is_searched(name) else _sample(entry(name).build)
 
 

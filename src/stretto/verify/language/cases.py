@@ -19,6 +19,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import AXES
 from stretto.program import PLAIN, names, options
 from stretto.program.schedules.traits import updates_within
+from stretto.program.schedules.user_schedule import is_file
 from stretto.run.config.job import job_of
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
@@ -326,7 +327,7 @@ def _case(keys: dict[str, Any], location: str, configured: Job) -> Job:
 def _schedule(name: Any, location: str) -> str:
     if not isinstance(name, str):
         raise StrettoError(f"{location}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
-    if name not in names():
+    if name not in names() and not is_file(name):
         suggestion = nearest(name, names())
         raise StrettoError(
             f"{location}: there is no schedule {name!r}",
