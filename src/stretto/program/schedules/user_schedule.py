@@ -89,8 +89,8 @@ def option_value(text: str) -> bool | int | float | str:
 
 @lru_cache(maxsize=64)
 def _function(name: str, folder: str) -> UserSchedule:  # the file's name is relative to the folder
-    file, _, rest = name.partition(".py:")
-    function_name, *pairs = rest.split(":")
+    file, _, named = name.partition(".py:")
+    function_name, *pairs = named.split(":")
     function = find_function(f"{file}.py:{function_name}", "mine.py:lifo", ("ranks", "microbatches"))
     options = dict[str, Any]()
     for pair in pairs:
