@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 import json_keys
 from command_line import CommandLine
-from stretto.cli.main import COMMANDS
-from stretto.cli.report import CommandReport
+from stretto.cli.main import COMMANDS, run
+from stretto.cli.report import JSON_VERSIONS, CommandReport
 
 LISTED = json_keys.listing("$: a b? parts\nparts[]: *\nparts[].*: size\n    unit?\n")
 RIGHT = {"a": 1, "parts": [{"x": {"size": 1}}, {}]}
@@ -49,3 +50,12 @@ def test_a_renamed_key_of_a_command_is_an_error(
     monkeypatch.setattr(CommandReport, "print", renamed)
     with pytest.raises(AssertionError, match=r"layout: \$ has the key size; \$ lacks world"):
         stretto.json("layout", "--world", 4, "--tp", 2)
+
+
+def test_the_schema_has_its_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(JSON_VERSIONS, "layout", 2)
+    for words, schema in (("layout --world 2", "stretto layout/2"), ("init", "stretto init/1")):
+        assert run([*words.split(), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == schema
