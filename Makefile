@@ -42,7 +42,7 @@ wheel: $(VENV)/.made
 	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check dist/stretto-*.whl
 	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto schedule 1f1b --ranks 2 --microbatches 4
 	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto predict quickstart --cluster h100:8
-	@cd $(VENV)/wheel/empty && ! env -u PYTHONPATH ../bin/stretto train quickstart 2>&1 | tee error
+	@cd $(VENV)/wheel/empty && ! env -u PYTHONPATH ../bin/stretto train quickstart 2>error
 	@grep -qF "pip install 'stretto[train]'" $(VENV)/wheel/empty/error
 	@echo "== install what the hint names, train its quickstart"
 	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check 'stretto[train]'
