@@ -58,7 +58,7 @@ def batch() -> tuple[Tensor, Tensor]:
     """Words, and those that follow."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
-    return words[:, :-1], words[:, 1:]
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
 def ragged() -> tuple[Tensor, Tensor]:

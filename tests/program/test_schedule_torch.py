@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
 from ranks import on_ranks
 from stretto.errors import StrettoError
@@ -20,6 +20,7 @@ from stretto.program.transforms.activations import offload, recompute
 from stretto.program.transforms.one_order import one_order
 
 WIDTH, ROWS = 3, 2
+HAS_WAITS = hasattr(_ComputationType, "WAIT_SEND_F")  # torch 2.15
 MICROBATCHES = {2: 6, 4: 9}  # by ranks
 
 
@@ -105,7 +106,7 @@ def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     paths = list[str]()
     for name, program in programs.items():
         path = folder / f"{name.replace(' ', '-')}.csv"
-        path.write_text(to_csv(program))
+        path.write_text(to_csv(program, waits=program.lowered and HAS_WAITS))
         paths.append(str(path))
     by_rank = on_ranks(ranks, run_in_torch, paths)
     for at, (name, program) in enumerate(programs.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,10 @@ def buffers_as_in_ddp(mode: Mode) -> None:
     training, over accumulated forwards, two forwards for one backward, and evaluation.
     """
     mesh = Mesh(Layout(dp=2))
-    theirs = nn.parallel.DistributedDataParallel(tracked(mesh.rank), forward_sync_buffers=True)
+    # torch 2.11 has no such argument
+    synchronised = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
+    options = {"forward_sync_buffers": True} if synchronised else {}
+    theirs = nn.parallel.DistributedDataParallel(tracked(mesh.rank), **options)
     ours = data_parallel(tracked(mesh.rank), mesh, mode)
     sgd, optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1), ours.optimizer(torch.optim.SGD, lr=0.1)
     begun = list[dict[str, Tensor]]()

@@ -131,6 +131,8 @@ def test_hardware_gets_the_operands_of_the_emulation(
     rows: bool, kind: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch has the same call for CPUs: with the shapes and scales that devices want."""
+    if rows and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 multiplies on CPUs with one scale per tensor only")
     torch.manual_seed(2)
     a, b = torch.randn(5, 32).to(dtype), torch.randn(16, 32).to(dtype)
     make = [(t.float().abs().amax(1) if rows else t.float().abs().amax().view(1)) / 448 for t in (a, b)]

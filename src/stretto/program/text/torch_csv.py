@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from stretto.errors import StrettoError
@@ -11,8 +12,11 @@ from stretto.program.pairing import as_blocks, check_pairs
 from stretto.program.program import Program, ScheduleError
 from stretto.program.text.actions import parse_cell, write_pair
 
+# torch 2.15 waits for sends and reductions by actions of their own
+_WAIT = re.compile(r"\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*")
 
-def to_csv(program: Program) -> str:
+
+def to_csv(program: Program, waits: bool = False) -> str:
     """Return the CSV: a row per rank, a cell per action, in order, with a newline at the end.
 
     An overlapped pair is one cell, `(4F0;1B3)OVERLAP_F_B`: receives that a lowered program has between the
@@ -22,11 +26,16 @@ def to_csv(program: Program) -> str:
     copy of the weights, but not `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`. The boundaries of
     steps in an asynchronous window are not in the CSV either.
 
+    Args:
+        waits: of a lowered program, write the waits that torch 2.15 asks for, and older versions refuse: for
+            a reduction, at once; for a send forward, after the backward of the same stage and microbatch; for
+            other sends, at the end.
+
     Raises:
         ScheduleError: a pair is not in the program.
     """
     check_pairs(program)
-    rows = [",".join(_written(program, order)) for order in as_blocks(program).orders]
+    rows = [",".join(_written(program, order, waits)) for order in as_blocks(program).orders]
     return "".join(row + "\n" for row in rows)
 
 
@@ -40,7 +49,7 @@ _TORCH = frozenset(ActionKind) - {
 
 
 def check_torch(program: Program) -> None:
-    """Check that the runtime of torch.distributed.pipelining (`_PipelineScheduleRuntime`, torch 2.13)
+    """Check that the runtime of torch.distributed.pipelining (`_PipelineScheduleRuntime`, torch 2.11 to 2.15)
     supports the program.
 
     Raises:
@@ -73,8 +82,9 @@ def check_torch(program: Program) -> None:
                 )
 
 
-def _written(program: Program, order: Sequence[Action]) -> Iterable[str]:
+def _written(program: Program, order: Sequence[Action], waits: bool) -> Iterable[str]:
     partner = dict(program.pairs)
+    sent: dict[tuple[ActionKind, int, int | None], str] = {}
     second: Action | None = None  # already written with its first
     for action in order:
         if action == second:
@@ -82,6 +92,16 @@ def _written(program: Program, order: Sequence[Action]) -> Iterable[str]:
             continue
         second = partner.get(action)
         yield str(action) if second is None else write_pair(action, second)
+        if waits:
+            stage, kind, i = action
+            if kind is ActionKind.REDUCE_GRAD:
+                yield f"{stage}WAIT_REDUCE_GRAD"
+            elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+                sent[kind, stage, i] = f"{stage}WAIT_{kind}{i}"
+            stage, kind, i = second or action
+            if kind in (ActionKind.B, ActionKind.I) and (ActionKind.SEND_F, stage, i) in sent:
+                yield sent.pop((ActionKind.SEND_F, stage, i))
+    yield from sent.values()
 
 
 def from_csv(
@@ -94,7 +114,8 @@ def from_csv(
     versions: Iterable[Iterable[int]] | None = None,
     steps: int = 1,
 ) -> Program:
-    """Read torch's CSV, and check the program; empty cells (torch's idle slots) are left out.
+    """Read torch's CSV, and check the program; empty cells (torch's idle slots) and the waits of torch 2.15
+    are left out.
 
     Args:
         text: the file's text.
@@ -204,7 +225,7 @@ def _cells(line: str, number: int) -> Iterable[tuple[int, list[Action]]]:
     column = 1
     for cell in line.split(","):
         inner = cell.strip()
-        if inner:
+        if inner and not _WAIT.fullmatch(inner):
             at = column + len(cell) - len(cell.lstrip())
             try:
                 yield at, parse_cell(inner)

@@ -19,7 +19,7 @@ def run_file(function: UserFunction) -> Report:
     Raises:
         StrettoError: it returned something other than a report.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(dist.get_default_backend_for_device(accelerator))

@@ -478,7 +478,7 @@ def _device() -> torch.device:
     """Return the device of training: this rank's accelerator, unless ranks communicate by gloo."""
     if dist.is_initialized() and "gloo" in dist.get_backend():
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
 
 
