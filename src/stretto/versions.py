@@ -139,7 +139,15 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 # Removed names stay, so that they are refused by name, until the version after.
-DEPRECATED: tuple[Deprecated, ...] = ()
+DEPRECATED: tuple[Deprecated, ...] = (
+    Deprecated(
+        name="metrics.tensorboard",
+        instead="metrics.to=[tensorboard]",
+        since="0.1",
+        kind=bool,
+        fields=lambda value: {"metrics.to": ["tensorboard"] if value else []},
+    ),
+)
 
 
 def replace_deprecated(arguments: Sequence[str]) -> list[str]:

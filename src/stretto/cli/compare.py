@@ -227,7 +227,7 @@ def _short_run(config: AnyConfig, steps: int) -> list[str]:
         "eval.every": "null",
         "checkpoint.every": "null",
         "checkpoint.resume": "never",
-        "metrics.tensorboard": "false",
+        "metrics.to": "[]",
         "metrics.tensorboard_dir": "null",
     }
     if isinstance(config, TrainConfig):

@@ -9,6 +9,8 @@ extend. Only the last section, for CUDA, depends on a device's name.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -185,6 +187,12 @@ def peak_memory(device: torch.device) -> float:
     """
     peak = getattr(_module(device), "max_memory_allocated", None) if on_accelerator(device) else None
     return 0.0 if peak is None else peak(device) / GIB
+
+
+def peak_host_memory() -> float:
+    """Return the peak memory of this process on the host so far, GiB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def model_name(device: torch.device) -> str:

@@ -46,6 +46,8 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "hysteresis": ("optimizer.hysteresis",),
     "log-interval": ("logger.log_interval",),
     "tensorboard-dir": ("logger.tensorboard_dir",),
+    "wandb-project": ("logger.wandb_project",),
+    "wandb-exp-name": ("logger.wandb_exp_name",),
     "seed": ("rng.seed", "dataset.random_seed"),
     "split": ("dataset.split",),
     "reset-position-ids": ("dataset.reset_position_ids",),

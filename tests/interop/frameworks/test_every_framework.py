@@ -29,6 +29,8 @@ from stretto_interop.frameworks.registry import FRAMEWORKS
 
 # other values of choices whose type or usual value suggests none
 OTHERS: dict[str, tuple[Any, ...]] = {
+    "metrics.to": (["wandb"], ["tensorboard", "mlflow"]),
+    "metrics.project": ("gpt",),
     "train.device": ("auto", "cpu", "cuda"),
     "train.backend": ("auto", "gloo", "nccl"),
     "data.phases": ([MixturePhase(from_step=5, weights={"a": 1.0})],),
@@ -173,7 +175,7 @@ def bases() -> Iterator[JobValues]:
     )
     for job in (plain, llama, experts, *rest, sharded, staged, exchanged):
         values = dict(values_of(job).values) | {"checkpoint.every": 100, "eval.every": 100}
-        yield JobValues({**values, "metrics.tensorboard": True})
+        yield JobValues({**values, "metrics.to": ["tensorboard", "wandb"]})
 
 
 BASES = tuple(bases())

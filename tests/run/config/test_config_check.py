@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto import versions
 from stretto.errors import StrettoError
 from stretto.job.flops import layer_costs
 from stretto.job.initial import Initial
@@ -177,22 +178,39 @@ def test_a_run_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) ->
     assert "cannot be written to" in fails("run.dir=runs").message
 
 
-def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("override", "field", "name", "without"),
+    [
+        ("metrics.to=[wandb]", "metrics.to is wandb", "wandb", "metrics.to without wandb"),
+        ("metrics.tensorboard_dir=b", "metrics.tensorboard_dir is b", "tensorboard", "tensorboard_dir=null"),
+    ],
+)
+def test_a_tracker_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, override: str, field: str, name: str, without: str
+) -> None:
     monkeypatch.setattr(room, "find_spec", lambda name: None)
-    error = fails("metrics.tensorboard=true")
-    assert error.message == "metrics.tensorboard is true: tensorboard is not installed"
-    assert "pip install 'stretto[tensorboard]'" in str(error.hint)
-    error = fails("metrics.tensorboard_dir=boards/a")
-    assert error.message == "metrics.tensorboard_dir is boards/a: tensorboard is not installed"
+    error = fails(override)
+    assert error.message == f"{field}: {name} is not installed"
+    assert f"pip install 'stretto[{name}]'" in str(error.hint)
+    assert without in str(error.hint)
     check(parse(MODEL))
 
 
-def test_tensorboards_folder_is_the_runs_or_another() -> None:
-    board = [
-        parse(MODEL, overrides=words.split()).metrics.board(Path("runs/one"))
-        for words in ("", "metrics.tensorboard=true", "metrics.tensorboard_dir=boards/a")
-    ]
-    assert board == [None, Path("runs/one/tensorboard"), Path("boards/a")]
+def test_a_tracker_that_does_not_exist() -> None:
+    error = fails("metrics.to=[tensorboard, wandbb]")
+    assert "did you mean wandb?" in str(error.hint)
+
+
+def test_trackers_and_tensorboards_folder() -> None:
+    with pytest.warns(versions.DeprecatedName, match=r"write metrics\.to=\[tensorboard\]"):
+        old = parse(MODEL, overrides=["metrics.tensorboard=true"]).metrics
+    new = parse(MODEL, overrides=["metrics.to=[tensorboard]"]).metrics
+    elsewhere = parse(MODEL, overrides=["metrics.to=[wandb]", "metrics.tensorboard_dir=boards/a"]).metrics
+    assert old == new
+    assert parse(MODEL).metrics.trackers == []
+    assert (new.trackers, new.board(Path("runs/one"))) == (["tensorboard"], Path("runs/one/tensorboard"))
+    assert elsewhere.trackers == ["wandb", "tensorboard"]
+    assert elsewhere.board(Path("runs/one")) == Path("boards/a")
 
 
 @pytest.mark.parametrize(

@@ -160,28 +160,6 @@ def test_the_terminal_is_left_whole_by_an_error(tmp_path: Path, monkeypatch: pyt
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
 
 
-def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with Metrics(tmp_path, steps=30, every=10, board=tmp_path / "tensorboard", out=io.StringIO()) as metrics:
-        for step in range(1, 31):
-            metrics.step(record(step))
-        metrics.evaluation(EvalRecord(step=30, loss=2.0, tokens=10, seconds=0.1))
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
-    assert losses == [(s, pytest.approx(8 - s / 100)) for s in (1, 10, 20, 30)]
-    assert board.Scalars("eval/perplexity")[0].value == pytest.approx(math.exp(2))
-    assert "train/mfu" not in board.Tags()["scalars"]
-    # resumed after step 20: the later steps of the first run are hidden, not shown beside the new ones
-    with Metrics(
-        tmp_path, steps=30, start=20, every=10, board=tmp_path / "tensorboard", out=io.StringIO()
-    ) as metrics:
-        metrics.step(record(21, loss=1.0))
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == [1, 10, 20, 21]
-
-
 def test_needs_no_torch() -> None:
     code = (
         "import sys; import stretto.run.train.metrics; "

@@ -81,7 +81,7 @@ CASES = [
     ("replaced", 3, ()),
     ("lease", 6, ("checkpoint.every=2",)),
     ("removed", 6, ()),
-    ("removed", 4, ("checkpoint.every=2", "checkpoint.async_save=true", "metrics.tensorboard=false")),
+    ("removed", 4, ("checkpoint.every=2", "checkpoint.async_save=true", "metrics.to=[]")),
 ]
 
 

@@ -47,12 +47,11 @@ _SYNONYMS = {
 
 def run_problems(config: JobConfig) -> list[Problem]:
     """Return the problems of the sections that all kinds of jobs have."""
-    metrics, folder = config.metrics, config.run.folder
     return [
         *_resume(config.checkpoint.resume),
         *_retention(config.checkpoint, config.eval.every),
         *_run_folder(config.run),
-        *(_tensorboard(metrics) if metrics.board(folder) is not None else ()),
+        *_trackers(config.metrics),
     ]
 
 
@@ -124,17 +123,19 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
             yield Problem("data.source", name, "the pattern matches no file", "check the folder before it")
 
 
-def _tensorboard(metrics: ReportConfig) -> Iterator[Problem]:
-    name, value, none = (
-        ("tensorboard", "true", "false")
-        if metrics.tensorboard_dir is None
-        else ("tensorboard_dir", metrics.tensorboard_dir, "null")
-    )
-    if find_spec("tensorboard") is None:
-        fix = f"pip install 'stretto[tensorboard]', or metrics.{name}={none}"
-        yield Problem(f"metrics.{name}", value, "tensorboard is not installed", fix)
-    if metrics.tensorboard_dir is not None:
-        yield from writable("metrics.tensorboard_dir", value, Path(value).expanduser())
+def _trackers(metrics: ReportConfig) -> Iterator[Problem]:
+    """Check that the clients of the trackers are installed."""
+    for name in metrics.trackers:
+        if find_spec(name) is None:
+            field, value, without = (
+                ("to", name, f"metrics.to without {name}")
+                if name in metrics.to
+                else ("tensorboard_dir", metrics.tensorboard_dir, "metrics.tensorboard_dir=null")
+            )
+            fix = f"pip install 'stretto[{name}]', or {without}"
+            yield Problem(f"metrics.{field}", value, f"{name} is not installed", fix)
+    if (board := metrics.tensorboard_dir) is not None:
+        yield from writable("metrics.tensorboard_dir", board, Path(board).expanduser())
 
 
 def similar_paths(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:

@@ -366,26 +366,50 @@ class GuardConfig:
         return self.on_nonfinite != "stop" or self.on_spike != "off" or self.check_memory is not None
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """What is reported during the run. `metrics.jsonl` has every step."""
 
     every: Annotated[int, Field("Steps from one line in the terminal to the next.", gt=0)] = 10
-    tensorboard: Annotated[bool, Field("Write TensorBoard files too; needs `stretto[tensorboard]`.")] = False
+    to: Annotated[
+        list[Tracker],
+        Field(
+            "Trackers that get the numbers as well; each needs the extra of its name, such as "
+            "`stretto[wandb]`.",
+            examples=("[tensorboard, wandb]",),
+        ),
+    ] = field(default_factory=list[Tracker])
+    project: Annotated[
+        str | None,
+        Field(
+            "Project of W&B and Trackio, experiment of MLflow; null: that of their environment variables, "
+            "else `stretto`.",
+            filled=True,
+        ),
+    ] = None
     tensorboard_dir: Annotated[
         str | None,
         Field(
-            "Write TensorBoard files to this folder; null: with `tensorboard`, to `tensorboard/` in the "
-            "run's folder.",
+            "Write TensorBoard files to this folder; null: with `to: [tensorboard]`, to `tensorboard/` in "
+            "the run's folder.",
             filled=True,
         ),
     ] = None
 
-    def board(self, run: Path) -> Path | None:
-        """The folder of TensorBoard's files of a run in the folder `run`; None: none are written."""
-        if self.tensorboard_dir is not None:
-            return Path(self.tensorboard_dir).expanduser()
-        return run / "tensorboard" if self.tensorboard else None
+    @property
+    def trackers(self) -> list[Tracker]:
+        """Those of `to`, and TensorBoard if its folder is set."""
+        board: list[Tracker] = ["tensorboard"] if self.tensorboard_dir is not None else []
+        return list(dict.fromkeys([*self.to, *board]))
+
+    def board(self, run: Path) -> Path:
+        """Return the folder of TensorBoard's files of a run in the folder `run`."""
+        return (
+            run / "tensorboard" if self.tensorboard_dir is None else Path(self.tensorboard_dir).expanduser()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

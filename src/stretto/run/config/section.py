@@ -87,6 +87,8 @@ def allowed(item: Declared) -> str:
     for kind in item.kinds:
         if get_origin(kind) is Literal:
             kinds.append("one of " * (len(get_args(kind)) > 1) + ", ".join(map(str, get_args(kind))))
+        elif get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
+            kinds.append(f"a list of {', '.join(map(str, get_args(get_args(kind)[0])))}")
         elif kind is not NoneType:
             kinds.append(_TYPES.get(kind, "a list of mappings"))
     limits = list[str]()
@@ -98,8 +100,9 @@ def allowed(item: Declared) -> str:
 
 
 def choices(item: Declared) -> list[str]:
-    """Return the words that a field takes; none if it takes anything else."""
-    return [word for kind in item.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    """Return the words that a field takes, itself or in a list; none if it takes anything else."""
+    kinds = (get_args(kind)[0] if get_origin(kind) is list else kind for kind in item.kinds)
+    return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def takes_only_text(item: Declared) -> bool:

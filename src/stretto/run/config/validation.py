@@ -205,6 +205,9 @@ def wrong_fields(section: type, values: dict[str, Any]) -> dict[Path, str]:
 
 
 def _fix(item: Declared, value: Any) -> str | None:
+    if isinstance(value, list):
+        wrong = (each for each in cast("list[Any]", value) if each not in choices(item))
+        value = next((each for each in wrong if isinstance(each, str)), None)
     if isinstance(value, str) and (similar := _meant(value, choices(item))):
         return f"did you mean {similar}?"
     if takes_only_text(item) and isinstance(value, int | float):

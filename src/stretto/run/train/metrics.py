@@ -1,6 +1,6 @@
 """Metrics of a run: the records of a step and of an evaluation, and where they are written.
 
-They go to the terminal, `metrics.jsonl`, `eval.jsonl` and TensorBoard. Only one rank of a job writes them;
+They go to the terminal, `metrics.jsonl`, `eval.jsonl` and the trackers. Only one rank of a job writes them;
 the numbers are those of the whole job.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, cast
 
-from stretto.errors import StrettoError
 from stretto.run.launch.lease import LOST, identity, lost_folder
+from stretto.run.train.trackers import Trackers, numbers_of
 from stretto.versions import METRICS
 
 if TYPE_CHECKING:
@@ -250,10 +250,10 @@ def cut_records(run: Path, step: int) -> None:
             _drop_steps(run / name, step)
 
 
-def recorded_steps(run: Path) -> int:
+def recorded_steps(run: Path, name: str = STEPS) -> int:
     """Return the last step that a run has recorded, or 0."""
     try:
-        with (run / STEPS).open("rb") as file:
+        with (run / name).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             lines = file.read().splitlines(keepends=True)
     except OSError:
@@ -293,45 +293,6 @@ def _drop_steps(path: Path, last: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     rewritten.replace(path)
-
-
-class TensorBoardWriter:
-    """Writes every number of a record under `train/` and `eval/`.
-
-    Raises:
-        StrettoError: tensorboard is not installed.
-    """
-
-    def __init__(self, folder: Path, start: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise StrettoError(
-                "tensorboard is not installed, and metrics asks for its files",
-                hint="pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
-            ) from None
-        # TensorBoard hides what an earlier, ended run has written from this step on
-        purge = start + 1 if start else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-
-    def step(self, record: AnyStep) -> None:
-        self._scalars("train", record.step, record.as_dict())
-
-    def evaluation(self, record: AnyEval) -> None:
-        self._scalars("eval", record.step, record.as_dict())
-
-    def _scalars(self, group: str, step: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                self._scalars(f"{group}/{name}", step, cast("dict[str, Any]", value))
-            elif name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class Display(Protocol):
@@ -488,7 +449,7 @@ __all__ = ["EvalRecord", "Metrics", "StepRecord"]
 
 
 class Metrics:
-    """Reports every step to the file; each `every`th, the first and the last to terminal and TensorBoard too.
+    """Reports every step to the file; each `every`th, the first and the last to terminal and trackers too.
 
     If the run's folder is removed or replaced, `lost` says so from the next record on, `on_loss` is called
     once, and `rescue` writes all records elsewhere. Used in a `with`, which restores the terminal.
@@ -497,13 +458,10 @@ class Metrics:
         folder: the run's.
         steps: number of steps of the run.
         start: step that a resumed run starts from; records of later ones are dropped.
-        board: folder of TensorBoard's files, or None to write none.
+        trackers: those of `metrics.to`; closed at the end.
         out: stdout by default, which `--json` leaves alone.
         log_format: formats records.
         write_files: writes into a folder what else belongs to the run.
-
-    Raises:
-        StrettoError: tensorboard is asked for and not installed.
     """
 
     def __init__(
@@ -513,7 +471,7 @@ class Metrics:
         steps: int,
         start: int = 0,
         every: int = 1,
-        board: Path | None = None,
+        trackers: Trackers | None = None,
         out: TextIO | None = None,
         log_format: LogFormat = TOKENS,
         write_files: Callable[[Path], object] = lambda _: None,
@@ -524,7 +482,7 @@ class Metrics:
         self.on_loss: Callable[[], object] = lambda: None
         self._steps = steps
         self._every = every
-        self._folder, self._place = folder, board
+        self._folder, self._trackers = folder, trackers
         self._events = RecordFile(folder / EVENTS)
         self._open(start)
         self._identity = identity(folder)
@@ -532,7 +490,6 @@ class Metrics:
 
     def _open(self, start: int) -> None:
         self._first = start + 1
-        self._board = None if self._place is None else TensorBoardWriter(self._place, start)
         self._train = StepLines(self._folder / STEPS, start)
         self._eval = StepLines(self._folder / EVALUATIONS, start)
         if self._events.path.exists():
@@ -542,6 +499,8 @@ class Metrics:
         """Continue after step `start`: records of later ones are dropped."""
         self._close_files()
         self._open(start)
+        if self._trackers is not None:
+            self._trackers.rewind(start)
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Append a line to `guard.jsonl`, the record of steps that were not applied; nothing is ever dropped
@@ -549,21 +508,25 @@ class Metrics:
         """
         self._write(self._events, record)
 
-    def step(self, record: AnyStep) -> None:
-        """Report a training step."""
+    def step(self, record: AnyStep, memory: Mapping[str, float] | None = None) -> None:
+        """Report a training step; `memory` has what the trackers get of all ranks' memory."""
         self._write(self._train, record.as_dict())
         shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
         self._display.step(record, shown)
-        if self._board is not None and shown:
-            self._board.step(record)
+        if self._trackers is not None and shown:
+            self._trackers.log({**numbers_of("train", record.as_dict()), **(memory or {})}, record.step)
+            self._print_notes()
 
     def evaluation(self, record: AnyEval) -> None:
         """Report an evaluation."""
         self._write(self._eval, record.as_dict())
         self._display.line(self._format.evaluation(record, self._steps))
-        if self._board is not None:
-            self._board.evaluation(record)
-            self._board.flush()
+        if self._trackers is not None:
+            self._trackers.log(numbers_of("eval", record.as_dict()), record.step, "eval")
+
+    def _print_notes(self) -> None:
+        for note in () if self._trackers is None else self._trackers.notes():
+            self.note(note)
 
     def _write(self, file: RecordFile, record: Mapping[str, Any]) -> None:
         if file.write(record) or self.lost is not None:
@@ -591,16 +554,18 @@ class Metrics:
         """Print a line between records, such as that a checkpoint was saved."""
         self._display.line(text)
 
-    def close(self) -> None:
-        """Close the files and restore the terminal; may be called more than once."""
+    def close(self, failed: bool = False) -> None:
+        """Close files and trackers, and restore the terminal; may be called more than once."""
         self._display.close()
         self._close_files()
+        if self._trackers is not None:
+            self._trackers.close(failed)
+            self._print_notes()
+            self._trackers = None
 
     def _close_files(self) -> None:
         for file in (self._train, self._eval, self._events):
             file.close()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> Self:
         return self
@@ -608,4 +573,4 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)

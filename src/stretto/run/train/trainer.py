@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from stretto.engine.device import on_accelerator, peak_memory
+from stretto.engine.device import on_accelerator, peak_host_memory, peak_memory
 from stretto.engine.parallel.control import gather_json, this_rank
 from stretto.engine.parallel.memory_check import MemoryCheck
 from stretto.engine.parallel.replica_check import ReplicaConsistencyCheck, report
@@ -29,14 +29,17 @@ from stretto.layout.layout import Layout
 from stretto.run.config import dump
 from stretto.run.config.run_checks import rate_notes
 from stretto.run.config.schema import GuardConfig, JobConfig, LoopConfig
+from stretto.run.config.section import plain_section
 from stretto.run.launch.failure import TrainingFailed, error_context
 from stretto.run.launch.lease import share_folder
+from stretto.run.launch.restart import restart_count
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train import trace
 from stretto.run.train.agreement import StepAgreement, StepReport, agree
 from stretto.run.train.checkpointing import Checkpointer
 from stretto.run.train.guard import BadStep, Guard, add_range
-from stretto.run.train.metrics import Metrics
+from stretto.run.train.metrics import EVALUATIONS, Metrics, recorded_steps
+from stretto.run.train.resume import is_fresh_run
 from stretto.run.train.start import new_run_folder, process_group
 from stretto.run.train.task import (
     Evaluate,
@@ -49,6 +52,7 @@ from stretto.run.train.task import (
     TrainResult,
     mean_loss,
 )
+from stretto.run.train.trackers import TrackedRun, Trackers, code_version, memory_numbers, run_identity
 from stretto.run.train.trend import LossTrend
 from stretto.run.watch.hang import HANG
 from stretto.run.watch.joint import watched_together
@@ -250,6 +254,7 @@ class Trainer:
             memory_changed=self._memory.changed(device),
             stop=stop is not None and stop.signal is not None,
             memory_gib=peak_memory(device),
+            host_gib=peak_host_memory(),
             busy_s=0.0 if on_accelerator(device) else BUSY.report(),
             written=saving is not None and saving.written,
             write_failed=saving is not None and saving.failed,
@@ -312,7 +317,7 @@ class Trainer:
             slow = {str(rank): factor for rank, factor in factors.items()} or None
         record = self.task.record(result, progress, seconds, slow)
         if self.metrics is not None:
-            self.metrics.step(record)
+            self.metrics.step(record, memory_numbers(**result.agreed.memory))
         if bad is None:
             return
         consequence = "its update is skipped" if bad.action == "skip" else "going back to a checkpoint"
@@ -392,6 +397,30 @@ class Trainer:
             self.metrics.note(text)
 
 
+def _open_trackers(config: JobConfig, start: int) -> Trackers | None:
+    """Open the trackers of `metrics.to`, for a session that continues after step `start`. A restart trains on
+    without one that cannot be opened any more.
+    """
+    metrics, folder = config.metrics, config.run.folder
+    if not metrics.trackers:
+        return None
+    resumed = not is_fresh_run(config.checkpoint.resume, folder)
+    tracked = TrackedRun(
+        identity=run_identity(folder, resumed),
+        name=config.run.name,
+        folder=folder,
+        project=metrics.project,
+        config=plain_section(config),
+        versions={**code_version(), "ranks": dist.get_world_size()},
+        start=start,
+        resumed=resumed,
+        board=metrics.board(folder),
+    )
+    recorded = {"train": recorded_steps(folder), "eval": recorded_steps(folder, EVALUATIONS)}
+    with PROGRESS.long("opening the trackers"):
+        return Trackers([*metrics.trackers], tracked, recorded, required=not restart_count())
+
+
 def train_rank(
     config: JobConfig,
     *,
@@ -435,7 +464,7 @@ def train_rank(
                     steps=train.steps,
                     start=run.progress.step,
                     every=config.metrics.every,
-                    board=config.metrics.board(folder),
+                    trackers=_open_trackers(config, run.progress.step),
                     out=sys.stderr if quiet else None,
                     log_format=run.log_format,
                     write_files=run.write_files,

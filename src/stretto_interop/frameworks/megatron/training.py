@@ -445,7 +445,7 @@ def _read_evaluation(settings: Settings) -> Values:
     return {RUN.eval.every: settings.get("eval-interval", 1000), RUN.eval.batches: batches}
 
 
-_BOARD = (RUN.metrics.tensorboard, RUN.metrics.tensorboard_dir)
+_TRACKERS = (RUN.metrics.to, RUN.metrics.project, RUN.metrics.tensorboard_dir)
 
 
 def _write_checkpoint(values: JobValues) -> Settings:
@@ -459,7 +459,11 @@ def _write_checkpoint(values: JobValues) -> Settings:
     every = values[RUN.checkpoint.every]
     steps: object = RUN.checkpoint.every if values.is_open(RUN.checkpoint.every) else RUN.train.steps
     board = values[RUN.metrics.tensorboard_dir]
-    if board is None and values[RUN.metrics.tensorboard]:
+    trackers = values[RUN.metrics.to]
+    if not {*trackers} <= {"tensorboard", "wandb"}:
+        instead = "Megatron-LM writes to TensorBoard and W&B"
+        raise refused(RUN.metrics.to, trackers, instead, (["tensorboard"], ["wandb"]))
+    if board is None and "tensorboard" in trackers:
         board = f"{folder}/tensorboard"
     interval = Unset(steps, every or values[RUN.train.steps]) if values.is_open(steps) else None
     return {
@@ -467,6 +471,14 @@ def _write_checkpoint(values: JobValues) -> Settings:
         "save-interval": interval or every or values[RUN.train.steps],
         **({"load": f"{folder}/checkpoints"} if resume == "auto" else {}),
         **({"tensorboard-dir": board} if board else {}),
+        **(
+            {
+                "wandb-project": values[RUN.metrics.project] or "stretto",
+                "wandb-exp-name": values[RUN.run.name],
+            }
+            if "wandb" in trackers
+            else {}
+        ),
     }
 
 
@@ -480,11 +492,17 @@ def _read_checkpoint(settings: Settings) -> Values:
         result |= {RUN.run.dir: str(folder.parent), RUN.run.name: run_name(folder)}
         if settings.get("load") == save:
             result[RUN.checkpoint.resume] = "auto"
-    board = settings.get("tensorboard-dir")
+    board, trackers = settings.get("tensorboard-dir"), list[str]()
     if board is not None:
         inside = folder is not None and Path(board) == folder / "tensorboard"
-        result |= {RUN.metrics.tensorboard: True} if inside else {RUN.metrics.tensorboard_dir: board}
-    return result
+        if inside:
+            trackers.append("tensorboard")
+        else:
+            result[RUN.metrics.tensorboard_dir] = board
+    if (project := settings.get("wandb-project")) is not None:
+        trackers.append("wandb")
+        result[RUN.metrics.project] = project
+    return {**result, RUN.metrics.to: trackers} if trackers else result
 
 
 def _write_bucket(values: JobValues) -> Settings:
@@ -575,8 +593,8 @@ TRAINING: tuple[Rule, ...] = (
     *DATA,
     rule((RUN.eval.every, RUN.eval.batches), "eval-interval eval-iters", _write_evaluation, _read_evaluation),
     rule(
-        (RUN.checkpoint.every, RUN.checkpoint.resume, RUN.run.dir, RUN.run.name, *_BOARD),
-        "save save-interval load tensorboard-dir",
+        (RUN.checkpoint.every, RUN.checkpoint.resume, RUN.run.dir, RUN.run.name, *_TRACKERS),
+        "save save-interval load tensorboard-dir wandb-project wandb-exp-name",
         _write_checkpoint,
         _read_checkpoint,
     ),
