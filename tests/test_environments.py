@@ -63,8 +63,11 @@ def test_what_readme_installs() -> None:
 
 
 def test_extras() -> None:
-    """`all` installs every part for users, and `train` what an error about a missing package names."""
+    """`all` installs every part for users, but the clients of trackers that need a service or much else, and
+    `train` what an error about a missing package names.
+    """
     extras = {*PROJECT["optional-dependencies"]} - {"all", "test", "lint", "bill"}
+    extras -= {"wandb", "mlflow", "trackio", "opentelemetry"}
     assert {str(one) for one in required(extras)} == {str(one) for one in required(["all"])}
     core = {one.name for one in required([])}
     assert {one.name for one in required(["train"])} - core == set(PackageMissing.PACKAGES)
