@@ -502,7 +502,9 @@ def _read_checkpoint(settings: Settings) -> Values:
     if (project := settings.get("wandb-project")) is not None:
         trackers.append("wandb")
         result[RUN.metrics.project] = project
-    return {**result, RUN.metrics.to: trackers} if trackers else result
+    if trackers:
+        result[RUN.metrics.to] = trackers
+    return result
 
 
 def _write_bucket(values: JobValues) -> Settings:
