@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from stretto.recommender.config.load import load_config, parse_config
     from stretto.recommender.config.placement import configured_placements
     from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.serve.scorer import Scorer
     from stretto.recommender.tables.jagged import Jagged
     from stretto.recommender.train.engine import Recommender
     from stretto.run.calibrate.modules import profile_layers
@@ -74,6 +75,7 @@ __all__ = [
     "ReplicatedWeights",
     "RowParallel",
     "ScheduleError",
+    "Scorer",
     "ShardRange",
     "Skip",
     "StrettoError",
@@ -133,6 +135,7 @@ _MODULES = {
     "stretto.recommender.config.load": ("load_config", "parse_config"),
     "stretto.recommender.config.placement": ("configured_placements",),
     "stretto.recommender.config.schema": ("RecommenderConfig",),
+    "stretto.recommender.serve.scorer": ("Scorer",),
     "stretto.recommender.tables.jagged": ("Jagged",),
     "stretto.recommender.train.engine": ("Recommender",),
     "stretto.run.calibrate.modules": ("profile_layers",),

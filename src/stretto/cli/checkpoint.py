@@ -44,14 +44,10 @@ def verify(path: _Run, as_json: Json = False) -> None:
         raise say_no()
 
 
-_Format = Annotated[
-    Literal["huggingface", "dcp", "megatron"],
-    typer.Option(
-        "--format",
-        help="huggingface: config.json and safetensors. dcp: torch.distributed.checkpoint as torchtitan has "
-        "it, AdamW's states included. megatron: Megatron-LM's torch_dist, Adam's states included.",
-    ),
-]
+_FORMATS = (
+    "huggingface: config.json and safetensors. dcp: torch.distributed.checkpoint as torchtitan has it, "
+    "AdamW's states included. megatron: Megatron-LM's torch_dist, Adam's states included."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,13 @@ class ExportOptions:
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Most of a file, in 10^9 bytes; a larger model is several files.")
     ] = 5.0
-    form: _Format = "huggingface"
+    form: Annotated[
+        Literal["huggingface", "dcp", "megatron"] | None,
+        typer.Option("--format", help=f"Of a language model. {_FORMATS}  [default: huggingface]"),
+    ] = None
+    dense_only: Annotated[
+        bool, typer.Option("--dense-only", help="Of a recommender: the dense network without the tables.")
+    ] = False
     torchtitan: Annotated[
         Literal["0.3", "0.2"], typer.Option(help="With --format dcp: the version that is to load it.")
     ] = "0.3"
@@ -104,12 +106,13 @@ class ExportOptions:
 )
 @grouped(ExportOptions)
 def export(options: ExportOptions) -> None:
-    """Write a model as Hugging Face's libraries or torchtitan load it, or one embedding table.
+    """Write a model as Hugging Face or torchtitan loads it, a recommender for serving, or one table.
 
     The folder gets config.json, safetensors files, and the run's tokenizer, chat template and generation
     settings: AutoModelForCausalLM and AutoTokenizer load it. Of a run, the newest checkpoint is exported,
     whatever layout wrote it; one tensor at a time is in memory. With --adapters, PeftModel.from_pretrained
-    loads the folder onto the base.
+    loads the folder onto the base. Of a recommender, the folder gets the dense network (safetensors and
+    torch.export), the tables, and the transform of its clicks: stretto.Scorer.load takes it.
     """
     adapters, form = options.adapters, options.form
     if adapters and options.merge:
@@ -120,7 +123,14 @@ def export(options: ExportOptions) -> None:
     if options.table is not None:
         _export_table(options, checkpoint, options.table)
         return
-    if form != "huggingface":
+    if _is_recommender(checkpoint):
+        _export_recommender(options, checkpoint)
+        return
+    if options.dense_only:
+        raise StrettoError(
+            f"{checkpoint} is of a language model, and --dense-only is for recommenders", hint="leave it out"
+        )
+    if form not in (None, "huggingface"):
         if adapters or options.merge:
             raise StrettoError(
                 "--adapters and --merge are of --format huggingface", hint=f"leave out --format {form}"
@@ -161,6 +171,39 @@ def export(options: ExportOptions) -> None:
     report.print(options.as_json)
 
 
+def _is_recommender(checkpoint: Path) -> bool:
+    from stretto.engine.checkpoint.manifest import read_manifest
+
+    sizes = read_manifest(checkpoint).meta.get("model")
+    return isinstance(sizes, dict) and isinstance(sizes.get("tables"), dict)
+
+
+def _export_recommender(options: ExportOptions, checkpoint: Path) -> None:
+    """Export a recommender for serving."""
+    from stretto.recommender.serve.export import export_recommender
+    from stretto.run.launch.lease import lease
+
+    out, form = options.out, options.form
+    others = {
+        f"--format {form}": form is not None,
+        "--dtype": options.dtype is not None,
+        "--adapters": options.adapters,
+        "--merge": options.merge,
+    }
+    if wrong := [option for option, is_given in others.items() if is_given]:
+        raise StrettoError(f"{wrong[0]}, and {checkpoint} is of a recommender", hint=f"leave {wrong[0]} out")
+    with lease(out), byte_progress("export") as progress:
+        written, notes = export_recommender(checkpoint, out, dense_only=options.dense_only, progress=progress)
+    files = [str(file) for file in written]
+    report = CommandReport({**_intact(checkpoint), "path": str(out), "files": files, "notes": notes})
+    report.line(f"{checkpoint} written to {out}:")
+    report.lines(f"  {file}" for file in files)
+    report.lines(f"note: {note}" for note in notes)
+    if not options.dense_only:
+        report.line(f'to score with it: stretto.Scorer.load("{out}")')
+    report.print(options.as_json)
+
+
 def _intact(checkpoint: Path) -> dict[str, Any]:
     """The beginning of the JSON of a command that read or wrote an intact checkpoint."""
     return {"checkpoints": [{"path": str(checkpoint), "ok": True}], "ok": True}
@@ -196,7 +239,9 @@ def import_model(
         typer.Argument(metavar="DIR", help="A folder with config.json, safetensors files and a tokenizer."),
     ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="The run folder to make.")],
-    form: _Format = "huggingface",
+    form: Annotated[
+        Literal["huggingface", "dcp", "megatron"], typer.Option("--format", help=_FORMATS)
+    ] = "huggingface",
     model: Annotated[
         str | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""Exports one table of a checkpoint, however it was sharded, to a file that other programs can read."""
+"""Exports tables of a checkpoint, however they were sharded, to files that other programs can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.engine.checkpoint.index import DTYPES
 from stretto.engine.checkpoint.storage import TensorSource, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
 from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, read_weight
-from stretto.recommender.checkpoint.names import WEIGHT, SavedHash
+from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable
 
 CHUNK = 1 << 25  # bytes in memory at a time
 IDS = "ids"
@@ -65,28 +65,17 @@ def export_table(path: str | Path, table: str, out: str | Path, state: str | Non
     if kind not in first.parts:
         states = ", ".join(first.states) or "none"
         raise StrettoError(f"table {table} has no state {kind}", hint=f"its states: {states}")
-    dtype = "float32" if kind == WEIGHT and LOW in first.states else first.dtype(kind)
-    columns = () if first.per_row(kind) else (saved.dim,)
-    key = table if kind == WEIGHT else f"{table}.{kind}"
+    if isinstance(saved, SavedHash) and out.suffix != ".safetensors":
+        raise StrettoError(
+            f"{table} is a hash table: its rows are exported with their ids", hint="a .safetensors file"
+        )
     try:
-        if isinstance(saved, SavedHash):
-            if out.suffix != ".safetensors":
-                raise StrettoError(
-                    f"{table} is a hash table: its rows are exported with their ids",
-                    hint="a .safetensors file",
-                )
-            ids, rows = _read_hash(Path(path), saved, kind)
-            entry = TensorSource(key, dtype, (len(ids), *columns), rows)
-            entries = [TensorSource(IDS, "int64", tuple(ids.shape), lambda: ids), entry]
-            write_tensors(out, entries, {"format": "pt"}, PUBLIC)
+        rows = open_rows(Path(path), saved, kind)
+        if out.suffix == ".safetensors":
+            write_rows(out, table if kind == WEIGHT else f"{table}.{kind}", rows)
         else:
-            reader = TableReader(Path(path), saved)
-            entry = TensorSource(key, dtype, (saved.rows, *columns), lambda: _read_rows(reader, kind))
-            if out.suffix == ".safetensors":
-                write_tensors(out, [entry], {"format": "pt"}, PUBLIC)
-            else:
-                _write_npy(out, entry.shape, dtype, _read_rows(reader, kind))
-        return Exported(out, entry.shape, dtype)
+            _write_npy(out, rows)
+        return Exported(out, rows.shape, rows.dtype)
     except DamageError as error:
         out.unlink(missing_ok=True)
         raise StrettoError(f"checkpoint {path} is damaged: {error}", hint="use an older one") from None
@@ -100,18 +89,38 @@ def export_table(path: str | Path, table: str, out: str | Path, state: str | Non
         raise
 
 
-def _read_rows(reader: TableReader, kind: str) -> Iterator[Tensor]:
-    """Yield the weight or a state of a table, a block of rows at a time."""
-    table = reader.table
-    size = DTYPES[table.dtype(kind)][1] * (1 if table.per_row(kind) else table.dim)
-    rows = max(1, CHUNK // (4 * size))  # both halves of a split weight and the joined float32 are in memory
-    for start in range(0, table.rows, rows):
-        stop = min(start + rows, table.rows)
-        yield read_weight(reader, start, stop) if kind == WEIGHT else reader.rows(kind, start, stop)
+class StoredRows(NamedTuple):
+    """The rows of a table's weight or state, in order.
+
+    Attributes:
+        ids: id of each row of a hash table, int64; None for other tables.
+        blocks: reads them, a few at a time; raises DamageError.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    ids: Tensor | None
+    blocks: Callable[[], Iterator[Tensor]]
 
 
-def _read_hash(folder: Path, saved: SavedHash, kind: str) -> tuple[Tensor, Callable[[], Iterator[Tensor]]]:
-    """Return the ids of a hash table, and a function that yields their rows in the same order."""
+def open_rows(
+    folder: Path, saved: SavedTable | SavedHash, kind: str = WEIGHT, *, joined: bool = True
+) -> StoredRows:
+    """Return the weight or a state of a table of a checkpoint.
+
+    Args:
+        joined: a weight in two halves is their float32; otherwise the upper half, which lookups read.
+
+    Raises:
+        DamageError: the ids of a hash table do not match the index.
+    """
+    first = saved.shards[0] if isinstance(saved, SavedHash) else saved
+    joined = joined and kind == WEIGHT and LOW in first.states
+    dtype = "float32" if joined else first.dtype(kind)
+    columns = () if first.per_row(kind) else (saved.dim,)
+    if isinstance(saved, SavedTable):
+        reader = TableReader(folder, saved)
+        return StoredRows(dtype, (saved.rows, *columns), None, lambda: _read_rows(reader, kind, joined))
     ids, rows_by_shard = list[Tensor](), list[Tensor]()
     for id_map in saved.maps:
         shard_ids, rows = (read_tensor(folder, id_map[name]) for name in ("ids", "rows"))
@@ -122,15 +131,35 @@ def _read_hash(folder: Path, saved: SavedHash, kind: str) -> tuple[Tensor, Calla
     def read() -> Iterator[Tensor]:
         for table, rows in zip(saved.shards, rows_by_shard, strict=True):
             start = 0
-            for block in _read_rows(TableReader(folder, table), kind):
+            for block in _read_rows(TableReader(folder, table), kind, joined):
                 in_block = rows[(rows >= start) & (rows < start + len(block))]
                 yield block[in_block - start]
                 start += len(block)
 
-    return torch.cat(ids), read
+    all_ids = torch.cat(ids)
+    return StoredRows(dtype, (len(all_ids), *columns), all_ids, read)
 
 
-def _write_npy(out: Path, shape: tuple[int, ...], dtype: str, rows: Iterator[Tensor]) -> None:
+def _read_rows(reader: TableReader, kind: str, joined: bool) -> Iterator[Tensor]:
+    """Yield the weight or a state of a table, a block of rows at a time."""
+    table = reader.table
+    size = DTYPES[table.dtype(kind)][1] * (1 if table.per_row(kind) else table.dim)
+    rows = max(1, CHUNK // (4 * size))  # both halves of a split weight and the joined float32 are in memory
+    for start in range(0, table.rows, rows):
+        stop = min(start + rows, table.rows)
+        yield read_weight(reader, start, stop) if joined else reader.rows(kind, start, stop)
+
+
+def write_rows(out: Path, key: str, rows: StoredRows) -> None:
+    """Write rows as a tensor of a new .safetensors file; with those of a hash table, their `ids`."""
+    entries = [TensorSource(key, rows.dtype, rows.shape, rows.blocks)]
+    if (ids := rows.ids) is not None:
+        entries.append(TensorSource(IDS, "int64", tuple(ids.shape), lambda: ids))
+    write_tensors(out, entries, {"format": "pt"}, PUBLIC)
+
+
+def _write_npy(out: Path, rows: StoredRows) -> None:
+    dtype, shape = rows.dtype, rows.shape
     if not hasattr(np, dtype):
         raise StrettoError(f"a .npy file has no {dtype}", hint="name a .safetensors file")
     # version 1.0 (numpy.lib.format): magic, length, a dict literal, padding
@@ -138,6 +167,6 @@ def _write_npy(out: Path, shape: tuple[int, ...], dtype: str, rows: Iterator[Ten
     header += " " * (-(len(header) + 11) % 64) + "\n"
     with CheckedWriter(out, PUBLIC) as file:
         file.write(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin1"))
-        for block in rows:
+        for block in rows.blocks():
             file.write(as_bytes(block))
         file.close()

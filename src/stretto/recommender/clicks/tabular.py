@@ -408,3 +408,70 @@ def _read_header(path: Path) -> tuple[list[str], str, int]:
         delimiter = "\t" if "\t" in text else ","
         return [name.strip() for name in _split_line(text, delimiter)], delimiter, len(line) + 1
     raise StrettoError(f"{path}: empty file", hint="a CSV file begins with a line of column names")
+
+
+def read_rows(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> RawChunk:
+    """Return samples that are mappings from a column's name to its value, without labels.
+
+    Every column needs a value, None if it is missing; others are ignored. A number is an int or a float. A
+    feature is, as the column was in training, eight hexadecimal digits, an integer, or a text (for which an
+    integer is taken as its digits); or a list of them.
+
+    Raises:
+        StrettoError: a column without a value, or one of another type.
+    """
+    numbers = np.full((len(rows), len(columns.numbers)), np.nan)
+    cells = list[Cells]()
+    for place, name in enumerate(columns.numbers):
+        for i, row in enumerate(rows):
+            if (value := _value(row, name, i)) is not None:
+                if not isinstance(value, int | float | np.number):
+                    raise _wrong_value(i, name, value, "a number, or None")
+                numbers[i, place] = value
+    for name, kind, is_list in zip(columns.features, columns.keys, columns.lists, strict=True):
+        values, lengths = list[Any](), list[int]()
+        for i, row in enumerate(rows):
+            value = _value(row, name, i)
+            if is_list and not isinstance(value, list | tuple | np.ndarray | None):
+                raise _wrong_value(i, name, value, "a list of values, or None")
+            each = [value] if not is_list else [] if value is None else list(value)
+            values += [_key(i, name, item, kind) for item in each]
+            lengths.append(len(each))
+        missing = np.array([value is None for value in values], bool)
+        if kind == "text":
+            keys = text_keys([value or "" for value in values])
+            keys[missing] = 0
+        else:
+            keys = np.array([(value or 0) % (1 << 64) for value in values], np.uint64)
+        cells.append((keys, missing, np.array(lengths, np.int64) if is_list else None))
+    chunk, faults = build_chunk(columns, None, numbers, cells, {})
+    if faults:
+        raise StrettoError(f"row {faults[0][0]}: {faults[0][1]}", hint="None for a missing number")
+    return chunk
+
+
+def _value(row: Mapping[str, Any], name: str, index: int) -> Any:
+    if name in row:
+        return row[name]
+    close = nearest(name, row)
+    raise StrettoError(
+        f"row {index} has no {name}", hint="None if it is missing" + (f"; is it {close}?" if close else "")
+    )
+
+
+def _key(index: int, name: str, value: Any, kind: Keys) -> Any:
+    """Return a feature's value as an integer or a text, whose key is known; None if it is missing."""
+    if value is None:
+        return None
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return str(value) if kind == "text" else int(value)
+    if kind == "text" and isinstance(value, str) and value:
+        return value
+    if kind == "hex" and isinstance(value, str) and re.fullmatch("[0-9a-fA-F]{8}", value):
+        return int(value, 16)
+    allowed = {"hex": "eight hexadecimal digits", "int": "an integer", "text": "a text that is not empty"}
+    raise _wrong_value(index, name, value, f"{allowed[kind]}, or None")
+
+
+def _wrong_value(index: int, name: str, value: Any, allowed: str) -> StrettoError:
+    return StrettoError(f"row {index}: {name} is {str(value)[:40]!r}", hint=allowed)

@@ -84,12 +84,17 @@ class LocalPool:
             if len(fresh_rows):
                 values = self.initial_values(self.table, fresh_ids, shard.start, shard.stop)
                 store.set(fresh_rows, values)
-        has_row = rows >= 0
-        if bool(has_row.all()):
-            return replace(request, rows=rows)
-        rows_before = torch.nn.functional.pad(torch.cumsum(has_row, 0), (1, 0))
-        scale = None if request.scale is None else request.scale[has_row]
-        return replace(request, rows=rows[has_row], offsets=rows_before[request.offsets], scale=scale)
+        rows, offsets, scale = drop_missing(rows, request.offsets, request.scale)
+        return replace(request, rows=rows, offsets=offsets, scale=scale)
+
+
+def drop_missing(rows: Tensor, offsets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return bags without the ids that have no row: -1 in `rows`; arguments as for `Kernels.lookup`."""
+    has_row = rows >= 0
+    if bool(has_row.all()):
+        return rows, offsets, scale
+    rows_before = torch.nn.functional.pad(torch.cumsum(has_row, 0), (1, 0))
+    return rows[has_row], rows_before[offsets], None if scale is None else scale[has_row]
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderOptim
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.shape import DlrmShape
+from stretto.recommender.shape import DlrmShape, TableShape
 from stretto.run.train.resume import another_model, another_optimiser, read_meta
 
 _OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
@@ -27,6 +27,40 @@ def model_record(shape: DlrmShape, tables: Sequence[TableSpec]) -> dict[str, Any
         "cross_rank": shape.cross_rank,
         "tables": {table.name: {name: getattr(table, name) for name in _OF_TABLE} for table in tables},
     }
+
+
+def recorded_model(record: Any, source: Path) -> tuple[DlrmShape, tuple[TableSpec, ...]]:
+    """Return the sizes of a model and its tables from what `model_record` returned.
+
+    Args:
+        source: where the record is from.
+
+    Raises:
+        StrettoError: it is of a language model, or damaged.
+    """
+    record = _mapping(record)
+    if record.get("family") != "dlrm":
+        raise StrettoError(
+            f"{source} is of family {record.get('family')!r}, not a recommender",
+            hint="name a run of a recommender, or a checkpoint of one",
+        )
+    try:
+        tables = tuple(
+            TableSpec(name=name, **{field: each[field] for field in _OF_TABLE})
+            for name, each in record["tables"].items()
+        )
+        shape = DlrmShape(
+            tables=tuple(TableShape(table.rows, table.dim) for table in tables),
+            dense=record["dense"],
+            bottom=tuple(record["bottom"]),
+            top=tuple(record["top"]),
+            interaction=record["interaction"],
+            cross_layers=record["cross_layers"],
+            cross_rank=record["cross_rank"],
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StrettoError(f"{source}: a size of the model is missing or wrong: {error}") from None
+    return shape, tables
 
 
 def check_fits(
