@@ -11,6 +11,7 @@ import pytest
 
 from command_line import CommandLine
 from compared_here import command_here
+from recommender_job import job_file as recommender_file
 from stretto.cli import main
 from stretto.run.compare import runs
 from tiny_job import EIGHT, job_file
@@ -100,6 +101,21 @@ def test_a_run_that_fails_is_a_row(
     assert "100000" in bad["error"]
     assert f"round 1/3, 1/1 as configured: failed: {bad['error']}" in said
     assert "round 2/3" not in said
+
+
+def test_a_recommender_s_traffic_and_memory_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of distinct ids is the expected one; beside it, lengths and flags are not predicted."""
+    monkeypatch.setattr(runs, "_stretto", command_here)
+    words = [str(recommender_file(tmp_path)), "batch.global_size=512", "--steps", "2", "--warmup", "1"]
+    facts, said = compare(capsys, *words, "--repeats", "1")
+    assert "1/1 as configured: 3 steps" in said
+    (result,) = facts["results"]
+    assert (result["status"], result["unit"]) == ("done", "samples/s")
+    assert result["sent"] == pytest.approx(result["traffic"], rel=0.1)
+    assert result["predicted"] > 0
+    assert result["memory"] > 0
 
 
 def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

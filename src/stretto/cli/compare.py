@@ -284,10 +284,7 @@ def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[Co
         memory=options.memory,
         again=options.again,
     )
-    runs = [
-        PendingRun(pending=each.pending, overrides=each.overrides, language=each.job is not None)
-        for each in legal
-    ]
+    runs = [PendingRun(pending=each.pending, overrides=each.overrides) for each in legal]
     with _sigterm_as_interrupt():
         results, stopped = runner.run_all(runs, lambda line: print(line, file=sys.stderr, flush=True))
     counted = [

@@ -10,6 +10,7 @@ import typer
 from stretto.cli.options import ConfigFile, Json, Overrides
 from stretto.cli.output import command_app, memory_size
 from stretto.cli.report import Cell, CommandReport, number, size, text
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stretto.job.job import Job
     from stretto.layout.shards import Mode
     from stretto.planner.memory.ranks import MemoryJob, RankMemory
+    from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.train.memory_measured import MeasuredMemory
 
 
@@ -35,7 +37,7 @@ def memory(
         bool,
         typer.Option(
             "--measure",
-            help="Also measure: train two steps on local ranks, on random tokens.",
+            help="Also measure, and count the bytes sent: train two steps on local ranks, on random tokens.",
         ),
     ] = False,
     modes: Annotated[
@@ -54,13 +56,22 @@ def memory(
 
     Only the process's tensors are counted. A GPU needs more for its context, the libraries' buffers and
     allocator fragmentation, several GiB in all.
+
+    Of a recommender, the memory of tables on each rank is predicted, and measured with all other tensors on
+    the job's clicks.
     """
-    from stretto.cli.jobs import load_language
     from stretto.job.rules import problems
     from stretto.planner.memory.job import memory_of
+    from stretto.recommender.config.load import load_config
     from stretto.run.config.job import job_of
+    from stretto.run.config.schema import TrainConfig
 
-    config = load_language(path, overrides or [])
+    config = load_config(path, overrides or [])
+    if not isinstance(config, TrainConfig):
+        if modes:
+            raise StrettoError("--modes is for language models: a recommender's networks are copied")
+        _recommender_report(config, measure).print(as_json)
+        return
     job = job_of(config)
     if modes:
         _mode_report(job).print(as_json)
@@ -155,6 +166,72 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
         names = ("rank", "pipeline", "peak", "predicted_peak", "error", "held", "predicted_held")
         report.line()
         report.table(columns, [[rank[name] for name in names] for rank in compared])
+    return report
+
+
+def _recommender_report(config: RecommenderConfig, measure: bool) -> CommandReport:
+    """The memory of tables on every rank, and the bytes sent in a step, beside what was measured."""
+    from stretto.recommender.config.check import check_tables
+    from stretto.recommender.planner.place import price_tables
+    from stretto.recommender.train.clicks import prepare_clicks
+    from stretto.recommender.train.placement import place, placement_job
+    from stretto.run.launch.local import check_ranks, run_ranks
+
+    clicks = prepare_clicks(config, quiet=True)
+    for problem in check_tables(config, list(clicks.tables)):
+        raise problem
+    placements = place(config, clicks)
+    plan = price_tables(placement_job(config, clicks), placements)
+    measured: Sequence[MeasuredMemory | None] = [None] * config.layout.ranks
+    if measure:
+        from stretto.recommender.train.measured import measure_recommender_rank
+
+        check_ranks(config.layout.ranks)
+        arguments = (config, clicks, placements)
+        threads = config.train.threads
+        measured = run_ranks(config.layout.ranks, measure_recommender_rank, *arguments, threads=threads)
+    tables = [round(load.device) for load in plan.ranks]
+    report = CommandReport(
+        {
+            "ranks": [
+                {
+                    "rank": rank,
+                    "tables": round(load.device),
+                    "host": round(load.host),
+                    "disk": round(load.disk),
+                }
+                for rank, load in enumerate(plan.ranks)
+            ],
+            "predicted": {"seconds": plan.seconds, "sent": round(plan.sent)},
+            "measured": [
+                {"rank": each.rank, "peak": each.peak, "kinds": each.kinds, "sent": each.sent}
+                for each in measured
+                if each is not None
+            ]
+            or None,
+        }
+    )
+    columns = [text("rank"), *map(size, ("tables, predicted", "in host memory", "in files"))]
+    columns += [size("tables, measured"), size("all, measured"), size("sent, measured")]
+    report.table(
+        columns,
+        [
+            [
+                rank,
+                tables[rank],
+                round(load.host) or None,
+                round(load.disk) or None,
+                each and each.kinds.get("tables", 0),
+                each and each.peak,
+                each and each.sent,
+            ]
+            for rank, (load, each) in enumerate(zip(plan.ranks, measured, strict=True))
+        ],
+        drop_empty=True,
+    )
+    report.line(
+        f"predicted: {plan.seconds:.3g} s a step, {memory_size(round(plan.sent))} sent by the busiest rank"
+    )
     return report
 
 

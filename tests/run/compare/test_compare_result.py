@@ -163,3 +163,5 @@ def test_reasons_to_doubt_are_printed() -> None:
     )
     assert "b and of the baseline in a round are up to 24.0 hours apart" in apart
     assert compared(DONE, replace(DONE, name="b")).warnings == []
+    (line,) = compared(replace(DONE, unmeasured="no room")).warnings
+    assert line == "not measured: a: traffic and memory: no room"

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from stretto.run.compare.runs import PendingRun, Runner
 
 def run(name: str) -> PendingRun:
     pending = CombinationResult(name=name, overrides=[], status="refused", fingerprint=f"print of {name}")
-    return PendingRun(pending=pending, overrides=[], language=False)
+    return PendingRun(pending=pending, overrides=[])
 
 
 def settings(folder: Path, *, again: bool = False, repeats: int = 2) -> Runner:
@@ -142,3 +143,16 @@ def test_the_error_of_a_failed_run_is_its_last(tmp_path: Path) -> None:
     assert runs._error(log, 1) == "rank 1 failed: out of memory"
     log.write_text("Killed\n")
     assert runs._error(log, -9) == f"exit code -9, see {log}"
+
+
+def test_the_reason_why_traffic_is_not_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(words: Sequence[str], log: Path) -> tuple[int, None]:
+        assert words == ["memory", "job.yaml", "a.b=1", "--measure"]
+        log.write_text("error: no room\n")
+        return 1, None
+
+    monkeypatch.setattr(runs, "_stretto", fail)
+    result = settings(tmp_path)._with_memory(run("a").pending, ["a.b=1"])
+    assert (result.sent, result.memory, result.unmeasured) == (None, None, "no room")

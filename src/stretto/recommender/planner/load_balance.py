@@ -135,6 +135,15 @@ class LoadBalance:
         """Step time."""
         return self.step().seconds
 
+    def bytes_sent(self, dense: float) -> float:
+        """Bytes that leave the busiest rank in a step, expected: sums of its own tables, its share of the ids
+        and of the gradients for all tables, copied tables' gradients, and the all-reduce of `dense` bytes.
+        """
+        ranks = self.work.ranks
+        every = sum(self.columns[SENT]) + sum(self.columns[IDS])
+        every += ranks * (self.everywhere[SENT] + self.everywhere[IDS])
+        return (self.maximum(SENT) + every / ranks + self.gathered + 2 * dense) * (ranks - 1) / ranks
+
     def step(self) -> TableStepTime:
         """Step time with its breakdown."""
         program = self.work.program

@@ -35,6 +35,7 @@ class TablePlan:
         step: step time with its breakdown.
         explanations: key figures of each table's option, as text, by table name.
         over: messages about exceeded memory limits; always empty for a plan from `place_tables`.
+        sent: bytes that leave the busiest rank in a step.
     """
 
     job: TableJob
@@ -44,6 +45,7 @@ class TablePlan:
     step: TableStepTime
     explanations: Mapping[str, str]
     over: tuple[str, ...] = ()
+    sent: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -171,6 +173,8 @@ def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
             table.name: _explain(option, job) for table, option in zip(job.tables, options, strict=True)
         },
         over=tuple(exceeded),
+        # parameters have the elements of tables, in whatever precision they are multiplied
+        sent=balance.bytes_sent(job.network.parameters * job.work.weight),
     )
 
 

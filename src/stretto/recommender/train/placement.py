@@ -12,7 +12,7 @@ from stretto.planner.machines.catalogue import cluster_here
 from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig, RecommenderLayout
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
-from stretto.recommender.planner.job import table_job
+from stretto.recommender.planner.job import TableJob, table_job
 from stretto.recommender.planner.network_times import network_of
 from stretto.recommender.planner.place import place_tables
 from stretto.recommender.planner.placement_file import placements_to_yaml
@@ -32,19 +32,21 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
     Raises:
         StrettoError: a placement does not fit, or tables fit nowhere.
     """
-    layout = config.layout
-    settings, dtype = config.tables, config.train.dtype
-    configured = configured_placements(settings, layout, data.tables)
-    if configured is not None:
-        return configured
-    program = program_of("stretto")
+    configured = configured_placements(config.tables, config.layout, data.tables)
+    return place_tables(placement_job(config, data)).placements if configured is None else configured
+
+
+def placement_job(config: RecommenderConfig, data: ClickData) -> TableJob:
+    """Return the job's placement problem on ranks on this kind of machine."""
+    layout, settings = config.layout, config.tables
+    dtype, program = config.train.dtype, program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
     kind = local_device_kind(config.train.device)
     shared = _memory(layout.ranks) if kind == HOST else None  # on CPUs, devices and host are one
     device_bytes, host_bytes = (
         None if gib is None else gib * 2**30 for gib in (settings.device_gib, settings.host_gib)
     )
-    job = table_job(
+    return table_job(
         stored,
         cluster_here(device=kind),
         layout.ranks,
@@ -60,7 +62,6 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
         places=None if settings.place is None else [settings.place],
         program=program if settings.overlap else replace(program, ahead=False, beside=False),
     )
-    return place_tables(job).placements
 
 
 def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:

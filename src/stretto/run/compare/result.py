@@ -386,6 +386,9 @@ class RunComparison:
                 f"warning: other processes used at least {BUSY:.0%} of the cores during {len(busy)} of "
                 f"{len(shares)} runs, at most {largest:.0%} (round {number}, {name})"
             )
+        lines += [
+            f"not measured: {r.name}: traffic and memory: {r.unmeasured}" for r in ranked if r.unmeasured
+        ]
         for result in ranked:
             distance = max(
                 (abs(base_run.began - run.began) for base_run, run in self._pairs(result)), default=0.0

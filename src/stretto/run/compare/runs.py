@@ -28,12 +28,10 @@ class PendingRun:
     Attributes:
         pending: its result, without any figure yet.
         overrides: those that `stretto train` takes, without the run's folder.
-        language: it trains a language model, whose memory can be measured on the CPU.
     """
 
     pending: CombinationResult
     overrides: Sequence[str]
-    language: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,23 +147,21 @@ class Runner:
         )
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         if self.memory and result.sent is None and result.unmeasured is None:
-            result = self._with_memory(run, result, overrides)
+            result = self._with_memory(result, overrides)
         return result
 
-    def _with_memory(
-        self, run: PendingRun, result: CombinationResult, overrides: Sequence[str]
-    ) -> CombinationResult:
-        if not run.language:
-            return replace(result, unmeasured="`stretto memory` measures language models only")
+    def _with_memory(self, result: CombinationResult, overrides: Sequence[str]) -> CombinationResult:
         log = self.folder / f"{file_name(result.name, result.fingerprint)}.memory.log"
         code, record = _stretto(["memory", self.path, *overrides, "--measure"], log)
         if code != 0 or record is None:
             return replace(result, unmeasured=_error(log, code))
         fullest = max(record["measured"], key=lambda rank: rank["peak"])
-        sent = max(rank["sent"] for rank in record["measured"])
+        result = replace(result, sent=max(rank["sent"] for rank in record["measured"]))
+        if (predicted := record.get("predicted")) is not None:  # of a recommender, whose run predicts nothing
+            result = replace(result, predicted=predicted["seconds"], traffic=predicted["sent"])
         if result.memory is not None:  # the device's allocator has measured the run itself
-            return replace(result, sent=sent)
-        return replace(result, sent=sent, memory=fullest["peak"], predicted_memory=fullest["predicted_peak"])
+            return result
+        return replace(result, memory=fullest["peak"], predicted_memory=fullest.get("predicted_peak"))
 
 
 def _stretto(arguments: Sequence[str], log: Path) -> tuple[int, Any]:
