@@ -12,9 +12,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stretto import FragmentOptimizer, ParameterFragment
+
+IGNORED = -100  # target of padding
+SMOOTHING, Z = 0.1, 1e-4
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy with smoothed labels (Szegedy et al. 2016, section 7) and the z-loss of PaLM (Chowdhery
+    et al. 2022, section 5), which holds the sum of exponentials near 1.
+
+    Args:
+        logits: [b, s, vocab], float32.
+        targets: [b, s], int64.
+
+    Returns:
+        The sum over tokens, a scalar; the trainer divides it by the tokens of the step.
+    """
+    counted = targets != IGNORED
+    logits, targets = logits[counted], targets[counted]
+    entropy = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=SMOOTHING)
+    return entropy + Z * logits.logsumexp(-1).square().sum()
 
 
 class AdaBelief(FragmentOptimizer):

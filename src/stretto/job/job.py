@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from stretto.errors import Problem
 from stretto.job.attention import AttentionKernel, ContextKind
 from stretto.job.data_parallel import BUCKET_BYTES, DataParallelSettings, Precision
-from stretto.job.field import Field
+from stretto.job.field import IN_A_FILE, Field
 from stretto.job.finetune import TrainedParameters
 from stretto.job.framework import STRETTO, Framework
 from stretto.job.initial import Initial
@@ -133,6 +133,15 @@ class Execution:
             ge=0,
         ),
     ] = 0
+    loss: Annotated[
+        str | None,
+        Field(
+            "A loss of your own in place of the cross-entropy: `FILE.py:NAME` of a function of logits [b, s, "
+            "vocab] and targets [b, s], summed over tokens; see docs/library.md.",
+            pattern=IN_A_FILE,
+            examples=("mine.py:loss",),
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -336,6 +336,12 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
         )
 
 
+def _loss(job: Job) -> Iterator[Problem]:
+    if job.loss is not None and job.loss_chunk:
+        rule = f"{job.loss} takes the logits of a whole microbatch"
+        yield Problem("train.loss_chunk", job.loss_chunk, rule, "train.loss_chunk=0")
+
+
 def _encoder(job: Job) -> Iterator[Problem]:
     """Check settings that an encoder rules out, and those that need one."""
     layout, stacks = job.layout, job.shape.encoder_layers > 0
@@ -658,6 +664,7 @@ RULES: tuple[Rule, ...] = (
     _shard_inputs,
     _batch,
     _pipeline,
+    _loss,
     _encoder,
     _sequence,
     _shard_modes,

@@ -37,7 +37,7 @@ T = TypeVar("T")
 # fields of a job that are not chosen: properties of the machine, what follows from others, and ways of other
 # frameworks, for predictions
 NOT_CHOSEN = frozenset(
-    {"world", "devices", "unified_memory", "framework", "fused_loss", "offset", "adapters"}
+    {"world", "devices", "unified_memory", "framework", "fused_loss", "offset", "adapters", "state_size"}
     | {"steps_between_drains", "async_save"}
 )
 # names that a config has for fields of a job, if they are not those of a section
@@ -55,6 +55,7 @@ _JOB = {
     "context": "layout.context",
     "attention": "train.attention",
     "loss_chunk": "train.loss_chunk",
+    "loss": "train.loss",
     "vocab_multiple": "train.vocab_multiple",
     "bucket": "train.bucket_mib",
     "compile": "train.compile",

@@ -421,8 +421,10 @@ def ignored(reason: str, fields: object) -> Rule:
     return listed
 
 
-def next_token(instead: str) -> tuple[Rule, Rule]:
-    """Return the rules of a decoder's objective, and of the options of objectives with an encoder."""
+def next_token(instead: str) -> tuple[Rule, ...]:
+    """Return the rules of a decoder's objective, of options of objectives with an encoder, and of parts of
+    the user's in Python files.
+    """
     data = RUN.data
     return (
         restricted(data.objective, (None, "causal"), instead),
@@ -430,6 +432,8 @@ def next_token(instead: str) -> tuple[Rule, Rule]:
             "no spans are cut out of the text",
             (data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
         ),
+        restricted(JOB.loss, (None,), "the framework computes the cross-entropy"),
+        restricted(JOB.optimiser.arguments, ({},), "classes of other frameworks take other arguments"),
     )
 
 

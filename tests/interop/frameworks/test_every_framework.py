@@ -64,6 +64,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "precision.keep": (("blocks.*",),),
     "optim.betas": ((0.8, 0.95), (0.9, 0.9)),
     "optim.no_decay": (("blocks.*",),),
+    "optim.arguments": ({"eps": 1e-6},),
+    "train.loss": ("mine.py:loss",),
     "data.source": ("other.txt",),
     "data.chat": ("assistant", "all"),
     "data.chat_template": ("chat.jinja",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -33,6 +34,7 @@ class WiderConfig(TrainConfig):
     optim: WiderOptimiser = field(default_factory=WiderOptimiser)
 
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 MODEL = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4}
 
 
@@ -106,7 +108,7 @@ def test_a_field_of_the_model_is_one_line(wider_model: type) -> None:
 
 def test_a_field_of_train_that_a_job_has_reaches_it_by_its_name() -> None:
     values = {"attention": "explicit", "compile": "blocks", "graphs": "off"}
-    values |= {"vocab_multiple": 8, "loss_chunk": 32}
+    values |= {"vocab_multiple": 8, "loss_chunk": 32, "loss": f"{EXAMPLES}/my_parts.py:loss"}
     assert set(values) == set(declared(Execution))
     config = parse("model: {family: gpt, layers: 2, hidden: 64, heads: 4}\n")
     job = job_of(replace(config, train=replace(config.train, **values)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from proofs import verify
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import unsharded_fragments
@@ -16,7 +17,8 @@ from stretto.errors import StrettoError
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
-from tiny_job import LLAMA, job
+from stretto.run.train.metrics import read_lines
+from tiny_job import EIGHT, LLAMA, changes, job, varied
 from train_runs import at_step, keep_notes, same, send_self, tensors, train
 
 pytestmark = pytest.mark.apart
@@ -42,6 +44,14 @@ class Rule(FragmentOptimizer):
 
 def rule(groups=(), fragments=(), lr=0.1):
     return torch.optim.SGD(groups, lr=lr)
+"""
+
+
+LOSS = """
+import torch.nn.functional as F
+
+def loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 """
 
 
@@ -132,3 +142,55 @@ def test_the_planner_counts_the_states_of_the_class(tmp_path: Path, dtype: torch
     held = sum(value.numel() * value.element_size() for value, _ in states)
     assert counted("blocks.0.mlp.down.weight", (6, 4), 24, dtype.itemsize) == held + 4  # the count of updates
     assert counted("blocks.0.mlp.down.weight", (6, 4), 6, dtype.itemsize) == held // 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('"sum")', '"mean")'), "train.loss: .* for two samples, and .* it must be a sum over tokens"),
+        (('"sum")', '"none")'), "must return a tensor without dimensions"),
+        (("targets.flatten()", "targets.flatten().clamp(0)"), "counts tokens whose target is -100"),
+        (("(logits, targets)", "(logits)"), r"takes other arguments than \(logits, targets\)"),
+        (("F.cross", "F.cros"), "AttributeError.*cros_entropy"),
+    ],
+    ids=["mean", "none", "padding", "arguments", "raises"],
+)
+def test_mistakes_in_a_loss_are_found_before_ranks_start(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    path = tmp_path / f"loss_{tmp_path.name}.py"
+    path.write_text(LOSS, encoding="utf-8")
+    check(job(tmp_path, f"train.loss={path}:loss", model=LLAMA))
+    wrong = tmp_path / f"wrong_{tmp_path.name}.py"
+    wrong.write_text(LOSS.replace(*change), encoding="utf-8")
+    with pytest.raises(StrettoError, match=message):
+        check(job(tmp_path, f"train.loss={wrong}:loss", model=LLAMA))
+
+
+def test_a_loss_takes_whole_microbatches(tmp_path: Path) -> None:
+    config = job(tmp_path, f"train.loss={PARTS}:loss", "train.loss_chunk=8", model=LLAMA)
+    assert {problem.field for problem in find_problems(config)} == {"train.loss_chunk"}
+
+
+def test_layouts_compute_the_loss_of_one_process(tmp_path: Path) -> None:
+    """The vocabulary, 300, is padded on the second of two tensor-parallel ranks."""
+    config = job(tmp_path, f"train.loss={PARTS}:loss", "train.vocab_multiple=128", EIGHT, model=LLAMA)
+    cases = [
+        changes(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True),
+        changes(tp=2, cp=2),
+    ]
+    verdicts = verify(config, [varied(config, case) for case in cases], steps=1)
+    assert [verdict.diagnosis for verdict in verdicts] == [None, None]
+
+
+def test_training_reports_the_loss_and_evaluations_the_cross_entropy(tmp_path: Path) -> None:
+    """A loss that is ten times the cross-entropy, on two tensor-parallel ranks."""
+    path = tmp_path / f"ten_{tmp_path.name}.py"
+    path.write_text(LOSS.replace("return", "return 10 *"), encoding="utf-8")
+    options = ("layout.tp=2", "train.steps=1", "eval.every=1", "eval.batches=1", "optim.lr=1e-12")
+    config = job(tmp_path, f"train.loss={path}:loss", *options, model=LLAMA)
+    train(config)
+    (step,) = read_lines(config.run.folder / "metrics.jsonl")
+    (evaluation,) = read_lines(config.run.folder / "eval.jsonl")
+    assert step["loss"] == pytest.approx(57, rel=0.05)  # 10 ln 300
+    assert evaluation["loss"] == pytest.approx(5.7, rel=0.05)

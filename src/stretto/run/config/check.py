@@ -21,7 +21,7 @@ from stretto.program import PLAIN
 from stretto.run.config.data import DataConfig
 from stretto.run.config.device_checks import compiler_problems, graph_problems
 from stretto.run.config.for_ranks import alternatives, duplicate_rank_counts
-from stretto.run.config.job import job_of, program_file, tried_optimizer
+from stretto.run.config.job import job_of, program_file, tried_optimizer, try_user_loss
 from stretto.run.config.run_checks import (
     guard_problems,
     missing_sources,
@@ -65,6 +65,8 @@ def find_problems(
     builds["optim.name"] = lambda: tried_optimizer(config.optim)
     if (file := config.schedule.file) is not None:
         builds["schedule"] = lambda: program_file(file)
+    if (loss := config.train.loss) is not None:
+        builds["train.loss"] = lambda: try_user_loss(loss)
     for field, build in builds.items():
         try:
             build()

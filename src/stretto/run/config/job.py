@@ -41,6 +41,9 @@ def job_of(
     drains = sum(steps // n for n in every) - (steps // lcm(*every) if len(every) == 2 else 0)
     drains += not any(steps % n == 0 for n in every)  # at the end, unless the last step is one of them
     execution: dict[str, Any] = {name: getattr(train, name) for name in declared(Execution)}
+    if train.loss is not None:
+        try_user_loss(train.loss)
+        execution["loss_chunk"] = train.loss_chunk or 0
     return Job(
         **execution,
         shape=config.shape(vocab),
@@ -83,6 +86,13 @@ def tried_optimizer(optimiser: Optimiser) -> Optimiser:
     from stretto.engine.optim.user_optimizer import try_optimizer
 
     return try_optimizer(optimiser)
+
+
+def try_user_loss(named: str) -> None:
+    """Raise StrettoError if there is no such function, or it is no sum over tokens."""
+    from stretto.engine.parallel.tensor.user_loss import try_loss
+
+    try_loss(named)
 
 
 def program_file(name: str) -> Program:

@@ -599,8 +599,8 @@ class TrainConfig:
     @property
     def user_parts(self) -> dict[str, str]:
         """The parts of the job that files of the user's define, as FILE.py:NAME by field."""
-        parts = {"optim.name": self.optim.name}
-        return {field: named for field, named in parts.items() if is_function_name(named)}
+        parts = {"optim.name": self.optim.name, "train.loss": self.train.loss}
+        return {field: named for field, named in parts.items() if named and is_function_name(named)}
 
     @property
     def microbatches(self) -> int:

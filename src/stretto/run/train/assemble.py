@@ -32,6 +32,7 @@ from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.parallel.tensor.norm import use_memory_efficient_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.engine.parallel.tensor.user_loss import UserLoss
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.rank_buffers import Boundaries
@@ -173,13 +174,18 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
     modes = memory_of(job, setup.program).modes
     recompute_blocks([*model.encoder, *model.blocks], modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
-    _chunk_loss(job, model)
+    _set_loss(job, model, mesh)
     return table
 
 
-def _chunk_loss(job: Job, model: LanguageModel) -> None:
-    """Let the head compute the loss from some tokens' logits at a time, if that pays off."""
+def _set_loss(job: Job, model: LanguageModel, mesh: Mesh) -> None:
+    """Take the user's loss, or let the head compute the loss from some tokens' logits at a time, if that pays
+    off.
+    """
     head, loss = model.head, model.get_submodule("loss")
+    if job.loss is not None:
+        model.loss = UserLoss(job.loss, loss, job.shape.vocab, mesh.group("tp"))
+        return
     compute = ComputeConfig.of(job).for_layer(layer_of(job.shape, job.shape.chain - 1))
     if tokens := compute.loss_chunk_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)

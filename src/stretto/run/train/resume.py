@@ -19,7 +19,6 @@ from stretto.job.shape import ModelShape, shape_from_record
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
-from stretto.user_file import find_function
 
 # Fields of a model that may differ from those of the checkpoint that a run resumes from, although its outputs
 # in training, or its record, depend on them; each with the reason. All others of `differences` are compared.
@@ -250,7 +249,7 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
 def file_digests(parts: Mapping[str, str]) -> dict[str, str]:
     """Return the SHA-256 of the file of each part of the user's, `TrainConfig.user_parts`, by field."""
     return {
-        field: hashlib.sha256(find_function(part, field).path.read_bytes()).hexdigest()
+        field: hashlib.sha256(Path(part.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()
         for field, part in parts.items()
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stretto.job.job import Job
+from stretto.job.job import Execution, Job
 from stretto.job.optimiser import Optimiser
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
@@ -76,6 +76,7 @@ def set_fields(job: Job) -> Iterator[tuple[str, Any, Job | None]]:
     sections = [
         Section("model", job.shape, lambda shape: replace(job, shape=shape)),
         *map(in_shape, ("attention", "rope", "moe", "lora")),  # the fields of latent attention are sizes
+        Section("train", Execution(loss=job.loss), lambda value: replace(job, loss=value.loss)),
         Section("model", job.initial, lambda initial: replace(job, initial=initial)),
         Section("optim", job.optimiser, lambda value: replace(job, optimiser=_with_arguments(value))),
     ]

@@ -16,6 +16,7 @@ from stretto.engine.models.weights import freeze, initialise
 from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
+from stretto.engine.parallel.tensor.user_loss import UserLoss
 from stretto.job.job import Job
 from stretto.run.data.dataset import Batch
 from stretto.verify.compare import Snapshot, share
@@ -75,6 +76,8 @@ def build_reference(job: Job, seed: int) -> PlainReference:
     initialise(model, seed, job.initial)
     model = model.double()
     model.tie()
+    if job.loss is not None:
+        model.loss = UserLoss(job.loss, model.loss, job.shape.vocab)
     if job.precision.fp8 != "none":
         enable_fp8(model, job.precision.fp8)
     keys, packing = DropoutKeys(seed), Packing()
