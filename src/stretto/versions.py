@@ -69,9 +69,9 @@ CONFIG = FileFormat(name="stretto.config", kind="config", renew="version: 1, or 
 PROGRAM = FileFormat(name="stretto.program", kind="program", version=3)
 TRACE = FileFormat(name="stretto.trace", kind="trace")
 CHECKPOINT = FileFormat(name="stretto-checkpoint", kind="checkpoint", renew="train again")
-# 2 has a mask of the tokens that are trained on
+# 2 has a mask of the tokens that are trained on, 3 splits by the names of files
 TOKEN_FOLDER = FileFormat(
-    name="stretto-tokens", kind="token folder", version=2, renew="build the folder again"
+    name="stretto-tokens", kind="token folder", version=3, renew="build the folder again"
 )
 CLICKS = FileFormat(name="stretto-clicks", kind="click folder", renew="make the folder again")
 CLICK_TRANSFORM = FileFormat(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,21 @@ def test_text_for_people(tmp_path: Path, stretto: CommandLine):
     assert ["blank", "documents", "0"] in [line.split() for line in shown.splitlines()]
 
 
-def test_training_and_held_out_text_in_one_stream_is_warned_of(
+def test_training_and_held_out_text_is_kept_apart_or_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    for name in ("train.txt", "valid.txt"):
-        (tmp_path / name).write_text(TEXT)
-    command = ["data", "build", f"{tmp_path}/train.txt", "--vocab", "300", "--out"]
-    assert run([*command, f"{tmp_path}/one"]) == 0
-    assert capsys.readouterr().err == ""
-    assert run([*command, f"{tmp_path}/two", f"{tmp_path}/valid.txt"]) == 0
-    assert f"warning: {tmp_path}/train.txt and {tmp_path}/valid.txt become one" in capsys.readouterr().err
+    files = [tmp_path / name for name in ("train.txt", "valid.txt")]
+    for file in files:
+        file.write_text(TEXT)
+    assert run(["data", "build", *map(str, files), "--vocab", "300", "--out", f"{tmp_path}/two"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(
+        r"splits +train [\d,]+ tokens of train.txt, valid [\d,]+ tokens of valid.txt", printed.out
+    )
+    assert printed.err == ""
+    megatron = ["--format", "megatron", "--vocab", "300", "--out", f"{tmp_path}/m"]
+    assert run(["data", "build", *map(str, files), *megatron]) == 0
+    assert f"warning: {files[0]} and {files[1]} become one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

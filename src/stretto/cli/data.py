@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -161,7 +161,8 @@ def build(options: BuildOptions) -> None:
     from stretto.run.data.part_names import mixed_text
 
     options.check()
-    if warning := mixed_text(options.sources):
+    megatron = options.form == "megatron"
+    if megatron and (warning := mixed_text(options.sources, "give each a dataset of its own")):
         print(warning, file=sys.stderr)
     with stage_progress(options.as_json, lambda at: (at.stage, at.characters)) as progress:
         settings: dict[str, Any] = {
@@ -177,10 +178,10 @@ def build(options: BuildOptions) -> None:
             "replace": options.force,
             "progress": progress,
         }
-        if options.form == "megatron" and options.out is not None:
+        if megatron and options.out is not None:
             built = build_megatron(options.sources, Path(options.out).expanduser(), **settings)
         else:
-            settings |= {"chat": options.chat, "chat_template": options.chat_template}
+            settings |= {"chat": options.chat, "chat_template": options.chat_template, "by_name": True}
             built = build_folder(options.sources, options.out, **settings)
     _tokens_report(built).print(options.as_json)
 
@@ -284,6 +285,9 @@ def _tokens_report(tokens: TokenFolder | MegatronDataset, **more: Any) -> Comman
         record: dict[str, Any] = {"documents": index.documents, "tokens": index.tokens}
         if index.trained is not None:
             record["trained"] = index.trained
+        if index.named_splits is not None:
+            splits = index.named_splits.items()
+            record["splits"] = {name: {"tokens": tokens, "files": files} for name, (tokens, files) in splits}
         record |= {
             "path": str(tokens.path),
             "vocab": index.vocab,
@@ -317,6 +321,11 @@ def _tokens_report(tokens: TokenFolder | MegatronDataset, **more: Any) -> Comman
     for name, value in record.items():
         value = "not known (name it with --tokenizer)" if value is None else value
         shown = f"{value:,}" if type(value) is int else " ".join(value) if type(value) is list else str(value)
+        if type(value) is dict:
+            splits = cast(dict[str, dict[str, Any]], value).items()
+            shown = ", ".join(
+                f"{split} {part['tokens']:,} tokens of {part['files']}" for split, part in splits
+            )
         report.value(labels.get(name, name), shown, indent=18)
     return report
 

@@ -281,7 +281,13 @@ def test_a_mixture_of_experts_under_slurm() -> None:
 )
 def test_what_is_written_for_megatron_comes_back(overrides: str) -> None:
     """All of the job; of the run what Megatron-LM has a word for."""
-    words = ["train.device=cuda", "optim.rate.warmup_init=0.0", "train.seed=3", "eval.every=50"]
+    words = [
+        "train.device=cuda",
+        "optim.rate.warmup_init=0.0",
+        "train.seed=3",
+        "eval.every=50",
+        "data.split=90,8,2",
+    ]
     config = load("configs/llama-tiny-tp2.yaml", [*words, *overrides.split()])
     job = job_of(config, vocab=config.data.vocab)
     text = emit(MEGATRON, job, run_values(config)).replace(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from stretto.run.config.data import ReadOptions
 from stretto.run.data import build as building
 from stretto.run.data import token_folder as indexed
 from stretto.run.data.build import BuildProgress, build, cache_dir
+from stretto.run.data.split import splits_of
 from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.token_source import TokenSource
 from stretto.run.data.tokenizer import Tokenizer
 
 TEXT = Path(building.__file__).read_text() * 3
@@ -46,6 +49,48 @@ def test_the_documents_are_in_the_folder(source: Path, private_cache: Path):
     ends = folder.offsets[1:] - 1
     assert (folder.tokens[ends] == folder.index.endoftext).all()
     assert int((folder.tokens[:] == folder.index.endoftext).sum()) == 6
+
+
+NAMED = {
+    "train": ["train.txt", "notes/a.txt", "notes/valid.txt"],
+    "valid": ["val.txt"],
+    "test": ["test/b.txt"],
+}
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """Texts that tell their split; what lies in a folder without such a name is training text."""
+    for split, names in NAMED.items():
+        for name in names:
+            path = tmp_path / "named" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{split} " * 60)
+    return tmp_path / "named"
+
+
+def splits_in(source: TokenSource, ratio: str | None) -> dict[str, set[str]]:
+    """The words of each split."""
+    tokenizer = source.tokenizer()
+    texts = {
+        name: tokenizer.decode(source.tokens[run.start : run.stop].tolist())
+        for name, run in splits_of(source, ratio).items()
+    }
+    return {name: {*re.findall("train|valid|test", text)} for name, text in texts.items()}
+
+
+def test_files_that_are_named_train_valid_and_test_are_kept_apart(named: Path):
+    folder = build(named, vocab=300, by_name=True)
+    assert splits_in(folder, None) == {name: {name} for name in NAMED}
+    assert {*folder.named_splits["train"][1].split(", ")} == {"train.txt", "notes"}
+    assert [folder.named_splits[name][1] for name in ("valid", "test")] == ["val.txt", "test"]
+    assert len(splits_in(folder, "1,8,1")["valid"]) > 1  # a ratio outweighs names
+    assert not build(named, vocab=300).named_splits
+    (named / "val.txt").unlink()
+    folder = build(named, vocab=300, by_name=True)
+    assert splits_in(folder, None) == {"train": {"train"}, "valid": {"test"}, "test": {"test"}}
+    (named / "train.txt").rename(named / "more.txt")  # held-out names alone may mean anything
+    assert not build(named, vocab=300, by_name=True).named_splits
 
 
 def test_a_second_build_reads_the_first_and_a_change_makes_another(source: Path, tmp_path: Path):

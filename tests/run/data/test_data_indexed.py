@@ -148,7 +148,9 @@ def rewrite(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 3}, "the token folder has version 3, written by a newer Stretto"),
+        ({"version": 4}, "the token folder has version 4, written by a newer Stretto"),
+        ({"version": 3}, "'named_splits' is not dict"),
+        ({"version": 3, "named_splits": {"train": [1, "a"]}}, "'named_splits' contradicts"),
         ({"version": 2}, "'trained' is not int"),
         ({"version": 2, "trained": 3}, "'trained'"),
         ({"version": "1"}, "version of the token folder is '1', must be"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stretto.run.config.data import DataConfig
 from stretto.run.config.sources import holds_tokens
 from stretto.run.data.build import build
 from stretto.run.data.open import open_source
+from stretto.run.data.split import splits_of
 from stretto.run.data.token_source import TokenSource
 
 
@@ -55,6 +57,29 @@ def test_a_token_folder_is_opened_as_it_is(tmp_path: Path, text: Path) -> None:
     (folder.path / "tokens.bin").write_bytes(b"")
     with pytest.raises(StrettoError, match="truncated"):
         open_source(data)
+
+
+def test_token_folders_are_joined_in_the_order_of_the_splits_that_they_are_named_after(
+    tmp_path: Path, text: Path
+) -> None:
+    sizes, tokenizer = dict[str, int](), tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(build(text, cache=tmp_path / "cache", vocab=300).tokenizer().to_bytes())
+    for number, name in enumerate(("valid", "train"), 1):
+        text.write_text(f'{{"text": "{name * number}"}}\n')
+        sizes[name] = build(text, tmp_path / name, tokenizer=tokenizer).size
+    data = DataConfig(source=[str(tmp_path / name) for name in sizes])
+    joined = open_source(data)
+    assert isinstance(joined, TokenSource)
+    expected = {"train": range(sizes["train"]), "valid": range(sizes["train"], joined.size)}
+    expected["test"] = range(joined.size, joined.size)
+    assert splits_of(pickle.loads(pickle.dumps(joined)), data.split) == splits_of(joined, None) == expected
+    assert open_source(replace(data, split="1,1,0")).name == ", ".join(data.sources)  # as listed
+    (tmp_path / "both").mkdir()
+    for name in sizes:
+        (tmp_path / "both" / f"{name}.txt").write_text(name)
+    both = build(tmp_path / "both", tmp_path / "tokens", tokenizer=tokenizer, by_name=True)
+    with pytest.raises(StrettoError, match="keeps training and held-out text apart"):
+        open_source(replace(data, source=[str(both.path), *data.sources]))
 
 
 def test_a_rank_opens_the_files_itself(tmp_path: Path, text: Path) -> None:

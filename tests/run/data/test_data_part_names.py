@@ -15,9 +15,10 @@ from stretto.run.data.part_names import mixed_text, parts_of
     ("names", "parts"),
     [
         (["log/train.txt", "log/valid.txt"], ["train", "valid"]),
-        (["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"], ["train", "valid", "valid"]),
+        (["wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"], ["train", "valid", "test"]),
         (["en/c4-train.00000-of-01024.json.gz", "en/c4-validation.00000.json.gz"], ["train", "valid"]),
         (["train/part-0.csv", "val/part-0.csv", "more/part-0.csv"], ["train", "valid", None]),
+        (["valid_test.csv", "testing/a.csv"], ["valid", "test"]),
         (["a_held_out.csv", "a_heldout2.csv", "a.csv"], ["valid", "valid", None]),
         (["train_test_split.csv", "training.csv"], [None, "train"]),
         (["devices.csv", "latest.csv", "trainer.csv", "evaluate.csv"], [None] * 4),
@@ -47,8 +48,8 @@ def test_text_of_both_parts_in_one_stream_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("b")
     names = [str(tmp_path / f"{part}.txt") for part in ("train", "valid")]
     for sources in (names, [str(tmp_path)]):
-        warning = mixed_text(sources)
+        warning = mixed_text(sources, "leave it out")
         assert warning is not None
         assert f"{names[0]} and {names[1]} become one stream" in warning
-    assert mixed_text(names[:1]) is None
-    assert mixed_text(["python-stdlib"]) is None
+    assert mixed_text(names[:1], "") is None
+    assert mixed_text(["python-stdlib"], "") is None

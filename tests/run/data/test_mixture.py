@@ -31,7 +31,7 @@ from stretto.run.data.mixture import (
 )
 from stretto.run.train.metrics import read_lines
 from texts import describe, open_tokens, read_samples
-from tiny_job import LLAMA, job
+from tiny_job import LLAMA, job, write_text
 from train_runs import at_step, keep_notes, send_self, tensors, train
 
 WEIGHTS = st.lists(st.floats(0.001, 1.0) | st.just(0.0), min_size=1, max_size=5).filter(any)
@@ -261,3 +261,16 @@ def test_what_is_wrong_with_a_mixture_is_told_first(
     with pytest.raises(StrettoError) as told:
         check(job(folder, *overrides, model=LLAMA))
     assert words in told.value.message
+
+
+def test_other_held_out_text_of_the_past_is_told(tmp_path: Path) -> None:
+    named, notes = tmp_path / "named", tmp_path / "notes"
+    named.mkdir()
+    for seed, name in enumerate(("train.txt", "valid.txt")):
+        write_text(named / name, seed=seed)
+    fields = (f"data.source={named}", "run.name=named", "layout.pp=1", "checkpoint.resume=auto")
+    told = "warning: data.split or the names of files, and with them the held-out text,"
+    for split, steps in (("90,8,2", 1), ("null", 2), ("null", 3)):
+        train(job(tmp_path, *fields, f"data.split={split}", f"train.steps={steps}"), keep_notes(str(notes)))
+        assert (told in notes.read_text()) == (steps == 2)
+        notes.unlink()

@@ -58,7 +58,7 @@ def held_out_last(files: Sequence[LogFile]) -> tuple[list[LogFile], int]:
 
     Returns the files and the number of those held out; 0 if all of them would be.
     """
-    is_held_out = [part == "valid" for part in parts_of([file.path for file in files])]
+    is_held_out = [part in ("valid", "test") for part in parts_of([file.path for file in files])]
     count = sum(is_held_out) % len(files)
     return [files[i] for i in sorted(range(len(files)), key=is_held_out.__getitem__)], count
 

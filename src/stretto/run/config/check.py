@@ -163,7 +163,9 @@ def _no_decay(patterns: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
             yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
 
 
-def _split(split: str, *, evaluates: bool) -> Iterator[Problem]:
+def _split(split: str | None, *, evaluates: bool) -> Iterator[Problem]:
+    if split is None:
+        return
     shares = [float(part) for part in split.split(",")]
     if not shares[0]:
         yield Problem("data.split", split, "the first number, for training, must not be 0", "949,50,1")

@@ -14,6 +14,9 @@ Packing = Literal["documents", "stream", "none"]
 InputFormat = Literal["text", "jsonl", "json", "csv", "tsv", "parquet"]
 OnError = Literal["stop", "skip"]
 
+DEFAULT_RATIO = "949,50,1"
+"""Of training, evaluation and test text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
@@ -169,13 +172,14 @@ class DataConfig:
         ),
     ] = None
     split: Annotated[
-        str,
+        str | None,
         Field(
-            "Ratio of training, evaluation and test text: three numbers.",
+            "Ratio of training, evaluation and test text: three numbers; null: files named as training and "
+            "as held-out text (`train.txt`, `valid.txt`, `test.txt`) are kept apart, else 949,50,1.",
             pattern=r"^\s*\d+(\.\d+)?(\s*,\s*\d+(\.\d+)?){2}\s*$",
             examples=("949,50,1",),
         ),
-    ] = "949,50,1"
+    ] = None
     sequence: Annotated[
         int, Field("Tokens of a sample; of a model with an encoder, those that it reads.", gt=0)
     ] = 128

@@ -22,7 +22,7 @@ from stretto.run.config.sources import megatron_prefix
 from stretto.run.data.block_cache import cache_dir
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.conversation import Conversations, TrainOn
-from stretto.run.data.corpus import Corpus, Source, find_corpus
+from stretto.run.data.corpus import Corpus, CorpusFile, Source, find_corpus
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, MegatronWriter
 from stretto.run.data.readers import TextPiece, cut_pieces
 from stretto.run.data.row_errors import describe_skipped
@@ -70,6 +70,7 @@ def build(
     chat_template: str | None = None,
     end_of_text: Boundary | None = None,
     begin_of_text: Boundary | None = None,
+    by_name: bool = False,
     replace: bool = False,
     progress: Report | None = None,
 ) -> TokenFolder:
@@ -82,7 +83,8 @@ def build(
     at once.
 
     Every document of text ends, and in some families begins, with a token that the files of the tokenizer's
-    model name; `end_of_text` and `begin_of_text` name others.
+    model name; `end_of_text` and `begin_of_text` name others. With `by_name` training and held-out text are
+    kept apart by the names of files (see `find_corpus`).
 
     With `chat` the rows of the source are conversations, and the folder has a mask of the tokens to train on:
     those of the assistant, or all. They are rendered by the tokenizer's chat template; `chat_template` names
@@ -98,7 +100,7 @@ def build(
     if tokenizer is not None:
         ready = Tokenizer.load(tokenizer, chat=chat is not None, end=end_of_text, begin=begin_of_text)
     conversations = Conversations.load(tokenizer, chat, chat_template)
-    corpus = find_corpus(sources, reading)
+    corpus = find_corpus(sources, reading, by_name=by_name)
     key = _key(corpus, _tokens_key(ready, vocab, end_of_text, begin_of_text), conversations)
     target = (
         Path(out).expanduser()
@@ -124,10 +126,19 @@ def build(
             config=None if conversations is None else json.loads(conversations.config_bytes() or b"{}"),
         ) as writer,
     ):
-        if conversations is None:
-            _encode(corpus, chosen, writer, report)
-        else:
-            _encode_conversations(conversations, corpus, chosen, writer, report)
+        corpus.begin()
+        done = 0
+        for split, files in (corpus.splits or {"all": corpus.files}).items():
+            before = writer.tokens
+            if files and conversations is None:
+                _encode(corpus, files, chosen, writer, done=done, report=report)
+            elif files and conversations is not None:
+                _encode_conversations(conversations, corpus, files, chosen, writer, done=done, report=report)
+            if split != "all":
+                names = list(dict.fromkeys(file.top.name for file in files))
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                done += sum(file.size for file in files)
+                writer.named_splits[split] = (writer.tokens - before, ", ".join(names[:3]) + more)
         writer.commit()
     folder = TokenFolder(target, chosen)
     _report_bad_rows(target, folder.index.bad_rows)
@@ -165,7 +176,8 @@ def build_megatron(
     report = progress or (lambda _: None)
     chosen = ready or _train(corpus, vocab, report).with_boundaries(end_of_text, begin_of_text)
     with _writing(prefix), MegatronWriter(prefix, chosen) as writer:
-        _encode(corpus, chosen, writer, report)
+        corpus.begin()
+        _encode(corpus, corpus.files, chosen, writer, done=0, report=report)
         writer.commit()
     _report_bad_rows(prefix, writer.bad_rows)
     return MegatronDataset(prefix, DatasetVocabulary.of(prefix, None))
@@ -236,6 +248,7 @@ def _key(corpus: Corpus, tokenizer: str, conversations: Conversations | None) ->
     """Return the fingerprint of the files (path, size, version) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.version) for file in corpus.files]
     more = [] if conversations is None else [conversations.key]
+    more += ["splits by name"] if corpus.splits else []
     settings = json.dumps(
         [VERSION, _RECIPE, tokenizer, asdict(corpus.reading), TRAINING_CHARACTERS, files, *more]
     )
@@ -297,11 +310,17 @@ def _encoded(
 
 
 def _encode(
-    corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter | MegatronWriter, report: Report
+    corpus: Corpus,
+    files: Sequence[CorpusFile],
+    tokenizer: Tokenizer,
+    writer: TokenWriter | MegatronWriter,
+    *,
+    done: int,
+    report: Report,
 ) -> None:
-    """Encode all documents into `writer`."""
-    characters = 0
-    pieces = cut_pieces(corpus.pieces(), lambda: tokenizer.cuts)
+    """Encode the documents of some files of the corpus into `writer`; `done` characters were before them."""
+    characters = done
+    pieces = cut_pieces(corpus.pieces(files), lambda: tokenizer.cuts)
     for batch, encoded in _encoded(pieces, tokenizer):
         for piece, ids in zip(batch, encoded, strict=True):
             writer.add(ids, piece.ends)
@@ -324,11 +343,20 @@ def _encode(
 
 
 def _encode_conversations(
-    conversations: Conversations, corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: Report
+    conversations: Conversations,
+    corpus: Corpus,
+    files: Sequence[CorpusFile],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    *,
+    done: int,
+    report: Report,
 ) -> None:
-    """Encode all conversations into `writer`; those with nothing to train on are counted as blank."""
-    characters = 0
-    for batch in conversations.encoded(corpus, tokenizer):
+    """Encode the conversations of some files of the corpus into `writer`; those with nothing to train on are
+    counted as blank.
+    """
+    characters = done
+    for batch in conversations.encoded(corpus, tokenizer, files):
         for sample in batch:
             if any(sample.trained[1:]):  # the first token is never predicted
                 writer.add_masked(sample.ids, sample.trained)

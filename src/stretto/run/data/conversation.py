@@ -18,7 +18,7 @@ import numpy as np
 
 from stretto.errors import StrettoError, nearest
 from stretto.run.data.chat_template import ChatTemplate, Rendered, template_request
-from stretto.run.data.corpus import Corpus
+from stretto.run.data.corpus import Corpus, CorpusFile
 from stretto.run.data.readers import read_rows
 from stretto.run.data.remote import Place
 from stretto.run.data.row_errors import RowError
@@ -252,15 +252,17 @@ class Conversations:
         """Return the `tokenizer_config.json` to store with the tokens."""
         return None if self.template is None else self.template.config_bytes()
 
-    def encoded(self, corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
-        """Yield all rows of the corpus, in batches.
+    def encoded(
+        self, corpus: Corpus, tokenizer: Tokenizer, files: Sequence[CorpusFile]
+    ) -> Iterator[list[Encoded]]:
+        """Yield all rows of some files of the corpus, in batches.
 
         Raises:
             StrettoError: a row that is no conversation, or that the template refuses.
         """
         begin = "".join(tokenizer.text_of(token) for token in tokenizer.begin)
         end = tokenizer.text_of(tokenizer.endoftext)
-        for batch in in_batches(self._rendered(corpus, begin, end), lambda sample: len(sample.text)):
+        for batch in in_batches(self._rendered(corpus, files, begin, end), lambda sample: len(sample.text)):
             tokens = tokenizer.encode_templated([sample.text for sample in batch])
             encoded = list[Encoded]()
             for sample, (ids, spans) in zip(batch, tokens, strict=True):
@@ -271,10 +273,11 @@ class Conversations:
                 encoded.append(Encoded(ids, mask.tolist(), len(sample.text)))
             yield encoded
 
-    def _rendered(self, corpus: Corpus, begin: str, end: str) -> Iterator[Rendered]:
-        corpus.begin()
+    def _rendered(
+        self, corpus: Corpus, files: Sequence[CorpusFile], begin: str, end: str
+    ) -> Iterator[Rendered]:
         split = samples = 0
-        for file in corpus.files:
+        for file in files:
             for batch in in_batches(_parsed(file.path, corpus), _characters):
                 chats = [row for row in batch if isinstance(row, Conversation)]
                 template = self.template or (ChatTemplate.load(self.path) if chats else None)

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from stretto.errors import StrettoError, nearest
@@ -29,9 +29,11 @@ from stretto.run.config.sources import (
 from stretto.run.data.block_cache import block_cache
 from stretto.run.data.cuts import trained_cuts
 from stretto.run.data.file_format import EncodingError, is_binary, is_named_text
+from stretto.run.data.part_names import Part, both_parts, parts_of
 from stretto.run.data.readers import TextPiece, cut_pieces, opened, read_documents, unreadable
 from stretto.run.data.remote import FileInfo, Place, RemotePath
 from stretto.run.data.row_errors import RowErrors
+from stretto.run.data.split import SPLITS
 
 Source = str | os.PathLike[str]
 P = TypeVar("P", Path, RemotePath)
@@ -55,6 +57,12 @@ class CorpusFile:
     version: str
     lenient: bool = False
 
+    @property
+    def top(self) -> PurePath:
+        """The entry of its source that it is or lies in."""
+        path, below = PurePath(str(self.path)), len(PurePath(self.name).parts) - 1
+        return path.parents[below - 1] if below else path
+
 
 @dataclass(kw_only=True)
 class Corpus:
@@ -64,9 +72,11 @@ class Corpus:
         skipped: files skipped so far: binary, or lenient and not UTF-8.
         blank: blank documents, such as empty lines of JSONL, that `pieces` has left out so far.
         errors: the rows that could not be read so far.
+        splits: the files of each split in this order, if they are kept apart by their names.
     """
 
     files: list[CorpusFile]
+    splits: dict[Part, list[CorpusFile]] = field(default_factory=dict[Part, list[CorpusFile]])
     reading: ReadOptions = field(default_factory=ReadOptions)
     skipped: int = 0
     blank: int = 0
@@ -98,10 +108,13 @@ class Corpus:
         """Reset the counts, since the files are read from the start."""
         self.blank, self.errors = 0, RowErrors(on_error=self.reading.on_error)
 
-    def pieces(self) -> Iterator[TextPiece]:
-        """Yield the pieces of all documents that are not blank, in corpus order."""
-        self.begin()
-        for file in self.files:
+    def pieces(self, files: Sequence[CorpusFile] | None = None) -> Iterator[TextPiece]:
+        """Yield the pieces of all documents that are not blank, in corpus order: those of some files, which
+        continue the counts, or of all.
+        """
+        if files is None:
+            self.begin()
+        for file in self.files if files is None else files:
             for piece in self.read(file):
                 if piece.blank:
                     self.blank += 1
@@ -127,12 +140,19 @@ class Corpus:
                 return
 
 
-def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None = None) -> Corpus:
+def find_corpus(
+    sources: Source | Sequence[Source], reading: ReadOptions | None = None, *, by_name: bool = False
+) -> Corpus:
     """Return the corpus of one or more sources: `python-stdlib`, files, directories or globs, here or at
     URLs.
 
     A directory stands for all files below it except hidden, binary and empty ones, and token folders. A file
     that is reached twice counts once.
+
+    Args:
+        by_name: keep files apart that are named as training, evaluation and test text, if some are named as
+            training text and some as held-out text: by their own names, or those of the folders directly in a
+            source that hold them. Others count as training text.
 
     Raises:
         StrettoError: a source that does not exist, an empty file, no text at all.
@@ -149,6 +169,12 @@ def find_corpus(sources: Source | Sequence[Source], reading: ReadOptions | None 
         return hashlib.blake2b(name, digest_size=16).digest(), file.name, str(file.path)
 
     corpus.files = sorted(files.values(), key=order)
+    named = parts_of([file.top for file in corpus.files]) if by_name else []
+    if both_parts(named):
+        for split in SPLITS:
+            corpus.splits[split] = [
+                file for file, part in zip(corpus.files, named, strict=True) if (part or "train") == split
+            ]
     if not corpus.size:
         source = ", ".join(str(s) for s in listed) or "(none)"
         if corpus.skipped:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from stretto.engine.models.language import IGNORED
 from stretto.errors import StrettoError
-from stretto.run.config.data import DataConfig, Packing
+from stretto.run.config.data import DEFAULT_RATIO, DataConfig, Packing
 from stretto.run.data.permutation import WINDOW, block_order, positions
 from stretto.run.data.split import ALL, SPLITS, check_split, split_range
 from stretto.run.data.token_source import RemoteElements, TokenSource
@@ -139,7 +139,7 @@ class ChunkedFunction:
 class OrderOptions(TypedDict, total=False):
     """The arguments of `SplitSamples` by name."""
 
-    ratio: str
+    ratio: str | None
     shuffle: bool
     within: int
     once: bool
@@ -164,7 +164,7 @@ class SplitSamples:
         sequence: int,
         seed: int = 0,
         *,
-        ratio: str = "949,50,1",
+        ratio: str | None = None,
         shuffle: bool = True,
         within: int = 0,
         once: bool = False,
@@ -178,7 +178,8 @@ class SplitSamples:
         self.split = split
         self.sequence = sequence
         self.seed = seed
-        self.ratio = ratio
+        named = ratio is None and source.named_splits
+        self.ratio = "names of files" if named else ratio or DEFAULT_RATIO
         self.shuffle = shuffle and not once
         self.once = once
         self.range = split_range(source, split, ratio)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from stretto.errors import StrettoError
-from stretto.run.config.data import DataConfig
+from stretto.run.config.data import DEFAULT_RATIO, DataConfig
 from stretto.run.config.sources import BIN, IDX, INDEX, holds_tokens, is_url, megatron_prefix, token_folder
 from stretto.run.data.block_cache import BlockCache, block_cache
 from stretto.run.data.boundaries import Boundary
 from stretto.run.data.build import Report, build, shared_tokenizer
 from stretto.run.data.megatron import DatasetVocabulary, MegatronDataset, dataset_file
+from stretto.run.data.part_names import both_parts, parts_of
 from stretto.run.data.remote import RemotePath
+from stretto.run.data.split import SPLITS
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import JoinedSource, TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
@@ -67,7 +70,7 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
         sources = [
             open_tokens(name, data.tokenizer, vocab, block_cache(data), **chosen) for name in data.sources
         ]
-        return sources[0] if len(sources) == 1 else JoinedSource(sources)
+        return sources[0] if len(sources) == 1 else _joined(sources, data)
     return build(
         data.sources,
         cache=data.cache,
@@ -78,7 +81,38 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
         chat_template=data.chat_template,
         end_of_text=data.end_of_text,
         begin_of_text=data.begin_of_text,
+        by_name=data.split is None,
         progress=report,
+    )
+
+
+def _joined(sources: Sequence[TokenSource], data: DataConfig) -> JoinedSource:
+    """Return sources as one; in the order of their splits, if their names tell these apart.
+
+    Raises:
+        StrettoError: one of them has splits of its own, and no ratio is configured.
+    """
+    if data.split is not None:
+        return JoinedSource(sources)
+    if split_source := next((source.name for source in sources if source.named_splits), None):
+        raise StrettoError(
+            f"{split_source} keeps training and held-out text apart, which a part of a stream cannot",
+            hint="name the sources by weights: data.source={A: 1, B: 1}; or cut the stream: data.split="
+            + DEFAULT_RATIO,
+        )
+    parts = parts_of([PurePath(name) for name in data.sources])
+    if not both_parts(parts):
+        return JoinedSource(sources)
+    splits = {
+        split: [source for source, part in zip(sources, parts, strict=True) if (part or "train") == split]
+        for split in SPLITS
+    }
+    return JoinedSource(
+        [source for split in splits.values() for source in split],
+        {
+            split: (sum(source.size for source in of_split), ", ".join(source.name for source in of_split))
+            for split, of_split in splits.items()
+        },
     )
 
 

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Literal
 
-Part = Literal["train", "valid"]
+Part = Literal["train", "valid", "test"]
 
-_TRAIN = {"train", "training"}
-_VALID = {"valid", "validation", "val", "dev", "eval", "evaluation", "test", "testing", "heldout", "holdout"}
+_MARKS: Sequence[tuple[Part, set[str]]] = [
+    ("train", {"train", "training"}),
+    ("valid", {"valid", "validation", "val", "dev", "eval", "evaluation", "heldout", "holdout"}),
+    ("test", {"test", "testing"}),
+]
 
 
 def parts_of(paths: Sequence[PurePath]) -> list[Part | None]:
     """The part that each path is named after: by a word of the file's name, else of the folders between it
-    and the folder that all paths share. `test` counts as `valid`. None: no such word, or words of both parts.
+    and the folder that all paths share. None: no such word, or words of both training and held-out data.
     """
     if not paths:
         return []
@@ -24,9 +27,17 @@ def parts_of(paths: Sequence[PurePath]) -> list[Part | None]:
     return [_part(os.path.relpath(os.path.abspath(path), shared)) for path in paths]
 
 
-def mixed_text(sources: Sequence[str]) -> str | None:
+def both_parts(parts: Sequence[Part | None]) -> bool:
+    """True if some are training data and some are held out."""
+    return "train" in parts and bool({"valid", "test"} & {*parts})
+
+
+def mixed_text(sources: Sequence[str], remedy: str) -> str | None:
     """A warning if some of these texts, or of what lies in a folder among them, are named as training text
-    and some as held-out text: all become one stream. None: they are not.
+    and some as held-out text, and all become one stream. None: they are not.
+
+    Args:
+        remedy: what keeps them apart.
     """
     paths = list[PurePath]()
     for source in map(Path, sources):
@@ -35,20 +46,23 @@ def mixed_text(sources: Sequence[str]) -> str | None:
         except OSError:  # which the reader of the text reports
             paths.append(source)
     parts = parts_of(paths)
-    if not {"train", "valid"} <= set(parts):
+    if not both_parts(parts):
         return None
-    train, valid = (paths[parts.index(part)] for part in ("train", "valid"))
+    train, valid = (
+        next(path for path, part in zip(paths, parts, strict=True) if part in named)
+        for named in (("train",), ("valid", "test"))
+    )
     return (
         f"warning: {train} and {valid} become one stream, in a shuffled order, of which data.split holds out "
-        f"another part than {valid.name}; to keep it apart, leave it out here and score it with "
-        f"stretto evaluate RUN --data {valid}"
+        f"another part than {valid.name}; to keep them apart, {remedy}"
     )
 
 
 def _part(name: str) -> Part | None:
     for each in reversed(PurePath(name).parts):
         plain = re.sub(r"(held|hold)[-_. ]out", r"\1out", each.lower())
-        parts = set(re.split("[^a-z]+", plain))
-        if parts & (_TRAIN | _VALID):
-            return None if parts & _TRAIN and parts & _VALID else "train" if parts & _TRAIN else "valid"
+        marks = set(re.split("[^a-z]+", plain))
+        parts: list[Part] = [part for part, synonyms in _MARKS if marks & synonyms]
+        if parts:
+            return None if parts[0] == "train" and len(parts) > 1 else parts[0]
     return None

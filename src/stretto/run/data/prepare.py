@@ -33,7 +33,8 @@ def prepare_data(
         StrettoError: the text, the tokenizer or the tokens are unusable.
         Stopped: the job was asked to stop.
     """
-    if data.weights is None and (warning := mixed_text(data.sources)) and not quiet:
+    remedy = "leave out data.split"
+    if data.split and data.weights is None and not quiet and (warning := mixed_text(data.sources, remedy)):
         print(warning, file=sys.stderr, flush=True)
     with BuildBar(quiet, stop) as bar:
         return open_source(

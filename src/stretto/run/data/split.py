@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import isfinite
 
 from stretto.errors import StrettoError, nearest
+from stretto.run.config.data import DEFAULT_RATIO
+from stretto.run.data.part_names import Part
 from stretto.run.data.token_source import LazyArray, TokenSource
 
-SPLITS = ("train", "valid", "test")
+SPLITS: tuple[Part, ...] = ("train", "valid", "test")
 ALL = "all"
 """The whole stream as one split, for text that a model is only evaluated on."""
 _HINT = 'three numbers for train, valid and test, as in "949,50,1"'
@@ -58,9 +61,20 @@ def split_tokens(offsets: LazyArray, ratio: str) -> dict[str, range]:
     return {name: ranges.get(name, range(total, total)) for name in SPLITS}
 
 
-def split_range(source: TokenSource, split: str, ratio: str) -> range:
+def splits_of(source: TokenSource, ratio: str | None) -> dict[str, range]:
+    """Return the tokens of each split: those that the source keeps apart by the names of its files (test text
+    is evaluated on if there is no other), else, or with a ratio, as `split_tokens`.
+    """
+    if ratio is not None or not source.named_splits:
+        return split_tokens(source.offsets, ratio or DEFAULT_RATIO)
+    ends = [0, *accumulate(source.named_splits[name][0] for name in SPLITS)]
+    ranges = {name: range(*run) for name, run in zip(SPLITS, pairwise(ends), strict=True)}
+    return {**ranges, "valid": ranges["valid"] or ranges["test"]}
+
+
+def split_range(source: TokenSource, split: str, ratio: str | None) -> range:
     """Return the tokens of a split, or of the whole stream."""
-    return range(source.size) if split == ALL else split_tokens(source.offsets, ratio)[split]
+    return range(source.size) if split == ALL else splits_of(source, ratio)[split]
 
 
 def check_split(split: str, allowed: Sequence[str]) -> None:

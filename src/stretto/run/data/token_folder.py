@@ -28,6 +28,7 @@ from stretto.run.config.sources import INDEX, TOKENS, is_token_folder
 from stretto.run.data.checksum import FileSums, SummedFile, check_chunks, check_size
 from stretto.run.data.commit import PartialFolder
 from stretto.run.data.remote import BLOCK, Place, RemoteFile, RemotePath, load_tokenizer, mapped
+from stretto.run.data.split import SPLITS
 from stretto.run.data.token_source import LazyArray, TokenSource
 from stretto.run.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, Tokenizer
 from stretto.versions import TOKEN_FOLDER
@@ -36,6 +37,10 @@ FORMAT = TOKEN_FOLDER.name
 VERSION = 1
 MASKED_VERSION = 2
 """Of folders with a mask, which readers of version 1 would train on without it."""
+NAMED_VERSION = 3
+"""Of folders with splits by the names of files, with a mask or without, of which readers of earlier versions
+would train on held-out text.
+"""
 DOCUMENTS = "documents.bin"
 MASK = "mask.bin"
 FILES = (INDEX, TOKENS, DOCUMENTS, MASK, TOKENIZER, TOKENIZER_CONFIG)
@@ -54,7 +59,7 @@ class Index:
     `skipped` the number of skipped files, `blank` the number of documents left out because they were blank,
     or conversations with nothing to train on; `files` has the checksums of each file per `chunk` bytes.
     `trained` counts the tokens that the mask selects; None: there is no mask, all count. `bad_rows` tells of
-    rows that could not be read (`RowErrors.as_dict`).
+    rows that could not be read (`RowErrors.as_dict`); `named_splits` is as in `TokenSource`.
     """
 
     dtype: str
@@ -72,10 +77,12 @@ class Index:
     begin_of_text: int | None = None
     trained: int | None = None
     bad_rows: dict[str, Any] | None = None
+    named_splits: dict[str, tuple[int, str]] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the file's content; `crc32` covers all other fields."""
         version = VERSION if self.trained is None else MASKED_VERSION
+        version = version if self.named_splits is None else NAMED_VERSION
         body: dict[str, Any] = {"format": FORMAT, "version": version, **asdict(self)}
         body = {name: value for name, value in body.items() if value is not None}
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
@@ -153,7 +160,15 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
     }
     blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
     begin = take("begin_of_text", int) if "begin_of_text" in body else None
-    trained = take("trained", int) if body["version"] == MASKED_VERSION else None
+    masked = body["version"] == MASKED_VERSION or (body["version"] == NAMED_VERSION and "trained" in body)
+    trained = take("trained", int) if masked else None
+    named_splits = dict[str, tuple[int, str]]()
+    for name, split in take("named_splits", dict).items() if body["version"] == NAMED_VERSION else ():
+        match split:
+            case [int(tokens), str(names)] if name in SPLITS:
+                named_splits[name] = (tokens, names)
+            case _:
+                raise StrettoError(f"{path}: field 'named_splits' has no tokens of {name!r}", hint=_REBUILD)
     match bad_rows := body.get("bad_rows"):
         case None:
             pass
@@ -172,6 +187,7 @@ def _from_body(body: Mapping[str, Any], path: Place) -> Index:
         begin_of_text=begin,
         trained=trained,
         bad_rows=bad_rows,
+        named_splits=named_splits or None,
     )
 
 
@@ -190,6 +206,12 @@ def _check(index: Index, path: Place) -> None:
         "documents": 0 < index.documents <= index.tokens,
         "chunk": 0 < index.chunk <= _BIGGEST_CHUNK and index.chunk % 8 == 0,
         "files": {TOKENS, DOCUMENTS} <= index.files.keys() <= {*FILES} - {INDEX},
+        "named_splits": not index.named_splits
+        or (
+            index.named_splits.keys() == {*SPLITS}
+            and all(tokens >= 0 for tokens, _ in index.named_splits.values())
+            and sum(tokens for tokens, _ in index.named_splits.values()) == index.tokens
+        ),
         "trained": (index.trained is not None) == (MASK in index.files)
         and 0 < (1 if index.trained is None else index.trained) <= index.tokens,
     }
@@ -234,6 +256,7 @@ class TokenFolder(TokenSource):
         self.vocab, self.endoftext = self.index.vocab, self.index.endoftext
         self.begin_of_text = self.index.begin_of_text
         self.fingerprint, self.trained = self.index.tokenizer, self.index.trained
+        self.named_splits = self.index.named_splits or {}
         for name, sums in self.index.files.items():
             check_size(self.path / name, sums)
         self.tokens = self._map(TOKENS, f"<u{self._item}")
@@ -381,6 +404,7 @@ class TokenWriter:
         self.skipped = 0
         self.blank = 0
         self.bad_rows: dict[str, Any] | None = None
+        self.named_splits = dict[str, tuple[int, str]]()
         self._tokenizer = tokenizer
         self._key = key
         self._source = list(source)
@@ -484,6 +508,7 @@ class TokenWriter:
             files=files,
             trained=self.trained if self._masked else None,
             bad_rows=self.bad_rows,
+            named_splits=self.named_splits or None,
         )
         with SummedFile(self._partial.path / INDEX) as file:
             file.write(index.to_bytes())

@@ -143,11 +143,14 @@ class TokenSource(TokenData):
         tokens: ids [size].
         offsets: int64 [documents + 1]; document i is `tokens[offsets[i]:offsets[i + 1]]`.
         mask: uint8 [size], 1 if the loss counts the token; None if it counts all.
+        named_splits: number of tokens and files, as printed, of train, valid and test, which follow one
+            another, if they are kept apart by the names of files; else empty.
     """
 
     tokens: LazyArray
     offsets: LazyArray
     mask: LazyArray | None
+    named_splits: Mapping[str, tuple[int, str]] = {}
 
     @property
     def streams(self) -> Mapping[str, TokenSource]:
@@ -267,7 +270,9 @@ class JoinedArray:
 class JoinedSource(TokenSource):
     """Token sources one after another: the documents of the first, then those of the second, ..."""
 
-    def __init__(self, sources: Sequence[TokenSource]) -> None:
+    def __init__(
+        self, sources: Sequence[TokenSource], named_splits: Mapping[str, tuple[int, str]] | None = None
+    ) -> None:
         """Join.
 
         Raises:
@@ -288,6 +293,7 @@ class JoinedSource(TokenSource):
                     hint="join sources of one kind",
                 )
         self.sources = list(sources)
+        self.named_splits = named_splits or {}
         self.name = ", ".join(source.name for source in sources)
         self.vocab = max(source.vocab for source in sources)
         self.endoftext, self.begin_of_text = first.endoftext, first.begin_of_text
@@ -304,7 +310,7 @@ class JoinedSource(TokenSource):
         self.offsets = JoinedArray([source.offsets for source in sources], documents, starts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return JoinedSource, (self.sources,)
+        return JoinedSource, (self.sources, self.named_splits)
 
     def tokenizer(self) -> Tokenizer:
         """As `TokenSource.tokenizer`."""

@@ -11,9 +11,9 @@ from stretto.job.job import Job
 from stretto.job.parameters import count_parameters, parameter_shapes
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
-from stretto.run.config.data import DataConfig
+from stretto.run.config.data import DEFAULT_RATIO, DataConfig
 from stretto.run.config.schema import EvalConfig, RunTimeConfig
-from stretto.run.data.split import SPLITS, split_tokens
+from stretto.run.data.split import SPLITS, splits_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.train.metrics import short_count
 from stretto.run.train.prediction import local_device_kind
@@ -63,11 +63,12 @@ def banner(
     )
 
 
-def _splits(job: Job, source: TokenData, split: str, evaluation: EvalConfig) -> str:
+def _splits(job: Job, source: TokenData, split: str | None, evaluation: EvalConfig) -> str:
     """Return the tokens of each split, and those that evaluations read, whose loss is not that of the
     training text.
     """
-    ranges = [split_tokens(stream.offsets, split) for stream in source.streams.values()]
+    streams = source.streams.values()
+    ranges = [splits_of(stream, split) for stream in streams]
     sizes = {name: sum(len(each[name]) for each in ranges) for name in SPLITS}
     shown = [f"{name} {short_count(size)} tokens" for name, size in sizes.items() if size]
     if evaluation.every is not None and sizes["valid"]:
@@ -75,7 +76,14 @@ def _splits(job: Job, source: TokenData, split: str, evaluation: EvalConfig) -> 
         part_read = "all" if first == sizes["valid"] else f"the first {short_count(first)}"
         note = f" (evaluations read {part_read}; easier or harder text than training's moves their loss)"
         shown = [part + note if part.startswith("valid") else part for part in shown]
-    return f"splits: {', '.join(shown)}"
+    named = [
+        f"{name} of {stream.named_splits[name][1]}"
+        for stream in streams
+        for name in SPLITS
+        if split is None and stream.named_splits and stream.named_splits[name][0]
+    ]
+    by_name = f"by the names of files: {', '.join(named)}; data.split={DEFAULT_RATIO} cuts all of it instead"
+    return "\n".join([f"splits: {', '.join(shown)}", *([by_name] if named else [])])
 
 
 def _features(job: Job) -> list[str]:

@@ -465,6 +465,8 @@ class LanguageRun(LanguageTask):
             ]
         if any(windows := [shuffled_within(stream, data) for stream in source.streams.values()]):
             text[_ORDER] = windows  # an order without is that of older checkpoints
+        if any(named := [dict(each.named_splits) for each in source.streams.values()]) and data.split is None:
+            text["splits"] = [{name: tokens for name, (tokens, _) in each.items()} for each in named]
         if (lengths := self.config.denoising) is not None:
             text["denoising"] = asdict(lengths)
         if source.trained is None and data.packing in (None, "stream"):
@@ -512,6 +514,8 @@ def _changed_text(saved: dict[str, Any], text: dict[str, Any]) -> str:
         return "data.shuffle or data.shuffle_window, the order of the samples,"
     if without_weights(saved) == without_weights(text):
         return "the mixture's weights of steps that are done (data.phases changes those of later ones)"
+    if {**saved, "splits": None} == {**text, "splits": None}:
+        return "data.split or the names of files, and with them the held-out text,"
     if {**saved, "denoising": None} == {**text, "denoising": None}:
         return "data.objective, data.noise_density or data.mean_span_length"
     return "the text or data.sequence"

@@ -11,6 +11,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, read_text
 from stretto.job.data_parallel import KEEP
+from stretto.run.config.data import DEFAULT_RATIO
 from stretto.run.config.load import run_name
 from stretto.run.config.sources import megatron_prefix
 from stretto_interop.frameworks.fields import EXPERTS, JOB, LEARNING_RATE, RATE, RUN, JobValues, name_of
@@ -278,7 +279,7 @@ DATA: tuple[Rule, ...] = (
     rule(
         RUN.data.split,
         "split",
-        lambda values: {"split": values[RUN.data.split].replace(" ", "")},
+        lambda values: {"split": (values[RUN.data.split] or DEFAULT_RATIO).replace(" ", "")},
         _read_split,
     ),
     rule(  # `command_line.lost` explains why one or two of the three alone have no field
