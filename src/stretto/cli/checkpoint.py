@@ -74,8 +74,12 @@ class ExportOptions:
         float, typer.Option(min=0.001, help="Most of a file, in 10^9 bytes; a larger model is several files.")
     ] = 5.0
     form: Annotated[
-        Literal["huggingface", "dcp", "megatron"] | None,
-        typer.Option("--format", help=f"Of a language model. {_FORMATS}  [default: huggingface]"),
+        Literal["huggingface", "dcp", "megatron", "torchrec"] | None,
+        typer.Option(
+            "--format",
+            help=f"Of a language model, {_FORMATS}  [default: huggingface]  Of a recommender, torchrec: a "
+            "state dict of TorchRec's DLRM; by default what stretto.Scorer loads.",
+        ),
     ] = None
     dense_only: Annotated[
         bool, typer.Option("--dense-only", help="Of a recommender: the dense network without the tables.")
@@ -126,9 +130,10 @@ def export(options: ExportOptions) -> None:
     if _is_recommender(checkpoint):
         _export_recommender(options, checkpoint)
         return
-    if options.dense_only:
+    if options.dense_only or form == "torchrec":
+        wrong = "--dense-only" if options.dense_only else "--format torchrec"
         raise StrettoError(
-            f"{checkpoint} is of a language model, and --dense-only is for recommenders", hint="leave it out"
+            f"{checkpoint} is of a language model, and {wrong} is for recommenders", hint=f"leave {wrong} out"
         )
     if form not in (None, "huggingface"):
         if adapters or options.merge:
@@ -179,13 +184,14 @@ def _is_recommender(checkpoint: Path) -> bool:
 
 
 def _export_recommender(options: ExportOptions, checkpoint: Path) -> None:
-    """Export a recommender for serving."""
+    """Export a recommender for serving, or with TorchRec's names."""
     from stretto.recommender.serve.export import export_recommender
     from stretto.run.launch.lease import lease
 
     out, form = options.out, options.form
     others = {
-        f"--format {form}": form is not None,
+        f"--format {form}": form not in (None, "torchrec"),
+        "--dense-only with --format torchrec": options.dense_only and form == "torchrec",
         "--dtype": options.dtype is not None,
         "--adapters": options.adapters,
         "--merge": options.merge,
@@ -193,13 +199,18 @@ def _export_recommender(options: ExportOptions, checkpoint: Path) -> None:
     if wrong := [option for option, is_given in others.items() if is_given]:
         raise StrettoError(f"{wrong[0]}, and {checkpoint} is of a recommender", hint=f"leave {wrong[0]} out")
     with lease(out), byte_progress("export") as progress:
-        written, notes = export_recommender(checkpoint, out, dense_only=options.dense_only, progress=progress)
+        if form == "torchrec":
+            written, notes = interop.checkpoint.export_torchrec(checkpoint, out)
+        else:
+            written, notes = export_recommender(
+                checkpoint, out, dense_only=options.dense_only, progress=progress
+            )
     files = [str(file) for file in written]
     report = CommandReport({**_intact(checkpoint), "path": str(out), "files": files, "notes": notes})
     report.line(f"{checkpoint} written to {out}:")
     report.lines(f"  {file}" for file in files)
     report.lines(f"note: {note}" for note in notes)
-    if not options.dense_only:
+    if form is None and not options.dense_only:
         report.line(f'to score with it: stretto.Scorer.load("{out}")')
     report.print(options.as_json)
 

@@ -17,6 +17,7 @@ from stretto_interop.checkpoints.dcp.transfer import OpenImport, Progress
 from stretto_interop.checkpoints.megatron.common import COMMON, find_iteration, read_common
 from stretto_interop.checkpoints.megatron.exporting import export_megatron
 from stretto_interop.checkpoints.megatron.importing import MegatronImport
+from stretto_interop.checkpoints.torchrec import export_torchrec as export_torchrec
 from stretto_interop.frameworks.megatron.framework import TRIED_WITH, read_saved, saved_arguments
 
 # ------------------------------------------------------------------ runs of imported checkpoints
