@@ -111,14 +111,21 @@ def test_own_processes_are_not_others(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_interrupted_command_is_ended_with_its_process(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = tmp_path / "ended"
+    left, started = tmp_path / "ended", tmp_path / "started"
     script = (
         "import signal, sys, time, pathlib\n"
         f"def end(*_): pathlib.Path({str(left)!r}).touch(); sys.exit(75)\n"
-        "signal.signal(signal.SIGTERM, end)\nprint('{}', flush=True)\ntime.sleep(60)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
     )
     monkeypatch.setattr(runs, "_STRETTO", (sys.executable, "-c", script))
-    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
+
+    def interrupt() -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         runs._stretto(["train"], tmp_path / "log")
