@@ -17,7 +17,7 @@ RUN apt-get update \
 WORKDIR /workspace
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-# all: everything but the trackers of others; empty is not for training
+# recommender, hf, all, or others of README
 ARG EXTRAS=train,fast,tensorboard
 ARG PIP_OPTIONS=""
 ENV PIP_BREAK_SYSTEM_PACKAGES=1

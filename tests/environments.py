@@ -16,6 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+import stretto
 from pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -95,7 +96,7 @@ def linked(folder: Path, requirements: Iterable[str]) -> Environment:
             if not (site / top).exists():
                 (site / top).symlink_to(Path(str(found.locate_file(top))).resolve())
         scripts |= {each.name: each.value for each in found.entry_points if each.group == "console_scripts"}
-    (site / "stretto.pth").write_text(f"{ROOT / 'src'}\n", encoding="utf-8")
+    (site / "stretto.pth").write_text(f"{Path(stretto.__file__).parents[1]}\n", encoding="utf-8")
     for name, value in scripts.items():
         module, _, function = value.partition(":")
         script = folder / "bin" / name

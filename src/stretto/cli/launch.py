@@ -316,7 +316,7 @@ class SkyOptions(BatchOptions):
 
 @app.command(
     epilog="Example: stretto launch sky configs/quickstart.yaml run.dir=/runs --nodes 2 --spot "
-    "--setup 'pip install -e .' --mount my-volume:/runs > job.yaml; sky jobs launch job.yaml"
+    "--setup 'pip install -e .[train]' --mount my-volume:/runs > job.yaml; sky jobs launch job.yaml"
 )
 @grouped(SkyOptions)
 def sky(options: SkyOptions) -> None:
