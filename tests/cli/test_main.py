@@ -194,7 +194,7 @@ def test_config_prints_what_is_set_or_all(capsys: pytest.CaptureFixture[str]) ->
     path = str(ROOT / "configs" / "quickstart.yaml")
     assert main.run(["config", path, "optim.clip=null"]) == 0
     short = capsys.readouterr().out
-    assert short.startswith("model:\n  family: gpt\n  layers: 4\n")
+    assert short.startswith("version: 1\nmodel:\n  family: gpt\n  layers: 4\n")
     assert short.count("null") == 1
     assert short.endswith("# all other fields have their defaults: --all prints them too\n")
     assert main.run(["config", path, "optim.clip=null", "--all"]) == 0
