@@ -84,7 +84,7 @@ def _options(words: str, command: Any) -> Iterator[str]:
             continue
         is_argument = isinstance(each, typer.core.TyperArgument)
         name = (each.metavar or each.name) if is_argument else "/".join([*each.opts, *each.secondary_opts])
-        flag = "" if is_argument or each.is_flag else f" {each.type.name}"
+        flag = "" if is_argument or each.is_flag else f" {each.type.name.replace('choice', 'str')}"
         default = "required" if each.required else f"default {each.default!r}"
         yield f"{words} {name}{flag}, {default}{', repeatable' if each.nargs == -1 or each.multiple else ''}"
 
