@@ -199,7 +199,6 @@ NOT_TYPED: dict[str, dict[str, Reason]] = {
         "stretto plan --model Llama-3.1-8B/config.json": "the same",
     },
     "docs/planning.md": {
-        "stretto partition --profile": "takes a file of the reader's",
         "stretto split mine.py": "takes a file of the reader's",
     },
     "docs/program-format.md": {

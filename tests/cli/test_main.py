@@ -15,6 +15,7 @@ import pytest
 from typer.main import get_command
 
 import stretto
+from command_line import CommandLine
 from stretto.cli import main
 from stretto.errors import StrettoError
 
@@ -201,3 +202,11 @@ def test_config_prints_what_is_set_or_all(capsys: pytest.CaptureFixture[str]) ->
     everything = capsys.readouterr().out
     assert "\n  eps: " in everything
     assert "# all other fields" not in everything
+
+
+def test_config_tells_which_fields_outweigh_a_preset(tmp_path: Path, stretto: CommandLine) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(Path("configs/quickstart.yaml").read_text().replace("model:", "model:\n  preset: gpt2"))
+    said = "# these fields of model outweigh the preset gpt2: family, layers, hidden, heads, dropout\n"
+    assert said in stretto("config", file)
+    assert "outweigh" not in stretto("config", "configs/quickstart.yaml")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +34,7 @@ def config(
     from stretto.cli.jobs import reference as reference_page
     from stretto.recommender.config.load import load_config
     from stretto.run.config.load import dump, plain_values
+    from stretto.run.config.schema import TrainConfig
 
     target = interop.framework_named(emit, {"output": output})
     if reference:
@@ -54,6 +56,14 @@ def config(
     else:
         report = CommandReport(plain_values(job))
         report.verbatim(dump(job, defaults=every))
+        if isinstance(job, TrainConfig) and job.model.preset is not None:
+            model, changed = job.model, list[str]()
+            for each in fields(model):
+                factory: Any = each.default_factory
+                default = factory() if each.default is MISSING else each.default
+                changed += [each.name] if getattr(model, each.name) != default else []
+            if changes := ", ".join(name for name in changed if name != "preset"):
+                report.line(f"# these fields of model outweigh the preset {model.preset}: {changes}")
         if not every:
             report.line("# all other fields have their defaults: --all prints them too")
     report.print(as_json)

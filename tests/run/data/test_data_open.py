@@ -70,6 +70,7 @@ def test_token_folders_are_joined_in_the_order_of_the_splits_that_they_are_named
     data = DataConfig(source=[str(tmp_path / name) for name in sizes])
     joined = open_source(data)
     assert isinstance(joined, TokenSource)
+    assert joined.name == f"{tmp_path}/train, {tmp_path}/valid"
     expected = {"train": range(sizes["train"]), "valid": range(sizes["train"], joined.size)}
     expected["test"] = range(joined.size, joined.size)
     assert splits_of(pickle.loads(pickle.dumps(joined)), data.split) == splits_of(joined, None) == expected
