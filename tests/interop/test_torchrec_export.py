@@ -113,7 +113,6 @@ def _torchrec(
     ("words", "message"),
     [
         (["model.tables=[{rows: 40}, {rows: 60, ids: hash}]"], "ids: hash"),
-        (["model.tables=[{rows: 40}, {rows: 60, ids: quotient-remainder}]"], "ids: quotient-remainder"),
         (["model.top=[1]"], "model.top"),
     ],
 )
