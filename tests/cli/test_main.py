@@ -104,12 +104,12 @@ TYPER = {"typer", "shellingham", "annotated_doc", "click", "typing_extensions"} 
 
 # of each command line that must be quick: packages and rooms of Stretto that it may import
 IMPORT_BUDGET = {
-    "--help": (TYPER, {"cli", "errors", "job", "versions"}),
+    "--help": (TYPER, {"cli", "errors", "job", "user_file", "versions"}),
     "layout --help": (TYPER, {"cli", "errors", "versions"}),
     "layout --world 16 --pp 4": (TYPER | {"rich"}, {"cli", "errors", "layout", "versions", "view"}),
     "schedule 1f1b --ranks 4 --microbatches 8": (
         TYPER | {"rich"},
-        {"cli", "errors", "layout", "program", "versions", "view"},
+        {"cli", "errors", "layout", "program", "user_file", "versions", "view"},
     ),
 }
 
