@@ -37,7 +37,7 @@ def load_language(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
     if not isinstance(config, TrainConfig):
         raise StrettoError(
             f"{path} is the config of a recommender, and this command is for language models",
-            hint="stretto train, verify, plan, config and launch take it",
+            hint="stretto train, verify, plan, memory, compare, config and launch take it",
         )
     return config
 
