@@ -89,6 +89,8 @@ class Ran:
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     """Every schedule as torch runs it on real ranks: compute only, and (name + " lowered") with transfers."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11's runtime sends to its own rank where stages form a V, which gloo does not")
     ranks: int = request.param
     folder = tmp_path_factory.mktemp("csv")
     programs = dict[str, Program]()
