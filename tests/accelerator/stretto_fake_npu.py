@@ -41,6 +41,7 @@ dropped = {one for one in os.environ.get("STRETTO_FAKE_NPU_DROP", "").split("; "
 def load() -> None:
     """The entry point."""
     kernels.start()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15's asks C++ for the group's name
     torch.utils.rename_privateuse1_backend(KIND)
     torch._register_device_module(KIND, Devices)
     torch.utils.generate_methods_for_privateuse1_backend()
