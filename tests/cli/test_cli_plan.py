@@ -195,6 +195,7 @@ def test_a_length_that_nobody_gave_is_named(stretto: CommandLine) -> None:
 
 def test_a_search_that_is_cut_short_never_says_that_nothing_fits(stretto: CommandLine) -> None:
     large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
+    large += ["--fix", "tp=4"]  # which excludes the plain alternatives
     said = stretto(*large, "--seconds", "0.1", code=3)
     assert "cut short after" in said
     assert "nothing was found that fits" in said
@@ -211,7 +212,9 @@ def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(stretto: CommandL
     assert safe["device"]["high_gib"] + 20 <= safe["capacity_gib"]
     said = stretto(*BIG, *FIXED, "--room", "20")
     assert "fastest that certainly fits with 20 GiB free: " in said
-    assert "FSDP: none was found that fits" in said
+    assert "FSDP: excluded by what is fixed" in said
+    absent = [name for name, plain in facts["plain"].items() if plain is None]
+    assert facts["missing"] == dict.fromkeys(absent, "excluded by what is fixed")
 
 
 def test_a_batch_without_data_parallelism_is_refused(stretto: CommandLine) -> None:

@@ -335,7 +335,7 @@ def test_a_search_that_was_cut_short_says_so() -> None:
     result = plan()
     unknown = replace(result, ranking=(), feasible=0, nearest=result.ranking[0], complete=False, gap=inf)
     page = plan_page(unknown, "gpt3-175b")
-    assert "cut short by the time limit" in page
+    assert "cut short by its limit" in page
     assert "Nothing fits" not in page
 
 

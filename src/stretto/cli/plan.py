@@ -275,6 +275,7 @@ def _record(plan: Plan, write: Path | None) -> dict[str, Any]:
             name: None if ranked is None else _ranked_record(ranked)
             for name, ranked in plan.baselines.items()
         },
+        "missing": dict(plan.missing),
         "rejected": {
             name: {"count": refusals.count, "example": refusals.example}
             for name, refusals in plan.rejected.items()
@@ -327,7 +328,7 @@ def add_plan(report: CommandReport, plan: Plan, task: SearchTask, model: str) ->
             safe = f"fastest that certainly fits{free}: {_distance(plan.safe, plan)}"
         report.value("safe", safe)
         for name, ranked in plan.baselines.items():
-            distance = "none was found that fits" if ranked is None else _distance(ranked, plan)
+            distance = plan.missing.get(name, "none") if ranked is None else _distance(ranked, plan)
             report.value("plain", f"{name}: {distance}")
     else:
         if plan.complete:

@@ -61,8 +61,8 @@ class PlanOptions:
         float,
         typer.Option(
             min=0.1,
-            help="Wall-clock limit of the search in seconds; a search that is cut short reports by how much "
-            "it may have missed something faster.",
+            help="Limit of the search's work, in seconds of an idle core: 0.5, 1, 2, 4, 8, ..., others are "
+            "rounded down. A busy machine finds the same layouts, later; a larger limit none that are worse.",
         ),
     ] = 8.0
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10

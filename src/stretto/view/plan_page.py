@@ -95,7 +95,8 @@ def _answers(plan: Plan, best: Ranked) -> str:
     named |= {f"Plain: {name}": baseline for name, baseline in plan.baselines.items()}
     for name, ranked in named.items():
         if ranked is None or ranked.layout == best.layout:
-            text = "none was found" if ranked is None else "it is the first"
+            none = plan.missing.get(name.removeprefix("Plain: "), "none was found")
+            text = escape(none) if ranked is None else "it is the first"
             cards.append(f"<section><h2>{escape(name)}</h2><p>{text}</p></section>")
         else:
             cards.append(_card(name, ranked, best.estimate))

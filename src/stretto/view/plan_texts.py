@@ -51,7 +51,7 @@ def search_text(plan: Plan) -> str:
     text = f"{plan.candidates:,} candidates, {plan.replayed:,} replayed, {plan.feasible:,} fit"
     text += f", {plan.seconds:.1f} s"
     if not plan.complete:
-        text += ", cut short by the time limit"
+        text += ", cut short by its limit"
     if plan.ranking and 0 < plan.gap < inf:
         text += f"; one that was not examined could be up to {1 + plan.gap:.2f}x as fast"
     return text

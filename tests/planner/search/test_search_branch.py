@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, pairwise
 from math import inf
 from typing import Any
 
@@ -15,18 +16,20 @@ from stretto.errors import StrettoError
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.experts import ExpertShape
 from stretto.job.job import Recompute
+from stretto.job.presets import find_shape
 from stretto.job.program import stages_of
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, estimate
+from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import first_true
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.memory_bounds import MemoryBounds
-from stretto.planner.search.ranking import Feasible, best_of_family, is_safe, sort_feasible
+from stretto.planner.search.ranking import TIE, Feasible, best_of_family, is_safe, sort_feasible
 from stretto.planner.search.search import search
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import (
@@ -39,6 +42,7 @@ from stretto.planner.search.task import (
     job_to_plan,
 )
 from stretto.planner.search.time_bounds import TimeBounds
+from stretto.planner.search.work import rounds
 
 SHAPE = ModelShape(family="llama", layers=6, hidden=512, heads=8, kv_heads=4, vocab=4096, sequence=512)
 BATCH = 16
@@ -419,11 +423,46 @@ def test_safe_and_plain_layouts_are_beside_the_fastest() -> None:
     assert roomy.safe.estimate.seconds >= plan.safe.estimate.seconds
 
 
-def test_a_search_without_time_proves_nothing() -> None:
-    plan = search(task(seconds=1e-6))
+def large_task(seconds: float, **fields: Any) -> SearchTask:
+    """A search that takes longer than `seconds` to prove its result."""
+    job = job_to_plan(shape=find_shape("llama3-70b"), global_batch=512, sequence=8192)
+    return SearchTask(job=job, cluster=find_cluster("dgx-h100", 64), seconds=seconds, **fields)
+
+
+def test_a_search_that_proves_nothing_prices_the_plain_layouts() -> None:
+    plan = search(large_task(0.1))
     assert not plan.complete
-    assert not plan.ranking
-    assert plan.gap == inf
+    assert 0 < plan.gap < inf
+    for name in ("FSDP", "tensor x pipeline"):
+        plain = plan.baselines[name]
+        assert plain is not None
+        assert plain.estimate.seconds == estimate(plain.estimate.job, large_task(0.1).cluster).seconds
+        assert plan.ranking[0].estimate.seconds <= plain.estimate.seconds * (1 + TIE)
+    excluded = search(large_task(0.1, fixed={"tp": (8,)}))
+    assert excluded.baselines["FSDP"] is None
+    assert excluded.missing["FSDP"] == "excluded by what is fixed"
+    too_large = search(replace(large_task(0.1), cluster=find_cluster("dgx-v100", 8)))
+    assert too_large.missing["FSDP"].startswith("does not fit: dp8, micro 1, zero3")
+
+
+def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [search(large_task(seconds)) for seconds in (0.5, 1.0)]
+    for before, after in pairwise(plans):
+        assert len(before.ranking) <= len(after.ranking)
+        assert after.ranking[0].estimate.seconds <= before.ranking[0].estimate.seconds * (1 + TIE)
+        assert before.safe is not None
+        assert after.safe is not None
+        assert after.safe.estimate.seconds <= before.safe.estimate.seconds
+        assert after.replayed >= before.replayed
+    assert [*rounds(1.9)] == [*rounds(1.0)] == [0.5, 0.5]
+    clock = count(0, 1000)
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("stretto.planner.search.search.perf_counter", lambda: float(next(clock)))
+    again = search(large_task(1.0))
+    assert [(row.layout, row.estimate.seconds) for row in again.ranking] == [
+        (row.layout, row.estimate.seconds) for row in plans[1].ranking
+    ]
+    assert again.evaluated == plans[1].evaluated
 
 
 def test_a_batch_that_no_replicas_can_share_is_an_error() -> None:

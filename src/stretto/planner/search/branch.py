@@ -33,7 +33,7 @@ from stretto.job.chain import blocks_among
 from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.layout.layout import Layout
 from stretto.planner.memory.fits import Fit
-from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
+from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
 from stretto.planner.search.ranking import (
     TIE,
@@ -115,7 +115,7 @@ class BranchAndBound:
     Attributes:
         task: the search space; see `Task.narrowed`.
         evaluator: exact times and memory, shared by all passes.
-        until: share of the time limit at which this pass ends.
+        until: share of the round (`SearchWork`) at which this pass ends.
         wanted: number of families to find.
         only_dives: follow the most promising choice down to a complete candidate before its alternatives, and
             put off what may not fit, so that something is accepted soon, though not in the order of times.
@@ -125,7 +125,6 @@ class BranchAndBound:
 
     task: SearchTask
     evaluator: CandidateEvaluator
-    deadline: Deadline
     until: float = 1.0
     wanted: int
     only_dives: bool = False
@@ -140,7 +139,7 @@ class BranchAndBound:
 
     def __post_init__(self) -> None:
         self.space, self.bounds = Space(self.task), self.evaluator.bounds
-        self.savings = MemorySavingOptions(self.task, self.space)
+        self.savings = MemorySavingOptions(self.task, self.space, self.evaluator.memory)
         self._heap: list[tuple[float, int, float, _Node]] = []  # key, tie breaker, bound on the cost, node
         # without a time limit, search best-first from the start
         self._dives = self.only_dives or self.task.seconds is not None
@@ -155,7 +154,7 @@ class BranchAndBound:
 
     def run(self) -> None:
         """Search until the wanted families are proved, every candidate is examined, or time runs out."""
-        self._start = self.deadline.spent
+        self._start = self.evaluator.work.share
         self._estimate_layouts()
         best = self.best() if self._costs else 2 * min((cost for cost, *_ in self._unlisted), default=inf)
         self._list_layouts(until=_LISTING_END, limit=_ESTIMATE_MARGIN * best)
@@ -222,7 +221,7 @@ class BranchAndBound:
     def _spent(self) -> float:
         """The share of this pass's time that is over."""
         duration = self.until - self._start
-        return (self.deadline.spent - self._start) / duration if duration > 0 else 2.0
+        return (self.evaluator.work.share - self._start) / duration if duration > 0 else 2.0
 
     def _is_promising(self) -> bool:
         """True if a dive may soon accept a better candidate, or too few families are accepted."""
@@ -396,7 +395,7 @@ class BranchAndBound:
             if grown and not self._dives:
                 self._push(bound, layout, candidate, cost_bound)
                 return
-        if self.evaluator.expected_seconds(candidate) > self.deadline.left(self.until):
+        if self.evaluator.expected_seconds(candidate) > self.evaluator.work.left(self.until):
             self.left = min(self.left, cost_bound)
             self.cut_short = True
             return
@@ -462,7 +461,7 @@ class BranchAndBound:
 
         start = max(start, self.savings.first_that_may_fit(candidate, row))
         last = len(row) - 1
-        if start > last or self.evaluator.expected_seconds(candidate) > self.deadline.left(self.until):
+        if start > last or self.evaluator.expected_seconds(candidate) > self.evaluator.work.left(self.until):
             return len(row)
         smallest = replace(candidate, saving=row[last])
         if not holds(last):
@@ -508,10 +507,10 @@ def first_true(holds: Callable[[int], bool], start: int, guess: int, end: int) -
 class MemorySavingOptions:
     """The options of a task that save memory, in rows, and the bounds on memory that choose among them."""
 
-    def __init__(self, task: SearchTask, space: Space) -> None:
+    def __init__(self, task: SearchTask, space: Space, bounds: MemoryBounds) -> None:
         self.task = task
         self.space = space
-        self.bounds = MemoryBounds(task)
+        self.bounds = bounds
         self.budget = memory_budget(task.cluster.device, task.assumptions.reserve)
         self._least_memory = dict[object, tuple[DataParallelSettings, Saving]]()
 

@@ -1,13 +1,8 @@
-"""Exact times and memory of candidates, each computed once however many passes of a search examine it, and
-the time limit of the search.
-"""
+"""Exact times and memory of candidates, each computed once however many passes of a search examine it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
-from time import perf_counter
-from typing import Literal
 
 from stretto.job.chain import block_count, blocks_among, layer_of
 from stretto.job.flops import Recompute as Mode
@@ -17,39 +12,16 @@ from stretto.planner.estimate import Estimate, estimate_of, precision_of
 from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.search.memory_bounds import filling_microbatches
+from stretto.planner.search.memory_bounds import MemoryBounds, filling_microbatches
 from stretto.planner.search.space import depth_of, existing_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.time_bounds import TimeBounds
+from stretto.planner.search.work import SearchWork, seconds_of
 from stretto.planner.time.step import step_time
 from stretto.program.schedules.traits import updates_within
 
-_SECONDS_PER_ACTION = 2e-5  # of a replay or a memory check on one core, until some were timed
-_TIMED_ACTIONS = 2000  # most of the time of smaller programs does not grow with their actions
 _FIRST_EXCESS = 1.04  # ratio of exact times to bounds, until some of a schedule are known
 _ACTIONS_PER_STAGE = 3  # actions of a microbatch on a stage: F, I and W
-
-
-class Deadline:
-    """A limit on wall-clock time from its construction on, or None for no limit."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = inf if seconds is None else seconds
-        self._start = perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return perf_counter() - self._start
-
-    @property
-    def spent(self) -> float:
-        """The share of the limit that is over; 0 without a limit."""
-        return self.elapsed / self.seconds
-
-    def left(self, share: float = 1.0) -> float:
-        """Seconds until this share of the limit is over."""
-        return share * self.seconds - self.elapsed
 
 
 class CandidateEvaluator:
@@ -59,14 +31,14 @@ class CandidateEvaluator:
         times: estimates without memory.
     """
 
-    def __init__(self, task: SearchTask) -> None:
-        self.task, self.bounds = task, TimeBounds(task)
+    def __init__(self, task: SearchTask, work: SearchWork | None = None) -> None:
+        self.task, self.work = task, work or SearchWork()
+        self.bounds, self.memory = TimeBounds(task, self.work), MemoryBounds(task, self.work)
         self.times = dict[Candidate, Estimate]()
         self.fits = dict[Candidate, Fit]()
         self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
         # by schedule and its options: number of ratios of exact times to bounds, and their mean
         self._excess = dict[str, dict[ScheduleChoice, tuple[int, float]]]()
-        self._pace = {"replay": _SECONDS_PER_ACTION, "memory": _SECONDS_PER_ACTION}
 
     def bound(self, candidate: Candidate, job: Job) -> float:
         """The best lower bound on a candidate's seconds before its replay: the bound with its program, and
@@ -82,9 +54,8 @@ class CandidateEvaluator:
     def seconds(self, candidate: Candidate) -> float:
         """Seconds of a step, replayed."""
         if candidate not in self.times:
-            started = perf_counter()
+            self.work.add("replay", self._actions(candidate))
             self.times[candidate] = self._replay(candidate)
-            self._update_pace("replay", perf_counter() - started, self._actions(candidate))
             bound = self.bounds.candidate(candidate, candidate.job(self.task))
             variants = self._excess.setdefault(candidate.schedule.name, {})
             count, mean = variants.get(candidate.schedule, (1, _FIRST_EXCESS))
@@ -95,10 +66,9 @@ class CandidateEvaluator:
     def fit(self, candidate: Candidate) -> Fit:
         """Fit of the fullest rank's memory on the device."""
         if candidate not in self.fits:
-            started = perf_counter()
+            self.work.add("memory", self._actions(candidate, short=True))
             job, device = candidate.job(self.task), self.task.cluster.device
             self.fits[candidate] = short_step_fit(job, device, self.task.assumptions)
-            self._update_pace("memory", perf_counter() - started, self._actions(candidate, short=True))
         return self.fits[candidate]
 
     def excess(self, choice: ScheduleChoice) -> float:
@@ -115,16 +85,10 @@ class CandidateEvaluator:
         """Expected duration of computing a candidate's time and memory, as far as they are not known."""
         seconds = 0.0
         if candidate not in self.times:
-            seconds += self._pace["replay"] * self._actions(candidate)
+            seconds += seconds_of("replay", self._actions(candidate))
         if candidate not in self.fits:
-            seconds += self._pace["memory"] * self._actions(candidate, short=True)
+            seconds += seconds_of("memory", self._actions(candidate, short=True))
         return seconds
-
-    def _update_pace(self, task: Literal["replay", "memory"], seconds: float, actions: int) -> None:
-        """Follow the pace of this machine, faster upwards: a search must not overrun its time."""
-        if actions >= _TIMED_ACTIONS:
-            pace = seconds / actions
-            self._pace[task] = max(pace, 0.7 * self._pace[task] + 0.3 * pace)
 
     def _actions(self, candidate: Candidate, short: bool = False) -> int:
         layout, choice = candidate.parallelism.layout, candidate.schedule

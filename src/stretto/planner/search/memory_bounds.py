@@ -30,8 +30,9 @@ from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_memory
-from stretto.planner.search.space import existing_program, first_blocks
+from stretto.planner.search.space import depth_of, existing_program, first_blocks
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
+from stretto.planner.search.work import SearchWork
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.program import PLAIN, schedule
 from stretto.program.action import Action, ActionKind
@@ -183,8 +184,8 @@ class _Layer(NamedTuple):
 class MemoryBounds:
     """Lower bounds on the memory of the fullest of some ranks (`sampled_ranks`)."""
 
-    def __init__(self, task: SearchTask) -> None:
-        self.task = task
+    def __init__(self, task: SearchTask, work: SearchWork | None = None) -> None:
+        self.task, self.work = task, work or SearchWork()
         # the first layer of each kind of block
         self._kinds = first_blocks(task.shape)
         self.ends = non_blocks_among(task.shape, range(task.shape.chain))  # the layers that are no blocks
@@ -193,6 +194,7 @@ class MemoryBounds:
         self._layers = dict[object, _Layer]()
         self._alike = dict[object, tuple[_Layer, ...]]()  # a block of each kind
         self._places = dict[object, int]()
+        self._bounds = dict[Candidate, MemoryBound]()
 
     def states(self, layout: Layout, expert_tp: int | None, dp: DataParallelSettings, saving: Saving) -> int:
         """A bound for every schedule: states shared evenly over pipeline ranks."""
@@ -217,6 +219,12 @@ class MemoryBounds:
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """Return the bound of a candidate."""
+        if candidate not in self._bounds:
+            self.work.add("memory bound")
+            self._bounds[candidate] = self._of(candidate)
+        return self._bounds[candidate]
+
+    def _of(self, candidate: Candidate) -> MemoryBound:
         ranks = self._of_ranks(candidate)
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
@@ -283,6 +291,8 @@ class MemoryBounds:
         microbatches = filling_microbatches(choice, layout.pp, microbatches)
         key = choice, layout.pp, microbatches
         if key not in self._ranks:
+            depth = depth_of(choice, layout.pp)
+            self.work.add("program", 3 * depth * microbatches)
             program = existing_program(choice, layout.pp)
             stages, head = task.stages(program.depth), task.shape.chain - 1
             full = peak_states(choice, layout.pp, microbatches)
@@ -337,6 +347,7 @@ class MemoryBounds:
         )
         key = sizes, parallelism.context, layer, mode
         if key not in self._layers:
+            self.work.add("layer memory")
             job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(
                 self.task
             )

@@ -66,11 +66,12 @@ class Plan:
     """The answer to "which layout, and will it fit?".
 
     Attributes:
-        ranking: the best layouts, the best first; empty if nothing fits, or nothing was found in time
-            (`complete`).
+        ranking: the best layouts, the best first; empty if nothing fits, or nothing was found within the
+            limit (`complete`).
         safe: the fastest layout found whose whole interval of memory fits, with the wanted headroom, or None.
         baselines: the fastest of each kind of layout that people use without a search, by name; None if no
             such layout is legal or fits.
+        missing: why a baseline is None, in words, by name.
         evaluated: all candidates that were replayed, in the order of the search; those whose exact memory was
             not needed have a lower bound of it.
         rejected: rejected candidates by reason: a field of the config whose rule was broken, "memory", or
@@ -78,11 +79,11 @@ class Plan:
         candidates: number of legal combinations of all choices.
         feasible: number of candidates whose memory was computed and that fit.
         replayed: number of candidates that were replayed; the others were excluded by bounds.
-        seconds: duration of the search.
+        seconds: duration of the search, by the clock.
         gap: no layout that was not examined can be better than the best by more than this fraction; infinite
             if nothing fits so far and something was not examined.
-        complete: the search finished: up to the tolerance nothing is faster, or nothing fits; else its time
-            limit cut it short.
+        complete: the search finished: up to the tolerance nothing is faster, or nothing fits; else its limit
+            cut it short.
         widened: nothing conventional fitted until states and parameters were sharded and offloaded in every
             way.
         nearest: the candidate nearest to fitting, if nothing fits.
@@ -91,6 +92,7 @@ class Plan:
     ranking: Sequence[Ranked]
     safe: Ranked | None = None
     baselines: Mapping[str, Ranked | None] = field(default_factory=dict[str, "Ranked | None"])
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
     evaluated: Sequence[Evaluated]
     rejected: Mapping[str, Rejected]
     candidates: int

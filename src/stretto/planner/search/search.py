@@ -1,22 +1,25 @@
 """The best layouts of a model on a cluster.
 
-A search has three passes, which share what they have computed. The first finds the layouts that people use
-without a search, with which the result is compared. The second looks at conventional layouts only, so that
-something is known soon. The third looks at all legal candidates (`planner.search.branch`), and starts with
-what the second has accepted. With enough time it proves that nothing is faster; otherwise the plan says by
-how much an unexamined layout could be.
+A search first finds the layouts that people use without a search, whatever its limit: they are the plain
+alternatives, and what it starts from. Then come rounds (`planner.search.work`), each with as much work as all
+before it, of two passes that share what has been computed. The first looks at conventional layouts only, so
+that something is found soon; the second at all legal candidates (`planner.search.branch`), and starts with
+what has been accepted. The search ends when a round has proved that nothing is faster; if the limit comes
+first, the plan says by how much an unexamined layout could be.
 
-The first two passes search a task narrowed to some values of its choices (`Task.narrowed`). If what the user
-has fixed excludes a conventional layout, its search finds nothing. Sources: Narayanan et al. 2021 (arXiv
-2104.04473), section 3: tensor parallelism within a node, then pipeline parallelism until the model fits, then
-data parallelism. Zhao et al. 2023 (arXiv 2304.11277): FSDP.
+Work is counted, not timed, so a busy machine returns the same plan, later; and a larger limit never returns a
+worse one. Conventional passes search a task narrowed to some values of its choices (`Task.narrowed`). If what
+the user has fixed excludes a conventional layout, its search finds nothing. Sources: Narayanan et al. 2021
+(arXiv 2104.04473), section 3: tensor parallelism within a node, then pipeline parallelism until the model
+fits, then data parallelism. Zhao et al. 2023 (arXiv 2304.11277): FSDP, and its hybrid, sharded in each node.
 """
 
 from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
+from time import perf_counter
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -24,7 +27,7 @@ from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import BranchAndBound, Progress
-from stretto.planner.search.evaluator import CandidateEvaluator, Deadline
+from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.ranking import (
     Evaluated,
     Feasible,
@@ -38,16 +41,14 @@ from stretto.planner.search.ranking import (
 )
 from stretto.planner.search.space import Space, divisors
 from stretto.planner.search.task import RANKED, SearchTask
+from stretto.planner.search.work import SearchWork, rounds
 from stretto.program import PLAIN, entry, names
 
-# Shares of the time limit at which the passes end. Each baseline gets an equal part of the first. Later ends
-# of the first passes give better baselines and a better start; earlier ones leave more time for the proof.
-# `benchmarks/plan_search.py` measures what a choice of these reaches.
-_BASELINES_END = 0.15
-_CONVENTIONAL_END = 0.35
-_OFFLOAD_END = 0.45  # of conventional layouts with offload, if nothing fits by then
-_ALL_END = 0.95  # then the leaders are verified
-_SEED_FAMILIES = 4  # families that the second pass accepts; more: a better start, fewer: a longer proof
+# Shares of a round at which its passes end. A later end of the first gives a better start; an earlier one
+# leaves more for the proof. `benchmarks/plan_search.py` measures what a choice of these reaches.
+_CONVENTIONAL_END = 0.25
+_OFFLOAD_END = 0.4  # of conventional layouts with offload, if nothing fits by then
+_SEED_FAMILIES = 4  # families that the first pass accepts; more: a better start, fewer: a longer proof
 
 FSDP = "FSDP"
 TENSOR_PIPELINE = "tensor x pipeline"
@@ -84,44 +85,62 @@ class _Search:
 
     def __init__(self, task: SearchTask, progress: Progress | None) -> None:
         self.task, self.progress = task, progress
-        self.deadline, self.evaluator = Deadline(task.seconds), CandidateEvaluator(task)
+        self.work, self.start = SearchWork(), perf_counter()
+        self.evaluator = CandidateEvaluator(task, self.work)
+        self.baselines = dict[str, Feasible | None]()
+        self.missing = dict[str, str]()
 
     def plan(self) -> Plan:
         """Run all passes."""
-        baselines = self._find_baselines()
-        seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
-        widened = False
-        if not seeds and not self.task.allow_offload:
-            seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
-            widened = not cut_short  # else something may fit without offload
-        allow_offload = self.task.allow_offload or widened
-        seeds += [b for b in baselines.values() if b and (allow_offload or not _needs_offload_search(b))]
-        task = replace(self.task, allow_offload=allow_offload)
-        run = self._run_pass(task, until=_ALL_END, wanted=RANKED, seeds=seeds)
+        self._find_baselines()
+        accepted = [feasible for feasible in self.baselines.values() if feasible is not None]
+        widened, run = False, None
+        for limit in rounds(self.task.seconds):
+            self.work.begin(limit)
+            seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
+            if not seeds and not accepted and not self.task.allow_offload:
+                seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
+                widened = not cut_short  # else something may fit without offload
+            seeds += accepted
+            if not (allow_offload := self.task.allow_offload or widened):
+                seeds = [seed for seed in seeds if not _needs_offload_search(seed)]
+            task = replace(self.task, allow_offload=allow_offload)
+            run = self._run_pass(task, until=1.0, wanted=RANKED, seeds=seeds)
+            accepted = _all_accepted(run)
+            if not run.cut_short:
+                break
+        assert run is not None  # there is a round
         if not run.candidates and not run.cut_short:
             raise _nothing_legal(self.task, run.space)
         chosen = run.chosen()
-        if task.top > RANKED and not run.cut_short:
+        if self.task.top > RANKED and not run.cut_short:
             # a pass of its own, so that the first rows do not depend on how many more are wanted
-            longer = self._run_pass(task, until=_ALL_END, wanted=task.top, seeds=_all_accepted(run))
+            longer = self._run_pass(run.task, until=1.0, wanted=self.task.top, seeds=accepted)
             families = {feasible.candidate.family for feasible in chosen[:RANKED]}
             more = [feasible for feasible in longer.chosen() if feasible.candidate.family not in families]
             chosen = chosen[:RANKED] + more
-        return self._plan_of(run, self._verify_leaders(chosen), baselines, widened)
+        return self._plan_of(run, self._verify_leaders(chosen), widened)
 
-    def _find_baselines(self) -> dict[str, Feasible | None]:
-        """The fastest of each kind of layout that people use, or None if none fits or is legal."""
-        narrowed = baseline_tasks(self.task)
-        fastest = dict[str, Feasible | None]()
-        for index, (name, task) in enumerate(narrowed.items(), 1):
-            until = _BASELINES_END * index / len(narrowed)
+    def _find_baselines(self) -> None:
+        """Find the fastest of each kind of layout that people use, or why there is none. They are few, so
+        their searches have no limit.
+        """
+        for name, task in baseline_tasks(self.task).items():
             for allow_offload in (False, True):  # offload if nothing fits otherwise
-                task = replace(task, allow_offload=allow_offload)
-                run = self._run_pass(task, until=until, wanted=1, only_dives=True)
-                fastest[name] = next(iter(run.chosen()), None)
-                if fastest[name] is not None:
+                run = self._run_pass(replace(task, allow_offload=allow_offload), wanted=1, only_dives=True)
+                self.baselines[name] = next(iter(run.chosen()), None)
+                if self.baselines[name] is not None:
                     break
-        return fastest
+            else:
+                closest = run.rejections.closest
+                rules = [example for _, example in run.space.rejected.values()]
+                self.missing[name] = (
+                    f"does not fit: {closest[1]} lacks {closest[0] / 2**30:.4g} GiB"
+                    if closest is not None
+                    else "excluded by what is fixed"
+                    if self.task.fixed or not rules
+                    else f"is not legal: {rules[0]}"
+                )
 
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
@@ -132,7 +151,7 @@ class _Search:
         self,
         task: SearchTask,
         *,
-        until: float,
+        until: float = inf,
         wanted: int,
         seeds: list[Feasible] | None = None,
         only_dives: bool = False,
@@ -140,7 +159,6 @@ class _Search:
         run = BranchAndBound(
             task=task,
             evaluator=self.evaluator,
-            deadline=self.deadline,
             until=until,
             wanted=wanted,
             only_dives=only_dives,
@@ -160,13 +178,7 @@ class _Search:
             chosen = chosen[1:]
         return chosen
 
-    def _plan_of(
-        self,
-        run: BranchAndBound,
-        chosen: list[Feasible],
-        baselines: dict[str, Feasible | None],
-        widened: bool,
-    ) -> Plan:
+    def _plan_of(self, run: BranchAndBound, chosen: list[Feasible], widened: bool) -> Plan:
         task, times = self.task, self.evaluator.times
         ranking = rank_candidates(chosen[: task.top], task, times)
         # the representative of a family is often tight, while a variant of it is safe
@@ -193,13 +205,14 @@ class _Search:
         return Plan(
             ranking=ranking,
             safe=ranked(safe),
-            baselines={name: ranked(feasible) for name, feasible in baselines.items()},
+            baselines={name: ranked(feasible) for name, feasible in self.baselines.items()},
+            missing=self.missing,
             evaluated=tuple(evaluated),
             rejected=run.rejections.reasons(run.space.rejected, run.candidates, len(times)),
             candidates=run.candidates,
             feasible=sum(fit.likely for fit in self.evaluator.fits.values()),
             replayed=len(times),
-            seconds=self.deadline.elapsed,
+            seconds=perf_counter() - self.start,
             objective=task.objective,
             assumptions=task.assumptions,
             gap=gap(run.best(), run.left),

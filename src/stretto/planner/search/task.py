@@ -40,8 +40,8 @@ class SearchTask:
         allow_offload: consider states off the device, and parameters and gradients sharded within a
             pipeline, in any case, and not only if nothing fits otherwise.
         tolerance: the best layout is found up to this fraction of its time; 0: exactly.
-        seconds: limit of wall-clock time: most of it to find good layouts, then to prove which is the best,
-            the end to fill the ranking; or None to search until all is proved.
+        seconds: limit of the work (`planner.search.work`), in seconds of an idle core: 0.5, 1, 2, 4, ...;
+            others are rounded down; or None to search until all is proved.
     """
 
     job: Job

@@ -28,6 +28,7 @@ from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import existing_program, first_blocks, small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
+from stretto.planner.search.work import SearchWork
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import layer_time
 from stretto.program.action import ActionKind
@@ -163,8 +164,8 @@ class Layers:
 class TimeBounds:
     """Bounds for the candidates of one task, in seconds of a step."""
 
-    def __init__(self, task: SearchTask) -> None:
-        self.task = task
+    def __init__(self, task: SearchTask, work: SearchWork | None = None) -> None:
+        self.task, self.work = task, work or SearchWork()
         self._kinds = first_blocks(task.shape)
         self._ends = non_blocks_among(task.shape, range(task.shape.chain))
         self._all = tuple(count for _, count in block_kinds(task.shape))
@@ -200,6 +201,7 @@ class TimeBounds:
             self.cluster(layout.world).node,
         )
         if key not in self._layers:
+            self.work.add("layers")
             self._layers[key] = self._times(parallelism, mode, backwards)
         return self._layers[key]
 
@@ -275,6 +277,7 @@ class TimeBounds:
         """A bound with a schedule and recomputation."""
         key = parallelism, choice, saving.recompute
         if key not in self._orders:
+            self.work.add("time bound")
             self._orders[key] = self._schedule(parallelism, choice, saving)
         return self._orders[key]
 
@@ -327,6 +330,7 @@ class TimeBounds:
         parallelism = candidate.parallelism
         layout = candidate.parallelism.layout
         choice = candidate.schedule
+        self.work.add("time bound")
         bound = self.schedule(parallelism, choice, candidate.saving)
         if updates_within(choice.name):
             return bound
