@@ -437,7 +437,7 @@ def test_a_search_that_proves_nothing_prices_the_plain_layouts() -> None:
         plain = plan.baselines[name]
         assert plain is not None
         assert plain.estimate.seconds == estimate(plain.estimate.job, large_task(0.1).cluster).seconds
-        assert plan.ranking[0].estimate.seconds <= plain.estimate.seconds * (1 + TIE)
+        assert plain.estimate.job.layout in [row.estimate.job.layout for row in plan.ranking]
     excluded = search(large_task(0.1, fixed={"tp": (8,)}))
     assert excluded.baselines["FSDP"] is None
     assert excluded.missing["FSDP"] == "excluded by what is fixed"
