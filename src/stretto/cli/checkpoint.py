@@ -195,6 +195,9 @@ def _export_recommender(options: ExportOptions, checkpoint: Path) -> None:
         "--dtype": options.dtype is not None,
         "--adapters": options.adapters,
         "--merge": options.merge,
+        "--shard-gb": options.shard_gb != ExportOptions.shard_gb,
+        "--torchtitan": options.torchtitan != ExportOptions.torchtitan,
+        "--expert-parallel": options.expert_parallel is not None,
     }
     if wrong := [option for option, is_given in others.items() if is_given]:
         raise StrettoError(f"{wrong[0]}, and {checkpoint} is of a recommender", hint=f"leave {wrong[0]} out")

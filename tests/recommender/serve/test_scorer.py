@@ -217,8 +217,9 @@ def test_what_cannot_be_loaded_says_why(
         Scorer.load(tmp_path / "out")
     assert run(words) == 2
     assert "already holds tables" in capfd.readouterr().err
-    assert run([*words, "--dtype", "float16"]) == 2
-    assert "--dtype, and" in capfd.readouterr().err
+    for option, value in (("--dtype", "float16"), ("--shard-gb", "1"), ("--expert-parallel", "2")):
+        assert run([*words, option, value]) == 2
+        assert f"{option}, and" in capfd.readouterr().err
     config = json.loads((exported / "config.json").read_text())
     for change, message in (
         ({"version": 2}, "of version 2, and this release reads 1"),

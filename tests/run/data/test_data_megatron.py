@@ -332,7 +332,7 @@ def test_info_and_show(
     built = json.loads(capsys.readouterr().out)
     assert (built["documents"], built["vocab"], built["dtype"]) == (3, 300, "uint16")
     assert run(["data", "info", "out.bin", "--verify", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == built | {"verified": True}
+    assert json.loads(capsys.readouterr().out) == built | {"schema": "stretto data info/1", "verified": True}
     assert run(["data", "show", "out", "--document", "1"]) == 0
     assert "«another, of two\nlines<|endoftext|>»" in capsys.readouterr().out
     (tmp_path / "out.tokenizer.json").unlink()
