@@ -28,6 +28,14 @@ class UserFunction:
     path: Path
     name: str
 
+    def is_class(self) -> bool:
+        """True if the file defines a class of the name, or gets the name from elsewhere."""
+        tree = ast.parse(read_text(self.path), str(self.path))
+        return not any(
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == self.name
+            for node in tree.body
+        )
+
     def load(self) -> Callable[..., Any]:
         """Run the file, unless this process has loaded it, and return the function.
 
@@ -78,13 +86,13 @@ def is_function_name(text: str) -> bool:
     return ".py:" in text
 
 
-def find_function(target: str, example: str, arguments: Sequence[str] = ()) -> UserFunction:
+def find_function(target: str, example: str, arguments: Sequence[str] | None = ()) -> UserFunction:
     """Find a function by FILE.py:NAME, without running the file.
 
     Args:
         target: FILE is relative to the working directory.
         example: a correct use, for the hint.
-        arguments: names of the positional arguments that the function is called with.
+        arguments: names of the positional arguments that the function is called with; None: unknown.
 
     Raises:
         StrettoError: there is no such file, it is not Python, or nothing of that name can be called in it
@@ -109,7 +117,7 @@ def find_function(target: str, example: str, arguments: Sequence[str] = ()) -> U
     statements = {defined: node for node in tree.body for defined in _defined(node)}
     if name not in statements and "*" not in statements:  # of `from module import *`
         raise _undefined(path, name, statements)
-    if isinstance(node := statements.get(name), ast.FunctionDef):
+    if arguments is not None and isinstance(node := statements.get(name), ast.FunctionDef):
         accepted = node.args
         maximum = len(accepted.posonlyargs) + len(accepted.args)
         minimum = maximum - len(accepted.defaults)

@@ -255,7 +255,7 @@ def under(section: str, names: str) -> tuple[str, ...]:
 AROUND = (
     *under("data", "tokenizer vocab end_of_text begin_of_text text_field format on_error split"),
     *under("data", "shuffle shuffle_window cache cache_gib chat_template too_long"),
-    *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s"),
+    *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s hooks"),
     *under("eval", "every batches"),
     *under("metrics", "to project tensorboard_dir peak_tflops trace"),
     *under("sample", "prompt tokens temperature top_k"),

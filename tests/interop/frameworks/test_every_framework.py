@@ -31,6 +31,7 @@ from stretto_interop.frameworks.registry import FRAMEWORKS
 OTHERS: dict[str, tuple[Any, ...]] = {
     "metrics.to": (["wandb"], ["tensorboard", "mlflow"]),
     "metrics.project": ("gpt",),
+    "train.hooks": (["mine.py:MyHooks"],),
     "train.device": ("auto", "cpu", "cuda"),
     "train.backend": ("auto", "gloo", "nccl"),
     "data.phases": ([MixturePhase(from_step=5, weights={"a": 1.0})],),

@@ -9,10 +9,31 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stretto.errors import Problem, joined, nearest, nearest_file
+from stretto.errors import Problem, StrettoError, joined, nearest, nearest_file
 from stretto.job.optimiser import RateCurve
 from stretto.run.config.schema import CheckpointConfig, GuardConfig, JobConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
+from stretto.user_file import UserFunction, find_function
+
+# what a run calls, and the names of the arguments
+HOOKS = {
+    "on_start": ("run",),
+    "before_update": ("run",),
+    "on_step_end": ("run", "record"),
+    "on_evaluation": ("run", "record"),
+    "on_checkpoint": ("run", "path"),
+    "on_end": ("run",),
+}
+
+
+def find_hook(reference: str) -> UserFunction:
+    """Find a class with hooks, or a function that is one, by FILE.py:NAME, without running the file.
+
+    Raises:
+        StrettoError: as `find_function`.
+    """
+    name = reference.rpartition(":")[2]
+    return find_function(reference, "train.hooks=[mine.py:MyHooks]", HOOKS.get(name))
 
 
 def raise_first(problems: Sequence[Problem]) -> None:
@@ -51,6 +72,7 @@ def run_problems(config: JobConfig) -> list[Problem]:
         *_resume(config.checkpoint.resume),
         *_retention(config.checkpoint, config.eval.every),
         *_run_folder(config.run),
+        *_hooks(config.train.hooks),
         *_trackers(config.metrics),
     ]
 
@@ -61,6 +83,21 @@ def _resume(wanted: str) -> Iterator[Problem]:
         similar = next(meant, None) or nearest(wanted, _SYNONYMS)
         fix = f"did you mean {similar}?" if similar else "never, auto, or a checkpoint's folder"
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
+
+
+def _hooks(references: Sequence[str]) -> Iterator[Problem]:
+    """Check that the hooks exist, and that a function has the name of one."""
+    for reference in references:
+        name = reference.rpartition(":")[2]
+        try:
+            found = find_hook(reference)
+        except StrettoError as error:
+            yield error.within("train.hooks")
+            continue
+        if name not in HOOKS and not found.is_class():
+            similar = nearest(name, HOOKS)
+            rule = f"a function is named {', '.join(HOOKS)}; only a class has any name"
+            yield Problem("train.hooks", reference, rule, f"did you mean {similar}?" if similar else None)
 
 
 def _retention(checkpoint: CheckpointConfig, eval_every: int | None) -> Iterator[Problem]:

@@ -182,6 +182,14 @@ class LoopConfig:
             check=check_backend,
         ),
     ] = "auto"
+    hooks: Annotated[
+        list[str],
+        Field(
+            "Own code that every rank calls at points of the loop: FILE.py:CLASS, or FILE.py:FUNCTION with "
+            "the name of a hook, such as on_step_end. See docs/training.md.",
+            examples=("[mine.py:MyHooks]",),
+        ),
+    ] = field(default_factory=list[str])
     threads: Annotated[int, Field("CPU threads of each rank.", gt=0)] = 1
     timeout_s: Annotated[
         float, Field("Longest wait for another rank before the job fails, seconds.", gt=0)

@@ -22,6 +22,7 @@ class StepReport:
     overflow: bool = False  # a gradient is not finite, or an update within the step was skipped
     memory_changed: float | Tensor = 0.0  # tensors that are not as the last update left them
     stop: bool = False  # the rank was asked to stop
+    end: bool = False  # a hook has asked to end the run
     memory_gib: float = 0.0  # its peak so far, on the device
     host_gib: float = 0.0  # the peak of its process
     busy_s: float = 0.0  # time since its last report in which it waited for no other rank; 0 if not measured
@@ -30,7 +31,7 @@ class StepReport:
 
 
 # summed over all ranks
-_SUMMED = ("loss", "bad_weights", "overflow", "memory_changed", "stop", "written", "write_failed")
+_SUMMED = ("loss", "bad_weights", "overflow", "memory_changed", "stop", "written", "write_failed", "end")
 _PER_RANK = ("bad_microbatch", "memory_gib", "busy_s", "host_gib")  # every rank learns those of each rank
 
 
@@ -48,6 +49,7 @@ class StepAgreement:
     busy_s: tuple[float, ...]  # by rank
     save_ready: bool  # all have done their part of a checkpoint, or one has failed: `BackgroundSave.advance`
     save_failed: bool
+    end: bool = False
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """By rank, GiB: the peaks of its `device` and of its process on the `host`."""
     statistics: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
@@ -105,6 +107,7 @@ class Agreement:
             overflow=summed["overflow"] > 0,
             memory_changed=summed["memory_changed"] > 0,
             stop=summed["stop"] > 0,
+            end=summed["end"] > 0,
             memory_gib=max(per_rank["memory_gib"]) or None,
             busy_s=tuple(per_rank["busy_s"]),
             memory={"device": tuple(per_rank["memory_gib"]), "host": tuple(per_rank["host_gib"])},

@@ -120,7 +120,7 @@ class AsyncTrainer(Trainer):
         if pipeline.drained:
             self._in_flight = None
             task.update_expert_bias()
-        elif any(result.agreed.stop or result.agreed.save_failed for result in results):
+        elif any(r.agreed.stop or r.agreed.end or r.agreed.save_failed for r in results):
             window.until = min(window.until, step + 1 + pipeline.ahead)
         BUSY.end()
 

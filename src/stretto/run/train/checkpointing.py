@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.folder import HELD_OUT_LOSS, Retention, checkpoints, clean, is_checkpoint
 from stretto.engine.checkpoint.load import latest
+from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.checkpoint.metadata import COUNTED_FROM
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.control import CollectiveError, gather_json, run_on_first
@@ -27,6 +28,7 @@ from stretto.run.launch.lease import RunFolderLost, check_lease, leave_folder, l
 from stretto.run.launch.restart import restart_count
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.guard import BadStep, add_range
+from stretto.run.train.hooks import Hooks
 from stretto.run.train.metrics import Metrics
 from stretto.run.train.resume import checkpoint_path, no_checkpoint_error
 from stretto.run.train.task import Log, RunTask, TrainProgress
@@ -37,6 +39,7 @@ class Checkpointer:
 
     Attributes:
         newest: the last checkpoint that was saved, at first the one that the run was resumed from, or None.
+        hooks: of the run; their states are saved.
         background: the save in progress, if `checkpoint.async_save` asks for it.
 
     Args:
@@ -58,6 +61,7 @@ class Checkpointer:
         self._saved_step = progress.step if newest is not None else -1
         self._started = 0.0  # clock of the last save
         self._longest_s: float | None = None  # save of this session
+        self.hooks: Hooks | None = None
 
     @property
     def is_saved(self) -> bool:
@@ -130,17 +134,20 @@ class Checkpointer:
         self._longest_s = max(self._longest_s or 0.0, time.monotonic() - self._started)
         self.newest = path
         self._task.log(f"saved {path}")
+        if self.hooks is not None:
+            self.hooks.call("on_checkpoint", self._saved_step, path)
 
     def _write(self, write: Callable[..., Path]) -> Path:
         config, step = self._config, self._progress.step
         if (name := self._task.bad_weight()) is not None:
             raise TrainingFailed(f"after step {step}: weights are not finite; first {name}")
         content, limits = self._task.checkpoint(self._progress), config.checkpoint
+        states = {} if self.hooks is None else {"hooks": self.hooks.state()}
         return write(
             folder=config.run.folder / "checkpoints",
             step=step,
             tensors=content.tensors,
-            meta={**content.meta, "config": plain_section(config)},
+            meta={**content.meta, "config": plain_section(config), **states},
             per_rank=content.per_rank,
             keep=Retention(last=limits.keep, every=limits.keep_every, best=limits.keep_best),
             before_commit=lambda: check_lease(config.run.folder),
@@ -182,6 +189,8 @@ class Checkpointer:
             if path is None:
                 raise TrainingFailed(f"{bad}; there is no whole checkpoint to go back to")
             restored = self._task.restore(path, check=False)
+        if self.hooks is not None:
+            self.hooks.load_state(read_manifest(path).meta.get("hooks", {}))
         self.newest, self._saved_step = path, restored.step
         return restored
 

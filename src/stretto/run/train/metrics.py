@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 STEPS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+LOGGED = "logged.jsonl"  # by hooks
 EVENTS = "guard.jsonl"
 _RECENT = 10_000  # lines that stay in memory, if the file itself cannot be read any more
 _TAIL = 1 << 16  # bytes that hold the last record
@@ -245,7 +246,7 @@ class StepLines(RecordFile):
 
 def cut_records(run: Path, step: int) -> None:
     """Drop the records of a run's later steps, as resuming at this one does."""
-    for name in (STEPS, EVALUATIONS):
+    for name in (STEPS, EVALUATIONS, LOGGED):
         if (run / name).is_file():
             _drop_steps(run / name, step)
 
@@ -483,7 +484,7 @@ class Metrics:
         self._steps = steps
         self._every = every
         self._folder, self._trackers = folder, trackers
-        self._events = RecordFile(folder / EVENTS)
+        self._events, self._logged = RecordFile(folder / EVENTS), RecordFile(folder / LOGGED)
         self._open(start)
         self._identity = identity(folder)
         self._display = display(steps, start, sys.stdout if out is None else out, log_format)
@@ -494,6 +495,8 @@ class Metrics:
         self._eval = StepLines(self._folder / EVALUATIONS, start)
         if self._events.path.exists():
             self._events.open()
+        if self._logged.path.exists():
+            _drop_steps(self._logged.path, start)
 
     def rewind(self, start: int) -> None:
         """Continue after step `start`: records of later ones are dropped."""
@@ -524,6 +527,18 @@ class Metrics:
         if self._trackers is not None:
             self._trackers.log(numbers_of("eval", record.as_dict()), record.step, "eval")
 
+    def extra(self, values: Mapping[str, float | str], step: int) -> None:
+        """Record further numbers and texts of a step, by their full names."""
+        self._write(self._logged, {"step": step, **values})
+        if self._trackers is None:
+            return
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if numbers:
+            self._trackers.log(numbers, step)
+        for name, text in values.items():
+            if isinstance(text, str):
+                self._trackers.text(name, text, step)
+
     def _print_notes(self) -> None:
         for note in () if self._trackers is None else self._trackers.notes():
             self.note(note)
@@ -547,7 +562,7 @@ class Metrics:
         files of which only the newest lines are left.
         """
         self._write_files(folder)
-        files = (self._train, self._eval, self._events)
+        files = (self._train, self._eval, self._events, self._logged)
         return [file.path.name for file in files if not file.copy_to(folder / file.path.name)]
 
     def note(self, text: str) -> None:
@@ -564,7 +579,7 @@ class Metrics:
             self._trackers = None
 
     def _close_files(self) -> None:
-        for file in (self._train, self._eval, self._events):
+        for file in (self._train, self._eval, self._events, self._logged):
             file.close()
 
     def __enter__(self) -> Self:

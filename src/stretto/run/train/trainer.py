@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stretto.engine.checkpoint.manifest import read_manifest
 from stretto.engine.device import on_accelerator, peak_host_memory, peak_memory
 from stretto.engine.parallel.control import gather_json, this_rank
 from stretto.engine.parallel.memory_check import MemoryCheck
@@ -38,6 +39,7 @@ from stretto.run.train import trace
 from stretto.run.train.agreement import StepAgreement, StepReport, agree
 from stretto.run.train.checkpointing import Checkpointer
 from stretto.run.train.guard import BadStep, Guard, add_range
+from stretto.run.train.hooks import HookedRun, Hooks
 from stretto.run.train.metrics import EVALUATIONS, Metrics, recorded_steps
 from stretto.run.train.resume import is_fresh_run
 from stretto.run.train.start import new_run_folder, process_group
@@ -101,6 +103,7 @@ class Trainer:
         self._copies, self._compared_step = ReplicaConsistencyCheck(), self.progress.step
         self._rollback: BadStep | None = None  # to undo at the end of this step
         self._trend = LossTrend()
+        self.hooks: Hooks | None = None
         self._hosts: list[str] = []
         self._slow_ranks: SlowRanks | None = None  # on rank 0
         task.log = self.log
@@ -152,6 +155,8 @@ class Trainer:
 
         # Update: clip, and apply the gradients; or drop them.
         PROGRESS.mark(_UPDATING)
+        if bad is None:
+            self.call_hooks("before_update", step + 1)
         task.update(step, norm, apply=bad is None)
         BUSY.end()
 
@@ -170,7 +175,9 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.on_loss = stop.ask  # all ranks end, and save elsewhere
         try:
+            self.call_hooks("on_start", self.progress.step)
             stopped = self._train(stop)
+            self.call_hooks("on_end", self.progress.step)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.background.close()
@@ -187,24 +194,26 @@ class Trainer:
     def _train(self, stop: StopRequest) -> bool:
         """Train and save; return True if training was stopped before the last step."""
         progress, checkpointer = self.progress, self.checkpointer
-        steps = self.steps
-        if progress.step < steps and any(gather_json(stop.signal is not None)):
+        if progress.step < self.steps and any(gather_json(stop.signal is not None)):
             self.log(f"asked to stop before step {progress.step + 1}")
             return True
         self._hosts = gather_json(socket.gethostname())
         if len(self._hosts) > 1 and this_rank() == 0:
             self._slow_ranks = SlowRanks(self.task.peer_ranks)
-        if progress.step >= steps:
-            self.log(f"nothing to do: {progress.step} of train.steps={steps} steps are done")
+        if progress.step >= self.steps:
+            self.log(f"nothing to do: {progress.step} of train.steps={self.steps} steps are done")
         elif checkpointer is not None and checkpointer.newest is None and self.guard.config.rolls_back:
             checkpointer.save()  # what the first rollback goes back to
-        stopping = stopped = False
-        while progress.step < steps and not stopped:
+        ending = stopping = stopped = False
+        while progress.step < self.steps and not stopped:
             with error_context(f"in step {progress.step + 1}"), self._limit.step(progress.step + 1):
                 progress.held_out_loss = None
                 results = self.step(stop)
                 stopping = stopping or any(result.agreed.stop for result in results)
-                stopped = stopping and self.drained and progress.step < steps
+                ending = ending or any(result.agreed.end for result in results)
+                if ending and self.drained and self._rollback is None:
+                    self._end_early()
+                stopped = stopping and self.drained and progress.step < self.steps
                 self._check_copies(stopped)
                 self._watch_memory()
             if self.drained:
@@ -225,7 +234,7 @@ class Trainer:
             else:
                 with error_context(f"after step {progress.step}"):
                     every = self._eval_every
-                    if every and (progress.step % every == 0 or progress.step == steps):
+                    if every and (progress.step % every == 0 or progress.step == self.steps):
                         self.evaluate()
                     if checkpointer is not None:
                         checkpointer.save_if_due()
@@ -236,6 +245,18 @@ class Trainer:
                     checkpointer.save()
         return stopped
 
+    def _end_early(self) -> None:
+        """Make this step the last, since a hook has asked for it. Collective."""
+        assert self.hooks is not None
+        reason = next(text for text in gather_json(self.hooks.run.ending) if text)
+        self.log(f"the run ends after step {self.progress.step} of {self.steps}: {reason}")
+        self.steps = self.progress.step
+
+    def call_hooks(self, name: str, step: int, *arguments: Any) -> None:
+        """Call the user's hooks of this name about a step, if there are any."""
+        if self.hooks is not None:
+            self.hooks.call(name, step, *arguments)
+
     def evaluate(self) -> None:
         """Evaluate on held-out samples and report it. Collective."""
         assert self._evaluate is not None, "eval_every comes with evaluate"
@@ -244,6 +265,7 @@ class Trainer:
         self.progress.held_out_loss = loss if isfinite(loss) else None
         if self.metrics is not None:
             self.metrics.evaluation(record)
+        self.call_hooks("on_evaluation", record.step, record.as_dict())
 
     def report(self, losses: StepReport, stop: StopRequest | None) -> StepReport:
         """Return what this rank reports of a step: its losses, and flags that all ranks have to know."""
@@ -253,6 +275,7 @@ class Trainer:
             losses,
             memory_changed=self._memory.changed(device),
             stop=stop is not None and stop.signal is not None,
+            end=self.hooks is not None and self.hooks.run.ending is not None,
             memory_gib=peak_memory(device),
             host_gib=peak_host_memory(),
             busy_s=0.0 if on_accelerator(device) else BUSY.report(),
@@ -318,6 +341,7 @@ class Trainer:
         record = self.task.record(result, progress, seconds, slow)
         if self.metrics is not None:
             self.metrics.step(record, memory_numbers(**result.agreed.memory))
+        self.call_hooks("on_step_end", result.step, record.as_dict())
         if bad is None:
             return
         consequence = "its update is skipped" if bad.action == "skip" else "going back to a checkpoint"
@@ -421,6 +445,16 @@ def _open_trackers(config: JobConfig, start: int) -> Trackers | None:
         return Trackers([*metrics.trackers], tracked, recorded, required=not restart_count())
 
 
+def _attach_hooks(trainer: Trainer, config: JobConfig, run: OpenedRun) -> None:
+    """Give a trainer the hooks of `train.hooks`, with their states of the checkpoint that it resumes from."""
+    hooks = Hooks(config.train.hooks, HookedRun(trainer, config))
+    if run.checkpoint is not None and run.progress.step:
+        hooks.load_state(read_manifest(run.checkpoint).meta.get("hooks", {}))
+    trainer.hooks = hooks
+    if trainer.checkpointer is not None:
+        trainer.checkpointer.hooks = hooks
+
+
 def train_rank(
     config: JobConfig,
     *,
@@ -483,6 +517,8 @@ def train_rank(
             checkpointer=Checkpointer(config, run.task, run.progress, run.checkpoint, metrics),
             metrics=metrics,
         )
+        if train.hooks:
+            _attach_hooks(trainer, config, run)
         result = trainer.train(stop)
         dist.barrier()
         return result.as_dict()

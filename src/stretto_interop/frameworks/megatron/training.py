@@ -635,6 +635,7 @@ TRAINING: tuple[Rule, ...] = (
         ),
     ),
     ignored("set OMP_NUM_THREADS", RUN.train.threads),
+    ignored("Megatron-LM has no hooks of users' own", RUN.train.hooks),
     ignored("Megatron-LM leaves it to nvidia-resiliency-ext, --enable-ft-package", RUN.train.hang_s),
     ignored("Megatron-LM's options are of one layout", RUN.elastic.layouts),
     ignored("torchrun starts the ranks, and again with --max-restarts", RUN.train.restarts),
