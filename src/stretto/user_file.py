@@ -86,6 +86,12 @@ def is_function_name(text: str) -> bool:
     return ".py:" in text
 
 
+def path_of(name: str) -> Path:
+    """Return the path in FILE.py:NAME, or the name of any other file as a path."""
+    file, python, _ = name.partition(".py:")
+    return Path(f"{file}.py" if python else name).expanduser()
+
+
 def find_function(target: str, example: str, arguments: Sequence[str] | None = ()) -> UserFunction:
     """Find a function by FILE.py:NAME, without running the file.
 

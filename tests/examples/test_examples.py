@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto import Costs, schedule, simulate
 from stretto.job.huggingface import shape_from_huggingface
 
 pytestmark = pytest.mark.apart
@@ -142,9 +143,21 @@ def test_a_tiny_published_model_can_be_imported(tmp_path: Path, monkeypatch: pyt
     assert shape.rope.type == "llama3"
 
 
+def test_schedules_of_a_file_are_as_their_docstrings_say():
+    name = f"{EXAMPLES}/my_schedule.py"
+    timelines = {at: simulate(schedule(f"{name}:{at}", 4, 8)) for at in ("lifo", "lifo:depth=8", "one_ahead")}
+    peaks = {at: list(timeline.peak_activations) for at, timeline in timelines.items()}
+    assert peaks == {"lifo": [4] * 4, "lifo:depth=8": [8] * 4, "one_ahead": [5, 4, 3, 1]}
+    assert timelines["lifo:depth=8"].makespan == simulate(schedule("gpipe", 4, 8)).makespan == 33
+    late = Costs(hop=0.5)
+    ahead, plain = (simulate(schedule(at, 4, 8), late).makespan for at in (f"{name}:one_ahead", "1f1b"))
+    assert ahead < plain
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it_and_is_short(path: Path):
     text = path.read_text()
-    assert f"python examples/{path.name}" in text
+    assert re.search(rf"(python|stretto [a-z]+) examples/{path.stem}\b", text)
     assert len(text.splitlines()) <= 80
-    assert f'output("{path.name}")' in Path(__file__).read_text()
+    tests = [Path(__file__), Path(__file__).parents[1] / "run" / "train" / "test_train_user_parts.py"]
+    assert any(path.name in test.read_text() for test in tests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -194,3 +195,53 @@ def test_training_reports_the_loss_and_evaluations_the_cross_entropy(tmp_path: P
     (evaluation,) = read_lines(config.run.folder / "eval.jsonl")
     assert step["loss"] == pytest.approx(57, rel=0.05)  # 10 ln 300
     assert evaluation["loss"] == pytest.approx(5.7, rel=0.05)
+
+
+def test_a_schedule_in_a_file_resumes_and_a_change_of_it_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / f"lifo_{tmp_path.name}.py"
+    shutil.copy(PARTS.with_name("my_schedule.py"), path)
+    shape = ("layout.pp=2", "batch.global_size=8", "batch.micro_size=2", f"schedule.name={path}:lifo:depth=2")
+    straight = job(tmp_path, *shape, "run.name=straight", model=LLAMA)
+    halves = job(tmp_path, *shape, "run.name=halves", model=LLAMA)
+    train(straight)
+    assert train(halves, STOP_AT_3)["stopped"]
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text + "# a comment\n", encoding="utf-8")
+    again = job(tmp_path, *shape, "run.name=halves", "checkpoint.resume=auto", model=LLAMA)
+    train(again, keep_notes(str(tmp_path / "notes")))
+    assert same(tensors(straight, 6), tensors(again, 6))
+    note = (tmp_path / "notes").read_text(encoding="utf-8")
+    assert f"schedule.name={path}:lifo:depth=2: the file has changed since the checkpoint was saved" in note
+    copies = [each.read_text(encoding="utf-8") for each in (halves.run.folder / "user_files").iterdir()]
+    assert sorted(copies) == [text, text + "# a comment\n"]
+    assert str(halves.run.folder / "user_files" / path.stem) in note
+
+
+def files_differ(rank: int) -> None:
+    from stretto.run.train import language_job
+
+    if int(os.environ["RANK"]) == rank:
+        read = language_job.file_digests
+        language_job.file_digests = lambda parts: {name: f"{d}0" for name, d in read(parts).items()}
+
+
+def test_ranks_with_different_files_do_not_start(tmp_path: Path) -> None:
+    name = f"schedule.name={PARTS.with_name('my_schedule.py')}:lifo"
+    with pytest.raises(StrettoError, match="the file of rank 1 is another than that of rank 0"):
+        train(job(tmp_path, "layout.pp=2", name, model=LLAMA), (files_differ, (1,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my_schedule.py:life", "did you mean 'lifo'"),
+        ("my_schedule.py:lifo:depth=0", "my_schedule.py, line "),
+        ("my_shedule.py:lifo", "did you mean"),
+        ("none.csv", "there is no such file"),
+    ],
+)
+def test_mistakes_in_a_schedule_are_found_before_ranks_start(tmp_path: Path, name: str, said: str) -> None:
+    found = find_problems(job(tmp_path, f"schedule.name={PARTS.with_name(name)}", "layout.pp=2", model=LLAMA))
+    assert len(found) == 1
+    assert said in str(found[0])
+    assert found[0].field.startswith("schedule")

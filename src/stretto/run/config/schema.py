@@ -29,10 +29,10 @@ from stretto.job.presets import find_shape
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
+from stretto.program.schedules.user_schedule import is_file
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.config.model import LoraConfig, ModelConfig
-from stretto.user_file import is_function_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,14 @@ class LayoutConfig:
 class ScheduleConfig:
     """The order in which a pipeline rank processes its microbatches."""
 
-    name: Annotated[str, Field("Name of a schedule; `stretto schedule --list` shows them.")] = PLAIN
+    name: Annotated[
+        str,
+        Field(
+            "Name of a schedule; `stretto schedule --list` shows them; or one of your own in a file, which "
+            "is relative to the working directory: FILE.py:FUNCTION, whose file is run, with options as in "
+            "mine.py:lifo:depth=2, or the program in FILE.csv or FILE.json. See docs/schedules.md."
+        ),
+    ] = PLAIN
     file: Annotated[
         str | None,
         Field(
@@ -606,9 +613,14 @@ class TrainConfig:
 
     @property
     def user_parts(self) -> dict[str, str]:
-        """The parts of the job that files of the user's define, as FILE.py:NAME by field."""
-        parts = {"optim.name": self.optim.name, "train.loss": self.train.loss}
-        return {field: named for field, named in parts.items() if named and is_function_name(named)}
+        """The parts of the job that files of the user's define, by field: FILE.py:NAME or a file."""
+        parts = {
+            "optim.name": self.optim.name,
+            "train.loss": self.train.loss,
+            "schedule.name": self.schedule.name,
+        }
+        files = {} if self.schedule.file is None else {"schedule.file": self.schedule.file}
+        return files | {field: named for field, named in parts.items() if named and is_file(named)}
 
     @property
     def microbatches(self) -> int:

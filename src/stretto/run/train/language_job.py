@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.errors import Problem
+from stretto.errors import Problem, StrettoError
 from stretto.job.devices import HOST
 from stretto.run.config.check import check
 from stretto.run.config.data import DataConfig
@@ -23,9 +23,11 @@ from stretto.run.launch.stop import StopRequest
 from stretto.run.train.launch import PRELOAD, Elastic, JobType, check_fresh
 from stretto.run.train.prediction import prediction_line
 from stretto.run.train.replan import for_ranks
-from stretto.run.train.resume import check_fits, checkpoint_to_resume, is_base
+from stretto.run.train.resume import check_fits, checkpoint_to_resume, file_copy, file_digests, is_base
+from stretto.user_file import path_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import ExitStack
 
     import torch
@@ -115,6 +117,7 @@ def train_language_rank(
 
         import torch
 
+        from stretto.engine.parallel.control import gather_json
         from stretto.engine.parallel.mesh import Mesh
         from stretto.run.train.assemble import assemble
         from stretto.run.train.async_step import AsyncTrainer
@@ -128,6 +131,14 @@ def train_language_rank(
         torch.manual_seed(seed)  # its state is in checkpoints, for layers of users
         check_vocabulary(data, vocab, config.corruption, source)
         job = job_of_text(config, source)
+        parts = config.user_parts
+        for rank, digests in enumerate(records := gather_json(file_digests(parts)) if parts else []):
+            if changed := [field for field, digest in digests.items() if digest != records[0][field]]:
+                raise StrettoError(
+                    f"{changed[0]}={parts[changed[0]]}: the file of rank {rank} is another than that of "
+                    "rank 0",
+                    hint="copy it to every machine",
+                )
         mesh = Mesh(job.layout, device, timedelta(seconds=config.train.timeout_s))
         checkpoint = find_checkpoint(config.checkpoint.resume, config.run.folder, log)
         base = False
@@ -149,7 +160,7 @@ def train_language_rank(
             task=task,
             progress=task.start(checkpoint),
             checkpoint=checkpoint,
-            write_files=lambda run: _write_tokenizer(source, checkpoint, run),
+            write_files=lambda run: _write_companions(source, checkpoint, config.user_parts, run),
             log_format=TOKENS,
             trainer=AsyncTrainer if model.asynchronous else Trainer,
         )
@@ -164,9 +175,10 @@ def train_language_rank(
     )
 
 
-def _write_tokenizer(data: TokenData, checkpoint: Path | None, run: Path) -> None:
+def _write_companions(data: TokenData, checkpoint: Path | None, parts: Mapping[str, str], run: Path) -> None:
     """Write what the run's text needs: the tokenizer of its tokens, with the chat template that rendered
     them; and from the run that it starts from generation settings, and a template if the tokens have none.
+    And copies of the user's files that define parts of the job.
 
     Files are written under another name, then renamed: an interrupted run leaves the old one or the new.
     """
@@ -178,6 +190,9 @@ def _write_tokenizer(data: TokenData, checkpoint: Path | None, run: Path) -> Non
     )
 
     files = dict(data.companions())
+    for field, digest in file_digests(parts).items():
+        (run / "user_files").mkdir(exist_ok=True)
+        files[file_copy(parts[field], digest)] = path_of(parts[field]).read_bytes()
     start = None if checkpoint is None else run_folder(checkpoint)
     has_template = "chat_template" in json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if start is not None and not has_template and (start / TOKENIZER_CONFIG).is_file():

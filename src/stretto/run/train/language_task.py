@@ -443,7 +443,7 @@ class LanguageRun(LanguageTask):
         saved = meta.get("text", text)  # an imported run's is unknown
         changed = None if saved == text else _changed_text(saved, text)
         log_resumed(path, meta, seed, self.log, changed)
-        for sentence in changed_files(meta.get("user_files", {}), config.user_parts):
+        for sentence in changed_files(meta.get("user_files", {}), config.user_parts, path.parent.parent):
             self.log(sentence)
         return TextProgress(
             **restored_progress(meta, self.global_batch),

@@ -19,6 +19,7 @@ from stretto.job.shape import ModelShape, shape_from_record
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
+from stretto.user_file import path_of
 
 # Fields of a model that may differ from those of the checkpoint that a run resumes from, although its outputs
 # in training, or its record, depend on them; each with the reason. All others of `differences` are compared.
@@ -248,16 +249,22 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], job: Job) -> None:
 
 def file_digests(parts: Mapping[str, str]) -> dict[str, str]:
     """Return the SHA-256 of the file of each part of the user's, `TrainConfig.user_parts`, by field."""
-    return {
-        field: hashlib.sha256(Path(part.rpartition(":")[0]).expanduser().read_bytes()).hexdigest()
-        for field, part in parts.items()
-    }
+    return {field: hashlib.sha256(path_of(part).read_bytes()).hexdigest() for field, part in parts.items()}
 
 
-def changed_files(saved: Mapping[str, str], parts: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each file that is another than when a checkpoint was saved with these digests."""
+def file_copy(part: str, digest: str) -> str:
+    """Return the path in a run's folder of the copy of a part's file, which no later version replaces."""
+    path = path_of(part)
+    return f"user_files/{path.stem}-{digest[:8]}{path.suffix}"
+
+
+def changed_files(saved: Mapping[str, str], parts: Mapping[str, str], run: Path) -> list[str]:
+    """Return a sentence for each file that is another than when a checkpoint was saved with these digests,
+    in the folder of a run.
+    """
     return [
-        f"{field}={parts[field]}: the file has changed since the checkpoint was saved"
+        f"{field}={parts[field]}: the file has changed since the checkpoint was saved; as it was then: "
+        f"{run / file_copy(parts[field], saved[field])}"
         for field, digest in file_digests(parts).items()
         if saved.get(field, digest) != digest
     ]
