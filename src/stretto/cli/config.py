@@ -29,7 +29,10 @@ def config(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Check CONFIG and print what it sets, or every field, or the job as another framework takes it."""
+    """Check CONFIG and print what it sets, or every field, or the job as another framework takes it.
+
+    A schedule or another part that CONFIG names as FILE.py:NAME is tried, so its file is run.
+    """
     from stretto.cli.jobs import check_job
     from stretto.cli.jobs import reference as reference_page
     from stretto.recommender.config.load import load_config

@@ -62,7 +62,9 @@ class PartitionOptions:
     model: ModelName = None
     cluster: ClusterName = None
     ranks: PipelineRanks = None
-    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = "1f1b"
+    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list, or FILE.py:FUNCTION.")] = (
+        "1f1b"
+    )
     microbatches: Microbatches = None
     chunks: Chunks = None
     option: ScheduleOptions = None
