@@ -41,9 +41,6 @@ class PlanOptions:
             metavar="NAME=VALUE",
             help="Fix a choice, as in tp=8, pp=4,8 or schedule=mine.py:lifo; repeatable.",
         ),
-            metavar="NAME=VALUE",
-            help="Fix a choice, as in tp=8, pp=4,8 or schedule=mine.py:lifo; repeatable.",
-        ),
     ] = None
     objective: Annotated[str, typer.Option(help="time or tokens_per_dollar.")] = "time"
     precision: Annotated[
