@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,16 @@ from torch import Tensor
 
 from stretto import FragmentOptimizer, ParameterFragment
 
+TEXTS = Path(__file__).parent  # of the documents: the scripts beside this one
+
 IGNORED = -100  # target of padding
 SMOOTHING, Z = 0.1, 1e-4
+
+
+def documents() -> Iterator[str]:
+    """The texts to train on; read once, and then taken from the cache until this file changes."""
+    for path in sorted(TEXTS.glob("*.py")):
+        yield from path.read_text(encoding="utf-8").split("\n\n")
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:

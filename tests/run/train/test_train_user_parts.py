@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from stretto.errors import StrettoError
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
+from stretto.run.data.user_source import written_sources
 from stretto.run.train.metrics import read_lines
 from tiny_job import EIGHT, LLAMA, changes, job, varied
 from train_runs import at_step, keep_notes, same, send_self, tensors, train
@@ -245,3 +247,48 @@ def test_mistakes_in_a_schedule_are_found_before_ranks_start(tmp_path: Path, nam
     assert len(found) == 1
     assert said in str(found[0])
     assert found[0].field.startswith("schedule")
+
+
+TEXTS = """
+def documents():
+    for number in range(200):
+        yield f"text {number} of the document " * 5
+"""
+
+
+def test_documents_train_like_the_same_rows_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / f"texts_{tmp_path.name}.py"
+    path.write_text(TEXTS, encoding="utf-8")
+    rows = tmp_path / "rows.jsonl"
+    texts = [f"text {number} of the document " * 5 for number in range(200)]
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    own = job(tmp_path, f"data.source={path}:documents", "layout.dp=2", "run.name=own", model=LLAMA)
+    of_file = job(tmp_path, f"data.source={rows}", "layout.dp=2", "run.name=file", model=LLAMA)
+    train(own)
+    train(of_file)
+    assert same(tensors(own, 6), tensors(of_file, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("yield", "yield 1 or"), "document 0 is int, must be a text"),
+        (('f"text', '1 // 0 * f"text'), "after 0 documents: ZeroDivisionError"),
+        (("def documents", "def texts"), "defines no documents"),
+    ],
+    ids=["kind", "raises", "name"],
+)
+def test_mistakes_in_documents_are_found_before_ranks_start(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    path = tmp_path / f"wrong_{tmp_path.name}.py"
+    path.write_text(TEXTS.replace(*change), encoding="utf-8")
+    config = job(tmp_path, f"data.source={path}:documents", model=LLAMA)
+
+    def prepare() -> None:
+        check(config)
+        written_sources(config.data.sources, config.data)
+
+    with pytest.raises(StrettoError, match=message):
+        prepare()
+    assert not list(tmp_path.glob("cache/documents/*"))

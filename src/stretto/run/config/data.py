@@ -49,7 +49,8 @@ class DataConfig:
             "folder that `stretto data build` wrote, `stretto-sample` (a small one that comes with the "
             "package), a Megatron dataset by its `PREFIX`, or a list of these; or a mixture of any of these "
             "by weights, as `{web/: 0.7, code/: 0.3}`. Files and tokens may be at URLs, such as "
-            "`s3://bucket/tokens`."
+            "`s3://bucket/tokens`. `FILE.py:NAME` is a function of your own that returns texts: see "
+            "docs/library.md."
         ),
     ] = "python-stdlib"
     phases: Annotated[

@@ -13,7 +13,7 @@ from stretto.errors import Problem, StrettoError, joined, nearest, nearest_file
 from stretto.job.optimiser import RateCurve
 from stretto.run.config.schema import CheckpointConfig, GuardConfig, JobConfig, ReportConfig, RunConfig
 from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
-from stretto.user_file import UserFunction, find_function
+from stretto.user_file import UserFunction, find_function, is_function_name
 
 # what a run calls, and the names of the arguments
 HOOKS = {
@@ -147,6 +147,12 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
         if is_url(name):  # whether it is there is known once it is opened
             if problem := protocol_problem(name.partition("://")[0]):
                 yield Problem("data.source", name, problem[0], problem[1])
+            continue
+        if is_function_name(name):
+            try:
+                find_function(name, "data.source=mine.py:documents")
+            except StrettoError as error:
+                yield error.within("data.source")
             continue
         path = Path(name).expanduser()
         if name in builtin or path.exists() or megatron_prefix(name) is not None:

@@ -30,6 +30,7 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.program.schedules.user_schedule import is_file
+from stretto.user_file import is_function_name
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.config.model import LoraConfig, ModelConfig
@@ -614,13 +615,14 @@ class TrainConfig:
     @property
     def user_parts(self) -> dict[str, str]:
         """The parts of the job that files of the user's define, by field: FILE.py:NAME or a file."""
-        parts = {
-            "optim.name": self.optim.name,
-            "train.loss": self.train.loss,
-            "schedule.name": self.schedule.name,
-        }
-        files = {} if self.schedule.file is None else {"schedule.file": self.schedule.file}
-        return files | {field: named for field, named in parts.items() if named and is_file(named)}
+        parts = {"optim.name": self.optim.name, "schedule.name": self.schedule.name}
+        parts = {field: named for field, named in parts.items() if is_file(named)}
+        if self.schedule.file is not None:
+            parts["schedule.file"] = self.schedule.file
+        lists = {"data.source": self.data.sources, "train.hooks": self.train.hooks}
+        named = {f"{field}[{at}]": name for field, names in lists.items() for at, name in enumerate(names)}
+        named["train.loss"] = self.train.loss or ""
+        return parts | {field: name for field, name in named.items() if is_function_name(name)}
 
     @property
     def microbatches(self) -> int:

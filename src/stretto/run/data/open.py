@@ -19,6 +19,7 @@ from stretto.run.data.split import SPLITS
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import JoinedSource, TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
+from stretto.run.data.user_source import written_sources
 
 
 def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenData:
@@ -49,7 +50,7 @@ def open_source(data: DataConfig, vocab: int | None = None, report: Report | Non
             boundaries = {"end_of_text": shared.endoftext, "begin_of_text": begin}
         tokenizer = str(
             shared_tokenizer(
-                texts,
+                written_sources(texts, data),
                 shared,
                 cache=data.cache,
                 vocab=data.vocab,
@@ -72,7 +73,7 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
         ]
         return sources[0] if len(sources) == 1 else _joined(sources, data)
     return build(
-        data.sources,
+        written_sources(data.sources, data),
         cache=data.cache,
         vocab=data.vocab,
         tokenizer=data.tokenizer,
