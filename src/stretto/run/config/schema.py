@@ -30,10 +30,10 @@ from stretto.job.shape import ModelShape
 from stretto.layout.layout import ORDER, Layout
 from stretto.program import PLAIN
 from stretto.program.schedules.user_schedule import is_file
-from stretto.user_file import is_function_name
 from stretto.run.config.data import DataConfig
 from stretto.run.config.denoising import Corruption, Denoising
 from stretto.run.config.model import LoraConfig, ModelConfig
+from stretto.user_file import is_function_name
 
 
 @dataclass(frozen=True, kw_only=True)
