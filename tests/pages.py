@@ -50,10 +50,10 @@ def blocks(text: str, *kinds: str) -> list[str]:
 
 def scripts() -> dict[str, str]:
     """Texts of the scripts that pages have the reader write, by file name."""
-    (load,) = blocks(text_of("docs/training.md"), "python")
+    hooks, load = blocks(text_of("docs/training.md"), "python")
     (proof,) = blocks(text_of("docs/proof.md"), "python")
     (loop,) = blocks(text_of("docs/library.md"), "python")
-    return {"my_load.py": load, "my_proof.py": proof, "my_loop.py": loop}
+    return {"my_hooks.py": hooks, "my_load.py": load, "my_proof.py": proof, "my_loop.py": loop}
 
 
 @dataclass(frozen=True)

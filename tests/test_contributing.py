@@ -160,11 +160,14 @@ def test_all_places_name_one_version() -> None:
 def test_the_matrix_covers_the_versions_that_the_package_supports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
-    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
-    assert project["requires-python"] == f">={matrix['python'][0]}"
-    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
-    after = f"2.{int(matrix['torch'][-1].partition('.')[2]) + 1}"
-    assert torch == f"torch>={matrix['torch'][0]},<{after}"
+    rows = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    pythons, torches = (
+        sorted({int(row[name].partition(".")[2]) for row in rows}) for name in ("python", "torch")
+    )
+    assert project["requires-python"] == f">=3.{pythons[0]}"
+    (torch,) = (need for need in project["optional-dependencies"]["train"] if need.startswith("torch"))
+    assert torch == f"torch>=2.{torches[0]},<2.{torches[-1] + 1}"
+    assert [pythons, torches] == [[*range(each[0], each[-1] + 1)] for each in (pythons, torches)]
 
 
 def test_the_hooks_are_the_linters_of_make() -> None:

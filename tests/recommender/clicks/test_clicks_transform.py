@@ -193,7 +193,7 @@ def damage(folder: Path, name: str, body: dict[str, object] | None) -> None:
         ("transform.json", None, "transform.json: cannot be read"),
         ("vocabulary.bin", None, "vocabulary.bin: cannot be read"),
         ("vocabulary.bin", {}, "vocabulary.bin is damaged"),
-        ("transform.json", {"version": 9}, "not a transform of version 1"),
+        ("transform.json", {"version": 9}, "has version 9, written by a newer Stretto"),
         ("transform.json", {"kind": "magic"}, "kind 'magic'"),
         ("transform.json", {"columns": {}}, "missing or wrong"),
         ("transform.json", {"sizes": [3]}, "missing or wrong"),

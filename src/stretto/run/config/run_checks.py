@@ -90,11 +90,11 @@ def _hooks(references: Sequence[str]) -> Iterator[Problem]:
     for reference in references:
         name = reference.rpartition(":")[2]
         try:
-            found = find_hook(reference)
+            function = find_hook(reference)
         except StrettoError as error:
             yield error.within("train.hooks")
             continue
-        if name not in HOOKS and not found.is_class():
+        if name not in HOOKS and not function.is_class():
             similar = nearest(name, HOOKS)
             rule = f"a function is named {', '.join(HOOKS)}; only a class has any name"
             yield Problem("train.hooks", reference, rule, f"did you mean {similar}?" if similar else None)

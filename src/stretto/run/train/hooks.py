@@ -15,7 +15,8 @@ from stretto.run.launch.failure import TrainingFailed
 
 if TYPE_CHECKING:
     from stretto.run.config.schema import JobConfig
-    from stretto.run.train.trainer import Trainer
+    from stretto.run.train.metrics import Metrics
+    from stretto.run.train.task import Log, Task, TrainProgress
 
 
 class HookedRun:
@@ -32,34 +33,31 @@ class HookedRun:
         ending: why a hook of this rank has asked to end the run, or None.
     """
 
-    def __init__(self, trainer: Trainer, config: JobConfig) -> None:
+    def __init__(
+        self, task: Task, progress: TrainProgress, config: JobConfig, metrics: Metrics | None, log: Log
+    ) -> None:
         self.config, self.folder = config, config.run.folder
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.task, self.progress = trainer.task, trainer.progress
-        self.step = trainer.progress.step
+        self.task, self.progress = task, progress
+        self.step = progress.step
         self.ending: str | None = None
-        self._trainer = trainer
-
-    @property
-    def steps(self) -> int:
-        """Steps after which the run ends."""
-        return self._trainer.steps
+        self._metrics, self._log = metrics, log
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Log further numbers of the present step, by full names such as `my/number`: those of rank 0 go to
         the trackers, and to `logged.jsonl` in the run's folder.
         """
-        if self._trainer.metrics is not None:
-            self._trainer.metrics.extra(numbers, self.step)
+        if self._metrics is not None:
+            self._metrics.extra(numbers, self.step)
 
     def text(self, name: str, text: str) -> None:
         """Log a text, such as a sample; rank 0's goes to the trackers and to `logged.jsonl`."""
-        if self._trainer.metrics is not None:
-            self._trainer.metrics.extra({name: text}, self.step)
+        if self._metrics is not None:
+            self._metrics.extra({name: text}, self.step)
 
     def print(self, text: str) -> None:
         """Print a line, on rank 0."""
-        self._trainer.log(text)
+        self._log(text)
 
     def stop(self, reason: str) -> None:
         """End the run as if its last step were reached, with an evaluation and a checkpoint: after the next
@@ -80,9 +78,9 @@ class Hooks:
         self.run = run
         self._hooks = dict[str, tuple[Path, Any]]()
         for reference in references:
-            found = find_hook(reference)
-            loaded = found.load()
-            self._hooks[reference] = found.path, loaded() if isinstance(loaded, type) else loaded
+            function = find_hook(reference)
+            loaded = function.load()
+            self._hooks[reference] = function.path, loaded() if isinstance(loaded, type) else loaded
 
     def call(self, name: str, step: int, *arguments: Any) -> None:
         """Call the hooks of this name about a step.

@@ -447,7 +447,8 @@ def _open_trackers(config: JobConfig, start: int) -> Trackers | None:
 
 def _attach_hooks(trainer: Trainer, config: JobConfig, run: OpenedRun) -> None:
     """Give a trainer the hooks of `train.hooks`, with their states of the checkpoint that it resumes from."""
-    hooks = Hooks(config.train.hooks, HookedRun(trainer, config))
+    hooked = HookedRun(trainer.task, trainer.progress, config, trainer.metrics, trainer.log)
+    hooks = Hooks(config.train.hooks, hooked)
     if run.checkpoint is not None and run.progress.step:
         hooks.load_state(read_manifest(run.checkpoint).meta.get("hooks", {}))
     trainer.hooks = hooks
