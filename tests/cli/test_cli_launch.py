@@ -76,6 +76,31 @@ def test_the_job_has_the_run_s_name(words: list[str], says: str, stretto: Comman
     assert '[ "${SLURM_RESTART_COUNT:-0}" -ge 7 ]' in text
 
 
+@pytest.mark.parametrize(
+    ("launcher", "folder"),
+    [
+        (["kubernetes", "--image", "i", "--mount", "c:/claim"], "/claim"),
+        (["sky", "--mount", "volume:/claim"], "/claim"),
+        (["ray"], "/shared"),
+        (["slurm", "--image", "i.sif", "--mount", "/scratch/me:/claim"], "/claim"),
+    ],
+)
+def test_paths_of_other_machines_are_not_looked_for(
+    launcher: list[str], folder: str, stretto: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # no user but root may write to /
+    monkeypatch.chdir(Path(CONFIG).parent)
+    paths = [f"data.source={folder}/text", f"run.dir={folder}/runs"]
+    assert f"data.source={folder}/text" in stretto("launch", *launcher, "quickstart.yaml", *paths)
+
+
+@pytest.mark.parametrize("mount", ["/scratch/me:/other", "/claim:/claim"])
+def test_paths_of_this_machine_are_looked_for(mount: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["slurm", CONFIG, "--image", "i.sif", "--mount", mount, "data.source=/claim/text"]
+    assert main.run(["launch", *words]) == 2
+    assert "data.source is /claim/text" in capfd.readouterr().err
+
+
 def test_srun_takes_further_options(stretto: CommandLine) -> None:
     options = ["--srun=--cpu-bind=cores", "--srun=--container-image=a b.sqsh"]
     line = next(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
@@ -42,18 +42,31 @@ def load_language(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
     return config
 
 
-def check_job(config: AnyConfig) -> None:
-    """Raise StrettoError for what is known to go wrong with the job before a process starts."""
+def check_job(config: AnyConfig, elsewhere: Sequence[str] = ()) -> None:
+    """Raise StrettoError for what is known to go wrong with the job before a process starts.
+
+    Args:
+        elsewhere: folders of the machines that will run the job; paths in them are not looked for here.
+    """
+    from stretto.run.config.run_checks import raise_first
     from stretto.run.config.schema import TrainConfig
 
     if isinstance(config, TrainConfig):
-        from stretto.run.config.check import check
+        from stretto.run.config.check import find_problems
 
-        check(config)
+        broken = find_problems(config)
     else:
-        from stretto.recommender.config.check import check as check_recommender
+        from stretto.recommender.config.check import find_problems as find_recommender_problems
 
-        check_recommender(config)
+        broken = find_recommender_problems(config)
+    raise_first(
+        [
+            problem
+            for problem in broken
+            if problem.field not in ("run.dir", "data.source", "data.tokenizer")
+            or not any(PurePath(str(problem.value)).is_relative_to(folder) for folder in elsewhere)
+        ]
+    )
 
 
 def ranks_of(config: AnyConfig) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import PurePath
@@ -91,8 +92,11 @@ RESTARTS = typer.Option(
 )
 
 
-def _cluster_job(options: RanksOptions) -> ClusterJob:
+def _cluster_job(options: RanksOptions, elsewhere: Sequence[str] = ()) -> ClusterJob:
     """Return the job that the config and the options describe.
+
+    Args:
+        elsewhere: folders of the machines that run it; paths in them are not looked for here.
 
     Raises:
         StrettoError: bad input.
@@ -104,7 +108,7 @@ def _cluster_job(options: RanksOptions) -> ClusterJob:
 
     overrides = list(options.overrides or [])
     config = load_config(options.config, overrides)
-    check_job(config)
+    check_job(config, elsewhere)
     check_required(config)
     world, layout = ranks_of(config)
     nodes, ranks_per_node = nodes_of(
@@ -223,7 +227,9 @@ def slurm(options: SlurmOptions) -> None:
     check_choice("--container", container, CONTAINERS)
     if options.image is None and (options.mount or options.container):
         raise StrettoError("--mount and --container need --image", hint="--image IMAGE, or leave them out")
-    job = replace(_cluster_job(options), time=options.time, restarts=options.requeues)
+    mounts = (mount.split(":") for mount in options.mount or [])
+    elsewhere = [parts[1] for parts in mounts if len(parts) > 1 and parts[0] != parts[1]]
+    job = replace(_cluster_job(options, elsewhere), time=options.time, restarts=options.requeues)
     if options.gpus_per_node is None and any(s.startswith(("--gpus", "-G", "--gres")) for s in sbatch):
         job = replace(job, devices_per_node=None)
     text = script(
@@ -289,7 +295,7 @@ def kubernetes(options: KubernetesOptions) -> None:
             f"how often a TrainJob is restarted stands in its runtime, {options.runtime or RUNTIME}",
             hint="--own-runtime, or leave --requeues out",
         )
-    job = replace(_cluster_job(options), time=options.time)
+    job = replace(_cluster_job(options, ["/"]), time=options.time)
     if options.requeues is not None:
         job = replace(job, restarts=options.requeues)
     text = manifest(
@@ -326,7 +332,7 @@ def sky(options: SkyOptions) -> None:
     """
     from stretto.run.launch.sky import task
 
-    job = _cluster_job(options)
+    job = _cluster_job(options, ["/"])
     text = task(job, accelerator=options.accelerator, spot=options.spot, infra=options.infra)
     _print(text, job, options.as_json)
     _warn_of_lost_runs(job, "a node that is lost")
@@ -352,7 +358,8 @@ def ray(options: RayOptions) -> None:
     """
     from stretto.run.launch.ray import script
 
-    job = replace(_cluster_job(options), cpus_per_rank=options.cpus_per_rank, restarts=options.requeues)
+    job = _cluster_job(options, ["/"])
+    job = replace(job, cpus_per_rank=options.cpus_per_rank, restarts=options.requeues)
     _print(script(job), job, options.as_json)
     if not PurePath(job.folder).is_absolute():
         print(

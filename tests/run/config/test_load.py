@@ -237,6 +237,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "small.yaml" in str(caught.value.hint)
     with pytest.raises(StrettoError, match="does not exist"):
         load(tmp_path / "no" / "x.yaml")
+    with pytest.raises(StrettoError, match="does not exist") as caught:
+        load(tmp_path / "configs" / "quickstart.yaml")  # a page's path, typed outside a clone
+    assert "quickstart, without a folder" in str(caught.value.hint)
     with pytest.raises(StrettoError, match="is a folder"):
         load(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: caf\xe9}")

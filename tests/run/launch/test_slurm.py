@@ -96,6 +96,7 @@ def test_directives_and_syntax(tmp_path: Path) -> None:
         "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=32", "--signal=B:TERM@90",
         "--output=%x-%j.out", "--open-mode=append", "--requeue",
     ]  # fmt: skip
+    assert "\nsrun --kill-on-bad-exit=1 --cpus-per-task=32 " in text  # srun does not take it from sbatch
 
 
 def test_the_agent_gets_every_word_verbatim(tmp_path: Path) -> None:

@@ -186,11 +186,13 @@ def example_configs() -> dict[str, str]:
 
 def _neighbours(path: Path) -> str | None:
     """Return a hint to a config beside a missing one or in the folder `configs` there, or to an example."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
     configs = [*_configs(path.parent), *_configs(path.parent / "configs")]
     if closest := nearest_file(path.stem, (config.stem for config in configs)):
         return f"did you mean {next(config for config in configs if config.stem == closest)}?"
+    if path.stem in example_configs():  # a page's path, typed outside a clone
+        return f"{path.stem}, without a folder and an ending, is the example that comes with the package"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
     if path.parent == Path() and not path.suffix and (closest := nearest_file(path.name, example_configs())):
         return f"did you mean {closest}? `stretto init` lists the examples"
     more = f" and {len(configs) - 8} more" if len(configs) > 8 else ""

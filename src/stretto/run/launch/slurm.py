@@ -55,7 +55,10 @@ def script(
         "--rdzv-backend=c10d",
         f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
     )
-    srun = ["--kill-on-bad-exit=1", *map(shlex.quote, srun)]
+    cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
+    # from SLURM 22.05 on, srun does not take them over from sbatch: a node's ranks would share one core
+    step_cpus = [] if cpus is None else [f"--cpus-per-task={cpus}"]
+    srun = ["--kill-on-bad-exit=1", *step_cpus, *map(shlex.quote, srun)]
     prefix = ""
     if job.image is not None:
         # the folder of the submission is in the container too, at the same path
@@ -70,7 +73,7 @@ def script(
             prefix = f"apptainer exec{devices} --bind {folder}{binds} --pwd {folder} {image} \\\n  "
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _options(job, partition, account)),
+        *(f"#SBATCH {option}" for option in _options(job, cpus, partition, account)),
         *(f"#SBATCH {option}" for option in sbatch),
         f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
         "",
@@ -90,9 +93,8 @@ def script(
     return "\n".join(lines)
 
 
-def _options(job: ClusterJob, partition: str | None, account: str | None) -> list[str]:
-    """Return the job's own `#SBATCH` options."""
-    cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
+def _options(job: ClusterJob, cpus: int | None, partition: str | None, account: str | None) -> list[str]:
+    """Return the job's own `#SBATCH` options, with the cores of a node."""
     options = {
         "job-name": job.name,
         "partition": partition,
