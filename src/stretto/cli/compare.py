@@ -229,6 +229,8 @@ def _short_run(config: AnyConfig, steps: int) -> list[str]:
         "checkpoint.resume": "never",
         "metrics.to": "[]",
         "metrics.tensorboard_dir": "null",
+        "metrics.profile": "null",
+        "metrics.profile_memory": "[]",
     }
     if isinstance(config, TrainConfig):
         settings |= {"sample.tokens": 0, "metrics.trace": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ import typer
 from stretto.cli.options import Json, Port
 from stretto.cli.output import command_app, print_error, print_failure, say_no
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -58,6 +59,13 @@ def train(
         bool,
         typer.Option("--trace", help="Record the third step of every rank, and compare it with the replay."),
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST",
+            help="Record these steps of every rank with torch's profiler, for Perfetto: 10:13, or one step.",
+        ),
+    ] = None,
     port: Port = 0,
     as_json: Json = False,
 ) -> None:
@@ -72,6 +80,10 @@ def train(
     from stretto.run.train.launch import exit_code, under_torchrun, unused_run
 
     fields = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
+    if profile is not None:
+        if not re.fullmatch(r"\d+(:\d+)?", profile):
+            raise Problem("--profile", profile, "it is a step, or the first and the last", "--profile 10:13")
+        fields += [f"metrics.profile=[{profile.replace(':', ',')}]"]
     fields += [f"train.restarts={restarts}"] if restarts is not None else []
     with exit_on_signal():
         config = load_config(path, [*fields, *([f"checkpoint.resume={resume}"] if resume else [])])
@@ -159,7 +171,8 @@ def _train_as_rank(config: AnyConfig, ranks: int | None, quiet: bool) -> tuple[A
 
 def job_arguments(path: str, fields: Sequence[str]) -> str:
     """The config and its overrides quoted for a shell, without the run's name, which is in use by now."""
-    return join([path, *(field for field in fields if not field.startswith(("run.name=", "metrics.trace=")))])
+    once = ("run.name=", "metrics.trace=", "metrics.profile")
+    return join([path, *(field for field in fields if not field.startswith(once))])
 
 
 def _resume_command(path: str, fields: Sequence[str], requested_name: str, name: str) -> str:
@@ -216,6 +229,9 @@ def _report(config: AnyConfig, result: Result, resume_command: str, arguments: s
             export: "one table as an array",
         }
         _add_next(report, f"{config.run.folder}  ({files})", commands)
+    profiles = config.run.folder / "profile"
+    if config.metrics.profile is not None and profiles.is_dir():
+        report.line(f"profile: {profiles}, a file per rank; open them in https://ui.perfetto.dev")
     if outcome.get("warning") is not None:  # last, so that it is not overlooked
         report.line(f"warning: {outcome['warning']}")
     report.print(as_json, sys.stderr if as_json else None)

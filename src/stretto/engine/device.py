@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import Backend, ProcessGroup
+from torch.profiler import ProfilerActivity
 
 from stretto.errors import StrettoError, nearest
 from stretto.job.devices import AUTO, HOST, KINDS
@@ -187,6 +188,21 @@ def peak_memory(device: torch.device) -> float:
     """
     peak = getattr(_module(device), "max_memory_allocated", None) if on_accelerator(device) else None
     return 0.0 if peak is None else peak(device) / GIB
+
+
+def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
+    """Return what torch's profiler can record of work on the device: the host's part, and the device's."""
+    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)
+    supported: set[ProfilerActivity] = torch.profiler.supported_activities()
+    return [ProfilerActivity.CPU, *([activity] if on_accelerator(device) and activity in supported else [])]
+
+
+def memory_history(device: torch.device) -> Any | None:
+    """Return torch's module whose `_record_memory_history` and `_dump_snapshot` are of the device's
+    allocator; None on a CPU, and if torch has none for this kind.
+    """
+    memory = getattr(_module(device), "memory", None) if on_accelerator(device) else None
+    return memory if hasattr(memory, "_dump_snapshot") else None
 
 
 def peak_host_memory() -> float:

@@ -257,7 +257,7 @@ AROUND = (
     *under("data", "shuffle shuffle_window cache cache_gib chat_template too_long"),
     *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s hooks"),
     *under("eval", "every batches"),
-    *under("metrics", "to project tensorboard_dir peak_tflops trace"),
+    *under("metrics", "to project tensorboard_dir peak_tflops trace profile profile_memory"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("elastic", "layouts"),
     *under("run", "name dir private"),

@@ -32,6 +32,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "metrics.to": (["wandb"], ["tensorboard", "mlflow"]),
     "metrics.project": ("gpt",),
     "train.hooks": (["mine.py:MyHooks"],),
+    "metrics.profile_memory": ([0],),
     "train.device": ("auto", "cpu", "cuda"),
     "train.backend": ("auto", "gloo", "nccl"),
     "data.phases": ([MixturePhase(from_step=5, weights={"a": 1.0})],),

@@ -57,7 +57,7 @@ def find_problems(
     if (folder := config.tables.folder) is not None:
         broken += writable("tables.folder", folder, Path(folder).expanduser())
     broken += _guard(config.guard, config.checkpoint.every, config.model.tables or [])
-    broken += run_problems(config)
+    broken += run_problems(config, config.layout.ranks)
     if broken or config.elastic.ranks == "auto":
         return broken
     for index, ranks in enumerate(config.elastic.ranks):

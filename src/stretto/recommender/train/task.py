@@ -23,6 +23,7 @@ from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.replica_check import RankTensors
+from stretto.engine.pipeline import Recorder
 from stretto.engine.progress import PROGRESS, label
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import TABLES
@@ -36,6 +37,7 @@ from stretto.recommender.train.evaluate import ClickEvaluation
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.report import ClickEval, ClickStep
 from stretto.recommender.train.resume import changed_clicks, check_fits, model_record
+from stretto.run.train import trace
 from stretto.run.train.agreement import StepAgreement, StepReport
 from stretto.run.train.checkpointing import common_meta, log_resumed, restored_progress
 from stretto.run.train.resume import checkpoint_path
@@ -71,6 +73,7 @@ class RecommenderTask:
         self.global_batch = config.batch.global_size
         self.peer_ranks: Sequence[Sequence[int]] = [[other] for other in range(world)]
         self.log: Log = lambda _: None
+        self.recorder: Recorder | None = None
         self.reader: ThreadPoolExecutor | None = None
         self._world, self._slice = world, rank_slice(self.global_batch, rank, world)
         self._rate = LearningRate(config.optim.rate, 1.0, config.train.steps)
@@ -80,8 +83,8 @@ class RecommenderTask:
         self._coming: tuple[int, Future[ClickBatch]] | None = None
 
     def timed(self, label: str, call: Callable[[], T]) -> T:
-        """Make a call; steps of recommenders are not traced."""
-        return call()
+        """Make a call, and mark it in a profile; steps of recommenders are not traced."""
+        return call() if self.recorder is None else self.recorder.timed(label, call)
 
     def batch(self, step: int, samples: int) -> tuple[ClickBatch, ClickBatch | None]:
         """This rank's samples of the step and, unless it is the last, of the next one; see `Task.batch`."""
@@ -92,9 +95,10 @@ class RecommenderTask:
                 "loss is now of samples seen before. Click models overfit from here on (the one-epoch "
                 "phenomenon, Zhang et al. 2022): trust the held-out logloss (eval.every)"
             )
-        batch = self._read(samples)
         last = step + 1 == self.config.train.steps
-        return batch, None if last else self._read(samples + self.global_batch)
+        starts = [samples] if last else [samples, samples + self.global_batch]
+        batch, *following = self.timed(trace.BATCH, lambda: [self._read(start) for start in starts])
+        return batch, following[0] if following else None
 
     def _read(self, first: int) -> ClickBatch:
         """This rank's samples of the global batch that starts at sample `first`. A step asks for the batch
@@ -146,7 +150,7 @@ class RecommenderTask:
 
     def update(self, step: int, norm: float | None, apply: bool) -> None:
         """Clip and apply the gradients, or drop them; see `Task.update`."""
-        self.recommender.update(self._rate(step), norm, apply)
+        self.timed(trace.UPDATE, lambda: self.recommender.update(self._rate(step), norm, apply))
 
     def record(
         self, result: StepResult, progress: TrainProgress, seconds: float, slow: dict[str, float] | None

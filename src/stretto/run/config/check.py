@@ -96,7 +96,7 @@ def find_problems(
     if config.train.graphs != "off":
         broken += graph_problems(config.train, config.layout.tp, config.data.packing, config.metrics.trace)
     broken += _guard(config, job)
-    broken += run_problems(config)
+    broken += run_problems(config, None if job is None else job.layout.world)
     if not broken and job is not None:
         broken += [*_memory_budget(job), *_disk_space(config.dp, job)]
     return broken or list(_elastic(config))

@@ -66,14 +66,19 @@ _SYNONYMS = {
 }
 
 
-def run_problems(config: JobConfig) -> list[Problem]:
-    """Return the problems of the sections that all kinds of jobs have."""
+def run_problems(config: JobConfig, ranks: int | None) -> list[Problem]:
+    """Return the problems of the sections that all kinds of jobs have.
+
+    Args:
+        ranks: of the job; None if its layout is wrong.
+    """
     return [
         *_resume(config.checkpoint.resume),
         *_retention(config.checkpoint, config.eval.every),
         *_run_folder(config.run),
         *_hooks(config.train.hooks),
         *_trackers(config.metrics),
+        *_profile(config.metrics, config.train.steps, ranks),
     ]
 
 
@@ -179,6 +184,25 @@ def _trackers(metrics: ReportConfig) -> Iterator[Problem]:
             yield Problem(f"metrics.{field}", value, f"{name} is not installed", fix)
     if (board := metrics.tensorboard_dir) is not None:
         yield from writable("metrics.tensorboard_dir", board, Path(board).expanduser())
+
+
+def _profile(metrics: ReportConfig, steps: int, ranks: int | None) -> Iterator[Problem]:
+    """Check that the steps to profile are in the run, and that the ranks to record memory on exist."""
+    profile, name = metrics.profile, "metrics.profile"
+    if profile is not None:
+        first, last = (profile[0], profile[-1]) if len(profile) in (1, 2) else (0, 0)
+        if not 1 <= first <= last:
+            yield Problem(
+                name, profile, "it is a step from 1 on, or the first and the last", f"{name}=[10,13]"
+            )
+        elif last > steps:
+            nearest_steps = f"{name}=[{max(1, first - last + steps)},{steps}]"
+            yield Problem(name, profile, f"the run ends after step {steps} (train.steps)", nearest_steps)
+    if (chosen := metrics.profile_memory) and profile is None:
+        yield Problem("metrics.profile_memory", chosen, "no steps are profiled", f"{name}=[10,13]")
+    elif wrong := [rank for rank in chosen if not 0 <= rank < (ranks or rank + 1)]:
+        rule = f"there is no rank {wrong[0]}" + (f"; the job has ranks 0 to {ranks - 1}" if ranks else "")
+        yield Problem("metrics.profile_memory", chosen, rule, "metrics.profile_memory=[0]")
 
 
 def similar_paths(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:

@@ -414,6 +414,22 @@ class ReportConfig:
             filled=True,
         ),
     ] = None
+    profile: Annotated[
+        list[int] | None,
+        Field(
+            "The first and the last step that torch's profiler records on every rank, into `profile/` in the "
+            "run's folder; or one step; null: none. See docs/training.md#profile.",
+            examples=("[10, 13]",),
+        ),
+    ] = None
+    profile_memory: Annotated[
+        list[int],
+        Field(
+            "Ranks that record memory in these steps as well: every allocation in the trace on CPUs, a "
+            "file with the allocator's history on accelerators.",
+            examples=("[0]",),
+        ),
+    ] = field(default_factory=list[int])
 
     @property
     def trackers(self) -> list[Tracker]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.shards import Saved
 from stretto.engine.parallel.replica_check import RankTensors
+from stretto.engine.pipeline import Recorder
 from stretto.run.train.agreement import StepAgreement, StepReport
 from stretto.run.train.guard import BadStep, Judged
 from stretto.run.train.metrics import AnyEval, AnyStep, LogFormat
@@ -114,11 +115,13 @@ class Task(Protocol):
         device: where losses and statistics are.
         global_batch: samples of a step, over all ranks.
         log: prints a line, on rank 0; set by the trainer.
+        recorder: times or marks the calls of a step that is traced or profiled.
     """
 
     device: torch.device
     global_batch: int
     log: Log
+    recorder: Recorder | None
 
     @property
     def peer_ranks(self) -> Sequence[Sequence[int]]:
@@ -175,7 +178,7 @@ class Task(Protocol):
         ...
 
     def timed(self, label: str, call: Callable[[], T]) -> T:
-        """Make a call, and record its time if the step is traced."""
+        """Make a call, and record it if there is a recorder."""
         ...
 
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from math import isfinite
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from stretto.run.train.checkpointing import Checkpointer
 from stretto.run.train.guard import BadStep, Guard, add_range
 from stretto.run.train.hooks import HookedRun, Hooks
 from stretto.run.train.metrics import EVALUATIONS, Metrics, recorded_steps
+from stretto.run.train.profiler import StepProfiler
 from stretto.run.train.resume import is_fresh_run
 from stretto.run.train.start import new_run_folder, process_group
 from stretto.run.train.task import (
@@ -104,6 +105,7 @@ class Trainer:
         self._rollback: BadStep | None = None  # to undo at the end of this step
         self._trend = LossTrend()
         self.hooks: Hooks | None = None
+        self.profiler: StepProfiler | None = None
         self._hosts: list[str] = []
         self._slow_ranks: SlowRanks | None = None  # on rank 0
         task.log = self.log
@@ -137,7 +139,8 @@ class Trainer:
         batch = task.batch(step, samples.start)
 
         # Forward and backward of all microbatches; gradients are reduced on the way.
-        losses = task.forward_backward(batch, step)
+        with nullcontext() if self.profiler is None else self.profiler.program():
+            losses = task.forward_backward(batch, step)
 
         # Agreement: one all-reduce, which the host reads in one copy, so that all ranks take the same branch.
         def agree_on_step() -> StepAgreement:
@@ -206,6 +209,8 @@ class Trainer:
             checkpointer.save()  # what the first rollback goes back to
         ending = stopping = stopped = False
         while progress.step < self.steps and not stopped:
+            if self.profiler is not None:
+                self.profiler.begin(progress.step + 1)
             with error_context(f"in step {progress.step + 1}"), self._limit.step(progress.step + 1):
                 progress.held_out_loss = None
                 results = self.step(stop)
@@ -216,6 +221,8 @@ class Trainer:
                 stopped = stopping and self.drained and progress.step < self.steps
                 self._check_copies(stopped)
                 self._watch_memory()
+            if self.profiler is not None:
+                self.profiler.end(ending=stopped or progress.step >= self.steps)
             if self.drained:
                 stopping = False
             self._trend.add(progress.loss)
@@ -520,6 +527,8 @@ def train_rank(
         )
         if train.hooks:
             _attach_hooks(trainer, config, run)
+        if config.metrics.profile is not None:
+            trainer.profiler = StepProfiler(config, run.task, layout, run.progress.step, trainer.log)
         result = trainer.train(stop)
         dist.barrier()
         return result.as_dict()
