@@ -197,7 +197,7 @@ def anchors(text: str) -> set[str]:
 # folders that a path of a page may begin in
 FOLDERS = ("", "src", "src/stretto", "src/stretto_interop", "tests", "docs", "benchmarks")
 # where runs write, and what the reader has
-ELSEWHERE = ("runs/", "text/", "hang/", "trace/", "tensorboard/")
+ELSEWHERE = ("runs/", "text/", "hang/", "trace/", "tensorboard/", "profile/")
 
 
 @pytest.mark.parametrize("page", PROSE)
