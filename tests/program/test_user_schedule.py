@@ -20,7 +20,8 @@ from stretto.program.schedules.traits import trains, updates_within
 from stretto.program.text import to_csv
 
 SOURCE = """
-from stretto import Program
+from dataclasses import replace
+from stretto import Program, schedule
 
 def lifo(ranks, microbatches, first=0, flip=True):
     ms = range(microbatches)
@@ -41,6 +42,11 @@ def searched(ranks, microbatches, costs=None):
 
 def stuck(ranks, microbatches):
     return [[*reversed(order)] for order in lifo(ranks, microbatches)]
+
+def waits(ranks, microbatches):
+    program = schedule("1f1b", ranks, microbatches)
+    turned = [sorted(order, key=lambda a: (-a.microbatch, a.kind.value != "F")) for order in program.orders]
+    return replace(program, orders=(program.orders[0], *map(tuple, turned[1:])))
 
 def lacks(ranks, microbatches):
     return [order[:-1] for order in lifo(ranks, microbatches)]
@@ -78,9 +84,10 @@ def test_a_function_is_a_schedule_whose_parameters_are_options():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fails", ["ownschedules.py, line 31: ZeroDivisionError", "hint: the line is: return 1 / 0"]),
+        ("fails", ["ownschedules.py, line 37: ZeroDivisionError", "hint: the line is: return 1 / 0"]),
         ("number", ["returned int, must return a Program or each rank's actions"]),
         ("stuck", ["ownschedules.py:stuck of 3 ranks and 4 microbatches: ", "0B0, before 0F0"]),
+        ("waits", ["ownschedules.py:waits of 3 ranks and 4 microbatches: ", "deadlock"]),
         ("lacks", ["ownschedules.py:lacks of 3 ranks and 4 microbatches: ", "0B0"]),
         ("small", ["returned a program of 2 ranks and 2 microbatches"]),
         ("life", ["defines no life", "did you mean 'lifo'?"]),
