@@ -192,4 +192,4 @@ def shortened(words: list[str]) -> list[str]:
     ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
     every = words[1] == "verify" and "--layouts" in words
     more = ("model.layers=1", "--steps=1", "--ranks=1") if every else ()
-    return [*words, *TINY, *text, *ranks, *more]
+    return [*swapped(words, profile="1:2"), *TINY, *text, *ranks, *more]
