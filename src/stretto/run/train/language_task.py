@@ -296,6 +296,8 @@ class LanguageRun(LanguageTask):
         reports: True if this rank writes the metrics, and predicts step times.
     """
 
+    recorder: Recorder | None  # declared again: this class ends it too
+
     def __init__(
         self, config: TrainConfig, model: RankModel, source: TokenData, reports: bool = False
     ) -> None:
