@@ -43,7 +43,7 @@ def load_language(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
 
 
 def check_job(config: AnyConfig, elsewhere: Sequence[str] = ()) -> None:
-    """Raise StrettoError for what is known to go wrong with the job before a process starts.
+    """Check a job before any process starts, and raise StrettoError for its first problem.
 
     Args:
         elsewhere: folders of the machines that will run the job; paths in them are not looked for here.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.index import MODEL
 from stretto.engine.checkpoint.read import read_whole
 from stretto.engine.checkpoint.storage import TensorSource, dtype_name, write_tensors
@@ -24,7 +23,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.recommender.checkpoint.export import PUBLIC, StoredRows, open_rows
 from stretto.recommender.checkpoint.load import read_tables
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.serve.export import load_dense
+from stretto.recommender.serve.export import load_dense, removed_on_failure
 from stretto.recommender.shape import DlrmShape
 from stretto.recommender.train.resume import recorded_model
 from stretto.run.evaluate.trained import find_trained
@@ -62,20 +61,10 @@ def export_torchrec(checkpoint: Path, out: Path) -> tuple[list[Path], list[str]]
         rows = open_rows(checkpoint, saved[table.name])
         name = _TABLE.format(table.name)
         entries.append(TensorSource(name, "float32", rows.shape, partial(_floats, rows)))
-    try:
+    with removed_on_failure(checkpoint, out, (WEIGHTS, ARGUMENTS)):
         out.mkdir(parents=True, exist_ok=True)
         write_tensors(out / WEIGHTS, entries, {"format": "pt"}, PUBLIC)
         (out / ARGUMENTS).write_text(json.dumps(_arguments(shape, tables), indent=1) + "\n", encoding="utf-8")
-    except BaseException as error:
-        for name in (WEIGHTS, ARGUMENTS):
-            (out / name).unlink(missing_ok=True)
-        if isinstance(error, DamageError):
-            raise StrettoError(
-                f"checkpoint {checkpoint} is damaged: {error}", hint="use an older one"
-            ) from None
-        if isinstance(error, OSError):
-            raise StrettoError(f"{out} cannot be written: {error.strerror or error}") from None
-        raise
     notes = [
         "ids are taken modulo a table's rows here, and must be below them in TorchRec",
         "no optimiser states: `--table NAME --state sum` exports that of Adagrad, momentum1 in FBGEMM",

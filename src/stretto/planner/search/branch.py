@@ -395,7 +395,7 @@ class BranchAndBound:
             if grown and not self._dives:
                 self._push(bound, layout, candidate, cost_bound)
                 return
-        if self.evaluator.expected_seconds(candidate) > self.evaluator.work.left(self.until):
+        if self.evaluator.expected_seconds(candidate) > self.evaluator.work.remaining(self.until):
             self.left = min(self.left, cost_bound)
             self.cut_short = True
             return
@@ -461,7 +461,9 @@ class BranchAndBound:
 
         start = max(start, self.savings.first_that_may_fit(candidate, row))
         last = len(row) - 1
-        if start > last or self.evaluator.expected_seconds(candidate) > self.evaluator.work.left(self.until):
+        if start > last or self.evaluator.expected_seconds(candidate) > self.evaluator.work.remaining(
+            self.until
+        ):
             return len(row)
         smallest = replace(candidate, saving=row[last])
         if not holds(last):

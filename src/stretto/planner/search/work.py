@@ -49,7 +49,7 @@ class SearchWork:
         """The share of the round that is done; 0 without a limit."""
         return self._done / self._limit
 
-    def left(self, share: float = 1.0) -> float:
+    def remaining(self, share: float = 1.0) -> float:
         """Seconds of work until this share of the round is done."""
         return share * self._limit - self._done
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -129,7 +130,7 @@ def export_recommender(
         "transform": transform is not None,
         "tables": {name: {"shape": list(each.shape), "dtype": each.dtype} for name, each in rows.items()},
     }
-    try:
+    with removed_on_failure(checkpoint, out, names):
         (out / "tables").mkdir(parents=True, exist_ok=True)
         entries = [
             TensorSource(name, dtype_name(weight.dtype), tuple(weight.shape), lambda weight=weight: weight)
@@ -154,6 +155,21 @@ def export_recommender(
                 files.append(file)
         (out / README).write_text(_README, encoding="utf-8")
         (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    notes = ["no tables (--dense-only): they stay in the checkpoint"] if dense_only else []
+    if transform is None:
+        notes.append("no transform: the clicks were synthetic, or the checkpoint is not in its run")
+    return [out / file for file in [*files, README, CONFIG]], notes
+
+
+@contextmanager
+def removed_on_failure(checkpoint: Path, out: Path, names: Iterable[str]) -> Generator[None]:
+    """Remove these files and folders of an export if it fails.
+
+    Raises:
+        StrettoError: the checkpoint is damaged, or the export cannot be written.
+    """
+    try:
+        yield
     except BaseException as error:
         for path in (out / name for name in names):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -164,10 +180,6 @@ def export_recommender(
         if isinstance(error, OSError):
             raise StrettoError(f"{out} cannot be written: {error.strerror or error}") from None
         raise
-    notes = ["no tables (--dense-only): they stay in the checkpoint"] if dense_only else []
-    if transform is None:
-        notes.append("no transform: the clicks were synthetic, or the checkpoint is not in its run")
-    return [out / file for file in [*files, README, CONFIG]], notes
 
 
 def _write_program(net: DenseNet, path: Path) -> None:

@@ -94,8 +94,8 @@ class Runner:
                 continue
             name = results[index].name
             head = f"round {number}/{self.repeats}, {index + 1}/{len(runs)} {name}"
-            left = self._seconds_left(results, [each for _, each in to_do[at:] if each not in failed])
-            log(f"{head}: {self.warmup + self.steps} steps{left}")
+            remaining = self._seconds_left(results, [each for _, each in to_do[at:] if each not in failed])
+            log(f"{head}: {self.warmup + self.steps} steps{remaining}")
             try:
                 result = results[index] = self._run(runs[index], results[index], number)
             except KeyboardInterrupt:

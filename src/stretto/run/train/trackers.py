@@ -35,11 +35,11 @@ _BACKLOG = 1000  # records that wait for a slow tracker; later ones are dropped
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run when it is opened.
+    """The description of a run with which a tracker is opened.
 
     Attributes:
         identity: of the run, the same after every resume.
-        project: W&B's and Trackio's project, MLflow's experiment; None: as the client's environment says.
+        project: W&B's and Trackio's project, MLflow's experiment; None for that of the client's environment.
         config: of the job, section by section.
         versions: of the code (`code_version`), and the number of ranks.
         start: step after which this session continues.
