@@ -21,6 +21,7 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.raw import Columns
 from stretto.recommender.clicks.tabular import read_rows
 from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.serve.export import removed_on_failure
 from stretto.recommender.serve.scorer import Scorer
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.train.clicks import prepare_clicks
@@ -230,6 +231,17 @@ def test_what_cannot_be_loaded_says_why(
         (tmp_path / "out" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(StrettoError, match=message):
             Scorer.load(tmp_path / "out")
+
+
+def test_an_export_that_fails_leaves_no_files(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "dense.safetensors").touch()
+    (tmp_path / "mine.txt").touch()
+    names = ["tables", "dense.safetensors", "config.json"]
+    full = pytest.raises(StrettoError, match="cannot be written: No space left")
+    with full, removed_on_failure(tmp_path / "step-00000001", tmp_path, names):
+        raise OSError(28, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
