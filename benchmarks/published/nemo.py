@@ -14,8 +14,8 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
     """
     if "LoRA" in row["notes"]:
         raise StrettoError(
-            "most weights are frozen (LoRA), which is not modelled",
-            hint="predict takes training of all weights",
+            "a step of LoRA over packed documents, whose attention no column states",
+            hint="fill in lora_rank, and expect its attention to be predicted too long",
         )
     tp, cp, pp = (int(row[name] or 1) for name in ("tp", "cp", "pp"))
     dp = int(row["gpus"]) // (tp * cp * pp)

@@ -33,6 +33,7 @@ from stretto.planner.runs import RunRecord, layout_of, least_sharing, model_of, 
 
 _MODES = ("ddp", "zero1", "zero2", "zero3")
 _DROPOUT = 0.1  # of GPT-2, which Megatron's runs kept until 2022
+_LORA_RANK = 16  # PEFT's examples
 _CLOSE = 0.03  # relative difference of a rate and the same rate from a share of the peak
 # by words in the software or the source; Megatron-DeepSpeed, which is BigScience's, keeps states as DeepSpeed
 _FRAMEWORKS = {
@@ -70,11 +71,8 @@ def read_row(
         StrettoError: the reason why it cannot be predicted.
     """
     cells = SpelledCells(row)
-    if cells.get("training", str) == "frozen":
-        raise StrettoError(
-            "most weights are frozen (LoRA), which is not modelled",
-            hint="predict takes training of all weights",
-        )
+    if cells.get("training", str) == "frozen" and "lora_rank" not in cells.values:
+        cells.fill("lora_rank", _LORA_RANK, "usual")
     milliseconds = cells.get("iter_time_ms", float)
     if milliseconds is not None:
         cells.values.setdefault("step_time_s", milliseconds * 1e-3)

@@ -177,6 +177,13 @@ def test_what_rows_say_in_prose(cells: dict[str, str], read: Callable[[RunRecord
     assert read(row(RUN, **cells))
 
 
+def test_a_row_that_trains_adapters_says_of_which_rank_they_are_taken_to_be() -> None:
+    read = row(RUN, training="LoRA")
+    assert read.job.shape.lora is not None
+    assert (read.job.shape.lora.rank, read.defaults["lora_rank"]) == (16, "16 (usual)")
+    assert row(RUN, training="LoRA", lora_rank="4").job.shape.lora.rank == 4  # pyright: ignore[reportOptionalMemberAccess]
+
+
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
@@ -188,7 +195,7 @@ def test_what_rows_say_in_prose(cells: dict[str, str], read: Callable[[RunRecord
         ({"nodes": "3", "node_size": "8"}, "16 GPUs are not on 3 nodes of 8"),
         ({"gpus": "", "tp": "", "pp": ""}, "neither gpus nor degrees"),
         ({"network_gbs": "25", "node_gbits": "400"}, "network_gbs and node_gbits are both there"),
-        ({"training": "LoRA"}, "most weights are frozen"),
+        ({"training": "QLoRA"}, "training is 'QLoRA', allowed: full, frozen"),
         ({"offload": "sometimes"}, "offload is 'sometimes', allowed: none, optimizer"),
         ({"island": "3"}, "island is 3, which does not divide nodes of 8"),
     ],

@@ -163,6 +163,10 @@ def test_filled_cells_are_not_reported_as_defaults() -> None:
         ({"fused_loss": "1"}, lambda r: r.job.fused_loss),
         ({"peak_mem_gib": "55"}, lambda r: (r.measured.memory, r.measured.kind) == (55 * 2**30, "allocated")),
         ({"peak_mem_gib": "55", "memory_count": "device"}, lambda r: r.measured.kind == "device"),
+        (
+            {"lora_rank": "8", "lora_targets": "c_attn + c_proj"},
+            lambda r: (r.job.shape.lora.rank, r.job.shape.lora.targets) == (8, ("c_attn", "c_proj")),
+        ),
         ({"oom": "1"}, lambda r: r.measured.out_of_memory and r.measured.seconds is None),
         (
             {"notes": "OOM; LoRA; schedule ZB-2p", "source": "arXiv 2405.00001", "x_hue": "red"},
@@ -240,6 +244,8 @@ def test_seconds_follow_from_each_measured_column(cells: dict[str, str], by: str
 
 
 def test_an_empty_zero_shards_as_much_as_fits() -> None:
+    one = {"model": "llama3-8b", "gpu": "dgx-h100", "gpus": "8"}
+    assert (row(one).job.dp.mode, row(one, lora_rank="16").job.dp.mode) == ("zero2", "zero1")
     """Llama 3 70B on 16 devices of 80 GB with tp 2: 14 bytes a parameter would not fit."""
     read = row(LLAMA, gpus="16", tp="2", pp="1", cp="1", chunks="", precision="")
     assert read.job.dp.mode == "zero3"
@@ -275,6 +281,9 @@ def test_an_empty_zero_shards_as_much_as_fits() -> None:
         ({"step_time_s": "OOM"}, "allowed: a number above 0"),
         ({"dropout": "1"}, "allowed: a number from 0 to below 1"),
         ({"dropout": "-0.1"}, "allowed: a number from 0 to below 1"),
+        ({"lora_rank": "8", "lora_targets": "c_attm"}, "lora_targets is c_attm.*\nhint: did you mean c_attn"),
+        ({"lora_targets": "c_attn"}, "lora_targets without a rank"),
+        ({"lora_rank": "8", "precision": "fp8", "framework": ""}, "adapters do not support 8-bit"),
         ({"sp": "perhaps"}, "sp is 'perhaps', allowed: 0 or 1"),
         ({"precision": "int3"}, "allowed: bf16, fp16, fp8, fp4, fp32"),
         ({"recompute": "ful"}, "allowed: none, selective, full\nhint: did you mean 'full'"),

@@ -580,7 +580,7 @@ def _adapters(job: Job) -> Iterator[Problem]:
         names = dict.fromkeys(name for module in sorted(modules) for name in PROJECTIONS.get(module, ()))
         rule = "no block of the model has it" + ("; routed experts take no adapters" if shape.moe else "")
         yield Problem("lora.targets", target, rule, f"choose from {', '.join(names)}")
-    if job.precision.fp8 != "none":
+    if job.precision.fp8 != "none" and not job.framework.torch_loss:  # Transformer Engine's do
         rule = "linears with adapters do not support 8-bit products"
         yield Problem("precision.fp8", job.precision.fp8, rule, "precision.fp8=none, or lora.rank=null")
 

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.job.data_parallel import MODES, DataParallelSettings, Dtype, Offload, Precision
 from stretto.job.experts import ExpertShape
 from stretto.job.families import FAMILIES, Family
 from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
 from stretto.job.framework import CORE, OPERATORS, Framework, Operator, framework_behaviour
 from stretto.job.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
+from stretto.job.lora import EVERY_LINEAR, LoraShape
 from stretto.job.parameters import count_parameters
 from stretto.job.presets import find_shape
 from stretto.job.rules import problems
@@ -416,6 +417,17 @@ def model_of(cells: Cells, shape: ModelShape | None) -> tuple[ModelShape, int]:
         model = replace(base, **sizes, moe=experts_of(cells, base.moe))
         if shape is None:
             cells.get_or("vocab", model.vocab, "the model's")
+    if (rank := cells.get("lora_rank", int)) is not None:
+        targets = cells.get_or("lora_targets", EVERY_LINEAR).split("+")
+        try:
+            lora = LoraShape(rank=rank, alpha=rank, targets=tuple(target.strip() for target in targets))
+        except Problem as problem:
+            raise StrettoError(f"lora_{problem}", hint=problem.fix) from None
+        model = replace(model, lora=lora)
+    elif "lora_targets" in cells.values:
+        raise StrettoError(
+            "lora_targets without a rank", hint="fill in lora_rank, or leave lora_targets empty"
+        )
     return (model if dropout is None else replace(model, dropout=dropout)), sequence
 
 
@@ -546,6 +558,8 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
     copies = layout.cp * layout.dp
     gradient = 2 if precision.gradients == "same" else 4
     room = 0.7 * cluster.device.memory / parameters
+    if shape.lora is not None:  # adapters have few gradients and states
+        return "ddp" if room >= 2 else "zero3"
     if room >= 14 + gradient:
         return "ddp"
     if room >= 2 + gradient + 12 / copies:

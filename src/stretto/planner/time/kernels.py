@@ -32,6 +32,7 @@ _UNFUSED = 8  # more with unfused attention
 _EXPERTS = 80
 # more with dropout in stored scores, which has a generator of its own (megatron/mpu/random.py, fork)
 _FORKED = 4
+_ADAPTER = 4  # more of each low-rank adapter: dropout, two products, and the sum
 _ROUND = 4  # more in each further round of ring attention: the kernel, the sum, send and receive
 _UNFUSED_SOFTMAX = 8  # more with a softmax in separate operations
 # Megatron's fused softmax takes a number of matrices of scores that its blocks of four warps divide
@@ -165,8 +166,12 @@ class _LayerKernels:
         precision: Precision,
         batch: int = 1,
         casts: float = 1.0,
+        trained: bool | None = None,
     ) -> Seconds:
-        """Linears with these (output, input) features, `batch` of each in one call."""
+        """Linears with these (output, input) features, `batch` of each in one call. Beside adapters, linears
+        are frozen and have no gradients of weights.
+        """
+        trained = self.shape.lora is None if trained is None else trained
 
         def product(m: int, n: int, k: int) -> float:
             return matmul_seconds(
@@ -179,15 +184,38 @@ class _LayerKernels:
             forward += slower * product(tokens, n, k)
             back += slower * product(tokens, k, n)
             weight += slower * product(n, k, tokens)
-        return forward, back, weight
+        return forward, back, weight if trained else 0.0
 
     def linears(self, linears: Sequence[tuple[int, int]], tokens: int) -> Seconds:
         """Linears whose inputs norms and activations cast to 8 bits, as far as the software does."""
         return self.products(linears, tokens, self.precision, casts=self.software.casts)
 
+    def adapters(self) -> list[Seconds]:
+        """Low-rank adapters, each of two narrow products and of a pass that adds their result to that of the
+        linear, or the gradient of their input to its.
+        """
+        shape, compute, each = self.shape, self.compute, list[Seconds]()
+
+        def added(width: int) -> float:
+            return pass_seconds(self.device, "add", 3.0 * compute.element * compute.tokens * width)
+
+        shapes = {} if shape.lora is None else block_shapes(shape)
+        for name in (name for name in shapes if name.endswith(".A.weight")):
+            module, (rank, inputs) = name.partition(".lora.")[0], shapes[name]
+            outputs = shapes[name.removesuffix("A.weight") + "B.weight"][0]
+            if module.endswith((".proj", ".down")):
+                inputs //= compute.tp
+            elif "_down" not in module:
+                outputs //= compute.tp
+            narrow = [(rank, inputs), (outputs, rank)]
+            forward, back, weight = self.products(narrow, compute.tokens, self.exact, trained=True)
+            each.append((forward + added(outputs), back + added(inputs), weight))
+        return each
+
     def block(self) -> KernelTimes:
         shape, compute = self.shape, self.compute
-        parts = [self.linears(attention_linears(shape, compute), compute.tokens), self.mlp()]
+        adapters = self.adapters()
+        parts = [self.linears(attention_linears(shape, compute), compute.tokens), self.mlp(), *adapters]
         if shape.encoder_layers:  # keys and values of the encoder's tokens
             keys_and_values = 2 * compute.kv_heads(shape) * shape.head_dim, shape.hidden
             parts.append(self.linears([keys_and_values], compute.for_memory.tokens))
@@ -203,6 +231,7 @@ class _LayerKernels:
             core_back=core_back,
             products=back,
             kernels=_KERNELS["block"]
+            + _ADAPTER * len(adapters)
             + (_UNFUSED if explicit else 0)
             + (0 if self.fused_softmax else _UNFUSED_SOFTMAX)
             + (_FORKED if explicit and shape.dropout else 0)
@@ -337,7 +366,7 @@ class _LayerKernels:
             loss += 3 * pass_seconds(device, "loss", 2 * compute.element * logits)
             loss_back += pass_seconds(device, "loss", 5 * compute.element * logits)
         if chunk:  # all in the backward; each chunk but the first reads the gradient of the weight again
-            again = (times - 1) * pass_seconds(device, "reduce", 8.0 * n * k)
+            again = (times - 1) * pass_seconds(device, "reduce", 8.0 * n * k) if weight else 0.0
             back = forward + back + weight + again + self.loss * (loss + loss_back) + self.passes * 1.5 * norm
             return KernelTimes(forward=self.passes * norm, back=back, weight=0.0, kernels=_KERNELS["head"])
         return KernelTimes(
@@ -353,7 +382,7 @@ class _LayerKernels:
         forward = pass_seconds(self.device, "embedding", 2 * size)
         if self.shape.dropout:
             forward += pass_seconds(self.device, "dropout", 2 * size)
-        weight = 2 * pass_seconds(self.device, "embedding", 2 * size)
+        weight = 2 * pass_seconds(self.device, "embedding", 2 * size) if self.shape.lora is None else 0.0
         return KernelTimes(forward=forward, back=0.0, weight=weight, kernels=_KERNELS["embed"])
 
     def between(self) -> KernelTimes:
