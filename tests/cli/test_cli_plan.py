@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
+from stretto.planner.assumptions import software_profiles
 from stretto.planner.search import search as search_module
 from stretto.run.config.job import job_of
 from stretto.run.config.load import load
@@ -188,9 +189,39 @@ def test_a_planned_config_trains(
 
 
 def test_a_length_that_nobody_gave_is_named(stretto: CommandLine) -> None:
-    note = "note: no --sequence: planned for samples of 8,192 tokens, as llama3-8b was pretrained"
-    assert stretto(*BIG[:-2], *FIXED, "--top", "1").startswith(note)
+    of_model = ["plan", "--model", "llama3.1-8b", *BIG[3:-2], *FIXED, "--top", "1"]
+    said = " ".join(stretto(*of_model).split())
+    assert "256 x 8192 tokens, bfloat16 (no --sequence: as in llama3.1-8b's config, before its" in said
     assert "no --sequence" not in stretto(*BIG, *FIXED, "--top", "1")
+    path = "configs/llama-1b-64gpu.yaml"
+    facts = stretto.json("plan", path, *BIG[3:5], "--fix", "mode=zero3", "--top", "1")
+    assert facts["defaults"] == {"batch": path, "sequence": path}
+    job = job_of(load(path))
+    assert (facts["batch"], facts["sequence"]) == (job.global_batch, job.sequence)
+
+
+def test_software_is_set_and_shown_and_predicted_alike(tmp_path: Path, stretto: CommandLine) -> None:
+    path = tmp_path / "plan.yaml"
+    plan = stretto.json(*BIG, *FIXED, "--top", "1", "--software", "tuned", "--write", path)
+    assert plan["software"] == "tuned"
+    row = stretto.json("predict", path, "--cluster", "h100:64", "--software", "tuned")["rows"][0]
+    assert row["step_time_s"] == plan["ranking"][0]["step_time_s"]
+    assert (
+        row["step_time_s"] < stretto.json("predict", path, "--cluster", "h100:64")["rows"][0]["step_time_s"]
+    )
+    assert "software  eager" in stretto(*BIG, *FIXED, "--top", "1", "--software", "eager")
+    assert "did you mean 'tuned'" in stretto.error(*BIG, "--software", "tund")
+    listed = " ".join(stretto("plan", "--help").split())
+    assert all(name in listed for name in software_profiles())
+
+
+def test_a_plan_is_for_one_framework(stretto: CommandLine) -> None:
+    few = [*BIG, *FIXED[2:], "--top", "1"]
+    assert stretto.json(*few, "--for", "torchtitan")["framework"].startswith("torchtitan")
+    assert "FSDP: excluded by what torchtitan has and is fixed" in stretto(*few, "--for", "torchtitan")
+    wrong = stretto.error(*few, "--for", "torchtitan", "--emit", "megatron")
+    assert "--for is torchtitan and --emit is megatron: a plan is for one framework" in wrong
+    assert "--row is for --emit" in stretto.error(*few, "--for", "megatron", "--row", "2")
 
 
 def test_a_search_that_is_cut_short_never_says_that_nothing_fits(stretto: CommandLine) -> None:

@@ -19,7 +19,7 @@ PACKAGE = "stretto_interop"
 COMMANDS = {"migrate": f"{PACKAGE}.commands.migrate"}  # whole commands, by name
 NAMES = ("megatron", "nemo", "torchtitan", "deepspeed")  # of the registry, which help should not import
 TABLES = "torchrec"  # for recommenders
-_FRAMEWORKS = f"{', '.join(NAMES)}; {TABLES} for a recommender"
+FRAMEWORKS = f"{', '.join(NAMES)}; {TABLES} for a recommender"
 
 
 class _Loaded:
@@ -62,7 +62,7 @@ else:
 
 Emit = Annotated[
     str | None,
-    typer.Option(metavar="FRAMEWORK", help=f"Print the job as another framework takes it: {_FRAMEWORKS}."),
+    typer.Option(metavar="FRAMEWORK", help=f"Print the job as another framework takes it: {FRAMEWORKS}."),
 ]
 Output = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --emit: write it here instead of printing it.")

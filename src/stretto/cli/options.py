@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from stretto.errors import StrettoError, nearest
+
+if TYPE_CHECKING:
+    from stretto.planner.assumptions import SoftwareAssumptions
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ConfigFile = Annotated[
@@ -37,6 +40,14 @@ ClusterName = Annotated[
         "or here: this machine, as `stretto calibrate` measured it.",
     ),
 ]
+Software = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Kernels, launches and overlap of unfused, eager, fused, today, compiled, engine or tuned "
+        "software; default: today, or what the framework has.",
+    ),
+]
 PipelineRanks = Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")]
 Microbatches = Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")]
 Chunks = Annotated[int | None, typer.Option(min=1, help="Stages per rank, for schedules that have several.")]
@@ -61,6 +72,18 @@ def check_choice(option: str, value: str, allowed: Iterable[str]) -> None:
             f"{option} is {value!r}, must be one of {', '.join(allowed)}",
             hint=f"did you mean {similar!r}?" if similar else None,
         )
+
+
+def software_named(name: str) -> SoftwareAssumptions:
+    """Return the profile that `--software` names.
+
+    Raises:
+        StrettoError: there is none; the hint has the nearest.
+    """
+    from stretto.planner.assumptions import software_profile, software_profiles
+
+    check_choice("--software", name, software_profiles())
+    return software_profile(name)
 
 
 def grouped(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import check_choice, grouped
+from stretto.cli.options import check_choice, grouped, software_named
 from stretto.cli.output import (
     check_writable,
     command_app,
@@ -37,6 +38,7 @@ app = command_app()
 GIB = 2**30
 _CUT_SHORT = 3  # exit code: nothing was found, and it is not known that nothing fits
 _BAR = 12  # characters of a full device
+_FIXED = "excluded by what is fixed"
 
 
 @app.command(
@@ -54,8 +56,8 @@ def plan(options: PlanOptions) -> None:
     Beside the fastest layouts it shows the fastest safe one and what people run without a search: FSDP, and
     tensor parallelism in a node x a pipeline.
 
-    With --emit only layouts that the framework has are searched, at the costs that they have there; for a
-    recommender --emit torchrec writes TorchRec's sharding plan.
+    With --for only layouts that the framework has are searched, at the costs that they have there, and --emit
+    prints the first as its config; for a recommender --emit torchrec writes TorchRec's sharding plan.
 
     Exit code 1 if nothing fits; 3 if the search was cut short before it found or excluded anything.
     """
@@ -63,7 +65,14 @@ def plan(options: PlanOptions) -> None:
     from stretto.recommender.shape import is_dlrm
     from stretto.run.config.schema import TrainConfig
 
+    target = options.emit or options.target
+    if options.target not in (None, target):
+        raise StrettoError(
+            f"--for is {options.target} and --emit is {target}: a plan is for one framework",
+            hint="leave --for out: --emit plans for its framework",
+        )
     framework = interop.framework_named(options.emit, {"row": options.row, "output": options.output})
+    framework = framework or interop.framework_named(target, {})
     recommender = options.model is not None and is_dlrm(options.model)
     config = None if options.config is None else load_config(options.config, options.overrides or [])
     if recommender or (options.model is None and config is not None and not isinstance(config, TrainConfig)):
@@ -78,7 +87,7 @@ def plan(options: PlanOptions) -> None:
         return
     if options.placement is not None:
         raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
-    interop.check_trains_language(options.emit)
+    interop.check_trains_language(target)
     base = None
     if options.config is not None:
         from stretto.cli.jobs import load_language
@@ -88,6 +97,9 @@ def plan(options: PlanOptions) -> None:
     if framework is not None:
         run = None if base is None else interop.emit.run_values(base)
         task = interop.emit.task_for(framework, task, options.fix or [], run)
+    if options.software is not None:
+        software = software_named(options.software)
+        task = replace(task, assumptions=replace(task.assumptions, software=software))
     check_writable(options.html)
     if options.write is not None and (base is None or base.shape() != task.job.shape):
         from stretto.run.config.written import model_section
@@ -103,11 +115,17 @@ def plan(options: PlanOptions) -> None:
     with show_search() as progress:
         result = search(task, progress)
     emitted = None
-    if framework is not None and result.ranking:
-        emitted = interop.emit.emitted_row(framework, result, options.row, run)
-        if options.output is not None or not options.as_json:
-            interop.print_emitted(emitted, options.output)
-    _report(options, task, base, result, emitted).print(options.as_json)
+    if framework is not None:
+        fewer = f"excluded by what {target} has" + " and is fixed" * bool(options.fix)
+        missing = {name: reason.replace(_FIXED, fewer) for name, reason in result.missing.items()}
+        result = replace(result, missing=missing)
+        if options.emit is not None and result.ranking:
+            emitted = interop.emit.emitted_row(framework, result, options.row, run)
+            if options.output is not None or not options.as_json:
+                interop.print_emitted(emitted, options.output)
+    title = None if framework is None else framework.title
+    report = _report(options, task, base, result, framework=title, emitted=emitted)
+    report.print(options.as_json)
     if not result.ranking:
         raise say_no() if result.complete else typer.Exit(_CUT_SHORT)
 
@@ -199,26 +217,54 @@ def _job(options: PlanOptions, base: TrainConfig | None, default_dtype: Dtype) -
 
 
 def _report(
-    options: PlanOptions, task: SearchTask, base: TrainConfig | None, plan: Plan, emitted: str | None
+    options: PlanOptions,
+    task: SearchTask,
+    base: TrainConfig | None,
+    plan: Plan,
+    *,
+    framework: str | None,
+    emitted: str | None,
 ) -> CommandReport:
     from stretto.run.config.written import required_fields, written
+    from stretto.view.plan_texts import plan_setting
 
     required = list(required_fields(base))
     model = options.model
     if model is None:
         assert base is not None
         model = base.model.preset or f"{base.model.family} of {options.config}"
-    report = CommandReport(lambda: {**_record(plan, options.write), "required": required, "emitted": emitted})
+    setting = plan_setting(task.job, task.cluster, task.assumptions, model)
+    unsaid = [name for name in ("batch", "sequence") if getattr(options, name) is None]
+    source = options.config
+    if source is None:
+        scaled = task.sequence < task.shape.sequence and "sequence" in unsaid
+        source = f"{model}'s config" + ", before its positions were scaled" * scaled
+    if unsaid:
+        setting["batch"] += f" (no --{' and no --'.join(unsaid)}: as in {source})"
+    if framework is not None:
+        setting["framework"] = framework
+    question = {
+        "required": required,
+        "emitted": emitted,
+        "framework": framework,
+        "software": setting["software"],
+        "batch": task.global_batch,
+        "sequence": task.sequence,
+        "defaults": dict.fromkeys(unsaid, source),
+    }
+    report = CommandReport(lambda: {**_record(plan, options.write), **question})
     if options.html is not None:
         from stretto.view.plan_page import plan_page
 
-        commands = {} if task.job.shape.unsupported_parts else _next_commands(options, required)
+        commands = _next_commands(options, required, setting["software"])
+        commands = {} if task.job.shape.unsupported_parts else commands
         report.write(options.html, plan_page(plan, model, commands), quiet=True)
     if emitted is None or options.output is not None:
-        if options.sequence is None and base is None:
-            tokens = f"{task.sequence:,} tokens, as {model} was pretrained"
-            report.line(f"note: no --sequence: planned for samples of {tokens}")
-        add_plan(report, plan, task, model)
+        for name, value in setting.items():
+            report.value(name, value)
+        _add_plan(report, plan, task)
+    elif unsaid and not options.as_json:
+        print(f"note: planned for {setting['batch']}", file=sys.stderr)
     if options.write is not None and plan.ranking:
         ranked = plan.ranking[0]
         estimate = ranked.estimate
@@ -235,7 +281,7 @@ def _report(
     return report
 
 
-def _next_commands(options: PlanOptions, required: list[str]) -> dict[str, str]:
+def _next_commands(options: PlanOptions, required: list[str], software: str) -> dict[str, str]:
     """Commands for the next steps, by what each does."""
     command = ["stretto", options.context.info_name or ""]
     for parameter in options.context.command.params:
@@ -251,9 +297,10 @@ def _next_commands(options: PlanOptions, required: list[str]) -> dict[str, str]:
         else:
             command += [word for each in values for word in (parameter.opts[0], each)]
     config = options.write or Path("planned.yaml")
+    predicted = f"stretto predict {config} --cluster {options.cluster}"
     return {
         "write the first as a config": f"{shlex.join(command)} --write {config}",
-        "predict it, and variants": f"stretto predict {config} --cluster {options.cluster}",
+        "predict it, and variants": predicted + f" --software {software}" * (software != "today"),
         "its memory, tensor by tensor": f"stretto memory {config}",
         "train it": train_command(config, required),
     }
@@ -307,12 +354,10 @@ def _ranked_record(ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def add_plan(report: CommandReport, plan: Plan, task: SearchTask, model: str) -> None:
-    """Add what is planned, the ranking as a table, and the reasons."""
-    from stretto.view.plan_texts import plan_setting, search_text
+def _add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
+    """Add the ranking as a table, and the reasons."""
+    from stretto.view.plan_texts import search_text
 
-    for name, value in plan_setting(task.job, task.cluster, task.assumptions, model).items():
-        report.value(name, value)
     report.value("search", search_text(plan))
     if plan.widened:
         report.value(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.interop import Emit, Output
-from stretto.cli.options import ClusterName, Json, ModelName, Overrides, Page
+from stretto.cli.interop import FRAMEWORKS, Emit, Output
+from stretto.cli.options import ClusterName, Json, ModelName, Overrides, Page, Software
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,15 @@ class PlanOptions:
     objective: Annotated[str, typer.Option(help="time or tokens_per_dollar.")] = "time"
     precision: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16, fp16 on devices without it.")
+    ] = None
+    software: Software = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="FRAMEWORK",
+            help=f"Search only layouts that it has, at their costs there: {FRAMEWORKS}. Implied by --emit.",
+        ),
     ] = None
     asynchronous: Annotated[
         bool,

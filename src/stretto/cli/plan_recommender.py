@@ -35,7 +35,16 @@ _FIXES = (
     "device_gib",
     "host_gib",
 )
-_LANGUAGE_OPTIONS = ("sequence", "target_sequence", "max_gpus", "html", "row", "asynchronous", "wide")
+_LANGUAGE_OPTIONS = (
+    "sequence",
+    "target_sequence",
+    "max_gpus",
+    "html",
+    "row",
+    "asynchronous",
+    "wide",
+    "software",
+)
 _PARTS = {  # of a step
     "lookup": "rows read and summed by their owners",
     "exchange": "sums and gradients between ranks, as far as the bottom network does not hide them",
@@ -62,7 +71,8 @@ def plan_recommender(options: PlanOptions, config: RecommenderConfig | None) -> 
             raise StrettoError(
                 f"--{option} is for language models, not for a recommender", hint="leave it out"
             )
-    interop.check_trains_recommenders(options.emit)
+    target = options.emit or options.target
+    interop.check_trains_recommenders(target)
     fixes = _fixes(options.fix or [])
     model, job = _table_job(options, config, fixes)
     work = job.work
@@ -71,7 +81,7 @@ def plan_recommender(options: PlanOptions, config: RecommenderConfig | None) -> 
             plan = price_tables(job, read_placements(options.placement, work.ranks, work.local))
         else:
             splits: list[Split] = [split for split in SPLITS if split in fixes.get("split", SPLITS)]
-            plan = place_tables(job, splits, None if options.emit is None else interop.emit.holds)
+            plan = place_tables(job, splits, None if target is None else interop.emit.holds)
     except DoesNotFit as error:
         if not options.as_json:
             raise

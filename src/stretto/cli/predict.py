@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli import interop
-from stretto.cli.options import ClusterName, Json, ModelName, grouped
+from stretto.cli.options import ClusterName, Json, ModelName, Software, grouped, software_named
 from stretto.cli.output import check_writable, command_app, say_no, tflops_text, write_file
 from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
@@ -70,6 +70,7 @@ class PredictOptions:
     row: Annotated[
         int | None, typer.Option(help="Predict this row of the table alone, and show its cells and defaults.")
     ] = None
+    software: Software = None
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True
     source: Annotated[
         str | None,
@@ -112,6 +113,9 @@ def predict(options: PredictOptions) -> None:
         report.verbatim(page)
         report.print(options.as_json)
         return
+    other = "--from" if options.source is not None else "--table"
+    if options.software is not None and (options.source or options.table) is not None:
+        raise StrettoError(f"--software conflicts with {other}, which names it", hint="leave it out")
     table_options = {"--table": options.table, "--out": options.out, "--row": options.row}
     used = [name for name, value in table_options.items() if value is not None]
     if options.source is not None:
@@ -158,6 +162,7 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
     """The estimate of one layout, and the defaults used."""
     from stretto.cli.jobs import load_language
     from stretto.job.rules import problems
+    from stretto.planner.assumptions import Assumptions
     from stretto.planner.estimate import estimate
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.config.job import job_of
@@ -184,9 +189,14 @@ def _estimate(options: PredictOptions) -> tuple[Estimate, Mapping[str, str]]:
                 machine = machine_of(job, loaded.train.device, loaded.train.threads)
             else:
                 machine = find_cluster(cluster).sized(job.layout.world)
-            return estimate(job, machine, memory=options.memory), {}
+            assumptions = Assumptions()
+            if options.software is not None:
+                assumptions = Assumptions(software=software_named(options.software))
+            return estimate(job, machine, assumptions, memory=options.memory), {}
     if model is None:
         raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
+    if options.software is not None:
+        arguments = [*arguments, f"software={options.software}"]
     run = run_from_arguments(arguments, model, cluster)
     return estimate(run.job, run.cluster, run.assumptions, memory=options.memory), run.defaults
 
