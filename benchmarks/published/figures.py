@@ -42,6 +42,8 @@ class Figure:
 
 
 def _hardware_tflops(estimate: Estimate) -> float:
+    assert estimate.hfu is not None  # of GPUs
+    assert estimate.mfu is not None
     return estimate.tflops_per_gpu * estimate.hfu / estimate.mfu * estimate.seconds
 
 
@@ -72,7 +74,7 @@ FIGURES: Mapping[str, Figure] = {
             title="Korthikanti et al. 2022, table 5: full and selective recomputation",
             measure="model FLOPs utilization, %, from the step time",
             across="parameters",
-            work=lambda estimate: 100 * estimate.mfu * estimate.seconds,
+            work=lambda estimate: 100 * (estimate.mfu or 0.0) * estimate.seconds,
             fitted=True,
         ),
         Figure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,31 +36,40 @@ def calibrate(
         ),
     ] = "auto",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer shapes and sizes: seconds instead of a minute or two.")
+        bool,
+        typer.Option("--quick", help="Fewer shapes and sizes, wider intervals: seconds instead of a minute."),
     ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, help="Begin no measurement after that time; what is missing widens intervals."),
+    ] = 180.0,
     as_json: Json = False,
 ) -> None:
     """Measure this machine for the predictions of plan, predict and train.
 
     Measures matrix products, memory-bound operations, attention, collectives and messages among local ranks,
-    and host overhead. Takes under three minutes; the machine should be otherwise idle.
+    and host overhead. Takes about a minute, three at most; the machine should be otherwise idle. If it is
+    not, or has little time, this says so, and predictions have wider intervals.
 
     From then on training predicts its steps with this profile; `stretto plan` and `stretto predict` use it
     with --cluster here, or --cluster FILE.
     """
-    from stretto.planner.machines.catalogue import history_path, profile_path
+    from stretto.planner.machines.catalogue import history_path, profile_path, with_earlier_peaks
     from stretto.planner.machines.describe import save_cluster
     from stretto.run.calibrate.profile import calibrate as measure
+    from stretto.run.watch.machine import busy_text
 
     check_device(device, "--device")
     path = out or profile_path()
     _check_writable(path, default=out is None)
+    if (busy := busy_text()) is not None:
+        print(f"warning: {busy}; intervals of predictions will be wider", file=sys.stderr)
     begun = time.monotonic()
-    cluster = measure(ranks, quick, quiet=as_json, device=device)
+    cluster = with_earlier_peaks(measure(ranks, quick, quiet=as_json, device=device, seconds=seconds), path)
     save_cluster(cluster, path)
     if history_path(path).is_file():
         history_path(path).unlink()  # corrections of an earlier profile do not apply to this one
-    seconds = time.monotonic() - begun
+    took = time.monotonic() - begun
 
     measured, link = cluster.device, cluster.inner
     launch_us, layer_us, action_us = (
@@ -80,8 +90,10 @@ def calibrate(
         "layer_us": layer_us,
         "action_us": action_us,
         "collectives": collectives,
+        "spread": dict(cluster.spread),
+        "notes": cluster.notes,
     }
-    report = CommandReport({"profile": profile, "path": str(path), "seconds": seconds})
+    report = CommandReport({"profile": profile, "path": str(path), "seconds": took})
     report.line(f"{measured.name} ({measured.notes})")
     speeds = ", ".join(f"{dtype} {1e3 * tflops:.0f} GFLOP/s" for dtype, tflops in measured.sustained.items())
     report.line(f"{speeds}; copies at {measured.bandwidth / 1e9:.1f} GB/s")
@@ -99,7 +111,11 @@ def calibrate(
     ]
     if rows:
         report.table(columns, rows)
-    report.line(f"profile: {path}  ({seconds:.0f} s; use it with --cluster here)")
+    if cluster.spread:
+        widths = ", ".join(f"{source} {width:.0%}" for source, width in cluster.spread.items())
+        report.line(f"intervals of predictions are widened by how the measurements varied: {widths}")
+    report.line(cluster.notes)
+    report.line(f"profile: {path}  ({took:.0f} s; use it with --cluster here)")
     report.print(as_json)
 
 

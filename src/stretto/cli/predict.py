@@ -290,7 +290,7 @@ def measures_record(estimate: Estimate) -> dict[str, Any]:
 
 def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     """Add time, rates, memory, and a breakdown of the time."""
-    from stretto.view.plan_texts import uncertainty_text
+    from stretto.view.plan_texts import mfu_text, uncertainty_text
 
     job, memory = estimate.job, estimate.memory
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
@@ -311,7 +311,7 @@ def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[st
             f"{estimate.tokens_per_s / job.layout.world:,.0f} a device",
         ),
         ("TFLOP/s a device", tflops_text(estimate.tflops_per_gpu), "model FLOPs, attention in full"),
-        ("MFU", f"{estimate.mfu:.1%}", f"HFU {estimate.hfu:.1%}"),
+        ("MFU", mfu_text(estimate.mfu), f"HFU {mfu_text(estimate.hfu)}"),
         ("bubble", f"{estimate.bubble:.1%}", None),
     ]
     if memory is not None:

@@ -66,6 +66,13 @@ def train(
             help="Record these steps of every rank with torch's profiler, for Perfetto: 10:13, or one step.",
         ),
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Measure this machine's CPUs for ten seconds before its first training of over a minute.",
+        ),
+    ] = True,
     port: Port = 0,
     as_json: Json = False,
 ) -> None:
@@ -97,7 +104,7 @@ def train(
             config = for_ranks(config, ranks, as_json)
             config = replace(config, run=unused_run(config.checkpoint.resume, config.run))
             resume_command = _resume_command(path, fields, name, config.run.name)
-            result = _train_locally(config, resume_command, as_json, port)
+            result = _train_locally(config, resume_command, as_json, port, probe)
         if os.environ.get("RANK", "0") == "0":
             _report(config, result, resume_command, job_arguments(path, fields), as_json)
         raise typer.Exit(exit_code(result))
@@ -122,15 +129,29 @@ def exit_on_signal() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def _train_locally(config: AnyConfig, resume_command: str, quiet: bool, port: int) -> Result:
+def _train_locally(config: AnyConfig, resume_command: str, quiet: bool, port: int, probed: bool) -> Result:
     """Train on local ranks; the error of a failed one ends with the command that resumes the run."""
     from stretto.cli.jobs import job_type
     from stretto.engine.checkpoint.folder import checkpoints
+    from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.local import RankFailed
     from stretto.run.train.launch import run_job
 
+    job = job_type(config)
+    if probed and isinstance(config, TrainConfig):
+        from stretto.run.calibrate.probe import probe
+        from stretto.run.config.job import job_of
+
+        announce, train = job.print_start, config.train
+
+        def print_start(*start: Any) -> None:
+            job = job_of(config)
+            probe(job, steps=train.steps, device=train.device, threads=train.threads, quiet=quiet)
+            announce(*start)
+
+        job = replace(job, print_start=print_start)
     try:
-        return run_job(job_type(config), config, quiet, port)
+        return run_job(job, config, quiet, port)
     except RankFailed as error:
         saved = checkpoints(config.run.folder / "checkpoints")
         hint = f"to continue from {saved[0].name}: {resume_command}" if saved else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import exp, sqrt
+from math import exp, hypot, sqrt
 from typing import Any, NamedTuple
 
 from stretto.errors import StrettoError
@@ -64,7 +64,10 @@ def interval(
     widths = {"noise": factor * constants["noise"]}
     for source, names in SOURCES.items():
         share = sum(parts.get(name, 0.0) for name in names) / busy if busy else 0.0
-        widths[source] = factor * share * _uncertainty(source, job, cluster, precision)
+        uncertain = hypot(
+            factor * _uncertainty(source, job, cluster, precision), cluster.spread.get(source, 0.0)
+        )
+        widths[source] = share * uncertain
     half_width = sqrt(sum(width**2 for width in widths.values()))
     # a factor up is as likely as its inverse down
     return Interval(exp(-half_width), exp(half_width), {name: widths[name] for name in (*SOURCES, "noise")})
@@ -109,6 +112,7 @@ PARTS = (
 # Median relative difference between two measurements of one configuration: 69 configurations that NVIDIA
 # measured in successive releases of its containers.
 NOISE = 0.022
+_STABLE = 0.2  # half width of a CPU's measured kernels up to which its peak is one to compare with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +167,21 @@ class Estimate:
         return flops / (self.seconds * self.job.layout.world * 1e12)
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation, a fraction of the vendor's dense peak."""
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, a fraction of the vendor's dense peak, or of the measured peak of a CPU's
+        core; None if that was not measured (`stretto calibrate`), or was disturbed.
+        """
+        if self.cluster.computing is not None and (
+            not self.cluster.device.kernels or self.cluster.spread.get("kernels", 0.0) > _STABLE
+        ):
+            return None
         return self.tflops_per_gpu * 1e12 / self.cluster.device.peak(self.precision)
 
     @property
-    def hfu(self) -> float:
-        """Hardware FLOPs utilisation, which counts recomputation too."""
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilisation, which counts recomputation too; None as `mfu`."""
+        if self.mfu is None:
+            return None
         shape = self.job.shape
         sequence = self.job.sequence
         mode = self.job.recompute.mode

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.view import colours
 from stretto.view.colours import Rgb
+from stretto.view.plan_texts import mfu_text
 from stretto.view.svg import element, text_line
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
         rows += _row(top=top, number=f"{i + 1}", label=ranked.layout, parts=parts, looks=PARTS, scale=scale)
         ends = (_LEFT + value * scale for value in (estimate.low, estimate.high, estimate.seconds))
         rows.append(_whisker(top, *ends))
-        rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
+        rate = f"{estimate.seconds:.4g} s, MFU {mfu_text(estimate.mfu)}"
         rows.append(text_line(rate, WIDTH - _RIGHT + 8, top + 14, 12))
     about = "Seconds of a step by part, for the best layouts, with the interval of the whole"
     return _figure("steps", len(ranking) * (_ROW + _GAP) + 8, about, rows) + _key(

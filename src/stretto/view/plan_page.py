@@ -12,7 +12,14 @@ from stretto.planner.estimate import NOISE, Estimate, timeline_of
 from stretto.view.html import panels_html, script_json, table_html
 from stretto.view.panel import Panel, panel
 from stretto.view.plan_charts import PATTERNS, device_memory_bars, memory_bars, points_key, scatter, step_bars
-from stretto.view.plan_texts import GIB, differences, plan_setting, search_text, uncertainty_text
+from stretto.view.plan_texts import (
+    GIB,
+    differences,
+    mfu_text,
+    plan_setting,
+    search_text,
+    uncertainty_text,
+)
 
 if TYPE_CHECKING:
     from stretto.planner.assumptions import Assumptions
@@ -108,7 +115,7 @@ def _card(name: str, ranked: Ranked, fastest: Estimate | None) -> str:
     estimate, fit = ranked.estimate, ranked.estimate.memory
     figures = [
         f"<b>{estimate.seconds:.4g} s</b> a step ({estimate.low:.3g} to {estimate.high:.3g})",
-        f"{estimate.tokens_per_s:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f}%, "
+        f"{estimate.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(estimate.mfu)}, "
         f"bubble {100 * estimate.bubble:.1f}%",
     ]
     if uncertainty := uncertainty_text(estimate.widths):
@@ -141,7 +148,7 @@ def _ranking(plan: Plan) -> Sequence[Sequence[str]]:
                 f"{estimate.low:.3g} to {estimate.high:.3g}",
                 f"{estimate.tokens_per_s:,.0f}",
                 f"{estimate.tflops_per_gpu:.1f}",
-                f"{100 * estimate.mfu:.1f}%",
+                mfu_text(estimate.mfu),
                 f"{100 * estimate.bubble:.1f}%",
                 *(("", "") if fit is None else _gib(fit.device)),
                 "" if fit is None else fit.verdict,

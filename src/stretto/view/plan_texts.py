@@ -57,6 +57,11 @@ def search_text(plan: Plan) -> str:
     return text
 
 
+def mfu_text(mfu: float | None) -> str:
+    """Return a utilisation as text; "-" if there is no peak to compare with."""
+    return "-" if mfu is None else f"{mfu:.1%}"
+
+
 def uncertainty_text(widths: Mapping[str, float]) -> str:
     """Return as text the uncertainty of a step by source, as a share of it, the largest first."""
     ordered = sorted(widths.items(), key=lambda item: -item[1])

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from stretto.run.compare import runs
-from stretto.run.compare.machine import OtherProcesses
 from stretto.run.compare.result import CombinationResult, Repeat
 from stretto.run.compare.runs import PendingRun, Runner
 
@@ -48,8 +47,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
         return replace(result, status="done", repeats=done)
 
     monkeypatch.setattr(Runner, "_run", one)
-    monkeypatch.setattr(runs, "load_share", lambda: 1.5)
-    monkeypatch.setattr(runs, "core_count", lambda: 2)
+    monkeypatch.setattr(runs, "busy_text", lambda: "this machine is busy: 3 runnable processes on 2 cores")
     three, said = [run(name) for name in "abc"], list[str]()
     results, stopped = settings(tmp_path).run_all(three, said.append)
     assert stopped
@@ -57,7 +55,7 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
     assert [each.status for each in results] == ["done", "done", "failed"]
     busy = "; warning: other processes used 50% of the cores"
     assert said[:4] == [
-        "warning: this machine is busy: a load of 3.0 in the last minute, on 2 cores",
+        "warning: this machine is busy: 3 runnable processes on 2 cores",
         "round 1/2, 1/3 a: 1 steps",
         f"round 1/2, 1/3 a: 1 s a step, 2 tokens/s{busy}",
         "round 1/2, 2/3 b: 1 steps; about 8 min left, 5 runs",
@@ -76,35 +74,6 @@ def test_an_interrupt_keeps_what_is_done_and_the_next_time_goes_on(
     begin["interrupted"] = "b1"
     results, _ = settings(tmp_path / "new").run_all(three, said.append)
     assert [each.status for each in results] == ["done", "stopped", "stopped"]
-
-
-def test_own_processes_are_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of four cores are ours. A child's child outlives its parent; a stranger is no descendant."""
-    own = os.getpid()
-    monkeypatch.setattr(runs.OtherProcesses, "_watch", lambda _: None)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 2})
-    clock = iter((100.0, 110.0, 0.0, 1.0))
-    monkeypatch.setattr("stretto.run.compare.machine.time.monotonic", lambda: next(clock))
-    ticks = os.sysconf("SC_CLK_TCK")
-
-    def state(first: int, third: int, processes: dict[int, tuple[int, int]]) -> None:
-        lines = [
-            f"cpu{n} {busy} 0 0 {busy * 7} {busy * 5} 0 0 0 {busy} 0"  # idle, iowait and guests grow too
-            for n, busy in enumerate((first, 5, third, 99))
-        ]
-        (tmp_path / "stat").write_text("\n".join(["cpu 1 1 1 1 1 1 1 1 0 0", *lines, "intr 3"]))
-        for pid, (parent, used) in processes.items():
-            (tmp_path / str(pid)).mkdir(exist_ok=True)
-            text = f"{pid} (a b) c) S {parent} {' '.join('0' * 9)} {used} 0 0 0"
-            (tmp_path / str(pid) / "stat").write_text(text)
-
-    state(0, 0, {own: (1, 0), 1: (0, 0), 70001: (own, 0), 70002: (70001, 0), 70003: (1, 0)})
-    with OtherProcesses(tmp_path) as others:
-        state(9 * ticks, 6 * ticks, {own: (1, 2 * ticks), 70002: (1, 8 * ticks), 70003: (1, 5 * ticks)})
-    assert others.share == pytest.approx((15 - 10) / 20)
-    with OtherProcesses(tmp_path / "none") as others:
-        pass
-    assert others.share is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT])

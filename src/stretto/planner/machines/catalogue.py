@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -240,6 +241,38 @@ def profile_path() -> Path:
     return Path(root).expanduser() / "stretto" / "profiles" / f"{machine_name()}.yaml"
 
 
+def probe_path() -> Path:
+    """The path of the short measurement of this machine that a training begins with if there is no profile
+    (`run.calibrate.probe`): of this version of torch.
+    """
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return profile_path().with_suffix(f".torch-{torch}.probe.yaml")
+
+
+def local_profile() -> Path:
+    """The file that describes this machine: its profile, else its probe; it need not exist."""
+    path = profile_path()
+    return path if path.is_file() else probe_path()
+
+
+def with_earlier_peaks(cluster: Cluster, profile: Path) -> Cluster:
+    """The CPU with the highest peak of this and the earlier profile, if there is one of this machine: load
+    can only lower what is measured, so that utilisations before and after are of the same peak.
+    """
+    try:
+        earlier = read_cluster(profile) if is_cpu(cluster) and profile.is_file() else None
+    except StrettoError:  # it is about to be replaced
+        earlier = None
+    if earlier is None or earlier.device.name != cluster.device.name:
+        return cluster
+    before, now = earlier.device.tflops, cluster.device.tflops
+    peaks = {precision: max(peak, before.get(precision, 0.0)) for precision, peak in now.items()}
+    return replace(cluster, device=replace(cluster.device, tflops=peaks))
+
+
 def history_path(profile: Path) -> Path:
     """File next to a profile with predictions and measurements of earlier runs, as JSON lines."""
     return profile.with_suffix(".runs.jsonl")
@@ -257,7 +290,7 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
             what the accelerator is.
     """
     driver = None if device == HOST else driver_name()
-    path, cluster = profile_path(), None
+    path, cluster = local_profile(), None
     if path.is_file():
         measured = read_cluster(path)
         if device == AUTO or is_cpu(measured) == (device == HOST):

@@ -66,6 +66,8 @@ class Cluster:
             kind, rows of ranks, local ranks, bytes, seconds.
         price: dollars an hour of one device, or None for the device's own.
         correction: median of measured over predicted seconds of earlier runs here.
+        spread: by source of uncertainty (`planner.estimate.SOURCES`), the relative half width that its
+            measurements add, since they varied, were few, or shared the machine with other processes.
         host: the host of every node; a typical one by default.
     """
 
@@ -80,6 +82,7 @@ class Cluster:
     tables: Mapping[str, object] = field(default_factory=dict[str, object])
     price: float | None = None
     correction: float = 1.0
+    spread: Mapping[str, float] = field(default_factory=dict[str, float])
     notes: str = ""
     host: HostMachine = field(default_factory=HostMachine)
 

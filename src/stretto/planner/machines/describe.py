@@ -27,6 +27,7 @@ ROWS = {"matmul": 5, "passes": 2, "attention": 8}
 SECONDS = ("launch", "layer", "action")
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 COLLECTIVE_ROW = 4
+UNCERTAIN = ("kernels", "network", "host")
 _HOST_UNITS = {
     "memory_gib": GIB * 1.0,
     "bandwidth_gbs": 1e9,
@@ -90,6 +91,7 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, find_cluster: FindCl
         tables=_tables(fields, "tables") or (like.tables if like else {}),
         price=fields.number("price") if "price" in fields else like.price if like else None,
         correction=fields.number("correction", like.correction if like else 1.0),
+        spread=fields.numbers("spread", UNCERTAIN) or (like.spread if like else {}),
         notes=" ".join(fields.text("notes").split()) if "notes" in fields else "",
         host=_host(fields, like.host if like else HostMachine()),
     )
@@ -138,6 +140,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "computing": cluster.computing,
         "price": cluster.price,
         "correction": cluster.correction,
+        "spread": dict(cluster.spread),
         "notes": cluster.notes,
         "host": _host_values(cluster.host),
         "tables": _flat(cluster.tables),

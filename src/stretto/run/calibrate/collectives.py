@@ -56,7 +56,7 @@ class CollectiveTimer:
 
     Attributes:
         cores: of the machine, where ranks compute on them; None where each rank has a device.
-        budget: seconds for one size of one collective.
+        budget: seconds for one size of one collective, exceeded several times where other processes compute.
     """
 
     device: torch.device
@@ -69,18 +69,21 @@ class CollectiveTimer:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of one call; the same number on all ranks."""
-        for _ in range(2):
-            call()
-        once = self._round(call, 1).wall
+        once = 0.0
+        for _ in range(3):  # the first ones warm up
+            once = self._round(call, 1).wall
+            if once > self.budget:
+                break
         count = int(min(_ENOUGH, max(1, self.budget / _ROUNDS / max(once, 1e-6))))
-        rounds = [self._round(call, count) for _ in range(_ROUNDS)]
+        repeats = max(1, min(_ROUNDS, int(4 * self.budget / once)))  # fewer where the ranks wait for a core
+        rounds = [self._round(call, count) for _ in range(repeats)]
         wall = min(round_.wall for round_ in rounds)
         if self.cores is None:
             return wall
         cpu = median(round_.cpu for round_ in rounds)
         ranks = dist.get_world_size()
         # core time taken by other processes does not count as time of the collective
-        undisturbed = sum(ranks * round_.cpu + round_.idle for round_ in rounds) / _ROUNDS / self.cores
+        undisturbed = sum(ranks * round_.cpu + round_.idle for round_ in rounds) / repeats / self.cores
         return max(cpu, min(wall, undisturbed) * min(1.0, self.cores / ranks))
 
     def _round(self, call: Callable[[], object], count: int) -> _RoundTimes:

@@ -8,7 +8,7 @@ adds to a step.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,8 @@ from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
 from stretto.run.train.rank_model import RankModel
+
+Row = list[float]  # blocks, microbatches, seconds of a step
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
 _HIDDEN = 32
@@ -49,20 +51,27 @@ class HostOverhead:
     action: float
 
 
-def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
-    """Seconds of a step, by blocks and microbatches. Collective over all ranks, each a replica."""
-    seconds = dict[tuple[int, int], float]()
+def small_steps(watch: Stopwatch) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
+    """Measurements: a name, and a call that adds a row. Collective over all ranks, each a replica."""
     for blocks in _BLOCKS:
         for microbatches in _MICROBATCHES:
-            with replica_of(_job(blocks, microbatches)) as replica:
-                times = [watch.once(partial(random_step_done, replica, step)) for step in range(_STEPS)]
-            seconds[blocks, microbatches] = min(times[2:])
-    return seconds
+
+            def measure(into: list[Row], blocks: int = blocks, microbatches: int = microbatches) -> None:
+                with replica_of(_job(blocks, microbatches)) as replica:
+                    times = [watch.once(partial(random_step_done, replica, step)) for step in range(_STEPS)]
+                into.append([blocks, microbatches, min(times[2:])])
+
+            yield f"{blocks} blocks, {microbatches} microbatches", measure
 
 
-def host_of(steps: dict[tuple[int, int], float], device: Device) -> HostOverhead:
-    """Host overhead: `small_steps` less their kernels, predicted from the device's measurements."""
+def host_of(rows: list[Row], device: Device) -> HostOverhead | None:
+    """Host overhead: `small_steps` less their kernels, predicted from the device's measurements. None if not
+    all of them were measured.
+    """
     (few, many), (less, more) = _BLOCKS, _MICROBATCHES
+    steps = {(blocks, microbatches): seconds for blocks, microbatches, seconds in rows}
+    if len(steps) < len(_BLOCKS) * len(_MICROBATCHES):
+        return None
     each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
     block = (each[many] - each[few]) / (many - few)
     shape = ModelShape(

@@ -12,10 +12,10 @@ from statistics import fmean, median, quantiles, stdev
 from typing import Any, Literal, NamedTuple
 
 from stretto.job.job import Job
-from stretto.run.compare.machine import BUSY
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.train.metrics import read_lines
+from stretto.run.watch.machine import BUSY
 
 Status = Literal["done", "predicted", "failed", "refused", "stopped"]
 

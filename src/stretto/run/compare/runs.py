@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from stretto.run.compare.combinations import file_name
-from stretto.run.compare.machine import BUSY, OtherProcesses, core_count, load_share
 from stretto.run.compare.result import CombinationResult, load_all, measured, save
+from stretto.run.watch.machine import BUSY, OtherProcesses, busy_text
 
 _STRETTO = (sys.executable, "-c", "from stretto.cli.main import main; main()")
 _GRACE_S = 60.0  # for a run that was asked to stop
@@ -83,11 +83,8 @@ class Runner:
             for index in (order if number % 2 else reversed(order))
             if number not in {each.round for each in results[index].repeats}
         ]
-        if to_do and (load := load_share()) >= BUSY:
-            log(
-                f"warning: this machine is busy: a load of {load * core_count():.1f} in the last minute, on "
-                f"{core_count()} cores"
-            )
+        if to_do and (busy := busy_text()) is not None:
+            log(f"warning: {busy}")
         failed = set[int]()
         for at, (number, index) in enumerate(to_do):
             if index in failed:

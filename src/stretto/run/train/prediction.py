@@ -20,7 +20,8 @@ from stretto.planner.machines.catalogue import (
     add_history,
     cluster_here,
     is_measured,
-    profile_path,
+    local_profile,
+    probe_path,
 )
 from stretto.planner.machines.cluster import Cluster
 
@@ -73,10 +74,13 @@ def prediction_line(job: Job, device: str, threads: int) -> str:
         expected += f", {memory.device.mid / 2**30:.2g}{of} GiB a rank ({memory.verdict})"
     if not is_measured(cluster):
         return f"predicted: {expected}; rough, for `stretto calibrate` has not measured this machine"
+    source = f"profile {cluster.name}"
+    if local_profile() == probe_path():
+        source = "the probe of this machine, which `stretto calibrate` makes exact"
     corrected = (
         f", corrected by {cluster.correction:.2f} from earlier runs" if cluster.correction != 1.0 else ""
     )
-    return f"predicted: {expected}, from profile {cluster.name}{corrected}"
+    return f"predicted: {expected}, from {source}{corrected}"
 
 
 class StepTimePrediction:
@@ -129,7 +133,7 @@ class StepTimePrediction:
         try:
             (self._folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
             if is_measured(prediction.cluster) and len(steps) >= FEWEST_STEPS:
-                add_history(profile_path(), row)
+                add_history(local_profile(), row)
         except (OSError, StrettoError) as error:
             return f"prediction not kept: {_reason(error)}"
         return (

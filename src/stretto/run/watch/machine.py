@@ -1,4 +1,6 @@
-"""How busy this machine is with processes that have nothing to do with a run, as Linux counts it."""
+"""How busy this machine is with processes that have nothing to do with a run or a measurement, as Linux
+counts it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +19,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 # by about as much, which is more than most settings differ by
 BUSY = 0.1
 _EVERY_S = 1.0  # from one look at the processes to the next
+_LOOKS, _LOOK_EVERY_S = 7, 0.05  # at the number of runnable processes
 
 
 def core_count() -> int:
@@ -23,11 +27,22 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load_share() -> float:
-    """Return the load average of the last minute over the number of cores: 1 if every core has one process
-    that computes.
+def busy_text(proc: Path = Path("/proc")) -> str | None:
+    """Return how many processes compute on this machine besides the one that asks, if they are enough to
+    disturb a measurement: the median of a few looks at /proc/loadavg. None where that does not exist.
     """
-    return os.getloadavg()[0] / core_count()
+    others = list[int]()
+    for _ in range(_LOOKS):
+        try:
+            runnable = (proc / "loadavg").read_text().split()[3].partition("/")[0]
+        except OSError:
+            return None
+        others.append(int(runnable) - 1)
+        time.sleep(_LOOK_EVERY_S)
+    count, cores = median(others), core_count()
+    if count < max(1.0, BUSY * cores):
+        return None
+    return f"this machine is busy: {count} runnable processes on {cores} cores"
 
 
 class OtherProcesses:

@@ -1,0 +1,54 @@
+"""A short measurement of this machine before its first training, for a prediction that is not rough."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from stretto.errors import StrettoError
+from stretto.job.devices import HOST
+from stretto.job.job import Job
+from stretto.planner.machines.catalogue import is_cpu, is_measured, probe_path
+from stretto.planner.machines.describe import save_cluster
+from stretto.run.calibrate.profile import calibrate
+from stretto.run.launch.local import RankFailed
+from stretto.run.train.prediction import predict
+
+SECONDS = 10.0
+_SHORTEST_RUN = 60.0  # roughly predicted seconds of a run that is worth a probe
+_WIDEST = 0.5  # of the half width of kernels: with a wider one, the rough prediction is as good
+
+
+def probe(job: Job, *, steps: int, device: str, threads: int, quiet: bool) -> None:
+    """Measure this machine for SECONDS if its CPUs train for longer than a minute and nothing is known of
+    them; the file is kept, and used from then on until `stretto calibrate` writes a profile.
+
+    Nothing that fails here ends the training: its prediction is then rough.
+
+    Args:
+        steps: of the run.
+        device: `train.device`.
+        threads: of each rank.
+        quiet: print to stderr.
+    """
+    try:
+        rough = predict(job, device, threads)
+        if is_measured(rough.cluster) or not is_cpu(rough.cluster):
+            return
+        if rough.seconds * steps < _SHORTEST_RUN:
+            return
+        path = probe_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(
+            f"first training on this machine: measuring it for {SECONDS:.0f} s, for predictions (--no-probe "
+            f"leaves this out); kept in {path}",
+            file=sys.stderr if quiet else sys.stdout,
+            flush=True,
+        )
+        measured = calibrate(quick=True, quiet=True, device=HOST, seconds=SECONDS)
+        if measured.spread.get("kernels", 0.0) > _WIDEST:
+            print(f"not kept, for this machine is too busy to be measured: {measured.notes}", file=sys.stderr)
+            return
+        save_cluster(replace(measured, notes=measured.notes.replace("calibrate", "train")), path)
+    except (OSError, StrettoError, RankFailed) as error:
+        print(f"not measured: {error}", file=sys.stderr)
