@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf
 
@@ -86,6 +86,7 @@ class ProgressMarks:
         waited_s: time that its main thread has spent waiting for other ranks.
         messages: for marks of waits for pipeline messages: the other pipeline rank, and whether the message
             goes to it.
+        observer: returns a context around a longer operation, by its text.
     """
 
     def __init__(self) -> None:
@@ -94,6 +95,7 @@ class ProgressMarks:
         self.waited_s = 0.0
         self.attached = False
         self.messages = dict[Label, tuple[int, bool]]()
+        self.observer: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def attach(self, row: memoryview, process: int, host: str) -> None:
         """Write the marks to `row` [SIZE bytes] from now on."""
@@ -135,7 +137,8 @@ class ProgressMarks:
         self.mark(label(text))
         self.begin_long()
         try:
-            yield
+            with self.observer(text):
+                yield
         finally:
             self.end_long()
 

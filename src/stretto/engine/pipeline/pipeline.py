@@ -19,7 +19,7 @@ from stretto.engine.pipeline.executor import Enter, Executor, ExecutorInputs
 from stretto.engine.pipeline.graphs import check_capturable
 from stretto.engine.pipeline.probe import probe_boundaries
 from stretto.engine.pipeline.rank_buffers import Batch, Boundaries, Boundary
-from stretto.engine.pipeline.recorder import Recorder
+from stretto.engine.pipeline.recorder import REDUCTIONS, Recorder
 from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, Tie, find_ties, sum_partial
 from stretto.engine.pipeline.skips import Skip, Stage, check_skips
 from stretto.engine.pipeline.steady_state import SteadyState, once, repeated
@@ -360,7 +360,7 @@ class Pipeline:
             if recorder is None:
                 self._finish_reductions()
             else:
-                recorder.record("the reductions", self._finish_reductions, None)
+                recorder.record(REDUCTIONS, self._finish_reductions, None)
         return self._results(executor)
 
     def _prepare(self, enter: Enter) -> Enter:

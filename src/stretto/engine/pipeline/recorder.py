@@ -13,6 +13,7 @@ from stretto.engine.device import new_event, on_accelerator, synchronize
 from stretto.engine.pipeline.rank_buffers import Call
 
 T = TypeVar("T")
+REDUCTIONS = "the reductions"  # what of them remains after the last action
 
 
 @dataclass(frozen=True)

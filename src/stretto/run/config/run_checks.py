@@ -6,6 +6,7 @@ import glob
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +25,8 @@ HOOKS = {
     "on_checkpoint": ("run", "path"),
     "on_end": ("run",),
 }
+SPAN_EXPORTERS = "opentelemetry_traces_exporter"
+"""The group of entry points under which packages offer exporters of spans."""
 
 
 def find_hook(reference: str) -> UserFunction:
@@ -78,6 +81,7 @@ def run_problems(config: JobConfig, ranks: int | None) -> list[Problem]:
         *_run_folder(config.run),
         *_hooks(config.train.hooks),
         *_trackers(config.metrics),
+        *_spans(config.metrics),
         *_profile(config.metrics, config.train.steps, ranks),
     ]
 
@@ -184,6 +188,27 @@ def _trackers(metrics: ReportConfig) -> Iterator[Problem]:
             yield Problem(f"metrics.{field}", value, f"{name} is not installed", fix)
     if (board := metrics.tensorboard_dir) is not None:
         yield from writable("metrics.tensorboard_dir", board, Path(board).expanduser())
+
+
+def span_exporters() -> list[str]:
+    """Return the exporters of spans that OpenTelemetry's environment variables choose, by their names in
+    `SPAN_EXPORTERS`.
+    """
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((os.environ[name] for name in variables if os.environ.get(name)), "http/protobuf")
+    otlp = "otlp_proto_" + protocol.partition("/")[0]
+    names = (name.strip() for name in (os.environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(","))
+    return [otlp if name == "otlp" else name for name in names if name != "none"]
+
+
+def _spans(metrics: ReportConfig) -> Iterator[Problem]:
+    """Check that the exporters of spans are installed."""
+    for name in span_exporters() if metrics.spans else ():
+        if not entry_points(group=SPAN_EXPORTERS, name=name):
+            grpc = name == "otlp_proto_grpc"
+            package = "opentelemetry-exporter-otlp-proto-grpc" if grpc else "'stretto[opentelemetry]'"
+            fix = f"pip install {package}, or metrics.spans=false"
+            yield Problem("metrics.spans", True, f"OpenTelemetry's exporter {name} is not installed", fix)
 
 
 def _profile(metrics: ReportConfig, steps: int, ranks: int | None) -> Iterator[Problem]:

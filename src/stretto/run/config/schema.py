@@ -414,6 +414,13 @@ class ReportConfig:
             filled=True,
         ),
     ] = None
+    spans: Annotated[
+        bool,
+        Field(
+            "Send OpenTelemetry spans of the run, its steps and their phases, from every rank; needs the "
+            "extra `stretto[opentelemetry]`. See docs/training.md#spans.",
+        ),
+    ] = False
     profile: Annotated[
         list[int] | None,
         Field(

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from math import isfinite
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from stretto.run.train.hooks import HookedRun, Hooks
 from stretto.run.train.metrics import EVALUATIONS, Metrics, recorded_steps
 from stretto.run.train.profiler import StepProfiler
 from stretto.run.train.resume import is_fresh_run
+from stretto.run.train.spans import Spans
 from stretto.run.train.start import new_run_folder, process_group
 from stretto.run.train.task import (
     Evaluate,
@@ -105,7 +106,7 @@ class Trainer:
         self._rollback: BadStep | None = None  # to undo at the end of this step
         self._trend = LossTrend()
         self.hooks: Hooks | None = None
-        self.profiler: StepProfiler | None = None
+        self.observers = list[StepProfiler | Spans]()
         self._hosts: list[str] = []
         self._slow_ranks: SlowRanks | None = None  # on rank 0
         task.log = self.log
@@ -139,7 +140,9 @@ class Trainer:
         batch = task.batch(step, samples.start)
 
         # Forward and backward of all microbatches; gradients are reduced on the way.
-        with nullcontext() if self.profiler is None else self.profiler.program():
+        with ExitStack() as observed:
+            for observer in self.observers:
+                observed.enter_context(observer.program())
             losses = task.forward_backward(batch, step)
 
         # Agreement: one all-reduce, which the host reads in one copy, so that all ranks take the same branch.
@@ -209,8 +212,8 @@ class Trainer:
             checkpointer.save()  # what the first rollback goes back to
         ending = stopping = stopped = False
         while progress.step < self.steps and not stopped:
-            if self.profiler is not None:
-                self.profiler.begin(progress.step + 1)
+            for observer in self.observers:
+                observer.begin(progress.step + 1)
             with error_context(f"in step {progress.step + 1}"), self._limit.step(progress.step + 1):
                 progress.held_out_loss = None
                 results = self.step(stop)
@@ -221,8 +224,8 @@ class Trainer:
                 stopped = stopping and self.drained and progress.step < self.steps
                 self._check_copies(stopped)
                 self._watch_memory()
-            if self.profiler is not None:
-                self.profiler.end(ending=stopped or progress.step >= self.steps)
+            for observer in self.observers:
+                observer.end(ending=stopped or progress.step >= self.steps)
             if self.drained:
                 stopping = False
             self._trend.add(progress.loss)
@@ -491,6 +494,7 @@ def train_rank(
     with ExitStack() as cleanup:
         record_environment(hang)
         device = cleanup.enter_context(process_group(train))
+        spans = cleanup.enter_context(Spans(config.run.name, layout)) if config.metrics.spans else None
         data = open_data()
         pipeline = () if layout is None else layout.group(dist.get_rank(), "pp")
         cleanup.enter_context(hang_record(hang, pipeline))
@@ -528,7 +532,13 @@ def train_rank(
         if train.hooks:
             _attach_hooks(trainer, config, run)
         if config.metrics.profile is not None:
-            trainer.profiler = StepProfiler(config, run.task, layout, run.progress.step, trainer.log)
+            profiler = StepProfiler(config, run.task, layout, run.progress.step, trainer.log)
+            trainer.observers.append(profiler)
+        if spans is not None:
+            spans.observe(run.task)
+            trainer.observers.append(spans)
         result = trainer.train(stop)
+        if spans is not None:
+            spans.finish()
         dist.barrier()
         return result.as_dict()
