@@ -47,6 +47,19 @@ def test_every_table_has_a_figure() -> None:
     assert tables == {figure.table for figure in FIGURES.values()}
 
 
+@pytest.mark.parametrize("panel", ["1.5B, 8 GPUs", "6.2B, 8 GPUs", "14.6B, 16 GPUs", "28.3B, 32 GPUs"])
+def test_interleaving_is_predicted_to_pay_off_with_few_microbatches(panel: str) -> None:
+    """Measured, 7 to 13% faster than 1F1B."""
+    points = [point for point in compared("zb-5").points if point.panel == panel]
+    few = min({point.at for point in points}, key=int)
+    plain, interleaved = (
+        next(point for point in points if (point.series, point.at) == (series, few))
+        for series in ("1F1B", "1F1B-I")
+    )
+    assert interleaved.published > 1.06 * plain.published
+    assert interleaved.predicted > 1.01 * plain.predicted
+
+
 @pytest.mark.parametrize(
     ("name", "rows"), [("sc21-1", 10), ("sc21-10", 12), ("korthikanti-5", 8), ("zb-5", 48)]
 )
@@ -142,7 +155,7 @@ def test_every_run_is_a_hollow_and_a_filled_mark(name: str) -> None:
             published.tag + str(published.attrib.get("d", "").count("L"))
         )
         # faster is higher
-        if point.published != point.predicted:
+        if abs(point.error) > 0.005:  # the marks differ in shape
             assert (height_of(published) < height_of(predicted)) == (point.published > point.predicted)
     # each series has one shape of its own, so that colour is not needed
     assert all(len(each) == 1 for each in shapes.values())

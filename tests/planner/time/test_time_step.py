@@ -25,7 +25,7 @@ from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
 from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.layer import layer_time
-from stretto.planner.time.step import step_time
+from stretto.planner.time.step import message_costs, step_time
 
 DEVICE = Device(name="test", tflops={"fp32": 20.0, "bf16": 300.0}, memory=80e9, bandwidth=2e12)
 CLUSTER = Cluster(
@@ -384,3 +384,17 @@ def test_old_attention_kernels_are_slower_on_later_devices() -> None:
         software = software_profile(name)
         assert software.fused(hopper) < software.fused(DEVICE) <= 1.0
     assert software_profile("tuned").fused(hopper) == 1.0
+
+
+def test_messages_between_stages_on_one_node_do_not_cross_the_network() -> None:
+    at = job(Layout(pp=16), schedule="interleaved", options={"chunks": 1})
+    hop, rates = message_costs(at, CLUSTER, at.program(), size=2**20)
+    assert isinstance(rates, dict)
+    assert hop == CLUSTER.inner.latency
+    assert rates[6, 7] == rates[9, 8] == 0.8 * CLUSTER.inner.bandwidth
+    crossing = CLUSTER.outer.latency - hop + 2**20 / (0.8 * CLUSTER.outer.bandwidth)
+    assert 2**20 / rates[7, 8] == 2**20 / rates[8, 7] == pytest.approx(crossing)
+    # all on one node, and each on a node of its own
+    for layout, link in ((Layout(pp=8), CLUSTER.inner), (Layout(tp=8, pp=4), CLUSTER.outer)):
+        alike = job(layout, schedule="1f1b")
+        assert message_costs(alike, CLUSTER, alike.program(), 1.0) == (link.latency, 0.8 * link.bandwidth)

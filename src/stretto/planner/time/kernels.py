@@ -194,7 +194,8 @@ class _LayerKernels:
         """Low-rank adapters, each of two narrow products and of a pass that adds their result to that of the
         linear, or the gradient of their input to its.
         """
-        shape, compute, each = self.shape, self.compute, list[Seconds]()
+        shape, compute = self.shape, self.compute
+        each = list[Seconds]()
 
         def added(width: int) -> float:
             return pass_seconds(self.device, "add", 3.0 * compute.element * compute.tokens * width)

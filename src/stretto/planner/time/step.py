@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, floor
 
 from stretto.job.chain import blocks_among, layer_of
@@ -207,6 +208,26 @@ def hop_link(job: Job, cluster: Cluster) -> NetworkLink:
     return cluster.inner if within else cluster.outer
 
 
+def message_costs(
+    job: Job, cluster: Cluster, program: Program, size: float
+) -> tuple[float, float | dict[tuple[int, int], float]]:
+    """Latency and bytes/s of messages of this many bytes between stages, as `program.replay` takes them. If
+    only some neighbouring pipeline ranks are on different nodes, the rate is by pair of ranks, and for those
+    between nodes includes their longer latency.
+    """
+    link, group = hop_link(job, cluster), group_of(job.layout, "pp", cluster.node)
+    if group.nodes == 1 or group.local == 1 or not size:
+        return link.latency, _LINK_SHARE * link.bandwidth
+    rates = dict[tuple[int, int], float]()
+    for source, destination in pairwise(program.placement):
+        inside = source // group.local == destination // group.local
+        late = 0.0 if inside else cluster.outer.latency - cluster.inner.latency
+        bandwidth = _LINK_SHARE * (cluster.inner if inside else cluster.outer).bandwidth
+        rate = size / max(size / bandwidth + late, 1e-12)
+        rates[source, destination] = rates[destination, source] = rate
+    return cluster.inner.latency, rates
+
+
 class _Replay:
     """The replay of a program, of one step or of a window.
 
@@ -257,17 +278,19 @@ class _Replay:
         program = self.program
         data = self.data
         ranks = range(self.program.ranks)
-        compute, link = ComputeConfig.of(job), hop_link(job, self.cluster)
+        compute = ComputeConfig.of(job)
         scattered = self.assumptions.software.scattered and not compute.sequence_parallel
         by_stage = job.dp.gathers(job.layout.pp) == "stage"
         # seconds for which an update within the step waits until the stage's new weights are gathered
         gathered = [0.0 if job.dp.mode == "zero3" else stage.gather for stage in data]
         updates = [stage.update + gather for stage, gather in zip(data, gathered, strict=True)]
+        size = largest_message(job.shape, compute) / (compute.tp if scattered else 1)
+        hop, bandwidth = message_costs(job, self.cluster, program, size)
         costs = Costs(
             per_stage=[stage.times for stage in self.times],
-            hop=link.latency,
-            message_bytes=largest_message(job.shape, compute) / (compute.tp if scattered else 1),
-            bandwidth=_LINK_SHARE * link.bandwidth,
+            hop=hop,
+            message_bytes=size,
+            bandwidth=bandwidth,
             blocking=self.assumptions.blocking,
             unshard=[stage.gather if by_stage else 0.0 for stage in data],
             reduce=[stage.reduce for stage in data] if program.versions else 0.0,
