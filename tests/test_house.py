@@ -182,6 +182,10 @@ def test_files_and_folders_of_a_room_form_no_circle(room: str) -> None:
     check_no_circle(modules, f"stretto.{room}")
 
 
+def test_no_module_and_no_package_imports_itself_through_others() -> None:
+    assert not numbers.circles(CHECKOUT.imports)
+
+
 @pytest.mark.parametrize(
     ("names", "circle"),
     [

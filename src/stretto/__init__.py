@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from stretto.recommender.train.engine import Recommender
     from stretto.run.calibrate.modules import profile_layers
     from stretto.run.launch.local import RankFailed, run_ranks
-
-__version__ = "0.1.0"
+    from stretto.versions import __version__
 
 __all__ = [
     "Action",
@@ -140,6 +139,7 @@ _MODULES = {
     "stretto.recommender.train.engine": ("Recommender",),
     "stretto.run.calibrate.modules": ("profile_layers",),
     "stretto.run.launch.local": ("RankFailed", "run_ranks"),
+    "stretto.versions": ("__version__",),
 }
 _MODULE_OF = {name: module for module, exported in _MODULES.items() for name in exported}
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto import __version__
 from stretto.errors import StrettoError
+
+__version__ = "0.1.0"
 
 
 @dataclass(frozen=True, kw_only=True)

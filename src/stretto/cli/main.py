@@ -24,11 +24,10 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from stretto import __version__
 from stretto.cli import interop
 from stretto.cli.output import command_app, print_error
 from stretto.errors import PackageMissing, StrettoError, nearest
-from stretto.versions import DeprecatedName, replace_deprecated
+from stretto.versions import DeprecatedName, __version__, replace_deprecated
 
 COMMANDS = (
     "init",

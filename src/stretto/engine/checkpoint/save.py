@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from stretto import __version__
 from stretto.engine.checkpoint import folder as folders
 from stretto.engine.checkpoint.files import FileEntry, remove
 from stretto.engine.checkpoint.folder import Retention
@@ -43,6 +42,7 @@ from stretto.engine.parallel.control import (
 )
 from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.errors import StrettoError
+from stretto.versions import __version__
 
 Written = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by name."""

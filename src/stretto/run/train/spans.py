@@ -18,7 +18,6 @@ from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from stretto import __version__
 from stretto.engine.parallel.control import gather_json, run_on_all, run_on_first, this_rank, world_size
 from stretto.engine.pipeline import Recorder
 from stretto.engine.pipeline.rank_buffers import Call
@@ -31,6 +30,7 @@ from stretto.run.config.run_checks import SPAN_EXPORTERS, span_exporters
 from stretto.run.launch.restart import restart_count
 from stretto.run.train.task import Task
 from stretto.run.train.trackers import code_version
+from stretto.versions import __version__
 
 T = TypeVar("T")
 _CLOSE_S = 5.0  # how long the end of the run waits for the collector

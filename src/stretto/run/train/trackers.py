@@ -23,8 +23,8 @@ from platform import python_version
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
-from stretto import __version__
 from stretto.errors import StrettoError
+from stretto.versions import __version__
 
 IDENTITY = "trackers.json"
 _STEP = "train/global_step"
