@@ -29,6 +29,7 @@ ROOMS = (
     *("engine.device", "engine.offload", "engine.progress"),
     *("engine.compiler", "engine.loops", "engine.kernels", "engine.documents", "engine.flex"),
     *("engine.parallel", "engine.pipeline", "engine.models", "engine.optim", "engine.checkpoint"),
+    "engine.user_model",
     "autosplit",
     *("run.config", "run.launch", "run.data", "run.diagnose", "run.watch", "run.train"),
     *("run.evaluate", "run.generate", "run.calibrate"),

@@ -45,7 +45,7 @@ class UserFunction:
         try:
             defined = vars(load_module(self.path))
         except (Exception, SystemExit) as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
         if self.name not in defined:
             raise _undefined(self.path, self.name, defined)
         function = defined[self.name]
@@ -65,12 +65,12 @@ class UserFunction:
         try:
             return function(*arguments, **options)
         except (Exception, SystemExit) as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
     def __str__(self) -> str:
         return f"{self.path.name}:{self.name}"
 
-    def _failure(self, error: BaseException) -> StrettoError:
+    def failure(self, error: BaseException) -> StrettoError:
         """Return an exception of the user's code with the last line of the file that it passed through."""
         frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(self.path)]
         place = f"{self.path.name}, line {frames[-1].lineno}" if frames else str(self)

@@ -58,6 +58,7 @@ def dryrun(
     if wrong := problems(job):
         raise wrong[0]
     job.layout.coordinates(rank)  # raises for a rank outside the layout
+    memory = memory_of(job, job.program())  # of one step, as it will run
     title = f"dry run of rank {rank} of {job.layout.world}, {job.microbatches} microbatches"
     with _progress(title, as_json) as progress:  # before torch is imported, which takes seconds
         from stretto.run.dryrun.run import dry_run
@@ -65,7 +66,6 @@ def dryrun(
         ran = dry_run(job, rank, quick=quick, progress=progress)
         if progress is not None:
             progress("the planner's counts", 0, 1)
-        memory = memory_of(job, job.program())  # of one step, as it ran
         predicted = counts(job, rank, memory) if countable(job, memory) else None
         predicted_peak = one_rank(memory, ran.coordinates["pp"]).total
     _report(job.layout, ran, predicted, predicted_peak).print(as_json)

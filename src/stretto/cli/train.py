@@ -231,8 +231,9 @@ def _report(config: AnyConfig, result: Result, resume_command: str, arguments: s
     if result.stopped:
         report.line(f"stopped; newest checkpoint: {checkpoint or 'none'}\nto continue: {resume_command}")
     elif isinstance(config, TrainConfig):
-        # tokens of a Megatron dataset may come without a tokenizer
-        writes = not config.shape().encoder_layers and (config.run.folder / "tokenizer.json").is_file()
+        # tokens of a Megatron dataset may come without a tokenizer, and a model from a file has no cache
+        generates = config.model.build is None and not config.shape().encoder_layers
+        writes = generates and (config.run.folder / "tokenizer.json").is_file()
         if writes and config.sample.tokens:
             out = sys.stderr if as_json else sys.stdout
             _stream_sample(config.sample, config.train.seed, Path(outcome["checkpoint"]), out)
@@ -291,7 +292,10 @@ def next_commands(config: TrainConfig, arguments: str, writes: bool) -> dict[str
     if writes:
         command = f"stretto generate {config.run.folder} --prompt {quote(config.sample.prompt)}"
         commands[command] = "more text from this model"
-    commands[f"stretto verify {arguments} --layouts all"] = "prove every layout equal to one process"
+    if config.model.build is None:
+        commands[f"stretto verify {arguments} --layouts all"] = "prove every layout equal to one process"
+    else:
+        commands[f"stretto verify {arguments}"] = "prove this layout equal to one process"
     layouts = [case.layout for case in every_layout(config, trained.world)]
     other = next((layout for layout in layouts if (layout.tp, layout.pp) != (trained.tp, trained.pp)), None)
     if other is not None:  # trained from the first step, with stages cut by default

@@ -13,6 +13,7 @@ from typing import Literal
 from stretto.job.framework import CORE, Operator
 from stretto.job.parameters import block_shapes, expert_shapes
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -184,6 +185,8 @@ def layer_costs(shape: ModelShape, sequence: int, target: int = 0) -> list[float
 
 def layer_names(shape: ModelShape) -> list[str]:
     """Return the names of the model's layers, in the order in which they are cut into stages."""
+    if isinstance(shape, UserShape):
+        return list(shape.layer_names)
     encoder = [*(f"encoder.{i}" for i in range(shape.encoder_layers)), "decoder_embed"]
     blocks = [f"blocks.{i}" for i in range(shape.layers)]
     return ["embed", *(encoder if shape.encoder_layers else []), *blocks, "head"]

@@ -12,6 +12,7 @@ from stretto.job.attention import LatentShape
 from stretto.job.experts import ExpertShape
 from stretto.job.lora import PROJECTIONS, LoraShape, projection_rows
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 
 Sizes = tuple[int, ...]
 
@@ -78,6 +79,8 @@ def _encoder(shape: ModelShape) -> int:
 
 def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Return name and sizes of every parameter of the plain model, in the order of its layers."""
+    if isinstance(shape, UserShape):
+        return dict(shape.parameters)
     shapes = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
     if shape.encoder_layers:
         shapes |= _stack("encoder", shape.encoder_stack)

@@ -10,6 +10,7 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.job.flops import attention_flops, block_flops, head_flops, layer_costs
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 from stretto.layout.cut import cut
 from stretto.program import options as options_of
 from stretto.program import schedule
@@ -37,13 +38,16 @@ def stages_of(
 
     Args:
         stage_layers: number of layers of each stage; by default the cut minimises the largest forward FLOPs
-            of a stage, and no stage has layers of both an encoder and a decoder.
+            of a stage, and no stage has layers of both an encoder and a decoder; layers from a user's file,
+            whose FLOPs are unknown, are cut by their number.
         target: tokens of the decoder's sample; 0: as many as the encoder's.
         encoder_stages: number of stages of the encoder; by default chosen by the same costs.
     """
     if stage_layers is not None:
         ends = list(accumulate(stage_layers))
         return tuple(range(end - count, end) for end, count in zip(ends, stage_layers, strict=True))
+    if isinstance(shape, UserShape):
+        return tuple(cut([1.0] * shape.chain, depth))
     costs = layer_costs(shape, sequence, target)
     if not shape.encoder_layers or depth == 1:
         return tuple(cut(costs, depth))

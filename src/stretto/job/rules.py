@@ -16,13 +16,20 @@ from stretto.job.parameters import block_shapes, parameter_shapes, stays_float32
 from stretto.job.program import stages_of
 from stretto.job.reduction import reduction
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 from stretto.program.checks.in_turn import in_turn
 from stretto.program.program import Program
+from stretto.program.schedules.traits import is_searched
 
 
 def problems(job: Job) -> list[Problem]:
     """Return a problem for every broken rule; empty for a legal job."""
-    return [problem for rule in RULES for problem in rule(job)]
+    rules = RULES
+    if isinstance(job.shape, UserShape):
+        if refused := list(_user_model(job)):
+            return refused
+        rules = [rule for rule in RULES if rule not in _RULES_OF_SIZES]
+    return [problem for rule in rules for problem in rule(job)]
 
 
 def fits_tp(shape: ModelShape, tp: int) -> bool:
@@ -270,7 +277,8 @@ def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
         yield Problem("layout.stages", shown, rule, fix)
     elif sum(counts) != layers:
         rule = f"they add up to {sum(counts)}, the model has {layers} layers: "
-        if sum(counts) == job.shape.layers:  # embedding and head were forgotten
+        # embedding and head were forgotten
+        if not isinstance(job.shape, UserShape) and sum(counts) == job.shape.layers:
             counted = list(counts)
             counted[0] += 1
             counted[-1] += 1
@@ -283,6 +291,8 @@ def _stage_layers(job: Job, stages: int) -> Iterator[Problem]:
 
 def _described(shape: ModelShape) -> str:
     """Describe the layers that are cut into stages."""
+    if isinstance(shape, UserShape):
+        return f"those of {shape.build}"
     if not shape.encoder_layers:
         return f"embedding, {shape.layers} blocks, head"
     stacks = f"{shape.encoder_layers} of the encoder, the decoder's embedding, {shape.layers} of the decoder"
@@ -649,6 +659,65 @@ def _program_obstacles(job: Job) -> Iterator[tuple[str, str]]:
         )
 
 
+def _user_model(job: Job) -> Iterator[Problem]:
+    """Refuse what needs more of a model than its layers, if it is from a user's file."""
+    layout, precision = job.layout, job.precision
+    split = "its layers are not split within: that needs their kind and sizes"
+    inside = "it is a setting of Stretto's own layers"
+    refused: list[tuple[bool, str, object, str, str]] = [
+        (layout.tp > 1, "layout.tp", layout.tp, split, "1, with layout.dp or layout.pp"),
+        (layout.cp > 1, "layout.cp", layout.cp, split, "1, with layout.dp or layout.pp"),
+        (layout.ep > 1, "layout.ep", layout.ep, split, "1, with layout.dp or layout.pp"),
+        (job.expert_tp is not None, "layout.expert_tp", job.expert_tp, split, "null"),
+        (job.encoder_pp is not None, "layout.encoder_pp", job.encoder_pp, "it has no stacks", "null"),
+        (precision.fp8 != "none", "precision.fp8", precision.fp8, inside, "none"),
+        (job.attention != "auto", "train.attention", job.attention, inside, "auto"),
+        (job.compile != "off", "train.compile", job.compile, inside, "off, and torch.compile in your file"),
+        (job.graphs != "off", "train.graphs", job.graphs, "it was never tested with graphs", "off"),
+        (bool(job.loss_chunk), "train.loss_chunk", job.loss_chunk, inside, "null"),
+        (
+            job.recompute.mode in ("selective", "auto"),
+            "recompute.mode",
+            job.recompute.mode,
+            "what its layers store is unknown",
+            "full, which recomputes whole layers; or none",
+        ),
+        (
+            "nvme" in (job.dp.offload, job.dp.offload_parameters),
+            "dp.offload",
+            "nvme",
+            "the space that files need is counted from sizes that are unknown",
+            "cpu",
+        ),
+        (
+            job.optimiser.name == "muon",
+            "optim.name",
+            "muon",
+            "it is for matrices of blocks, and which parameters are these is unknown",
+            "adamw, or a class of your own",
+        ),
+        (
+            job.custom_program is None and is_searched(job.schedule),
+            "schedule.name",
+            job.schedule,
+            "it is searched for with the times of the layers, which are unknown",
+            "1f1b, or zb-h1",
+        ),
+        (
+            job.shape.tied and layout.pp > 1 and _has_versions(job),
+            "schedule",
+            job.schedule_name,
+            "it updates each stage separately, and some layers share parameters",
+            "1f1b, or another schedule that updates after the step",
+        ),
+    ]
+    for broken, field, value, rule, fix in refused:
+        if broken:
+            yield Problem(
+                field, value, f"the model is from a file, {job.shape.title}: {rule}", f"{field}={fix}"
+            )
+
+
 def _optimiser(job: Job) -> Iterator[Problem]:
     yield from optimiser_problems(job.optimiser)
 
@@ -679,4 +748,15 @@ RULES: tuple[Rule, ...] = (
     _adapters,
     _graphs,
     _optimiser,
+)
+# those that read sizes of a transformer
+_RULES_OF_SIZES: tuple[Rule, ...] = (
+    _tensor,
+    _expert_axes,
+    _expert_width,
+    _context,
+    _attention,
+    _eight_bits,
+    _adapters,
+    _graphs,
 )

@@ -216,6 +216,11 @@ class ModelShape:
             raise Problem("dropout", self.dropout, rule, "dropout: 0, or family: gpt")
 
     @property
+    def title(self) -> str:
+        """The family, or the function that builds a model from a file."""
+        return self.family
+
+    @property
     def gated(self) -> bool:
         """True if the MLP has a gate projection."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")

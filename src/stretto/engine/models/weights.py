@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.models.language import LanguageModel
 from stretto.errors import StrettoError, nearest
@@ -64,7 +64,7 @@ def initialise(model: LanguageModel, seed: int, initial: Initial | None = None) 
         parameter.copy_(initial_values(name, tuple(parameter.shape), seed, model.shape, initial))
 
 
-def freeze(model: LanguageModel, trained: TrainedParameters) -> None:
+def freeze(model: nn.Module, trained: TrainedParameters) -> None:
     """Set `requires_grad` of every parameter to whether it is trained."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained(name))

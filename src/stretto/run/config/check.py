@@ -15,6 +15,7 @@ from stretto.job.optimiser import optimiser_problems
 from stretto.job.parameters import parameter_shapes
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import lasting_bytes
 from stretto.program import PLAIN
@@ -83,12 +84,17 @@ def find_problems(
         job = job_of(config, world=world, devices=devices)
         broken += problems(job)
     broken += _program_file(config.schedule)
-    broken += _vocab(config.data, config.model.vocab)
+    broken += _vocab(config.data, None if shape is None else config.vocab)
     if shape is not None:
         broken += _no_decay(config.optim.no_decay, shape)
     broken += _split(config.data.split, evaluates=config.eval.every is not None)
     broken += _mixture(config.data)
     broken += _objective(config, shape)
+    if isinstance(shape, UserShape):
+        planned = "auto" if config.elastic.layouts == "auto" else None
+        others = {"lora.rank": config.lora.rank, "elastic.layouts": planned}
+        others |= {"metrics.peak_tflops": config.metrics.peak_tflops}
+        broken += _user_model(shape.build, config.data, others)
     broken += _source(config.data.sources)
     broken += _tokenizer(config.data.tokenizer_files)
     if config.train.compile != "off":
@@ -210,6 +216,28 @@ def _weights(field: str, weights: Mapping[str, float]) -> Iterator[Problem]:
             yield Problem(field, f"{name}: {weight:g}", "a weight is 0 or more", f"{name}: 0")
     if not any(weight > 0 for weight in weights.values()):
         yield Problem(field, str(dict(weights)), "one weight must be above 0", "such as {A: 0.7, B: 0.3}")
+
+
+def _user_model(build: str, data: DataConfig, others: Mapping[str, object]) -> Iterator[Problem]:
+    """Refuse what needs more of a model than its layers, if it is from a user's file.
+
+    Args:
+        others: values of further fields, by name; None if they are not set.
+    """
+    from_file = f"the model is from a file, {build}: "
+    if data.packing not in (None, "stream") or data.chat:
+        field, value = ("packing", data.packing) if data.packing else ("chat", data.chat)
+        rule = f"{from_file}its attention would cross the edges of documents"
+        yield Problem(f"data.{field}", value, rule, "data.packing=stream, of text without roles")
+    rules = {
+        "lora.rank": ("which linears it has is unknown", "null, and finetune.freeze=[...] freezes a part"),
+        "elastic.layouts": ("layouts cannot be planned for it", "[{dp: 2}], a list"),
+        "metrics.peak_tflops": ("its FLOPs are unknown, so MFU is too", "null"),
+    }
+    for name, value in others.items():
+        if value is not None:
+            rule, fix = rules[name]
+            yield Problem(name, value, f"{from_file}{rule}", f"{name}={fix}")
 
 
 def _objective(config: TrainConfig, shape: ModelShape | None) -> Iterator[Problem]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
-from stretto.job.data_parallel import Precision
+from stretto.job.data_parallel import KEEP, Precision
 from stretto.job.field import declared
 from stretto.job.job import Execution, Job
 from stretto.job.optimiser import Optimiser
+from stretto.job.user_shape import UserShape
 from stretto.program.lower import unlower
 from stretto.program.program import Program
 from stretto.program.text import read_program
@@ -44,9 +46,13 @@ def job_of(
     if train.loss is not None:
         try_user_loss(train.loss)
         execution["loss_chunk"] = train.loss_chunk or 0
+    precision = Precision(dtype=train.dtype, **vars(config.precision))
+    shape = config.shape(vocab)
+    if isinstance(shape, UserShape) and precision.half and precision.keep == KEEP:
+        precision = replace(precision, keep=())  # its norms take inputs of the weights' type
     return Job(
         **execution,
-        shape=config.shape(vocab),
+        shape=shape,
         layout=config.layout.to_layout(),
         global_batch=config.batch.global_size,
         micro_batch=config.batch.micro_size,
@@ -64,7 +70,7 @@ def job_of(
         devices=devices,
         recompute=config.recompute,
         dp=config.dp,
-        precision=Precision(dtype=train.dtype, **vars(config.precision)),
+        precision=precision,
         optimiser=tried_optimizer(config.optim),
         bucket=int(train.bucket_mib * 2**20),
         unified_memory=train.device == "cpu",

@@ -18,6 +18,7 @@ from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import apply_override, move_deprecated, read_section
+from stretto.user_file import is_function_name
 from stretto.versions import CONFIG
 
 EXAMPLES = Path(__file__).parents[2] / "configs"  # come with the package; each begins with a comment about it
@@ -77,11 +78,13 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
     CONFIG.check(values.pop("version", CONFIG.version), str(read.place(("version",))))
     move_deprecated(values, read)
     wrong = list[StrettoError]()
+    _expand_model(values)
     for override in overrides:
         try:
             apply_override(override, values, read, schema)
         except StrettoError as error:
             wrong.append(error)
+        _expand_model(values)
     if wrong:
         raise joined(wrong)
     _check_preset(values, read)
@@ -97,6 +100,12 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
             del section["vocab"]
         return replace(config, model=read_section(ModelConfig, section))
     return config
+
+
+def _expand_model(values: dict[str, Any]) -> None:
+    """Replace `model: FILE.py:NAME` by the section that it is short for."""
+    if isinstance(model := values.get("model"), str) and is_function_name(model):
+        values["model"] = {"build": model}
 
 
 def _check_preset(values: dict[str, Any], read: Source) -> None:

@@ -14,7 +14,7 @@ from stretto.errors import Problem, StrettoError, UnknownName
 from stretto.job.attention import AttentionShape, LatentShape, RopeScaling
 from stretto.job.experts import ExpertShape
 from stretto.job.families import FAMILY_DEFAULTS, Family
-from stretto.job.field import Declared, Field, declared
+from stretto.job.field import IN_A_FILE, Declared, Field, declared
 from stretto.job.initial import Initial
 from stretto.job.lora import LoraShape
 from stretto.job.presets import PRESETS, find_shape, preset
@@ -193,7 +193,7 @@ def _check_preset(value: str) -> None:
 @changes_of(ModelShape, others=Initial)
 class ModelConfig:
     """`preset`, or `family` with `layers`, `hidden` and `heads`; fields set in addition to a preset override
-    it.
+    it. Or a model of your own, `model: FILE.py:NAME`, which is short for `model: {build: FILE.py:NAME}`.
     """
 
     preset: Annotated[
@@ -204,6 +204,18 @@ class ModelConfig:
             check=_check_preset,
         ),
     ] = None
+    build: Annotated[
+        str | None,
+        Field(
+            "In place of all sizes: `FILE.py:NAME` of a function that returns the layers of your model, as "
+            "an `nn.Sequential` or a list; see docs/library.md.",
+            pattern=IN_A_FILE,
+            examples=("mine.py:build",),
+        ),
+    ] = None
+    arguments: Annotated[dict[str, Any], Field("Keyword arguments of `build`.")] = field(
+        default_factory=dict[str, Any]
+    )
     if TYPE_CHECKING:  # the others are derived
         family: Family | None = None
         vocab: int | None = None
@@ -214,10 +226,19 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         missing = [name for name in ("family", "layers", "hidden", "heads") if getattr(self, name) is None]
+        if self.build is not None:
+            for name, item in declared(ModelConfig).items():
+                if name not in ("build", "arguments") and (value := getattr(self, name)) != item.default:
+                    rule = f"model.build={self.build} returns the model, and no other field changes it"
+                    raise Problem(name, value, rule, "leave it out, or give it to model.arguments")
+            return
+        if self.arguments:
+            rule = "they are for a model from a file, and there is none"
+            raise Problem("arguments", self.arguments, rule, "model.build=mine.py:build")
         if self.preset is None and missing:
             raise StrettoError(
                 f"has no {', no '.join(missing)}",
-                hint="give a preset, or family, layers, hidden and heads",
+                hint="give a preset, or family, layers, hidden and heads; or build: FILE.py:NAME",
             )
         experts, top_k = self.moe.experts, self.moe.top_k
         if experts is not None and top_k is not None and top_k > experts:

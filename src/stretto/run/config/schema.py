@@ -644,8 +644,13 @@ class TrainConfig:
             parts["schedule.file"] = self.schedule.file
         lists = {"data.source": self.data.sources, "train.hooks": self.train.hooks}
         named = {f"{field}[{at}]": name for field, names in lists.items() for at, name in enumerate(names)}
-        named["train.loss"] = self.train.loss or ""
+        named |= {"train.loss": self.train.loss or "", "model.build": self.model.build or ""}
         return parts | {field: name for field, name in named.items() if is_function_name(name)}
+
+    @property
+    def vocab(self) -> int | None:
+        """Entries of the model's vocabulary if the config determines them, else None: the tokenizer's."""
+        return self.model.vocab if self.model.build is None else self.shape().vocab
 
     @property
     def microbatches(self) -> int:
@@ -670,8 +675,13 @@ class TrainConfig:
         already.
 
         Raises:
-            StrettoError: sizes that do not fit each other.
+            StrettoError: sizes that do not fit each other; or `model.build` returns no model that can be
+                trained.
         """
+        if self.model.build is not None:
+            from stretto.engine.user_model import try_user_model
+
+            return try_user_model(self.model.build, self.model.arguments, self.data.sequence)
         positions = max(self.data.sequence, self.target_sequence)
         shape = self.model.shape(vocab or self._likely_vocab, positions)
         lora = self.lora.shape()
@@ -679,7 +689,8 @@ class TrainConfig:
 
     @property
     def _has_encoder(self) -> bool:
-        return self.model.shape(self.data.vocab, self.data.sequence).encoder_layers > 0
+        model, data = self.model, self.data
+        return model.build is None and model.shape(data.vocab, data.sequence).encoder_layers > 0
 
     @property
     def corruption(self) -> Corruption | None:

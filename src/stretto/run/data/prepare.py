@@ -79,7 +79,7 @@ def check_vocabulary(
     if rows is None or ready != (source is not None):
         return
     entries = data.vocab if source is None else source.vocab
-    follow = "model.vocab=null, which takes the tokenizer's"
+    follow = "model.vocab=null, which takes the tokenizer's (a model from a file: another argument)"
     if entries > rows:
         rule = f"the data's tokenizer has {entries} entries, and each needs a row of the embedding"
         raise Problem("model.vocab", rows, rule, f"model.vocab={entries}, or {follow}")

@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -71,7 +72,7 @@ class EvaluationJob:
         Raises:
             StrettoError: it was not tokenised as the model's was, or lacks the split.
         """
-        source = prepare_data(self.config.data, self.config.model.vocab, stop=stop)
+        source = prepare_data(self.config.data, self.config.vocab, stop=stop)
         checkpoint, fingerprint = self.trained.checkpoint, self.trained.meta.get("tokenizer")
         if None not in (fingerprint, source.fingerprint) and fingerprint != source.fingerprint:
             tokenizer = self.trained.folder / TOKENIZER
@@ -126,7 +127,7 @@ class EvaluationJob:
         data, train = self.config.data, self.config.train
         with ExitStack() as cleanup:
             device = cleanup.enter_context(process_group(train))
-            source = open_data(data, self.config.model.vocab) if source is None else source
+            source = open_data(data, self.config.vocab) if source is None else source
             # one pass does not earn back what compiling takes, and this machine may have no compiler
             job = replace(job_of_text(self.config, source), compile="off", graphs="off")
             mesh = Mesh(job.layout, device, timedelta(seconds=train.timeout_s))
@@ -176,7 +177,9 @@ def evaluation_config(config: TrainConfig, trained: Trained, text: str | None = 
     # or adapters, in whose model everything else is frozen already
     tied = trained.sizes.get("tied", True)
     encoder = ["encoder.*"] if trained.sizes.get("encoder_layers") else []
-    freeze = ("embed.*", *encoder, "blocks.*", *(() if tied else ("head.out.*",)))
+    freeze: tuple[str, ...] = ("embed.*", *encoder, "blocks.*", *(() if tied else ("head.out.*",)))
+    if parameters := trained.sizes.get("parameters"):  # of a model from a file: all but the smallest
+        freeze = tuple(sorted(parameters, key=lambda name: prod(parameters[name]))[1:])
     update = {
         "finetune": replace(config.finetune, freeze=freeze if config.lora.rank is None else ()),
         "data": data,

@@ -25,7 +25,7 @@ from stretto.engine.parallel.fragment import ShardPlacement
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import ShardedParameter, materialise, parallelize
 from stretto.engine.parallel.precision import master_dtype, weight_dtype
-from stretto.engine.parallel.recompute import recompute_blocks
+from stretto.engine.parallel.recompute import recompute, recompute_blocks
 from stretto.engine.parallel.tensor.chunked_loss import ChunkedCrossEntropy
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
@@ -37,15 +37,17 @@ from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.rank_buffers import Boundaries
 from stretto.engine.pipeline.shared import Tie, find_ties
+from stretto.engine.user_model import UserModel, move_buffers
 from stretto.job.chain import layer_of
 from stretto.job.data_parallel import Precision
 from stretto.job.job import Job
 from stretto.job.lora import is_adapter
 from stretto.job.reduction import reduction
+from stretto.job.user_shape import UserShape
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
-from stretto.run.train.rank_model import RankModel, StageOptimizers
+from stretto.run.train.rank_model import RankModel, StageOptimizers, Values
 
 Fresh = bool | Literal["adapters"]
 
@@ -130,7 +132,9 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: b
         states.stage_update = optimizer.step_stage
     pipeline = _connect(setup, model, table, stages, states)
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
-    _begin_optimizer(setup, optimizer, pipeline, elsewhere, fresh)
+    values = _initial_values(setup, model, fresh)
+    optimizer.begin(values, elsewhere, bool(setup.program.versions))
+    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.post_reduced_parameters()))
     return RankModel(
         job=job,
         mesh=mesh,
@@ -151,10 +155,16 @@ def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: Fresh = True, guarded: b
     )
 
 
-def _plain_model(setup: _Setup) -> LanguageModel:
+def _plain_model(setup: _Setup) -> LanguageModel | UserModel:
     """The model of one process, on the meta device, with the kernels and the dropout of the job."""
+    if isinstance(shape := setup.job.shape, UserShape):
+        user_model = UserModel(shape.build, shape.arguments, setup.seed)
+        user_model.take_values()
+        freeze(user_model, setup.job.trained)
+        key_dropout(user_model, setup.keys)
+        return user_model
     with torch.device("meta"):
-        model = build(setup.job.shape)
+        model = build(shape)
     freeze(model, setup.job.trained)
     key_dropout(model, setup.keys)
     share_packing(model, setup.packing)
@@ -165,9 +175,24 @@ def _plain_model(setup: _Setup) -> LanguageModel:
     return model
 
 
-def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
+def _shard(setup: _Setup, model: LanguageModel | UserModel) -> dict[str, ShardedParameter]:
     """Replace modules by this rank's shards of them; returns where each parameter lies, by name."""
     job, mesh = setup.job, setup.mesh
+    if isinstance(model, UserModel):
+        full = job.recompute.mode == "full"
+        for stage in job.stages(setup.program.depth) if full else ():
+            for at in stage[: job.recompute.blocks]:
+                recompute(model.layers()[at][1])
+        _set_loss(job, model, mesh)
+        names = dict[int, list[str]]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {
+            name: ShardedParameter(
+                tuple(names[id(parameter)]), ShardPlacement.unsharded(name, tuple(parameter.shape))
+            )
+            for name, parameter in model.named_parameters()
+        }
     table = parallelize(model, sharding_plan(job), mesh)
     if job.precision.fp8 != "none":
         enable_fp8(model, job.precision.fp8, mesh)
@@ -178,14 +203,16 @@ def _shard(setup: _Setup, model: LanguageModel) -> dict[str, ShardedParameter]:
     return table
 
 
-def _set_loss(job: Job, model: LanguageModel, mesh: Mesh) -> None:
+def _set_loss(job: Job, model: LanguageModel | UserModel, mesh: Mesh) -> None:
     """Take the user's loss, or let the head compute the loss from some tokens' logits at a time, if that pays
     off.
     """
-    head, loss = model.head, model.get_submodule("loss")
+    loss = model.get_submodule("loss")
     if job.loss is not None:
         model.loss = UserLoss(job.loss, loss, job.shape.vocab, mesh.group("tp"))
+    if job.loss is not None or isinstance(model, UserModel):
         return
+    head = model.head
     compute = ComputeConfig.of(job).for_layer(layer_of(job.shape, job.shape.chain - 1))
     if tokens := compute.loss_chunk_tokens(job.shape):
         assert isinstance(head.out, ParallelLinear)
@@ -194,7 +221,9 @@ def _set_loss(job: Job, model: LanguageModel, mesh: Mesh) -> None:
         head.loss, model.loss = chunked.of, chunked
 
 
-def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, ShardedParameter]) -> _Stages:
+def _cut_stages(
+    setup: _Setup, model: LanguageModel | UserModel, table: dict[str, ShardedParameter]
+) -> _Stages:
     """Cut the layers into stages; the parameters of those on this rank leave the meta device, without
     memory yet.
     """
@@ -212,6 +241,8 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, ShardedPar
         lambda name: dtype_of(job.precision, name),
         without_storage=True,
     )
+    if isinstance(model, UserModel):
+        move_buffers([layers[i][1] for i in local], setup.mesh.device, DTYPES[job.precision.dtype])
     return _Stages(layers=stages, ties=ties, parameters=parameters)
 
 
@@ -236,7 +267,7 @@ def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, ShardedParam
 
 def _connect(
     setup: _Setup,
-    model: LanguageModel,
+    model: LanguageModel | UserModel,
     table: dict[str, ShardedParameter],
     stages: _Stages,
     states: ShardedStates,
@@ -253,7 +284,6 @@ def _connect(
         if setup.auxiliary_scales:
             setup.auxiliary.scale = setup.auxiliary_scales[microbatch]
 
-    stream = dtype_of(job.precision, "embed.tok.weight")  # the embedding's type is the residual stream's
     return Pipeline(
         [layer for _, layer in model.layers()],
         setup.program,
@@ -268,18 +298,19 @@ def _connect(
             for shared in table[n].shared
         ],
         window=job.window,
-        boundary=_boundaries(setup, stages, stream),
+        boundary=None if isinstance(model, UserModel) else _boundaries(setup, stages),
         before_forward=before_forward,
         weights=states,
         graphs=job.graphs != "off",
     )
 
 
-def _boundaries(setup: _Setup, stages: _Stages, stream: torch.dtype) -> Boundary | dict[int, Boundaries]:
+def _boundaries(setup: _Setup, stages: _Stages) -> Boundary | dict[int, Boundaries]:
     """What enters each stage: the activation of its first layer, in a decoder beside an encoder with the
     memory.
     """
     job, shape = setup.job, setup.job.shape
+    stream = dtype_of(job.precision, "embed.tok.weight")  # the embedding's type is the residual stream's
     first = Boundary((job.micro_batch, len(setup.split.shard), shape.hidden), stream)
     if not shape.encoder_layers:
         return first
@@ -293,22 +324,17 @@ def _boundaries(setup: _Setup, stages: _Stages, stream: torch.dtype) -> Boundary
     }
 
 
-def _begin_optimizer(
-    setup: _Setup, optimizer: StageOptimizers, pipeline: Pipeline, elsewhere: frozenset[int], fresh: Fresh
-) -> None:
-    """Initialise the weights, and make the optimiser over the fragments that this rank updates.
-
-    Args:
-        elsewhere: by id, parameters whose first copy is on another rank, which updates them.
-    """
+def _initial_values(setup: _Setup, model: LanguageModel | UserModel, fresh: Fresh) -> Values | None:
+    """Return the initial values of parameters by name; None if a checkpoint fills them."""
 
     def values(name: str, size: tuple[int, ...]) -> Tensor:
+        if isinstance(model, UserModel):
+            return model.values[name]
         if fresh == "adapters" and not is_adapter(name):
             return torch.zeros(()).expand(size)
         return initial_values(name, size, setup.seed, setup.job.shape, setup.job.initial)
 
-    optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))
-    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.post_reduced_parameters()))
+    return values if fresh else None
 
 
 def _gradient_norm(states: ShardedStates, table: dict[str, ShardedParameter]) -> GradientNorm:

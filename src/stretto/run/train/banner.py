@@ -8,7 +8,8 @@ from pathlib import Path
 from stretto.job.devices import HOST
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
-from stretto.job.parameters import count_parameters, parameter_shapes
+from stretto.job.parameters import parameter_shapes
+from stretto.job.user_shape import UserShape
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.run.config.data import DEFAULT_RATIO, DataConfig
@@ -38,17 +39,18 @@ def banner(
     program, layout = job.program(), job.layout
     kind = local_device_kind(train.device)
     devices = layout.describe() if kind == HOST else f"{layout.describe()}, {kind}"
-    trainable = ""
+    parameters = parameter_shapes(shape)
+    total, trainable = sum(map(prod, parameters.values())), ""
     if not job.trained.everything:
-        count = sum(prod(sizes) for name, sizes in parameter_shapes(shape).items() if job.trained(name))
-        share = 100 * count / count_parameters(shape).total
+        count = sum(prod(sizes) for name, sizes in parameters.items() if job.trained(name))
+        share = 100 * count / total
         trainable = f" ({short_count(count)} of them trainable, {share:.3g}%)"
     updates = sum(action.kind is ActionKind.UPDATE for action in program.orders[0])
     targets = "" if source.trained is None else f", {short_count(source.trained)} of them trained on"
     boundaries = source.describe_boundaries()
     return "\n".join(
         [
-            f"{shape.family} of {short_count(count_parameters(shape).total)} parameters{trainable}, "
+            f"{shape.title} of {short_count(total)} parameters{trainable}, "
             f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({devices}), "
             f"{', '.join([program.name, *_features(job)])}; {train.steps} "
             f"steps of {job.global_batch} x {job.sequence} tokens in "
@@ -88,13 +90,14 @@ def _splits(job: Job, source: TokenData, split: str | None, evaluation: EvalConf
 
 def _features(job: Job) -> list[str]:
     """Return how layers are split and what is recomputed, if it differs from the default."""
-    # a compiler could fuse more of these parts of blocks, but does not
-    parts = {
-        "latent attention": job.shape.latent is not None,
-        "routers": job.shape.moe is not None,
-        "dropout": job.shape.dropout > 0.0,
-    }
-    uncompiled = ", ".join(name for name, present in parts.items() if present)
+    uncompiled = ""
+    if job.compile != "off":  # a compiler could fuse more of these parts of blocks, but does not
+        parts = {
+            "latent attention": job.shape.latent is not None,
+            "routers": job.shape.moe is not None,
+            "dropout": job.shape.dropout > 0.0,
+        }
+        uncompiled = ", ".join(name for name, present in parts.items() if present)
     features = [
         (job.sequence_parallel and job.layout.tp > 1, "sequence parallel"),
         (job.layout.cp > 1, f"{job.context} attention"),
@@ -114,7 +117,9 @@ def _stages(job: Job, program: Program) -> str:
         title = first if len(layers) == 1 else f"{first}..{last}"
         rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""
         shown.append(f"{stage}{rank} {title}")
-    return "stages: " + " | ".join(shown)
+    even = isinstance(job.shape, UserShape) and job.stage_layers is None and len(shown) > 1
+    by = " (equal numbers of layers, whose times are unknown; layout.stages cuts otherwise)" if even else ""
+    return "stages: " + " | ".join(shown) + by
 
 
 def _count(count: int, word: str, plural: str = "s") -> str:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def _check(config: TrainConfig, world: int | None, devices: int | None) -> None:
     check(config, world=world, devices=devices)
-    check_vocabulary(config.data, config.model.vocab, config.corruption)
+    check_vocabulary(config.data, config.vocab, config.corruption)
     if config.train.graphs != "off":
         from stretto.engine.device import device_kind, has_graphs
 
@@ -50,8 +50,8 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> TokenData:
     """Return the tokenised text, which fits the model and the checkpoint that the run resumes from."""
     data = config.data
     corruption, resume = config.corruption, config.checkpoint.resume
-    source = prepare_data(data, config.model.vocab, stop=stop)
-    check_vocabulary(data, config.model.vocab, corruption, source)
+    source = prepare_data(data, config.vocab, stop=stop)
+    check_vocabulary(data, config.vocab, corruption, source)
     check_attention(config.train.attention, config.train.device)
     job = job_of_text(config, source)
     if (checkpoint := checkpoint_to_resume(resume, config.run.folder)) is not None:
@@ -109,7 +109,7 @@ def train_language_rank(
     """
     from stretto.run.train.trainer import train_rank
 
-    data, vocab = config.data, config.model.vocab
+    data, vocab = config.data, config.vocab
 
     def open_run(source: TokenData, device: torch.device, cleanup: ExitStack, log: Log) -> OpenedRun:
         """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""

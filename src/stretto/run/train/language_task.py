@@ -26,6 +26,7 @@ from stretto.engine.pipeline import Recorder
 from stretto.job.finetune import is_router_correction
 from stretto.job.lora import is_adapter
 from stretto.job.shape import shape_to_record
+from stretto.job.user_shape import UserShape
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import shuffled_within
 from stretto.run.data.mixture import TrainingSamples, epochs, held_out, parts_of, training_samples
@@ -365,7 +366,7 @@ class LanguageRun(LanguageTask):
             return
         job, prediction = self.model.job, self._prediction
         written = trace.write(
-            title=f"{run.name}, {job.shape.family} on {job.layout}, {platform.node()}",
+            title=f"{run.name}, {job.shape.title} on {job.layout}, {platform.node()}",
             folder=run.folder,
             step=self.traced_step,
             program=self.model.pipeline.program,
@@ -389,13 +390,14 @@ class LanguageRun(LanguageTask):
         """See `Task.checkpoint`."""
         assert isinstance(progress, TextProgress)
         model, source = self.model, self.source
+        shape = model.shape
         meta: dict[str, Any] = {
             **common_meta(progress, self.config.train.seed),
             "tokens": progress.tokens,
             "targets": progress.targets,
             "updates": progress.weight_updates,
             "loss_scale": None if model.loss_scale is None else model.loss_scale.state(),
-            "model": shape_to_record(model.shape),
+            "model": shape.record() if isinstance(shape, UserShape) else shape_to_record(shape),
             "layout": self.mesh.layout.describe(),
             "schedule": model.pipeline.program.name,
             "tokenizer": source.fingerprint,

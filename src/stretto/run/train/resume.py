@@ -16,6 +16,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.job.huggingface import config_names, differences
 from stretto.job.job import Job
 from stretto.job.shape import ModelShape, shape_from_record
+from stretto.job.user_shape import UserShape
 from stretto.run.data.boundaries import Boundaries, boundaries_of
 from stretto.run.data.token_source import TokenData
 from stretto.run.launch.restart import restart_count
@@ -141,6 +142,16 @@ def _check_model(path: Path, record: object, shape: ModelShape, allowed: Sequenc
     """Check that a checkpoint's model computes what the config's does."""
     if not isinstance(record, dict):
         return
+    built: dict[str, Any] = cast("dict[str, Any]", record)
+    sizes: dict[str, Any] | None = built.get("parameters")
+    others: dict[str, Any] | None = shape.record()["parameters"] if isinstance(shape, UserShape) else None
+    if sizes is not None and others is not None:  # both are models from files, of whatever names
+        for name in dict.fromkeys([*sizes, *others]):
+            if sizes.get(name) != others.get(name):
+                raise another_model(path, name, sizes.get(name), others.get(name))
+        return
+    if sizes is not None or others is not None:
+        raise another_model(path, "family", built.get("family"), shape.title)
     try:
         saved = shape_from_record(cast("dict[str, Any]", record))
     except (TypeError, StrettoError):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.engine.device import model_name, on_accelerator
 from stretto.job.flops import model_flops_per_token
+from stretto.job.user_shape import UserShape
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
 from stretto.run.train.metrics import StepRecord
@@ -80,12 +81,15 @@ class Speed:
     """
 
     def __init__(self, model: RankModel, peak: float | None) -> None:
-        self._flops = model_flops_per_token(model.shape, model.job.sequence, target=model.job.target_sequence)
+        shape, job = model.shape, model.job
+        self._flops: float | None = None  # of a model from a file they are unknown
+        if not isinstance(shape, UserShape):
+            self._flops = model_flops_per_token(shape, job.sequence, target=job.target_sequence)
         self._ranks = model.mesh.layout.world
         self._device = model.mesh.device
         self._peak = peak
         if peak is None and on_accelerator(self._device):
-            precision: Precision = "bf16" if model.job.precision.dtype == "bfloat16" else "fp32"
+            precision: Precision = "bf16" if job.precision.dtype == "bfloat16" else "fp32"
             self._peak = peak_tflops(model_name(self._device), precision)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
@@ -112,7 +116,9 @@ class Speed:
         """
         speed = tokens / seconds
         self._recent.append(speed)
-        mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
+        mfu = None
+        if self._flops is not None and self._peak:
+            mfu = self._flops * speed / (self._ranks * self._peak * 1e12)
         return StepRecord(
             step=step,
             loss=loss,

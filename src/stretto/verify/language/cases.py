@@ -184,6 +184,11 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     tokens, an odd number, so that context-parallel ranks pad them. Nothing is recomputed or sharded, for the
     cases say what is. Clipping, if the job has any, clips.
     """
+    if config.model.build is not None:
+        raise StrettoError(
+            f"every layout is proved with a narrow model, and {config.model.build} is from a file",
+            hint="verify the config's own layout, or --layouts FILE, a list such as - {pp: 2, dp: 2}",
+        )
     batch = replace(config.batch, global_size=_SAMPLES * 2 * ranks, micro_size=_SAMPLES)
     tokens = min(config.data.sequence, _TOKENS)
     data = replace(config.data, sequence=tokens - (tokens > 3 and tokens % 2 == 0))

@@ -10,6 +10,7 @@ from stretto.job.job import Execution, Job
 from stretto.job.optimiser import Optimiser
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
+from stretto.job.user_shape import UserShape
 from stretto.verify import fields
 from stretto.verify.fields import Section
 from stretto.verify.run import Impossible
@@ -30,6 +31,8 @@ def with_effect(shape: ModelShape, sequence: int) -> tuple[ModelShape, list[str]
     Args:
         sequence: tokens of a sample.
     """
+    if isinstance(shape, UserShape):
+        return shape, []
     attention, moe = shape.attention, shape.moe
     rope, lora = shape.rope, shape.lora
     changes: dict[str, tuple[Any, Any]] = {}  # by field: the value, and the one for the proof
@@ -73,11 +76,16 @@ def set_fields(job: Job) -> Iterator[tuple[str, Any, Job | None]]:
             lambda value: replace(job, shape=replace(job.shape, **{part: value})),
         )
 
-    sections = [
-        Section("model", job.shape, lambda shape: replace(job, shape=shape)),
-        *map(in_shape, ("attention", "rope", "moe", "lora")),  # the fields of latent attention are sizes
+    sections = []
+    if not isinstance(job.shape, UserShape):
+        parts = ("attention", "rope", "moe", "lora")  # the fields of latent attention are sizes
+        sections = [
+            Section("model", job.shape, lambda shape: replace(job, shape=shape)),
+            *map(in_shape, parts),
+            Section("model", job.initial, lambda initial: replace(job, initial=initial)),
+        ]
+    sections += [
         Section("train", Execution(loss=job.loss), lambda value: replace(job, loss=value.loss)),
-        Section("model", job.initial, lambda initial: replace(job, initial=initial)),
         Section("optim", job.optimiser, lambda value: replace(job, optimiser=_with_arguments(value))),
     ]
     return fields.set_fields(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from stretto.job.devices import HOST
 from stretto.job.job import Job
-from stretto.job.parameters import count_parameters
+from stretto.job.parameters import parameter_shapes
 from stretto.run.config.check import check
 from stretto.run.config.device_checks import compiler_problems
 from stretto.run.config.run_checks import raise_first
@@ -68,7 +69,7 @@ class LanguageProof(Proof):
 
     def needed_memory(self) -> tuple[float, str, str]:
         """Count the snapshots of every step, and each rank's share of the model."""
-        model = 8 * count_parameters(self.cases[0].shape).total
+        model = 8 * sum(map(prod, parameter_shapes(self.cases[0].shape).values()))
         share = max(_COPIES / (case.layout.tp * case.layout.pp) for case in self.cases)
         needed = model * (self.ranks * (2 * (self.steps + 1) + share) + _COPIES)
         return (
@@ -196,7 +197,7 @@ def language_proof(
     if (compile := cases[0].compile) != "off":
         raise_first([*compiler_problems(compile, HOST)])
     prepare(PRELOAD)  # it imports torch while this process looks at the data
-    source = prepare_data(config.data, config.model.vocab, quiet=quiet)
+    source = prepare_data(config.data, config.vocab, quiet=quiet)
     job = job_of_text(config, source)
     shape, notes = with_effect(job.shape, config.data.sequence)
     check_samples(source, config.data, job, evaluates=config.eval.every is not None)

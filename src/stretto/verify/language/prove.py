@@ -17,6 +17,7 @@ from stretto.engine.parallel.late import delay_messages
 from stretto.engine.parallel.mesh import Mesh
 from stretto.job.flops import layer_names
 from stretto.job.job import Job
+from stretto.job.user_shape import UserShape
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.train.assemble import assemble
 from stretto.run.train.rank_model import RankModel
@@ -262,8 +263,12 @@ def _evidence(
     # none of the parameters of routed experts is held anywhere else
     experts = [name for name in expected.weights if ".experts." in name] if shape.moe else []
     squares = [float(expected.gradients[n].square().sum()) for n in experts if n in expected.gradients]
-    stacks = ["encoder", "blocks"] if shape.relative else []
-    tokens = ["embed.tok.weight"] if shape.tied or shape.encoder_layers else []
+    if isinstance(shape, UserShape):
+        tied = list(shape.shared)
+    else:
+        stacks = ["encoder", "blocks"] if shape.relative else []
+        tied = ["embed.tok.weight"] if shape.tied or shape.encoder_layers else []
+        tied += [f"{stack}.0.attn.relative" for stack in stacks]
     return Evidence(
         loss=loss,
         reference_loss=expected.loss,
@@ -276,7 +281,7 @@ def _evidence(
         microbatches=replica.pipeline.program.microbatches * job.layout.dp,
         sums=_sums(replica),
         shards=_shards(replica),
-        tied=[*tokens, *(f"{stack}.0.attn.relative" for stack in stacks)],
+        tied=tied,
         misplaced=wrong,
         tp=job.layout.tp,
         experts=experts,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch import nn
 
 from stretto.engine.documents import DocumentStarts, Packing, share_packing
 from stretto.engine.models.build import build
@@ -17,7 +18,10 @@ from stretto.engine.optim.rate import LearningRate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.user_loss import UserLoss
+from stretto.engine.user_model import UserModel
 from stretto.job.job import Job
+from stretto.job.parameters import parameter_shapes
+from stretto.job.user_shape import UserShape
 from stretto.run.data.dataset import Batch
 from stretto.verify.compare import Snapshot, share
 from stretto.verify.optimizer import ReferenceOptimizer
@@ -50,7 +54,7 @@ class Trial:
 class PlainReference:
     """The plain model, and what it must know of the samples of a forward and its backward."""
 
-    model: LanguageModel
+    model: LanguageModel | UserModel
     keys: DropoutKeys
     packing: Packing
 
@@ -71,11 +75,14 @@ def build_reference(job: Job, seed: int) -> PlainReference:
     Args:
         seed: seed of initial values and dropout.
     """
-    model = build(job.shape)
+    if isinstance(job.shape, UserShape):
+        model = UserModel(job.shape.build, job.shape.arguments, seed).double()
+    else:
+        model = build(job.shape)
+        initialise(model, seed, job.initial)
+        model = model.double()
+        model.tie()
     freeze(model, job.trained)
-    initialise(model, seed, job.initial)
-    model = model.double()
-    model.tie()
     if job.loss is not None:
         model.loss = UserLoss(job.loss, model.loss, job.shape.vocab)
     if job.precision.fp8 != "none":
@@ -118,7 +125,7 @@ def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
 class Loads:
     """How often experts of the plain model are chosen in a step, by which their corrections move after it."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, MoE)]
         self._sums = [torch.zeros_like(layer.load) for layer in self._layers]
 
@@ -144,8 +151,6 @@ def share_all(
         job: the job of the snapshots' model.
         gradients: True if the snapshots have gradients.
     """
-    with torch.device("meta"):
-        plain = dict(build(job.shape).named_parameters())
     shared = list[Snapshot]()
     for step in range(steps):
         local = snapshots[step] if snapshots is not None else None
@@ -153,8 +158,7 @@ def share_all(
             None if local is None else torch.tensor([local.loss, local.norm], dtype=torch.float64), (2,)
         )
         snapshot = Snapshot(loss=float(numbers[0]), norm=float(numbers[1]), gradients={}, weights={})
-        for name, parameter in plain.items():
-            size = tuple(parameter.shape)
+        for name, size in parameter_shapes(job.shape).items():
             if gradients and job.trained(name):
                 snapshot.gradients[name] = share(local and local.gradients[name], size)
             snapshot.weights[name] = share(local and local.weights[name], size)
