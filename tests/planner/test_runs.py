@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from stretto.errors import StrettoError
 from stretto.job.framework import Framework
 from stretto.planner.assumptions import software_profile
 from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.names import normalised
 from stretto.planner.run_scores import ADDED, read_table
 from stretto.planner.runs import COLUMNS, RunRecord, allowed_values, column_reference, read_cells, read_run
 
@@ -241,6 +243,126 @@ def test_seconds_follow_from_each_measured_column(cells: dict[str, str], by: str
     )
     assert read.measured.seconds == pytest.approx(seconds if "_per_s" in by else seconds * model, rel=0.004)
     assert ("flops_counted" in read.defaults) == (by.startswith("tflops") and "flops_counted" not in cells)
+
+
+# KORTHIKANTI's step of 13.75 s has 64 x 2048 tokens on 64 devices: 9532.5 tokens/s, 148.95 each
+@pytest.mark.parametrize(
+    ("cells", "filled", "reason"),
+    [
+        ({"global_batch": "", "tokens_per_s": "9532.5"}, (64, 2048), "tokens_per_s x step_time_s / seq"),
+        ({"global_batch": "", "tokens_per_s_per_gpu": "149"}, (64, 2048), "gpus x step_time_s / seq"),
+        ({"global_batch": "", "samples_per_s": "4.65"}, (64, 2048), "samples_per_s x step_time_s"),
+        (
+            {"global_batch": "", "tokens_per_s": "9532.5", "micro_batch": "2", "gpus": "128"},
+            (64, 2048),
+            "/ seq",
+        ),
+        ({"seq": "", "tokens_per_s": "9500"}, (64, 2048), "tokens_per_s x step_time_s / global_batch"),
+        (
+            {"seq": "", "global_batch": "", "samples_per_s": "4.655", "tokens_per_s_per_gpu": "149"},
+            (64, 2048),
+            "step_time_s / global_batch",
+        ),
+        ({"seq": "", "global_batch": "", "tokens_per_s": "76260"}, (512, 2048), "step_time_s / seq"),
+    ],
+)
+def test_a_missing_batch_or_sequence_follows_from_speed_and_time(
+    cells: dict[str, str], filled: tuple[int, int], reason: str
+) -> None:
+    read = row(KORTHIKANTI, **cells)
+    assert (read.job.global_batch, read.job.sequence) == filled
+    assert any(text.endswith(f"{reason})") for text in read.defaults.values())
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        (
+            {"tokens_per_s": "76260"},
+            "step_time_s is 13.75, but tokens_per_s=76260 with 64 x 2048 tokens a step makes it 1.719",
+        ),
+        (
+            {"step_time_s": "", "tokens_per_s_per_gpu": "149", "samples_per_s": "2"},
+            "tokens_per_s_per_gpu is 149, but samples_per_s=2 with 64 x 2048 tokens a step makes it 64",
+        ),
+        ({"samples_per_s": "2"}, "samples_per_s=2 with 64 x 2048 tokens a step makes it 32"),
+        ({"global_batch": ""}, "step_time_s is given, but neither global_batch nor the speed"),
+        (
+            {"global_batch": "", "microbatches": "3", "micro_batch": "", "tokens_per_s": "745"},
+            "global_batch is empty and tokens_per_s x step_time_s / seq is 5.002, no multiple of 3",
+        ),
+    ],
+)
+def test_a_row_that_contradicts_itself_names_columns_and_figures(cells: dict[str, str], why: str) -> None:
+    with pytest.raises(StrettoError, match=re.escape(why)):
+        row(KORTHIKANTI, **cells)
+    # as rounding, and a mean over other steps, differ
+    assert row(KORTHIKANTI, tokens_per_s="9200", samples_per_s="4.7").measured.seconds == 13.75
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "value"),
+    [
+        (
+            "precision",
+            "amp_fp8 AMP_BF16 bfloat16 bf16-mixed 16-mixed torch.float32",
+            "fp8 bf16 bf16 bf16 fp16 fp32",
+        ),
+        (
+            "recompute",
+            "granularity:full --recompute-granularity=selective selective(attention)",
+            "full selective selective",
+        ),
+        ("recompute", "activation_checkpoint.mode=full full-recompute No", "full full none"),
+        ("zero", "ZeRO-3 stage=2 optim_grads_params FULL_SHARD --use-distributed-optimizer", "3 2 3 3 1"),
+        (
+            "attention",
+            "flash_attention_2 --attention-backend=flash sdpa eager FA3",
+            "flash-2 fused fused unfused flash-3",
+        ),
+        ("framework", "Megatron-LM torchtitan NeMo2 mcore", "megatron fsdp nemo megatron"),
+        ("schedule", "Interleaved1F1B LoopedBFS ZBVZeroBubble 1F1B", "interleaved bfs zb-v 1f1b"),
+        ("memory_count", "nvidia-smi max_memory_allocated", "device allocated"),
+    ],
+)
+def test_values_are_understood_as_other_programs_spell_them(column: str, cells: str, value: str) -> None:
+    read = [read_cells({column: cell.replace(":", " ")}).values[column] for cell in cells.split()]
+    assert read == value.split()
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "meant"),
+    [("precision", "fp8_mixd", "fp8"), ("recompute", "granularity ful", "full"), ("zero", "zero4", "[0-3]")],
+)
+def test_values_that_are_nearly_a_spelling_are_named(column: str, cell: str, meant: str) -> None:
+    with pytest.raises(
+        StrettoError, match=f"{column} is '{cell}', allowed: .*\nhint: did you mean '{meant}'"
+    ):
+        read_cells({column: cell})
+
+
+@pytest.mark.parametrize("cell", ["-1", "1.0", "+1", ".1", "1."])
+def test_a_number_is_no_spelling(cell: str) -> None:
+    with pytest.raises(StrettoError, match="allowed: 0, 1, 2, 3"):
+        read_cells({"zero": cell})
+
+
+def test_every_spelling_means_one_value() -> None:
+    for name, column in COLUMNS.items():
+        assert {*column.spellings} <= {*column.choices}, name
+        meanings = [
+            (normalised(each), value) for value, listed in column.spellings.items() for each in listed
+        ]
+        meanings += [(normalised(value), value) for value in column.choices]
+        assert len({spelling for spelling, _ in meanings}) == len(meanings), name
+        assert all(column.readings()[spelling] == value for spelling, value in meanings)
+
+
+def test_the_94_gib_of_some_sites_are_the_card_of_96_gb() -> None:
+    assert {find_cluster(name).device.name for name in ("H100-SXM-94GB", "H100 SXM5 94GB")} == {
+        "h100-96gb-sxm"
+    }
+    assert find_cluster("H100-94GB").device.name == "h100-94gb-nvl"
 
 
 def test_an_empty_zero_shards_as_much_as_fits() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from stretto.errors import Problem, StrettoError, nearest
@@ -29,6 +30,7 @@ from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, softwa
 from stretto.planner.estimate import precision_of, usual_dtype
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.names import normalised
 from stretto.planner.machines.networks import LATENCIES, parse_network
 from stretto.planner.machines.reading import shipped
 from stretto.program import entry
@@ -54,6 +56,8 @@ class Column(NamedTuple):
         choices: the values of a `choice`.
         alias: another name of the column.
         allowed: the values of a cell, in words; for a text that is read.
+        flags: options of other programs, whose names may precede the value of a choice.
+        spellings: of each value of a choice, by other programs.
     """
 
     kind: Kind
@@ -62,6 +66,19 @@ class Column(NamedTuple):
     choices: Sequence[str] = ()
     alias: str = ""
     allowed: str = ""
+    flags: Sequence[str] = ()
+    spellings: Mapping[str, Sequence[str]] = MappingProxyType({})
+
+    def readings(self) -> dict[str, str]:
+        """Return the values of a choice by all their spellings, letters and digits only."""
+        spellings = [
+            (value, each) for value in self.choices for each in (value, *self.spellings.get(value, ()))
+        ]
+        return {
+            normalised(flag) + normalised(each): value
+            for flag in ("", *self.flags)
+            for value, each in spellings
+        }
 
 
 def _sections() -> dict[str, dict[str, Column]]:
@@ -132,6 +149,8 @@ def read_value(name: str, cell: str) -> Value:
         value = cell
     elif column.kind == "choice":
         value = cell.lower() if cell.lower() in column.choices else None
+        if value is None and not re.fullmatch(r"[-+]\d+|[-+]?\d*\.\d*", cell):  # neither -1 nor 1.0 is 1
+            value = column.readings().get(normalised(cell))
     elif column.kind == "flag":
         value = _FLAGS.get(cell.lower())
     else:
@@ -144,7 +163,9 @@ def read_value(name: str, cell: str) -> Value:
         elif (column.kind == "share" and 0 <= number < 1) or 0 < number < float("inf"):
             value = number if column.kind == "number" or number < 1 else None
     if value is None:
-        similar = nearest(cell.lower(), column.choices)
+        readings = {**column.readings(), **{choice: choice for choice in column.choices}}
+        similar = nearest(cell.lower(), readings)
+        similar = similar and readings[similar]
         raise StrettoError(
             f"{name} is {cell!r}, allowed: {allowed_values(name)}",
             hint=f"did you mean {similar!r}?" if similar else f"{name}: {column.meaning}",
@@ -398,7 +419,7 @@ def model_of(cells: Cells, shape: ModelShape | None) -> tuple[ModelShape, int]:
         raise StrettoError("the row has no model", hint="fill in model, or layers, hidden and heads")
     dropout = cells.get("dropout", float)
     if base is None:
-        sequence = cells.get_or("seq", 2048)
+        sequence = _sequence_of(cells) or cells.get_or("seq", 2048)
         sizes["vocab"] = cells.get_or("vocab", 50257, "GPT-2's")
         family = cast(Family, cells.get_or("family", "gpt"))
         experts = experts_of(cells, None)
@@ -411,7 +432,7 @@ def model_of(cells: Cells, shape: ModelShape | None) -> tuple[ModelShape, int]:
             raise StrettoError(
                 f"family is {family}, but the model is a {base.family}", hint="leave family empty"
             )
-        sequence = cells.get_or("seq", base.pretraining_sequence, "the model's")
+        sequence = _sequence_of(cells) or cells.get_or("seq", base.pretraining_sequence, "the model's")
         if not base.rotary or sequence > base.sequence:
             sizes["sequence"] = sequence
         model = replace(base, **sizes, moe=experts_of(cells, base.moe))
@@ -529,13 +550,77 @@ def _schedule(cells: Cells, pp: int) -> tuple[str, dict[str, Any]]:
     return cells.get("schedule", str) or default, options
 
 
-def _batch(cells: Cells, layout: Layout, sequence: int, stages: int) -> tuple[int, int]:
-    """Return the samples of a step and of a microbatch, each derived from the others if it is empty.
+_SPEEDS = ("tokens_per_s_per_gpu", "tokens_per_s", "samples_per_s")
+# Largest relative difference between figures of one run that were rounded, or averaged over other steps.
+_ROUNDING = 0.06
+
+
+def _tokens_of_step(cells: Cells, devices: int | None) -> tuple[float, str] | None:
+    """Return the tokens of a step as speed times time, and the two columns; None if one is not given."""
+    seconds, rate = cells.get("step_time_s", float), cells.get("tokens_per_s", float)
+    each = cells.get("tokens_per_s_per_gpu", float)
+    if seconds is None:
+        return None
+    if rate is not None:
+        return rate * seconds, "tokens_per_s x step_time_s"
+    if each is None or devices is None:
+        return None
+    return each * devices * seconds, "tokens_per_s_per_gpu x gpus x step_time_s"
+
+
+def _nearest_multiple(cells: Cells, name: str, figure: float, unit: int, reason: str) -> int:
+    """Fill an empty cell with the multiple of `unit` nearest to the figure that follows from other columns.
 
     Raises:
-        StrettoError: the three contradict each other.
+        StrettoError: none is as near as rounding.
+    """
+    value = max(1, round(figure / unit)) * unit
+    if abs(value / figure - 1) > _ROUNDING:
+        raise StrettoError(
+            f"{name} is empty and {reason} is {figure:.4g}, no multiple of {unit}", hint=f"fill in {name}"
+        )
+    cells.values[name] = value
+    cells.report(name, value, reason)
+    return value
+
+
+def _sequence_of(cells: Cells) -> int | None:
+    """Return the row's seq; if it is empty, from its speed, time and batch if it has all three."""
+    counts = (cells.get(name, int) for name in ("global_batch", "micro_batch", "microbatches", "dp"))
+    total, micro, count, dp = counts
+    samples, seconds = cells.get("samples_per_s", float), cells.get("step_time_s", float)
+    batch: float | None = total or (micro * count * dp if micro and count and dp else None)
+    batch = batch or (samples * seconds if samples and seconds else None)
+    step = _tokens_of_step(cells, cells.get("gpus", int))
+    if cells.get("seq", int) is None and batch and step:
+        length = step[0] / batch
+        unit = 128 if length >= 128 else 1
+        return _nearest_multiple(cells, "seq", length, unit, f"{step[1]} / global_batch")
+    return cells.get("seq", int)
+
+
+def _batch(cells: Cells, layout: Layout, sequence: int, stages: int) -> tuple[int, int]:
+    """Return the samples of a step and of a microbatch, each derived from the others if it is empty, or from
+    the measured speed and time.
+
+    Raises:
+        StrettoError: the three contradict each other, or a step was timed whose samples are not known.
     """
     total, micro, count = (cells.get(name, int) for name in ("global_batch", "micro_batch", "microbatches"))
+    seconds, samples = cells.get("step_time_s", float), cells.get("samples_per_s", float)
+    if total is None and seconds is not None and not (micro and count):
+        unit = layout.dp * (micro or 1) * (count or 1)
+        if samples is not None:
+            total = _nearest_multiple(
+                cells, "global_batch", samples * seconds, unit, "samples_per_s x step_time_s"
+            )
+        elif (step := _tokens_of_step(cells, layout.world)) is not None:
+            total = _nearest_multiple(cells, "global_batch", step[0] / sequence, unit, f"{step[1]} / seq")
+        elif not count:
+            raise StrettoError(
+                "step_time_s is given, but neither global_batch nor the speed in tokens or samples is",
+                hint="fill in global_batch, or micro_batch and microbatches",
+            )
     if total is None:
         microbatches = count or cells.get_or("microbatches", stages, "one a stage")
         total = cells.get_or("global_batch", (micro or 1) * layout.dp * microbatches, "of all microbatches")
@@ -647,7 +732,19 @@ def _measured(cells: Cells, job: Job, cluster: Cluster) -> Measurement:
     MFU or HFU; and the memory.
     """
     memory, failed = cells.get("peak_mem_gib", float), bool(cells.get("oom", bool))
-    seconds, by = next(_step_times(cells, job, cluster), (None, "")) if not failed else (None, "")
+    times = [] if failed else [*_step_times(cells, job, cluster)]
+    seconds, by = times[0] if times else (None, "")
+    exact = [(each, name) for each, name in times if name in ("step_time_s", *_SPEEDS)]
+    for other, name in exact[1:]:
+        ratio, first = other / exact[0][0], exact[0][1]
+        if abs(ratio - 1) > _ROUNDING:
+            stated = cast(float, cells.values[first])
+            implied = stated * ratio if first == "step_time_s" else stated / ratio
+            raise StrettoError(
+                f"{first} is {stated:g}, but {name}={cells.values[name]:g} with {job.global_batch} x "
+                f"{job.sequence} tokens a step makes it {implied:.4g}",
+                hint="correct global_batch, seq or one of the two, or leave one of the two empty",
+            )
     kind = cells.get("memory_count", str) or "allocated"
     if memory is not None:
         cells.get_or("memory_count", kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +44,8 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float]
             return replace(cpu, device=core, name="mine", nodes=1, spread={"kernels": width})
 
         monkeypatch.setattr(module, "calibrate", calibrate)
+        monkeypatch.setattr(module.time, "sleep", lambda _: None)
+        monkeypatch.setattr(module, "OtherProcesses", lambda: nullcontext(Namespace(share=0.4)))
         return taken
 
     return patch
@@ -84,7 +88,7 @@ def test_short_runs_and_those_that_are_not_predicted_begin_at_once(
     assert not probe_path().exists()
 
 
-@pytest.mark.parametrize(("width", "says"), [(0.9, "too busy to be measured"), (0.0, "too many ranks")])
+@pytest.mark.parametrize(("width", "says"), [(0.9, "says too little"), (0.0, "too many ranks")])
 def test_a_probe_that_says_nothing_is_not_kept_and_stops_nothing(
     measure: Callable[[float], list[float]],
     tmp_path: Path,
@@ -122,3 +126,16 @@ def test_a_training_probes_before_it_prints_its_prediction(
     monkeypatch.setattr(module, "probe", stop)
     says = stretto.error("train", "quickstart", *words)
     assert ("probed" in says, probed) == ((False, []) if words else (True, [False]))
+
+
+def test_a_busy_machine_is_not_probed(
+    measure: Callable[[float], list[float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    taken = measure(0.2)
+    monkeypatch.setattr(module, "OtherProcesses", lambda: nullcontext(Namespace(share=0.86)))
+    probe(job(tmp_path, LONG))
+    assert not taken
+    assert "other processes use 86% of the cores" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 
 from stretto.errors import StrettoError
@@ -13,9 +14,11 @@ from stretto.planner.machines.describe import save_cluster
 from stretto.run.calibrate.profile import calibrate
 from stretto.run.launch.local import RankFailed
 from stretto.run.train.prediction import predict
+from stretto.run.watch.machine import OtherProcesses
 
 SECONDS = 10.0
 _SHORTEST_RUN = 60.0  # roughly predicted seconds of a run that is worth a probe
+_LOOK_S, _TOO_BUSY = 0.5, 0.5  # share of the cores that other processes use while they are watched
 _WIDEST = 0.5  # of the half width of kernels: with a wider one, the rough prediction is as good
 
 
@@ -37,6 +40,14 @@ def probe(job: Job, *, steps: int, device: str, threads: int, quiet: bool) -> No
             return
         if rough.seconds * steps < _SHORTEST_RUN:
             return
+        with OtherProcesses() as others:
+            time.sleep(_LOOK_S)
+        if (share := others.share or 0.0) > _TOO_BUSY:
+            text = (
+                f"other processes use {share:.0%} of the cores: this machine is not measured for predictions"
+            )
+            print(text, file=sys.stderr)
+            return
         path = probe_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         print(
@@ -47,7 +58,7 @@ def probe(job: Job, *, steps: int, device: str, threads: int, quiet: bool) -> No
         )
         measured = calibrate(quick=True, quiet=True, device=HOST, seconds=SECONDS)
         if measured.spread.get("kernels", 0.0) > _WIDEST:
-            print(f"not kept, for this machine is too busy to be measured: {measured.notes}", file=sys.stderr)
+            print(f"not kept, since it says too little: {measured.notes}", file=sys.stderr)
             return
         save_cluster(replace(measured, notes=measured.notes.replace("calibrate", "train")), path)
     except (OSError, StrettoError, RankFailed) as error:

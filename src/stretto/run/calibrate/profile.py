@@ -87,6 +87,7 @@ PARTS = {
 }
 _NEEDED = ("products", "passes")  # without any of these there is no profile
 _BUDGET, _COLLECTIVE_BUDGET = 0.08, 0.25  # seconds for one row
+_MEASURING = 0.4  # share of the time that is for measuring, however long the ranks take to start
 _REPEATED = 3  # measurements of a part that are taken again at its end
 # Half width that holds nine of ten measurements, over the mean difference between two of them (normal
 # distribution: 1.645 / 1.128); and of a part that was not repeated.
@@ -126,11 +127,12 @@ class Measured:
     backend: str = "gloo"
 
 
-def measure_rank(kind: str, quick: bool, quiet: bool, end: float) -> Measured:
+def measure_rank(kind: str, quick: bool, quiet: bool, end: float, seconds: float) -> Measured:
     """Measure as one of the ranks that RANK and WORLD_SIZE describe. Collective over all ranks.
 
     Args:
         end: when to end, by the machine's monotonic clock.
+        seconds: of measuring at any rate, if the ranks started late.
     """
     torch.set_num_threads(1)
     device = rank_device(kind)
@@ -152,6 +154,7 @@ def measure_rank(kind: str, quick: bool, quiet: bool, end: float) -> Measured:
                 "attention": (attention(watch, device, quick), measured.attention),
             }
             begun, until = time.monotonic(), 0.0
+            end = max(end, begun + seconds)
             for name, (share, _) in PARTS.items():
                 until += share
                 measurements, into = parts[name]
@@ -291,7 +294,9 @@ def calibrate(
     check_ranks(count)
     end = time.monotonic() + seconds
     with OtherProcesses() as others:
-        measured = merge_ranks(run_ranks(count, partial(measure_rank, kind, quick, quiet, end)))
+        measured = merge_ranks(
+            run_ranks(count, partial(measure_rank, kind, quick, quiet, end=end, seconds=_MEASURING * seconds))
+        )
     return profile(measured, count, quick=quick, others=others.share or 0.0)
 
 
