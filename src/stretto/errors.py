@@ -29,7 +29,7 @@ class StrettoError(ValueError):
     def __str__(self) -> str:
         text = f"{self.message}\nhint: {self.hint}" if self.hint else self.message
         left = len(self.others) - MOST_OTHERS
-        more = [f"{left} more problem{'s' * (left > 1)} after these"] if left > 0 else []
+        more = [f"{counted(left, 'more problem')} after these"] if left > 0 else []
         return "\n".join([text, *map(str, self.others[:MOST_OTHERS]), *more])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -105,6 +105,11 @@ def joined(problems: Sequence[StrettoError]) -> StrettoError:
     """Return the problems of one input as one error: the first, followed by the others, each once."""
     first, *others = {problem.message: problem for problem in problems}.values()
     return StrettoError(first.message, hint=first.hint, others=others)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -23,6 +23,18 @@ def test_ranks_are_shared_out_over_the_nodes(stretto: CommandLine) -> None:
     assert "optim.lr=2e-4 train.grace_s=120 --resume auto" in text
 
 
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes", "sky", "ray", "torchrun"])
+def test_one_node_and_one_rank_are_in_the_singular(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layout.dp=1", "layout.pp=1", "--gpus-per-node", "1"]
+    words += ["--requeues", "1"] if kind in ("slurm", "ray") else []
+    words += ["--own-runtime", "--image", "a"] if kind == "kubernetes" else []
+    assert main.run(["launch", kind, CONFIG, *words]) == 0
+    captured = capsys.readouterr()
+    assert "# 1 node x 1 rank = 1 rank\n" in captured.out
+    assert captured.err.startswith("1 node x 1 rank = 1 rank (single), 1 GPU per node")
+    assert " 1 requeues" not in captured.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "ranks_per_node", "nodes"),
     [

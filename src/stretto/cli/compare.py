@@ -16,7 +16,7 @@ import typer
 from stretto.cli.options import ConfigFile, Json, Page, grouped
 from stretto.cli.output import command_app, memory_size, say_no
 from stretto.cli.report import Cell, ColumnStyle, CommandReport, number, size, text
-from stretto.errors import PackageMissing, StrettoError
+from stretto.errors import PackageMissing, StrettoError, counted
 
 if TYPE_CHECKING:
     from stretto.job.job import Job
@@ -119,11 +119,7 @@ def compare(options: CompareOptions) -> None:
     else:
         results, stopped = _run(options, legal)
         counts = sorted({len(result.repeats) for result in results if result.repeats}) or [0]
-        runs = (
-            f"{counts[0]} run{'s' * (counts[0] != 1)}"
-            if len(counts) == 1
-            else f"{counts[0]} to {counts[-1]} runs"
-        )
+        runs = counted(counts[0], "run") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} runs"
         title = f"median of {runs}, each of {options.steps} steps after {options.warmup}"
     by_name = {result.name: result for result in results}
     comparison = RunComparison(

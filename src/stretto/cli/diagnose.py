@@ -11,7 +11,7 @@ import typer
 from stretto.cli.options import Json
 from stretto.cli.output import command_app, say_no
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 
 if TYPE_CHECKING:
     from stretto.run.diagnose.dump import RecordedCall
@@ -135,7 +135,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
     """The diagnosis in words: the cause first, then who waits for whom."""
     count = len(diagnosis.dumps)
     versions = ", ".join(sorted({dump.version for dump in diagnosis.dumps}))
-    yield f"{diagnosis.world} ranks, {count} dump{'s' * (count != 1)} (flight recorder {versions})"
+    yield f"{counted(diagnosis.world, 'rank')}, {counted(count, 'dump')} (flight recorder {versions})"
     if diagnosis.absent:
         yield f"no dump of {_ranks(diagnosis.absent)}: killed, hung without one, or never started"
     yield ""

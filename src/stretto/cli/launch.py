@@ -14,7 +14,7 @@ import typer
 from stretto.cli.options import ConfigFile, Json, Overrides, check_choice, grouped
 from stretto.cli.output import command_app
 from stretto.cli.report import CommandReport
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, counted
 
 if TYPE_CHECKING:
     from stretto.run.launch.cluster import ClusterJob
@@ -175,11 +175,9 @@ def _print(text: str, job: ClusterJob, as_json: bool) -> None:
     report.print(as_json)
     if not as_json and not sys.stdout.isatty():
         gpus = job.devices_per_node
-        devices = "GPUs as --sbatch says" if gpus is None else f"{gpus or 'no'} GPUs per node"
-        print(
-            f"{job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks ({job.layout}), {devices}",
-            file=sys.stderr,
-        )
+        number = "no GPUs" if gpus == 0 else counted(gpus or 0, "GPU")
+        devices = "GPUs as --sbatch says" if gpus is None else f"{number} per node"
+        print(f"{job.extent()} ({job.layout}), {devices}", file=sys.stderr)
 
 
 def _warn_of_lost_runs(job: ClusterJob, lost: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from stretto.cli.options import Json
 from stretto.cli.output import command_app, failures_reported, say_no
 from stretto.cli.report import CommandReport
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +166,7 @@ def _report(proof: Proof, findings: Findings, *, equal: bool, seconds: float) ->
     report.draw(lambda _: _table(proof.noun, verdicts, proof.steps))
     report.lines(f"{v.layout}: {v.diagnosis}" for v in verdicts if v.diagnosis)
     report.lines(["impossible:", *(f"  {case}" for case in proof.impossible)] if proof.impossible else [])
-    count = f"{len(verdicts)} {proof.noun}{'s' * (len(verdicts) > 1)}"
+    count = counted(len(verdicts), proof.noun)
     if repeated := sum(v.same_as is not None for v in verdicts):
         count += f" ({repeated} with the program of another)"
     took = f" in {record['seconds']:.0f} s" if len(verdicts) > 1 else ""

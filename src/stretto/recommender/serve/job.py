@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import TRANSFORM
 from stretto.recommender.clicks.transform import ClickTransform
@@ -181,7 +181,7 @@ class ScoringJob:
             text += "" if self.limit is None else f", at most {self.limit} batches"
         line = (
             f"step {trained.step} of {trained.folder} on {text}; {config.train.dtype}, "
-            f"{ranks} rank{'s' * (ranks > 1)}, batches of {config.batch.global_size}"
+            f"{counted(ranks, 'rank')}, batches of {config.batch.global_size}"
         )
         print(line, file=sys.stderr if quiet or self.out == "-" else sys.stdout, flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.errors import counted
 from stretto.job.devices import HOST
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, physical_tables
@@ -24,7 +25,7 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
     interaction = "dot products" if shape.interaction == "dot" else f"{shape.cross_layers} cross layers"
     source = ", ".join(config.data.sources)
     kind = local_device_kind(config.train.device)
-    ranks = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}{'' if kind == HOST else f' ({kind})'}"
+    ranks = f"{counted(layout.ranks, 'rank')}{'' if kind == HOST else f' ({kind})'}"
     return "\n".join(
         [
             f"dlrm of {short_count(dense)} dense parameters and {len(data.tables)} tables of "

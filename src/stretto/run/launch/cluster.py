@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from stretto.engine.parallel.signed import KEY
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, counted
 from stretto.run.launch.stop import SAVED
 
 NODE_SIZE = 8  # devices of common nodes, if neither nodes nor devices per node are given
@@ -90,6 +90,11 @@ class ClusterJob:
     def ranks(self) -> int:
         """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
+
+    def extent(self) -> str:
+        """Return the nodes and ranks as text."""
+        nodes, each = counted(self.nodes, "node"), counted(self.ranks_per_node, "rank")
+        return f"{nodes} x {each} = {counted(self.ranks, 'rank')}"
 
     @property
     def termination_s(self) -> int:
@@ -174,7 +179,7 @@ def nodes_of(
         if world % ranks_per_node:
             fits = max(n for n in range(1, size + 1) if world % n == 0)
             raise StrettoError(
-                f"gpus_per_node={size} does not divide the {world} ranks of layout {layout}",
+                f"gpus_per_node={size} does not divide the {counted(world, 'rank')} of layout {layout}",
                 hint=f"use --nodes {world // fits} --ranks-per-node {fits}, or another layout",
             )
     if nodes is None and ranks_per_node is not None and world % ranks_per_node == 0:
@@ -192,7 +197,7 @@ def nodes_of(
                 wrong += f" x ranks_per_node={ranks_per_node} = {nodes * ranks_per_node}"
         nearest = min(divisors, key=lambda n: abs(n - nodes))
         raise StrettoError(
-            f"{wrong} does not make up layout {layout} with {world} ranks",
+            f"{wrong} does not make up layout {layout} with {counted(world, 'rank')}",
             hint=f"use --nodes {nearest} --ranks-per-node {world // nearest}",
         )
     if devices_per_node and ranks_per_node > devices_per_node:
@@ -217,7 +222,7 @@ def node_commands(job: ClusterJob, host: str | None) -> str:
             f"{job.nodes} nodes have no host to meet on", hint="--host NAME, of the first node"
         )
     lines = [
-        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        f"# {job.extent()}",
         f"# The agent is torchrun, but ends with its ranks' exit code; {SAVED}: saved, repeat the",
         "# commands to continue. SIGTERM to one of them stops all nodes.",
     ]

@@ -59,7 +59,7 @@ def manifest(
     metadata = {"name": job.name, **({"namespace": namespace} if namespace else {})}
     secret = f"generic {job.name}-key --from-file=key=/dev/stdin"
     comment = [
-        f"{job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        job.extent(),
         "Before, for the key that signs the ranks' control messages:",
         f"openssl rand -hex 32 | kubectl create secret {secret}{f' -n {namespace}' if namespace else ''}",
     ]

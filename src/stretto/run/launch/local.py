@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 from stretto.run.launch.failure import Failure, first_cause
 from stretto.run.launch.follow import LAUNCHER, signal_on_parents_death
 from stretto.run.launch.network import local_environment, loopback_listener
@@ -265,7 +265,7 @@ def check_ranks(ranks: int) -> None:
     cores = os.cpu_count() or 1
     if ranks > RANKS_PER_CORE * cores:
         raise StrettoError(
-            f"{ranks} ranks are too many for the {cores} cores of this machine",
+            f"{ranks} ranks are too many for the {counted(cores, 'core')} of this machine",
             hint=f"at most {RANKS_PER_CORE * cores} start here; take fewer, or `stretto launch slurm`",
         )
 

@@ -113,7 +113,7 @@ def script(job: ClusterJob) -> str:
         bundle["GPU"] = job.devices_per_node
     environment = f'{{"env_vars": {{"RAY_JOB_STOP_WAIT_TIME_S": "{job.termination_s}"}}}}'
     head = [
-        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        f"# {job.extent()}",
         f"# Submit: ray job submit --working-dir . --runtime-env-json '{environment}' -- python FILE",
         "# `ray job stop` has the ranks save; submit again to continue.",
     ]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from stretto.errors import counted
 from stretto.run.launch.failure import Failure
 from stretto.run.launch.local import RankFailed
 from stretto.run.launch.stop import StopRequest
@@ -127,7 +128,9 @@ def supervise(
         if again is not None and not smaller and (reached.begun or failure.kind == "error"):
             raise RankFailed(_with_note(failure, _twice(again, failure, reached)))
         if count == limit:
-            raise RankFailed(_with_note(failure, f"{_phase(reached.step)}, after {count} restarts"))
+            raise RankFailed(
+                _with_note(failure, f"{_phase(reached.step)}, after {counted(count, 'restart')}")
+            )
         last = position, failure
         count += 1
         if reached.saved > saved:

@@ -84,7 +84,7 @@ def task(
     command = job.static_command('"$SKYPILOT_NODE_RANK"', '"$host"')
     document["run"] = f'host=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")\n{command}\n'
     comment = [
-        f"{job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        job.extent(),
         f"Submit: {submit} FILE",
     ]
     return yaml_text(comment, document)

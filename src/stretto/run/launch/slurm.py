@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 
 from stretto.engine.parallel.signed import KEY
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, counted
 from stretto.run.launch.cluster import ClusterJob
 from stretto.run.launch.stop import SAVED
 
@@ -75,7 +75,7 @@ def script(
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _options(job, cpus, partition, account)),
         *(f"#SBATCH {option}" for option in sbatch),
-        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.ranks} ranks",
+        f"# {job.extent()}",
         "",
         *job.setup,
         "",
@@ -88,7 +88,7 @@ def script(
         f"export {KEY}",
         "",
         f"srun {' '.join(srun)} \\\n  {prefix}{command} &",
-        _WATCH.format(saved=SAVED, requeues=job.restarts),
+        _WATCH.format(saved=SAVED, requeues=job.restarts, limit=counted(job.restarts, "requeue")),
     ]
     return "\n".join(lines)
 
@@ -138,7 +138,7 @@ if [ "$status" -eq 0 ]; then
 fi
 if [ "$signals" -gt 0 ] || [ "$status" -eq {saved} ]; then
   if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {requeues} ]; then  # SLURM counts its requeues there
-    echo "not finished after {requeues} requeues (--requeues): submit this script again to resume" >&2
+    echo "not finished after {limit} (--requeues): submit this script again to resume" >&2
     exit {saved}
   fi
   echo "not finished: requeued, resumes from the newest checkpoint"

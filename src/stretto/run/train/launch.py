@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from stretto.engine.checkpoint.folder import checkpoints
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, counted
 from stretto.job.devices import AUTO, HOST
 from stretto.run.config.required import check_required
 from stretto.run.config.schema import LoopConfig, RunConfig
@@ -247,11 +247,11 @@ class _Attempts(Generic[C, D]):
         job, ranks = self.job, self.job.ranks(self.config)
         devices = _device_count(self.config, None) if number else None
         if devices is not None and devices < ranks:
-            reason = f"this machine has {devices} devices now"
+            reason = f"this machine has {counted(devices, 'device')} now"
             if not self._shrink_to(devices, reason):
                 raise StrettoError(
                     f"{reason}, and there is no layout for so few ranks",
-                    hint=f"repair it, or list layouts of at most {devices} ranks in the section elastic",
+                    hint=f"repair it, or add a layout of {counted(devices, 'rank')} to elastic.layouts",
                 )
         config, ranks = self.config, job.ranks(self.config)
         with watching(ranks, job.run_folder(config), config.train.hang_s) as (watched, look, has_begun):
