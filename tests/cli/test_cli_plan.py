@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from command_line import CommandLine
+from stretto.planner import what_if
 from stretto.planner.assumptions import software_profiles
 from stretto.planner.search import search as search_module
 from stretto.run.config.job import job_of
@@ -213,6 +214,29 @@ def test_software_is_set_and_shown_and_predicted_alike(tmp_path: Path, stretto: 
     assert "did you mean 'tuned'" in stretto.error(*BIG, "--software", "tund")
     listed = " ".join(stretto("plan", "--help").split())
     assert all(name in listed for name in software_profiles())
+
+
+def test_changes_are_lines_of_the_plan(stretto: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ["plan", "--model", "llama3-8b", "--cluster", "a100-40gb:16", "--batch", "96", "--sequence", "8192"]
+    for fix in ("tp=1", "pp=1", "cp=1", "micro_batch=2", "mode=zero3", "sequence_parallel=false"):
+        few += ["--fix", fix]
+    names = ("141 GB cards", "fp8", "twice the network between nodes")
+    every = what_if.changes
+    monkeypatch.setattr(what_if, "changes", lambda task: [one for one in every(task) if one.name in names])
+    facts = stretto.json(*few, "--what-if")
+    found = {change["change"]: change for change in facts["what_if"]["changes"]}
+    cards, fp8 = found["141 GB cards"], found["fp8"]
+    assert cards["gain"] == cards["tokens_per_s"] / facts["ranking"][0]["tokens_per_s"] - 1 > 0
+    assert (fp8["layout"], fp8["error"]) == (None, "a100-40gb-sxm has no 8-bit products")
+    said = stretto(*few, "--what-if")
+    row = next(line for line in said.splitlines() if "141 GB cards" in line)
+    assert f"{cards['gain']:+.1%}" in row
+    assert "not       fp8: a100-40gb-sxm has no 8-bit products" in said
+    assert "binds     compute: " in said
+    assert "what if" not in stretto(*few)
+    assert "add --output FILE" in stretto.error(*few, "--what-if", "--emit", "deepspeed")
+    recommender = stretto.error("plan", "--model", "dlrm-113b", "--cluster", "a100:16", "--what-if")
+    assert "--what-if is for language models" in recommender
 
 
 def test_a_plan_is_for_one_framework(stretto: CommandLine) -> None:

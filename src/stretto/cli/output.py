@@ -185,16 +185,16 @@ def byte_progress(label: str) -> Generator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
-def show_search() -> Generator[Callable[[int, int, int], None] | None]:
+def show_search(label: str = "searching") -> Generator[Callable[[int, int, int], None] | None]:
     """Show a search's progress if stderr is a terminal; yields what takes its numbers of layouts."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("searching") as status:
+    with Console(stderr=True).status(label) as status:
         yield lambda replayed, evaluated, fitting: status.update(
-            f"searching: {replayed} replayed, {evaluated} evaluated, {fitting} that fit"
+            f"{label}: {replayed} replayed, {evaluated} evaluated, {fitting} that fit"
         )
 
 

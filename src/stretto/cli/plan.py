@@ -26,10 +26,13 @@ from stretto.cli.report import Cell, CommandReport, number, text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from stretto.job.data_parallel import Dtype
     from stretto.job.job import Job
     from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Objective, SearchTask
+    from stretto.planner.what_if import Answer
     from stretto.run.config.schema import TrainConfig
 
 
@@ -42,8 +45,8 @@ _FIXED = "excluded by what is fixed"
 
 
 @app.command(
-    epilog="Example: stretto plan --model gpt3-175b --cluster dgx-a100-80gb:1024 --batch 1536 --fix tp=8 "
-    "--write plan.yaml"
+    epilog="Examples: stretto plan --model gpt3-175b --cluster dgx-a100-80gb:1024 --batch 1536 --fix tp=8 "
+    "--write plan.yaml; stretto plan --model llama3-70b --cluster h100:64 --batch 512 --what-if"
 )
 @grouped(PlanOptions)
 def plan(options: PlanOptions) -> None:
@@ -100,6 +103,11 @@ def plan(options: PlanOptions) -> None:
     if options.software is not None:
         software = software_named(options.software)
         task = replace(task, assumptions=replace(task.assumptions, software=software))
+    if options.what_if and options.emit is not None and options.output is None:
+        raise StrettoError(
+            "--what-if adds lines to the plan, and --emit prints a config in its place",
+            hint=f"add --output FILE, or --for {target} instead of --emit {target}",
+        )
     check_writable(options.html)
     if options.write is not None and (base is None or base.shape() != task.job.shape):
         from stretto.run.config.written import model_section
@@ -114,6 +122,14 @@ def plan(options: PlanOptions) -> None:
 
     with show_search() as progress:
         result = search(task, progress)
+    answers: list[Answer] = []
+    if options.what_if:
+        from stretto.planner.what_if import answer, changes
+
+        listed = list(changes(task))
+        for count, change in enumerate(listed, 1):
+            with show_search(f"what if {count} of {len(listed)}, {change.name}") as progress:
+                answers.append(answer(change, result, task, progress))
     emitted = None
     if framework is not None:
         fewer = f"excluded by what {target} has" + " and is fixed" * bool(options.fix)
@@ -124,7 +140,7 @@ def plan(options: PlanOptions) -> None:
             if options.output is not None or not options.as_json:
                 interop.print_emitted(emitted, options.output)
     title = None if framework is None else framework.title
-    report = _report(options, task, base, result, framework=title, emitted=emitted)
+    report = _report(options, task, base, result, answers=answers, framework=title, emitted=emitted)
     report.print(options.as_json)
     if not result.ranking:
         raise say_no() if result.complete else typer.Exit(_CUT_SHORT)
@@ -222,6 +238,7 @@ def _report(
     base: TrainConfig | None,
     plan: Plan,
     *,
+    answers: Sequence[Answer],
     framework: str | None,
     emitted: str | None,
 ) -> CommandReport:
@@ -243,7 +260,25 @@ def _report(
         setting["batch"] += f" (no --{' and no --'.join(unsaid)}: as in {source})"
     if framework is not None:
         setting["framework"] = framework
+    binds = dict[str, float]()
+    if answers and plan.ranking:
+        from stretto.planner.what_if import binding
+
+        binds = binding(plan, task, answers)
+    changed = [
+        {
+            "change": item.change.name,
+            "layout": item.best and item.best.layout,
+            "step_time_s": item.best and item.best.estimate.seconds,
+            "tokens_per_s": item.best and item.best.estimate.tokens_per_s,
+            "gain": item.gain,
+            "unchanged": item.unchanged,
+            "error": item.reason or None,
+        }
+        for item in answers
+    ]
     question = {
+        "what_if": {"binds": binds, "changes": changed} if answers else None,
         "required": required,
         "emitted": emitted,
         "framework": framework,
@@ -262,7 +297,9 @@ def _report(
     if emitted is None or options.output is not None:
         for name, value in setting.items():
             report.value(name, value)
-        _add_plan(report, plan, task)
+        add_plan(report, plan, task)
+        if answers:
+            _add_what_if(report, plan, answers, binds)
     elif unsaid and not options.as_json:
         print(f"note: planned for {setting['batch']}", file=sys.stderr)
     if options.write is not None and plan.ranking:
@@ -354,7 +391,7 @@ def _ranked_record(ranked: Ranked) -> dict[str, Any]:
     }
 
 
-def _add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
+def add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
     """Add the ranking as a table, and the reasons."""
     from stretto.view.plan_texts import search_text
 
@@ -445,6 +482,40 @@ def _add_ranking(report: CommandReport, plan: Plan) -> None:
     for rank, ranked in enumerate(plan.ranking, 1):
         report.value(f"{rank:>2}.", ranked.layout, indent=4)
         report.value("", ranked.reason, indent=4)
+
+
+def _add_what_if(
+    report: CommandReport, plan: Plan, answers: Sequence[Answer], binds: Mapping[str, float]
+) -> None:
+    """Add a line for each change, and what binds."""
+    from stretto.planner.search.ranking import TIE
+    from stretto.planner.what_if import WORK
+
+    first = plan.ranking[0].layout if plan.ranking else ""
+    changed = "change" if plan.objective == "time" else "tokens/$"
+    columns = [text("what if"), number("step s", ".4g"), number("tokens/s", ",.0f"), number(changed, "+.1%")]
+    rows = list[list[Cell]]()
+    for item in answers:
+        if (best := item.best) is not None:
+            sizes, *choices = best.layout.split(", ")
+            new = [choice for choice in choices if choice not in first]
+            layout = "the first" if best.layout == first else ", ".join((sizes, *new[-1:]))
+            estimate = best.estimate
+            rows.append([item.change.name, estimate.seconds, estimate.tokens_per_s, item.gain, layout])
+    report.table([*columns, text("layout")], rows, optional=("layout", "tokens/s"))
+    report.value("", f"each found with {WORK} s of work: a plan of the change itself may find better layouts")
+    for item in answers:
+        if item.best is None:
+            report.value("not", f"{item.change.name}: {item.reason}")
+        elif item.unchanged > TIE:
+            faster = f"its layout is {item.unchanged:.1%} faster without the change too"
+            report.value("missed", f"{item.change.name}: {faster}: plan with more --seconds")
+    if binds:
+        (name, share), *others = binds.items()
+        without = {"bubble": "without it", "host": "without it", "device memory": "with larger cards"}
+        more = without.get(name, "if twice as fast")
+        smaller = ", ".join(f"{other} {saved:.1%}" for other, saved in others)
+        report.value("binds", f"{name}: {share:.1%} of the step would go {more}; then {smaller}")
 
 
 def _distance(ranked: Ranked, plan: Plan) -> str:

@@ -87,6 +87,14 @@ class PlanOptions:
             "the interval of its prediction.",
         ),
     ] = 0.0
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Then search with twice and half the network between nodes, larger cards, one more node, "
+            "other batches, fp8 and other software, and say which resource binds.",
+        ),
+    ] = False
     write: Annotated[Path | None, typer.Option(help="Write the best layout's config here.")] = None
     html: Page = None
     emit: Emit = None

@@ -44,6 +44,7 @@ _LANGUAGE_OPTIONS = (
     "asynchronous",
     "wide",
     "software",
+    "what_if",
 )
 _PARTS = {  # of a step
     "lookup": "rows read and summed by their owners",
