@@ -24,11 +24,14 @@ def test_ranks_are_shared_out_over_the_nodes(stretto: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "sky", "ray", "torchrun"])
-def test_one_node_and_one_rank_are_in_the_singular(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_node_and_one_rank_are_in_the_singular(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(CONFIG).parent)
     words = ["layout.dp=1", "layout.pp=1", "--gpus-per-node", "1"]
     words += ["--requeues", "1"] if kind in ("slurm", "ray") else []
-    words += ["--own-runtime", "--image", "a"] if kind == "kubernetes" else []
-    assert main.run(["launch", kind, CONFIG, *words]) == 0
+    words += {"kubernetes": ["--own-runtime", "--image", "a"], "sky": ["--accelerator", "H100"]}.get(kind, [])
+    assert main.run(["launch", kind, "quickstart.yaml", *words]) == 0
     captured = capsys.readouterr()
     assert "# 1 node x 1 rank = 1 rank\n" in captured.out
     assert captured.err.startswith("1 node x 1 rank = 1 rank (single), 1 GPU per node")

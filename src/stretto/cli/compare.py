@@ -206,7 +206,7 @@ def _compared_job(options: CompareOptions, name: str, combination: Combination) 
             )
     except StrettoError as error:
         reason = error.message + (f" ({error.hint})" if error.hint else "")
-        reason += f", and {more} more problem{'s' * (more > 1)}" if (more := len(error.others)) else ""
+        reason += f", and {counted(len(error.others), 'more problem')}" if error.others else ""
         return ComparedJob(pending=replace(pending, error=reason))
     if steps is not None:
         check_required(config)

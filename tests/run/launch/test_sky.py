@@ -97,5 +97,5 @@ def test_what_sky_does_not_take(changes: dict[str, Any], message: str, hint: str
 
 
 def test_gpus_need_a_name() -> None:
-    with pytest.raises(StrettoError, match="4 GPUs per node have no name"):
+    with pytest.raises(StrettoError, match="the GPUs of the nodes have no name"):
         task(job())

@@ -40,7 +40,7 @@ def task(
         raise Problem("CONFIG", job.config, "must lie in this folder, which SkyPilot copies to the nodes")
     if job.devices_per_node and accelerator is None:
         raise StrettoError(
-            f"{job.devices_per_node} GPUs per node have no name",
+            "the GPUs of the nodes have no name",
             hint="--accelerator H100, as in `sky gpus list`",
         )
     resources: dict[str, Any] = {}
