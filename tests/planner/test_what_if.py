@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from stretto.job.presets import preset
+from stretto.planner import what_if
 from stretto.planner.assumptions import software_profile
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
@@ -143,3 +144,38 @@ def test_the_slowest_resource_binds() -> None:
     assert next(iter(shares)) == "network between nodes"
     assert shares["network between nodes"] == pytest.approx(0.5, abs=0.1)
     assert "device memory" not in shares
+
+
+def test_a_layout_that_does_not_fit_is_no_answer() -> None:
+    """A plan for large cards, on small ones."""
+    asked = task("h200:16", 64)
+    fixed_mode = {**asked.fixed, **fixed(["recompute=none", "dp=16"])}
+    asked = replace(asked, fixed=fixed_mode)
+    plan = search(asked)
+    assert plan.ranking
+    small = replace(asked, cluster=find_cluster("v100-16gb:16"))
+    refused = answer(Change(name="small cards", task=small), plan, asked)
+    assert refused.best is None
+    assert refused.gain is None
+    assert refused.reason.startswith("nothing was found that fits: dp16, ")
+    # nor with other copies than those fixed
+    grown = replace(asked, cluster=find_cluster("h200:24"))
+    assert answer(Change(name="one more node", task=grown), plan, asked).best is None
+
+
+def test_a_search_that_finds_nothing_leaves_the_layouts_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plan, _ = planned()
+    nothing = replace(plan, ranking=(), complete=False, nearest=None)
+    monkeypatch.setattr(what_if, "search", lambda task, progress: nothing)
+    copies = {"half the network between nodes": 16, "one more node (24 devices)": 24}
+    for name, dp in copies.items():
+        change = by_name(asked)[name]
+        assert change.task is not None
+        found = answer(change, replace(plan, safe=None, baselines={}), asked).best
+        assert found is not None
+        job = plan.ranking[0].estimate.job
+        job = replace(job, layout=replace(job.layout, dp=dp))
+        assert found.layout == plan.ranking[0].layout.replace("dp16", f"dp{dp}")
+        assert found.estimate.seconds == estimate(job, change.task.cluster, memory=False).seconds
+    silent = answer(by_name(asked)["tuned software"], replace(nothing, safe=None, baselines={}), asked)
+    assert silent.reason == "nothing was found within 0.5 s of work"

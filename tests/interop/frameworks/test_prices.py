@@ -11,6 +11,7 @@ from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.presets import preset
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.fixed import fixed
+from stretto.planner.search.ranking import Plan
 from stretto.planner.search.search import search
 from stretto.planner.search.task import SearchTask, job_to_plan
 from stretto.run.config import load
@@ -31,13 +32,22 @@ SLOW = [
     ("gpt3-175b", "h100:128", "megatron", "tp=8 pp=8"),
     ("llama3-70b", "h100:32", "torchtitan", "tp=8 pp=1,4"),
 ]
-MODELS = ("llama3-8b", "mistral-7b", "qwen3-30b-a3b", "gpt2", "deepseek-v3", "mixtral-8x22b")
+MODELS = (
+    *("llama3-8b", "mistral-7b", "qwen3-30b-a3b", "gpt2", "deepseek-v3", "mixtral-8x22b"),
+    *("llama3-70b", "llama3.1-405b", "gpt3-175b", "mixtral-8x7b", "gemma3-27b"),
+)
 
 
 def task(model: str, cluster: str, seconds: float | None = None) -> SearchTask:
     shape = preset(model)
     job = job_to_plan(shape=shape, global_batch=256, sequence=min(4096, shape.sequence))
     return SearchTask(job=job, cluster=find_cluster(cluster), seconds=seconds)
+
+
+def check_written(framework: ExternalFramework, plan: Plan) -> None:
+    """Write all layouts that a plan shows: the ranking, the safe one and the plain ones."""
+    for row in (*plan.ranking, plan.safe, *plan.baselines.values()):
+        assert row is None or emit(framework, row.estimate.job).strip(), row
 
 
 @pytest.mark.parametrize(
@@ -48,25 +58,31 @@ def test_every_row_can_be_written(model: str, cluster: str, framework: str, fix:
     known = FRAMEWORKS[framework]
     plan = search(task_for(known, task(model, cluster), ["micro_batch=1", *fix.split()]))
     assert plan.ranking
-    for row in plan.ranking:
-        assert emit(known, row.estimate.job).strip()
+    check_written(known, plan)
+
+
+def test_the_first_and_the_plain_layouts_of_a_free_search_can_be_written() -> None:
+    known = FRAMEWORKS["torchtitan"]
+    plan = search(task_for(known, task("llama3-70b", "h100:64", seconds=0.5)))
+    assert plan.ranking
+    assert plan.baselines["FSDP"] is not None
+    check_written(known, plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
-@pytest.mark.parametrize("cluster", ["h100:8", "h100:256"])
+@pytest.mark.parametrize("cluster", ["h100:8", "h100:64", "a100-40gb:256"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_row_of_more_models_can_be_written(
     model: str, cluster: str, framework: ExternalFramework
 ) -> None:
-    wanted = task(model, cluster, seconds=6.0)
+    wanted = task(model, cluster, seconds=1.0)
     wrong = refusals(framework, replace(wanted.job, dp=DataParallelSettings(mode="zero3")))
     if any(one.field.startswith(("model.", "layout.")) for one in wrong):
         with pytest.raises(StrettoError):
             task_for(framework, wanted)
         return
-    for row in search(task_for(framework, wanted)).ranking:
-        assert emit(framework, row.estimate.job).strip()
+    check_written(framework, search(task_for(framework, wanted)))
 
 
 def test_torchtitan_recomputes_all_blocks_or_none() -> None:
