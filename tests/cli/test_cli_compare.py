@@ -118,6 +118,28 @@ def test_a_recommender_s_traffic_and_memory_are_measured(
     assert result["memory"] > 0
 
 
+def test_placements_of_a_recommender_are_predicted_as_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stretto: CommandLine
+) -> None:
+    config, cluster = str(recommender_file(tmp_path)), ("--cluster", "dgx-a100:4")
+    varied = ("tables.placement=auto,column", "layout.ranks=4")
+    facts, said = compare(capsys, config, *varied, "--predict", *cluster)
+    assert said == ""
+    automatic, column = facts["results"]
+    assert (automatic["status"], automatic["unit"], automatic["verdict"]) == (
+        "predicted",
+        "samples/s",
+        "fits",
+    )
+    planned = stretto.json("plan", config, "layout.ranks=4", *cluster)
+    assert automatic["predicted"] == planned["step_time_s"] < column["predicted"]
+    assert automatic["speed"] == planned["samples_per_s"]
+    small = compare(
+        capsys, config, "layout.ranks=2", "tables.device_gib=1e-6", "--predict", *cluster[:1], "h100:2"
+    )
+    assert small[0]["results"][0]["verdict"] == "does not fit"
+
+
 def test_predictions_run_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         str(job_file(place)),

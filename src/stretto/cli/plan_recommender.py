@@ -218,10 +218,8 @@ def _table_job(
     options: PlanOptions, config: RecommenderConfig | None, fixes: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, TableJob]:
     """The model's name, and the planning job."""
-    from stretto.recommender.placement import physical_tables
     from stretto.recommender.planner.job import table_job
     from stretto.recommender.planner.network_times import network_of
-    from stretto.recommender.planner.table_times import program_of
     from stretto.recommender.shape import dlrm_preset, table_specs
 
     arguments = _arguments(fixes, options.precision)
@@ -236,6 +234,24 @@ def _table_job(
         job = table_job(table_specs(shape), cluster, ranks, options.batch, network=network, **arguments)
         return model.lower(), job
     cluster, ranks = _cluster(options.cluster, config.layout.ranks)
+    job = configured_job(config, cluster, ranks, options.batch, **arguments)
+    return Path(options.config).stem if options.config else config.run.name, job
+
+
+def configured_job(
+    config: RecommenderConfig, cluster: Cluster, ranks: int, batch: int | None = None, **arguments: Any
+) -> TableJob:
+    """Return the placement problem of a config, whose click log is not read.
+
+    Args:
+        batch: samples of a step instead of the config's.
+        arguments: of `table_job`, instead of what the config says.
+    """
+    from stretto.recommender.placement import physical_tables
+    from stretto.recommender.planner.job import table_job
+    from stretto.recommender.planner.network_times import network_of
+    from stretto.recommender.planner.table_times import program_of
+
     tables, element = config.tables, 8 if config.train.dtype == "float64" else 4
     configured: dict[str, Any] = {
         "optimizer": config.optim.tables.name,
@@ -249,12 +265,9 @@ def _table_job(
     if not tables.overlap:
         configured["program"] = replace(program_of("stretto"), prefetch=False, overlap=False)
     specs = config.table_specs()
-    network = network_of(config.shape(specs))
-    batch = options.batch or config.batch.global_size
-    job = table_job(
-        physical_tables(specs), cluster, ranks, batch, network=network, **(configured | arguments)
-    )
-    return Path(options.config).stem if options.config else config.run.name, job
+    configured["network"] = network_of(config.shape(specs))
+    size = batch or config.batch.global_size
+    return table_job(physical_tables(specs), cluster, ranks, size, **(configured | arguments))
 
 
 def _cluster(name: str | None, ranks: int | None) -> tuple[Cluster, int]:

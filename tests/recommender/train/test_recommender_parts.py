@@ -361,3 +361,8 @@ def test_numbers_go_to_the_files_and_the_terminal(tmp_path: Path) -> None:
     ]
     assert [row["samples"] for row in read_lines(tmp_path / "metrics.jsonl")] == [10, 20, 30, 40]
     assert next(read_lines(tmp_path / "eval.jsonl"))["auc"] == 0.7
+
+
+def test_tables_are_placed_by_the_planner_when_nothing_overlaps(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "tables.placement=auto", "tables.overlap=false")
+    assert place(config, prepare_clicks(config)).keys() == {"C1", "C2"}

@@ -60,7 +60,7 @@ def placement_job(config: RecommenderConfig, data: ClickData) -> TableJob:
         device_bytes=device_bytes or shared,
         host_bytes=host_bytes or _memory(layout.ranks),
         places=None if settings.place is None else [settings.place],
-        program=program if settings.overlap else replace(program, ahead=False, beside=False),
+        program=program if settings.overlap else replace(program, prefetch=False, overlap=False),
     )
 
 
