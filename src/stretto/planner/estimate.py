@@ -64,10 +64,8 @@ def interval(
     widths = {"noise": factor * constants["noise"]}
     for source, names in SOURCES.items():
         share = sum(parts.get(name, 0.0) for name in names) / busy if busy else 0.0
-        uncertain = hypot(
-            factor * _uncertainty(source, job, cluster, precision), cluster.spread.get(source, 0.0)
-        )
-        widths[source] = share * uncertain
+        modelled = factor * share * _uncertainty(source, job, cluster, precision)
+        widths[source] = hypot(modelled, share * cluster.spread.get(source, 0.0))
     half_width = sqrt(sum(width**2 for width in widths.values()))
     # a factor up is as likely as its inverse down
     return Interval(exp(-half_width), exp(half_width), {name: widths[name] for name in (*SOURCES, "noise")})

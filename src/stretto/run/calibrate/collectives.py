@@ -115,25 +115,26 @@ def groups_of(world: int) -> list[int]:
 def collective_times(
     timer: CollectiveTimer, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
-    """Measurements in the same order on all ranks: a name, and the call that adds its row."""
+    """Measurements in the same order on all ranks: a name, and the call that adds the rows of all sizes, as
+    those of small ones say nothing of large ones.
+    """
     world = dist.get_world_size()
     sizes = _SIZES if on_accelerator(timer.device) else _HOST_SIZES
     for ranks in groups_of(world):
         group = _group(world, ranks)
         for kind, make in KINDS.items():
-            for size in sizes[:3:2] if quick else sizes:
 
-                def measure(
-                    into: dict[str, list[Row]],
-                    kind: str = kind,
-                    size: int = size,
-                    group: ProcessGroup = group,
-                    make: Callable[[ProcessGroup, int, torch.device], Callable[[], object]] = make,
-                ) -> None:
+            def measure(
+                into: dict[str, list[Row]],
+                kind: str = kind,
+                group: ProcessGroup = group,
+                make: Callable[[ProcessGroup, int, torch.device], Callable[[], object]] = make,
+            ) -> None:
+                for size in sizes[:3:2] if quick else sizes:
                     row = timer.row(make(group, size, timer.device), group.size(), size)
                     into.setdefault(kind, []).append(row)
 
-                yield f"{kind} of {size} bytes, {ranks} ranks", measure
+            yield f"{kind}, {ranks} ranks", measure
 
 
 def _group(world: int, ranks: int) -> ProcessGroup:
