@@ -450,9 +450,8 @@ def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: 
     for before, after in pairwise(plans):
         assert len(before.ranking) <= len(after.ranking)
         assert after.ranking[0].estimate.seconds <= before.ranking[0].estimate.seconds * (1 + TIE)
-        assert before.safe is not None
         assert after.safe is not None
-        assert after.safe.estimate.seconds <= before.safe.estimate.seconds
+        assert before.safe is None or after.safe.estimate.seconds <= before.safe.estimate.seconds
         assert after.replayed >= before.replayed
     assert [*rounds(1.9)] == [*rounds(1.0)] == [0.5, 0.5]
     clock = count(0, 1000)

@@ -17,6 +17,8 @@ from stretto.planner.machines.cluster import Cluster, Collective, NetworkLink, N
 from stretto.planner.time.constants import chip, constants
 from stretto.planner.time.measured import interpolate
 
+_LEAST_SHARE = 0.3  # of a card's bandwidth in a ring over any number of nodes
+
 
 @dataclass(frozen=True)
 class SwitchReduction:
@@ -47,6 +49,7 @@ class LinkModel:
         share: share of the link's bandwidth that a large ring reaches.
         fewer: decrease of that share, divided by the ranks.
         spread: decrease of that share of a ring between nodes, with every doubling of the nodes beyond two.
+        crowded: rate of rings between nodes if several groups share each node, over that of one.
         send: seconds of an empty message in addition to the link's latency.
         send_share: share of the bandwidth that a large message reaches.
         exchange: share of the bandwidth that a rank's messages to all others reach.
@@ -61,6 +64,7 @@ class LinkModel:
     share: float
     fewer: float
     spread: float
+    crowded: float
     send: float
     send_share: float
     exchange: float
@@ -80,7 +84,8 @@ class LinkModel:
 
     def across(self, link: NetworkLink, nodes: int, ring: bool = True) -> float:
         """Bytes/s of one network card in a large ring, or tree, over this many nodes."""
-        return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
+        share = self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)
+        return max(share, _LEAST_SHARE) * link.bandwidth
 
 
 @cache
@@ -102,6 +107,7 @@ def link_model(cluster: Cluster, outer: bool) -> LinkModel:
         share=entry["share"] * factor,
         fewer=entry["fewer"] * factor,
         spread=entry["spread"],
+        crowded=entry["crowded"],
         send=entry["send_us"] * 1e-6,
         send_share=entry["send_share"] * factor,
         exchange=entry["exchange"] * factor,
@@ -158,7 +164,9 @@ def _rate(cluster: Cluster, group: NodeGroup, ring: bool = True) -> float:
         rate = link_model(cluster, False).ring(cluster.inner, local, cluster.node)
     if group.nodes > 1:
         # one ring starts at every rank of a node, and each crosses the network through another card
-        rate = min(rate, local * link_model(cluster, True).across(cluster.outer, group.nodes, ring))
+        model = link_model(cluster, True)
+        crowded = model.crowded if local < cluster.node else 1.0
+        rate = min(rate, crowded * local * model.across(cluster.outer, group.nodes, ring))
     return rate
 
 
