@@ -498,11 +498,12 @@ def _add_what_if(
     for item in answers:
         if (best := item.best) is not None:
             sizes, *choices = best.layout.split(", ")
-            new = [choice for choice in choices if choice not in first]
-            layout = "the first" if best.layout == first else ", ".join((sizes, *new[-1:]))
+            new = [choice.split() for choice in choices if choice not in first]
+            short = (sizes, *(" ".join(words if len(words) < 4 else words[:2]) for words in new[-1:]))
+            layout = "the first" if best.layout == first else ", ".join(short)
             estimate = best.estimate
             rows.append([item.change.name, estimate.seconds, estimate.tokens_per_s, item.gain, layout])
-    report.table([*columns, text("layout")], rows, optional=("layout", "tokens/s"))
+    report.table([*columns, text("layout")], rows, optional=("tokens/s", "layout"))
     report.value("", f"each found with {WORK} s of work: a plan of the change itself may find better layouts")
     for item in answers:
         if item.best is None:

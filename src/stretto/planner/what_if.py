@@ -89,14 +89,14 @@ def changes(task: SearchTask) -> Iterator[Change]:
     devices = task.devices + cluster.node
     # if the devices divide the batch, so do the devices of one more node
     size = batch if batch % task.devices else max(1, round(batch / devices)) * devices
-    name = f"one more node ({devices} devices{f', batch {size}' * (size != batch)})"
+    name = "one more node" + f", batch {size}" * (size != batch)
     grown = replace(cluster, nodes=None, last=None).sized(devices)
     yield Change(name=name, task=replace(task, cluster=grown, job=replace(job, global_batch=size)))
     for name, size in (("half", batch // 2), ("twice", 2 * batch)):
         odd = name == "half" and batch % 2 == 1
         resized = None if odd else replace(task, job=replace(job, global_batch=size))
         reason = f"{batch} samples are odd" * odd
-        yield Change(name=f"{name} the batch ({batch / 2 if odd else size:g})", task=resized, reason=reason)
+        yield Change(name=f"{name} the batch", task=resized, reason=reason)
     if job.precision.fp8 == "none":
         kinds = [replace(job, precision=replace(job.precision, fp8=kind)) for kind in ("tensor", "row")]
         refuse = task.refusals or (lambda _: ())

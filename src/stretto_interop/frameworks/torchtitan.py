@@ -122,7 +122,8 @@ def _write_model(values: JobValues) -> Settings:
 def _check_llama(shape: ModelShape) -> None:
     """Raise Problem for what torchtitan's llama3 module does not build."""
     if not shape.rotary:
-        raise refused(MODEL.family, shape.family, "torchtitan has no GPT-2", ["llama"])
+        family = "GPT-2" if shape.family == "gpt" else shape.family
+        raise refused(MODEL.family, shape.family, f"torchtitan has no {family}", ["llama"])
     plain_llama = ModelShape(family="llama", **{name: getattr(shape, name) for name in _SIZES}, norm_eps=1e-5)
     rule = "torchtitan has experts in its own flavours only, and this model is none of them"
     if shape.moe is not None:
