@@ -73,6 +73,7 @@ def test_a_machine_is_measured_once_and_predicts_from_then_on(
     assert line(config).endswith("from the probe of this machine, which `stretto calibrate` makes exact")
     probe(config)
     assert len(taken) == 1
+    assert find_cluster("here").name == "cpu"  # what a run depends on does not change with the probe
     assert history_path(local_profile()).name.endswith(".probe.runs.jsonl")
     save_cluster(replace(find_cluster("cpu"), nodes=1), catalogue.profile_path())
     assert local_profile() == catalogue.profile_path()

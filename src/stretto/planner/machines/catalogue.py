@@ -278,10 +278,12 @@ def history_path(profile: Path) -> Path:
     return profile.with_suffix(".runs.jsonl")
 
 
-def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
+def cluster_here(devices: int | None = None, device: str = "auto", *, probed: bool = False) -> Cluster:
     """This machine, with this number of devices.
 
     Args:
+        probed: if there is no profile, the probe of a first training is one. Not for what a run depends on:
+            its layout and the placement of its tables are the same before and after.
         device: device of the ranks, as `train.device` names it: a profile of the CPU is for "cpu" alone,
             any other for accelerators; "auto": whichever exists.
 
@@ -290,7 +292,7 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
             what the accelerator is.
     """
     driver = None if device == HOST else driver_name()
-    path, cluster = local_profile(), None
+    path, cluster = local_profile() if probed else profile_path(), None
     if path.is_file():
         measured = read_cluster(path)
         if device == AUTO or is_cpu(measured) == (device == HOST):

@@ -45,7 +45,7 @@ def machine_of(job: Job, device: str, threads: int) -> Cluster:
         raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {threads}")
     if kind == HOST and (dtype not in ("float32", "bfloat16") or job.precision.fp8 != "none"):
         raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {dtype}")
-    return cluster_here(job.layout.world, kind)
+    return cluster_here(job.layout.world, kind, probed=True)
 
 
 def predict(job: Job, device: str, threads: int) -> Estimate:
