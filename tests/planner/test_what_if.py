@@ -179,3 +179,15 @@ def test_a_search_that_finds_nothing_leaves_the_layouts_of_the_plan(monkeypatch:
         assert found.estimate.seconds == estimate(job, change.task.cluster, memory=False).seconds
     silent = answer(by_name(asked)["tuned software"], replace(nothing, safe=None, baselines={}), asked)
     assert silent.reason == "nothing was found within 0.5 s of work"
+
+
+def test_a_single_copy_is_not_divided() -> None:
+    """The best layout of two nodes has one copy, and none on the half of its devices."""
+    choices = fixed(["tp=8", "pp=1,2", "dp=1", "cp=1", "micro_batch=1", "sequence_parallel=true"])
+    asked = replace(task("h100:8", 8), fixed=choices)
+    plan = search(asked)
+    grown = replace(asked, cluster=find_cluster("h100:16"))
+    found = answer(Change(name="one more node", task=grown), plan, asked)
+    assert found.best is not None
+    assert found.best.estimate.job.layout.sizes["pp"] == 2
+    assert found.unchanged == 0

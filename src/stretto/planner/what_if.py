@@ -158,8 +158,10 @@ def _price(job: Job, task: SearchTask) -> Estimate | None:
     layout, devices = job.layout, task.devices
     if task.smaller and layout.world < devices:
         devices = layout.world
+    if layout.dp * devices % layout.world:
+        return None
     layout = replace(layout, dp=layout.dp * devices // layout.world)
-    if layout.world != devices or layout.dp not in task.fixed.get("dp", (layout.dp,)):
+    if layout.dp not in task.fixed.get("dp", (layout.dp,)):
         return None
     job = replace(job, layout=layout, global_batch=task.global_batch, precision=task.job.precision)
     if not job.microbatches or problems(job) or (task.refusals is not None and task.refusals(job)):
