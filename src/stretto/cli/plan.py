@@ -299,7 +299,7 @@ def _report(
             report.value(name, value)
         add_plan(report, plan, task)
         if answers:
-            _add_what_if(report, plan, answers, binds)
+            _add_what_if(report, plan, task, answers=answers, binds=binds)
     elif unsaid and not options.as_json:
         print(f"note: planned for {setting['batch']}", file=sys.stderr)
     if options.write is not None and plan.ranking:
@@ -485,11 +485,16 @@ def _add_ranking(report: CommandReport, plan: Plan) -> None:
 
 
 def _add_what_if(
-    report: CommandReport, plan: Plan, answers: Sequence[Answer], binds: Mapping[str, float]
+    report: CommandReport,
+    plan: Plan,
+    task: SearchTask,
+    *,
+    answers: Sequence[Answer],
+    binds: Mapping[str, float],
 ) -> None:
     """Add a line for each change, and what binds."""
     from stretto.planner.search.ranking import TIE
-    from stretto.planner.what_if import WORK
+    from stretto.planner.what_if import work_of
 
     first = plan.ranking[0].layout if plan.ranking else ""
     changed = "change" if plan.objective == "time" else "tokens/$"
@@ -499,12 +504,13 @@ def _add_what_if(
         if (best := item.best) is not None:
             sizes, *choices = best.layout.split(", ")
             new = [choice.split() for choice in choices if choice not in first]
-            short = (sizes, *(" ".join(words if len(words) < 4 else words[:2]) for words in new[-1:]))
+            short = (sizes, *(" ".join(terms if len(terms) < 4 else terms[:2]) for terms in new[-1:]))
             layout = "the first" if best.layout == first else ", ".join(short)
             estimate = best.estimate
             rows.append([item.change.name, estimate.seconds, estimate.tokens_per_s, item.gain, layout])
     report.table([*columns, text("layout")], rows, optional=("tokens/s", "layout"))
-    report.value("", f"each found with {WORK} s of work: a plan of the change itself may find better layouts")
+    work = f"each has {work_of(task):g} s of work, a sixteenth of --seconds but at least 0.5"
+    report.value("", f"{work}; with more they may be better")
     for item in answers:
         if item.best is None:
             report.value("not", f"{item.change.name}: {item.reason}")

@@ -1,8 +1,8 @@
 """What would make a plan faster: its search again with another network, cards, nodes, batch, precision or
 software, and the resource that binds its first layout.
 
-Each search has little work (`WORK`), so it may miss a faster layout; the layouts of the plan are priced with
-the change too, so that no answer is worse than to keep the best of them.
+Each search has little work (`work_of`) and may miss a faster layout, so the layouts of the plan are priced
+with the change too: no answer is worse than to keep the best of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.planner.search.ranking import TIE, Plan, Ranked
 from stretto.planner.search.search import search
 from stretto.planner.search.task import SearchTask
 
-WORK = 0.5  # seconds of work of each search (`planner.search.work`)
+_FEWEST, _SHARE = 0.5, 1 / 16  # seconds of work of each search, and its share of the plan's
 _REPRICED = 3  # layouts of the ranking that are priced with each change
 _CARDS = {"96 GB": "h100-96gb-sxm", "141 GB": "h200-141gb-sxm"}  # whose memory is taken
 _ALIKE = 0.05  # relative difference of memory up to which cards are alike
@@ -65,6 +65,11 @@ class Answer:
     gain: float | None = None
     unchanged: float = 0.0
     reason: str = ""
+
+
+def work_of(task: SearchTask) -> float:
+    """Return the seconds of work (`planner.search.work`) of the search with each change of a task."""
+    return max(_FEWEST, _SHARE * (task.seconds or 0.0))
 
 
 def changes(task: SearchTask) -> Iterator[Change]:
@@ -117,9 +122,9 @@ def answer(change: Change, plan: Plan, task: SearchTask, progress: Progress | No
     """
     if change.task is None:
         return Answer(change=change, reason=change.reason)
-    reason, layouts = f"nothing was found within {WORK} s of work", list[Ranked]()
+    reason, layouts = f"nothing was found within {work_of(task):g} s of work", list[Ranked]()
     try:
-        result = search(replace(change.task, seconds=WORK, top=1), progress)
+        result = search(replace(change.task, seconds=work_of(task), top=1), progress)
     except StrettoError as error:
         reason = error.message
     else:
