@@ -30,6 +30,7 @@ _CROSS = 8  # more with attention to an encoder's output: a norm, four products,
 _UNFUSED = 8  # more with unfused attention
 # more with experts: scores, top-k, sorting, permuting and two exchanges, and a few for each group of experts
 _EXPERTS = 80
+_CASTS = 16  # more in 8 bits for each expert, whose rows are cast and multiplied in kernels of their own
 # more with dropout in stored scores, which has a generator of its own (megatron/mpu/random.py, fork)
 _FORKED = 4
 _ADAPTER = 4  # more of each low-rank adapter: dropout, two products, and the sum
@@ -236,10 +237,17 @@ class _LayerKernels:
             + (_UNFUSED if explicit else 0)
             + (0 if self.fused_softmax else _UNFUSED_SOFTMAX)
             + (_FORKED if explicit and shape.dropout else 0)
-            + (0 if shape.moe is None else _EXPERTS)
+            + self.expert_kernels
             + (_CROSS if shape.encoder_layers else 0)
             + (_ROUND * (compute.cp - 1) if compute.context == "ring" else 0),
         )
+
+    @property
+    def expert_kernels(self) -> int:
+        """Kernels that a forward launches for routing and for the casts of each expert's rows."""
+        moe, scaled = self.shape.moe, self.precision != self.exact
+        experts = 0 if moe is None else max(1, moe.experts // self.compute.ep)
+        return (_EXPERTS if experts else 0) + (_CASTS * experts if scaled else 0)
 
     def mlp(self) -> Seconds:
         """The MLP's products; of a mixture of experts on the rank with the most tokens."""

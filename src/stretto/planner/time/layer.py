@@ -118,7 +118,8 @@ def layer_time(
 def _waited(message: Message, shape: ModelShape, group: NodeGroup, software: SoftwareAssumptions) -> float:
     """The share of a collective's time that nothing hides or saves: tp's may be pipelined with the products
     before or after them; an exchange of tokens may overlap with other microbatches, and send a token once to
-    each node instead of to each of its experts there.
+    each node instead of to each of its experts there. A token's experts are in the nodes of `top_groups` of
+    the groups of experts.
     """
     if message.axis == "tp" and message.kind in ("all-gather", "reduce-scatter"):
         return 1.0 - software.pipelined
@@ -126,8 +127,8 @@ def _waited(message: Message, shape: ModelShape, group: NodeGroup, software: Sof
         return 1.0
     once = 1.0
     if software.dispatch_once and group.nodes > 1:
-        copies = shape.moe.top_k
-        once = group.nodes * (1.0 - (1.0 - 1.0 / group.nodes) ** copies) / copies
+        copies, nodes = shape.moe.top_k, group.nodes * shape.moe.top_groups / shape.moe.groups
+        once = max(1.0, nodes * (1.0 - max(0.0, 1.0 - 1.0 / nodes) ** copies)) / copies
     return once * (1.0 - software.exchanged)
 
 
