@@ -138,7 +138,7 @@ def _train_locally(config: AnyConfig, resume_command: str, quiet: bool, port: in
     from stretto.run.train.launch import run_job
 
     job = job_type(config)
-    if probed and isinstance(config, TrainConfig):
+    if probed and isinstance(config, TrainConfig) and config.model.build is None:
         from stretto.run.calibrate.probe import probe
         from stretto.run.config.job import job_of
 

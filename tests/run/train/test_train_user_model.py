@@ -22,7 +22,7 @@ from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
 from stretto.run.config.load import dump, parse
 from stretto.run.train.metrics import read_lines
-from tiny_job import EIGHT, changes, job, job_text, varied
+from tiny_job import EIGHT, Changes, changes, job, job_text, varied
 from train_runs import at_step, keep_notes, losses, same, send_self, tensors, train
 
 pytestmark = pytest.mark.apart
@@ -85,18 +85,17 @@ def user_job(folder: Path, *overrides: str, change: tuple[str, ...] = ()) -> Tra
 
 def test_a_model_has_the_users_names_values_and_outputs(tmp_path: Path) -> None:
     build = model(tmp_path)
-    built, keys = UserModel(build, {"hidden": 8}, seed=5), torch.random.get_rng_state()
+    before = torch.get_rng_state()
+    built = UserModel(build, {"hidden": 8}, seed=5)
+    assert torch.equal(before, torch.get_rng_state())  # the run's own numbers do not depend on it
     torch.manual_seed(5)
     layers: Any = nn.Sequential(*built.function(hidden=8))
     assert same(dict(built.state_dict()), dict(layers.state_dict()))
-    torch.random.set_rng_state(keys)
-    again = UserModel(build, {"hidden": 8}, seed=5).eval()
-    assert torch.equal(keys, torch.random.get_rng_state())  # the run's own numbers do not depend on it
     ids = torch.arange(20).view(2, 10)
     x: Any = layers.eval()[0](ids)
     for layer in layers[1:]:
         x = layer(*x)
-    assert torch.equal(again(ids), x)
+    assert torch.equal(built.eval()(ids), x)
 
 
 def test_the_section_is_a_text_or_has_arguments(tmp_path: Path) -> None:
@@ -110,22 +109,35 @@ def test_the_section_is_a_text_or_has_arguments(tmp_path: Path) -> None:
     assert isinstance(shape, UserShape)
     assert shape.parameters["0.tokens.weight"] == (300, 8)
     assert len(shape.layer_names) == shape.chain == 8
+    assert job_of(parse(text, "tiny.yaml", [f"model={build}", "train.dtype=bfloat16"])).precision.keep == ()
     with pytest.raises(StrettoError, match=r"model.layers .*no other field changes it"):
         parse(text, "tiny.yaml", [f"model={build}", "model.layers=3"])
     with pytest.raises(StrettoError, match="they are for a model from a file"):
         parse(text, "tiny.yaml", ["model.arguments={hidden: 8}"])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_layouts_equal_one_process(tmp_path: Path, tied: bool) -> None:
-    config = user_job(tmp_path, EIGHT, f"model.arguments={{tied: {str(tied).lower()}}}")
-    cases = [
-        changes(pp=2, dp=2, mode="zero3", schedule="1f1b", recompute="full"),
-        changes(pp=4, schedule="zb-h1", options={}),
-    ]
-    if not tied:
-        cases += [changes(pp=2, dp=2, schedule="pipedream-2bw"), changes(dp=4, mode="server")]
-        cases += [changes(pp=2, dp=2, mode="zero1", schedule="interleaved", options={"chunks": 2})]
+@pytest.mark.parametrize(
+    ("arguments", "cases"),
+    [
+        (
+            "{tied: true}",
+            [changes(pp=2, dp=2, mode="zero3", recompute="full"), changes(pp=4, schedule="zb-h1")],
+        ),
+        pytest.param(
+            "{}",
+            [
+                changes(pp=2, dp=2, schedule="pipedream-2bw"),
+                changes(pp=2, dp=2, mode="zero1", schedule="interleaved", options={"chunks": 2}),
+                changes(dp=4, mode="server"),
+                changes(dp=4, mode="zero2"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["tied", "untied"],
+)
+def test_layouts_equal_one_process(tmp_path: Path, arguments: str, cases: list[Changes]) -> None:
+    config = user_job(tmp_path, EIGHT, "schedule.name=1f1b", f"model.arguments={arguments}")
     verdicts = verify(config, [varied(config, case) for case in cases], steps=1)
     assert [verdict.diagnosis for verdict in verdicts] == [None] * len(cases)
     assert all(verdict.equal for verdict in verdicts)
