@@ -90,14 +90,17 @@ class RankLowering:
         self._compute = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
         self._sent: dict[int, dict[Channel, list[Action]]] = {}
         self._orders: dict[int, tuple[Action, ...]] = {}
+        self._lowered: dict[tuple[int, ...], Program] = {}
 
     def lowered(self, ranks: Iterable[int]) -> Program:
         """Return the program with the lowered orders of these ranks and of the ranks they exchange messages
         with; the orders of all others are empty.
         """
-        wanted = {peer for rank in ranks for peer in (rank, *self._peers(rank))}
-        orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
-        return replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
+        if (key := tuple(ranks)) not in self._lowered:
+            wanted = {peer for rank in key for peer in (rank, *self._peers(rank))}
+            orders = [self._order(rank) if rank in wanted else () for rank in range(self.program.ranks)]
+            self._lowered[key] = replace(self.program, orders=tuple(orders), tied=self._sets, lowered=True)
+        return self._lowered[key]
 
     def _peers(self, rank: int) -> list[int]:
         """Return the ranks that hold neighbours of the rank's stages, in order."""

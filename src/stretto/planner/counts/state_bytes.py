@@ -181,11 +181,11 @@ class StateUnit:
         """True if the parameters are not trained."""
         return not self.state_config.trained(self.parameters[0].name)
 
-    @property
+    @cached_property
     def expert(self) -> bool:
         return self.parameters[0].expert
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """Ranks with these parameters."""
         return self.state_config.expert_copies if self.expert else self.state_config.copies
@@ -207,23 +207,23 @@ class StateUnit:
 
     # ------------------------------------------------------------------ held all the time
 
-    @property
+    @cached_property
     def has_masters(self) -> bool:
         """True if the optimiser updates masters instead of the weights themselves."""
         narrow = self.element == 2 and not self._wide
         return not self.frozen and (narrow or self.state_config.offload != "none")
 
-    @property
+    @cached_property
     def _wide(self) -> bool:
         """True if this rank's shard of the weights has 32 bits, and is gathered in 16."""
         return self.state_config.wide_shards and self.element == 2 and self.sizes.parameters > 1
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Bytes of this rank's shard of the weights."""
         return (4 if self._wide else self.element) * self.size // self.sizes.parameters
 
-    @property
+    @cached_property
     def gradients(self) -> int:
         """Bytes of gradients that are held all the time."""
         if self.frozen:
@@ -231,18 +231,18 @@ class StateUnit:
         size = self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
         return size + (self.element * self.size if self.state_config.copied and self.element == 2 else 0)
 
-    @property
+    @cached_property
     def masters(self) -> int:
         """Bytes of this rank's masters."""
         start, stop = self._span
         return (2 if self._remainders else self._master) * (stop - start) if self.has_masters else 0
 
-    @property
+    @cached_property
     def _remainders(self) -> bool:
         """True if masters are the 16 bits that the weights lack."""
         return self.state_config.remainders and self.element == 2
 
-    @property
+    @cached_property
     def states(self) -> int:
         """Bytes of this rank's optimiser states."""
         return 0 if self.frozen else sum(self._state(p, elements) for p, elements in self._fragments())
@@ -269,7 +269,7 @@ class StateUnit:
             states_and_gradients = StateBytes(weights=0, gradients=self.gradients, disk=states)
         return weights + states_and_gradients
 
-    @property
+    @cached_property
     def saved(self) -> int:
         """Bytes of a rank's part of what a checkpoint has of the unit, which all ranks with these parameters
         divide: the weights, or their masters, and the states. What lies in files is not copied.
@@ -285,12 +285,12 @@ class StateUnit:
 
     # ------------------------------------------------------------------ held for a while
 
-    @property
+    @cached_property
     def gathered(self) -> int:
         """Bytes of the whole weights while they are used, if a rank keeps a shard of them; else 0."""
         return self.element * self.size if self.sizes.parameters > 1 else 0
 
-    @property
+    @cached_property
     def open(self) -> int:
         """Bytes of the whole gradient from the first backward of a step to its reduction, unless it lasts or
         is reduced with each microbatch.
@@ -298,7 +298,7 @@ class StateUnit:
         reduced_early = self.frozen or self.each or self.state_config.lasting or self.sizes.gradients == 1
         return 0 if reduced_early else self.full_gradient
 
-    @property
+    @cached_property
     def each(self) -> bool:
         """True if the gradient of every microbatch is reduced on its own."""
         return not self.frozen and self.state_config.each and self.sizes.gradients > 1
@@ -316,19 +316,19 @@ class StateUnit:
         """Bytes of the whole gradient."""
         return 0 if self.frozen else self._gradient * self.size
 
-    @property
+    @cached_property
     def arriving(self) -> int:
         """Bytes of gradients received from other ranks, from a step's reduction to its end."""
         if self.state_config.mode == "server":
             return self.copies * self.full_gradient if self._span[1] and self.copies > 1 else 0
         return 0 if self.each else self._exchanged
 
-    @property
+    @cached_property
     def _exchanged(self) -> int:
         """Bytes that a reduce-scatter needs if it is done as an all-to-all, as on CPUs."""
         return self.full_gradient if self.state_config.unified_memory and self.sizes.states > 1 else 0
 
-    @property
+    @cached_property
     def updating(self) -> int:
         """Bytes of the update's temporaries: gradients in the masters' type if it differs, and whole
         update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, Muon).
@@ -342,17 +342,17 @@ class StateUnit:
 
     # ------------------------------------------------------------------ elements
 
-    @property
+    @cached_property
     def _gradient(self) -> int:
         """Bytes of an element of the gradient."""
         return self.state_config.gradient if self.element == 2 else self.element
 
-    @property
+    @cached_property
     def _master(self) -> int:
         """Bytes of an element of masters and states."""
         return max(4, self.element)
 
-    @property
+    @cached_property
     def _span(self) -> tuple[int, int]:
         """The elements [start, stop) whose states this rank has."""
         state_config = self.state_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from stretto.job.chain import layer_of
 from stretto.job.framework import CORE, Operator
@@ -107,17 +107,17 @@ class LayerMemory:
     recomputed: bool = False
     forward: int = 0
 
-    @property
+    @cached_property
     def saved(self) -> int:
         """Bytes between forward and backward, the input included."""
         return sum(tensor.bytes for tensor in self.tensors if tensor.saved)
 
-    @property
+    @cached_property
     def last_product(self) -> LayerTensor | None:
         """The input of the layer's last linear."""
         return next((tensor for tensor in reversed(self.tensors) if tensor.held_until_w is not None), None)
 
-    @property
+    @cached_property
     def queued(self) -> int:
         """Bytes between I and W."""
         return sum(

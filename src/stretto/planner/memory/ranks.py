@@ -21,7 +21,7 @@ from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
-from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.layer import LayerMemory, layer_memory
 from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
 from stretto.program.action import Action, ActionKind
@@ -182,10 +182,13 @@ def stage_memory_of(
     """
     shape, compute = job.shape, job.compute
     layers = job.stages[stage]
-    modes = {mode: replace(compute, recompute=mode) for mode in {job.mode(layer) for layer in layers}}
-    memories = [
-        layer_memory(shape, modes[job.mode(layer)], layer, job.separate_gradients) for layer in layers
-    ]
+    alike, memories = dict[object, LayerMemory](), list[LayerMemory]()  # equal layers once
+    for layer in layers:
+        chain_layer, mode = layer_of(shape, layer), job.mode(layer)
+        key = chain_layer.kind, id(chain_layer.shape), chain_layer.decoder, mode
+        if key not in alike:
+            alike[key] = layer_memory(shape, replace(compute, recompute=mode), layer, job.separate_gradients)
+        memories.append(alike[key])
     last = compute.for_layer(layer_of(shape, layers[-1]))
     return stage_memory(
         memories,

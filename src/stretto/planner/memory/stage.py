@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from stretto.planner.counts.activations import LayerTensor
 from stretto.planner.memory.layer import LayerMemory
@@ -88,7 +89,8 @@ def stage_memory(
         saved -= input_bytes
     # peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
     # is gathered
-    tensors = [tensor for layer in reversed(layers) for tensor in reversed(layer.tensors)]
+    runs = [[*run] for _, run in groupby(reversed(layers), id)]  # of equal layers; two of each are enough
+    tensors = [tensor for run in runs for layer in run[:2] for tensor in reversed(layer.tensors)]
     following = [*tensors[1:], None]
     return StageMemory(
         saved=saved,
@@ -115,18 +117,24 @@ def stage_memory(
 def _forward_peak(layers: Sequence[LayerMemory], resident: Sequence[int]) -> int:
     """Peak bytes of the forward, the stage's input included."""
     size = peak = 0
+    peaks = {id(layer): _layer_forward(layer) for layer in layers}
     for layer, others in zip(layers, resident, strict=True):
-        if layer.recomputed:
-            size += layer.saved
-            peak = max(peak, size + layer.forward + others)
-            continue
-        again = 0
-        for tensor in layer.tensors:
-            if tensor.saved:
-                size, again = size + tensor.bytes, 0
-            else:
-                again += tensor.bytes
-            peak = max(peak, size + again + tensor.forward + others)
+        peak = max(peak, size + peaks[id(layer)] + others)
+        size += layer.saved
+    return peak
+
+
+def _layer_forward(layer: LayerMemory) -> int:
+    """Peak bytes of one layer's forward, beyond what is held before it."""
+    if layer.recomputed:
+        return layer.saved + layer.forward
+    size = again = peak = 0
+    for tensor in layer.tensors:
+        if tensor.saved:
+            size, again = size + tensor.bytes, 0
+        else:
+            again += tensor.bytes
+        peak = max(peak, size + again + tensor.forward)
     return peak
 
 
@@ -135,48 +143,63 @@ def _backward_peak(
 ) -> int:
     """Peak bytes of B or I, beyond what is held before it."""
     moved = peak = 0  # bytes now, minus the bytes at the start
-    for index, layer in enumerate(reversed(layers)):
-        layer_resident, linears = (
-            resident[-1 - index],
-            sum(tensor.held_until_w is not None for tensor in layer.tensors),
-        )
-        gradients, formed = (
-            (0, 0) if split else (layer_resident.gradients, layer_resident.formed // max(1, linears))
-        )
-        if not linears:
-            gradients += formed
-        incoming = boundary if index else 0  # the gradient from the following layer
-        # the tensors from the last to the first: saved ones one by one, recomputed neighbours together
-        # in one group
-        groups = list[list[LayerTensor]]()
-        for tensor in reversed(layer.tensors):
-            if groups and not tensor.saved and not groups[-1][0].saved:
-                groups[-1].insert(0, tensor)
-            else:
-                groups.append([tensor])
-        for group in groups:
-            again = 0 if group[0].saved else sum(tensor.bytes for tensor in group)
-            if not group[0].saved:
-                again += boundary  # the output of the recomputed forward
-                others = layer_resident.backward + gradients
-                peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
-            for tensor in reversed(group):
-                product = 0 if split else tensor.product + tensor.regathered
-                gradients += formed if tensor.held_until_w is not None else 0
-                others = gradients + (
-                    layer_resident.loss if tensor.name.startswith("loss") else layer_resident.backward
-                )
-                peak = max(peak, moved + incoming + again + others + tensor.backward + product)
-                if split and tensor.held_until_w is not None:
-                    moved += tensor.held_until_w + (0 if tensor.saved else tensor.bytes)
-                    if tensor.is_residual:  # counted already, as incoming or as a neighbour's temporary
-                        first = tensor is layer.last_product
-                        moved -= 0 if index or not first else boundary
-                        incoming = -boundary * (not first)
-                elif tensor.saved:
-                    moved -= tensor.bytes
-                if not tensor.saved:
-                    again -= tensor.bytes
-        if not split:
-            peak = max(peak, moved + layer_resident.backward + layer_resident.after)
+    each = list(zip(reversed(layers), reversed(resident), strict=True))
+    index = 0
+    while index < len(each):
+        # equal layers in a row move equally many bytes, so that the first or the last has the peak
+        layer, layer_resident = each[index]
+        end = index + 1
+        while index and end < len(each) and each[end][0] is layer and each[end][1] == layer_resident:
+            end += 1
+        of_layer, change = _layer_backward(layer, layer_resident, boundary, split, not index)
+        peak = max(peak, moved + of_layer, moved + of_layer + (end - index - 1) * change)
+        moved += (end - index) * change
+        index = end
     return peak
+
+
+def _layer_backward(
+    layer: LayerMemory, resident: Resident, boundary: int, split: bool, last: bool
+) -> tuple[int, int]:
+    """The peak of one layer's B or I, and the change of what is held, both beyond what is held before it.
+
+    Args:
+        last: the layer is the stage's last, with which the backward begins.
+    """
+    moved = peak = 0
+    linears = sum(tensor.held_until_w is not None for tensor in layer.tensors)
+    gradients, formed = (0, 0) if split else (resident.gradients, resident.formed // max(1, linears))
+    if not linears:
+        gradients += formed
+    incoming = 0 if last else boundary  # the gradient from the following layer
+    # the tensors from the last to the first: saved ones one by one, recomputed neighbours as a group
+    groups = list[list[LayerTensor]]()
+    for tensor in reversed(layer.tensors):
+        if groups and not tensor.saved and not groups[-1][0].saved:
+            groups[-1].insert(0, tensor)
+        else:
+            groups.append([tensor])
+    for group in groups:
+        again = 0 if group[0].saved else sum(tensor.bytes for tensor in group)
+        if not group[0].saved:
+            again += boundary  # the output of the recomputed forward
+            others = resident.backward + gradients
+            peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
+        for tensor in reversed(group):
+            product = 0 if split else tensor.product + tensor.regathered
+            gradients += formed if tensor.held_until_w is not None else 0
+            others = gradients + (resident.loss if tensor.name.startswith("loss") else resident.backward)
+            peak = max(peak, moved + incoming + again + others + tensor.backward + product)
+            if split and tensor.held_until_w is not None:
+                moved += tensor.held_until_w + (0 if tensor.saved else tensor.bytes)
+                if tensor.is_residual:  # counted already, as incoming or as a neighbour's temporary
+                    first = tensor is layer.last_product
+                    moved -= boundary if last and first else 0
+                    incoming = -boundary * (not first)
+            elif tensor.saved:
+                moved -= tensor.bytes
+            if not tensor.saved:
+                again -= tensor.bytes
+    if not split:
+        peak = max(peak, moved + resident.backward + resident.after)
+    return peak, moved

@@ -34,24 +34,24 @@ class StageUnits:
     gather: Gather | None = None
     head: int = -1
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Bytes of this rank's trained weights, of which there may be several versions."""
         return sum(unit.weights for unit in self.units if not unit.frozen)
 
-    @property
+    @cached_property
     def gathered(self) -> int:
         """Bytes of the whole weights of units of which a rank keeps a shard."""
         return sum(unit.gathered for unit in self.units)
 
-    @property
+    @cached_property
     def waiting(self) -> int:
         """Bytes of gathered weights kept from a forward to its backward: those of the last layer, with which
         the backward begins.
         """
         return self._of(self.layers[-1:])
 
-    @property
+    @cached_property
     def open(self) -> int:
         """Bytes of whole gradients from the first backward to their reduction."""
         return sum(unit.open for unit in self.units)

@@ -22,19 +22,27 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from stretto.job.chain import blocks_among
 from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.layout.layout import Layout
 from stretto.planner.memory.fits import Fit
 from stretto.planner.search.evaluator import CandidateEvaluator
-from stretto.planner.search.memory_bounds import MemoryBound, MemoryBounds, memory_budget
+from stretto.planner.search.memory_bounds import (
+    MemoryBound,
+    MemoryBounds,
+    filling_microbatches,
+    memory_budget,
+)
 from stretto.planner.search.ranking import (
     TIE,
     Feasible,
@@ -46,6 +54,7 @@ from stretto.planner.search.ranking import (
 )
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
+from stretto.planner.search.time_bounds import Seconds
 from stretto.program import entry
 
 # The constants below order the search and divide its time; none changes a bound, so without a time limit the
@@ -65,9 +74,12 @@ _PROOF_END = 0.85
 # Layouts estimated slower than the best by more are listed only when nothing else is open. Larger: estimates
 # may be worse without harm; smaller: a shorter heap.
 _ESTIMATE_MARGIN = 1.3
-# Expected time over the bound during a dive, for a node whose schedule and saving are chosen, whose schedule
-# is chosen, and whose parallelism is chosen. Smaller: breadth first; larger: depth first.
-_EXPECTED_EXCESS = (1.01, 1.06, 1.25)
+# Expected time over the bound during a dive, for nodes with and without the savings that they need. Smaller:
+# breadth first; larger: depth first.
+_EXPECTED_EXCESS = (1.01, 1.06)
+# Parallelisms of a group whose bounds are below this multiple of its least one get the savings that they
+# need. Larger: more are bounded at once; smaller: less is bounded in vain.
+_GROUP_RANGE = 1.1
 # Factor on the expected time of schedules whose programs are expensive to make. Larger: more candidates in
 # the same time; smaller: no prejudice against these schedules.
 _EXPENSIVE_PROGRAM_PENALTY = 1.08
@@ -97,14 +109,38 @@ class _Timed(NamedTuple):
 
 
 class _Scheduled(NamedTuple):
-    """A parallelism with a schedule; `saved`: its bound includes the saving that it needs at least."""
+    """A parallelism with a schedule, and the saving of memory that it needs at least."""
 
     parallelism: Parallelism
     schedule: ScheduleChoice
+
+
+@dataclass(eq=False)
+class _Group:
+    """Parallelisms with one schedule, whose pipeline ranks hold equally many microbatches: they are bounded
+    together.
+
+    Attributes:
+        parallelisms: ascending by their bounds.
+        bounds: lower bounds on their costs.
+        saved: the bounds include the savings that they need at least.
+        position: index of the next to be expanded.
+    """
+
+    schedule: ScheduleChoice
+    parallelisms: Sequence[Parallelism]
+    bounds: Sequence[float]
     saved: bool = False
+    position: int = 0
 
 
-_Node = Parallelism | _Scheduled | Candidate | _Timed
+class _Unsaved(NamedTuple):
+    """A candidate that may not fit, whose further savings were put off for lack of time."""
+
+    candidate: Candidate
+
+
+_Node = _Group | _Scheduled | Candidate | _Timed | _Unsaved
 _SizedLayout = tuple[float, Layout, int | None]  # estimated cost, layout, expert_tp
 
 
@@ -144,7 +180,9 @@ class BranchAndBound:
         # without a time limit, search best-first from the start
         self._dives = self.only_dives or self.task.seconds is not None
         self._tie_breaker = count()
+        self._unestimated: list[tuple[Layout, int | None]] | None = None  # None: not begun
         self._unlisted: list[_SizedLayout] = []
+        self._postponed: list[tuple[float, _Node]] = []
         self._legal: dict[object, bool] = {}
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
@@ -153,8 +191,14 @@ class BranchAndBound:
         self._safe = inf  # least cost of what fits safely
 
     def run(self) -> None:
-        """Search until the wanted families are proved, every candidate is examined, or time runs out."""
+        """Search until the wanted families are proved, every candidate is examined, or time runs out. A pass
+        that was cut short continues when it is run again.
+        """
         self._start = self.evaluator.work.share
+        self.cut_short, self.left = False, inf
+        for bound, node in self._postponed:
+            self._push_bound(bound, node)
+        self._postponed.clear()
         self._estimate_layouts()
         best = self.best() if self._costs else 2 * min((cost for cost, *_ in self._unlisted), default=inf)
         self._list_layouts(until=_LISTING_END, limit=_ESTIMATE_MARGIN * best)
@@ -182,18 +226,21 @@ class BranchAndBound:
             new_key = bound * self._key_factor(node)
             if new_key > key * _REKEY_TOLERANCE:  # its schedule or its family is known better by now
                 heapq.heappush(self._heap, (new_key, tie_breaker, bound, node))
-            elif isinstance(node, Parallelism):
-                self._expand_schedules(bound, node)
+            elif isinstance(node, _Group):
+                (self._next_of if node.saved else self._bound_with_saving)(node)
             elif isinstance(node, _Scheduled):
-                (self._expand_shardings if node.saved else self._bound_with_saving)(bound, node)
+                self._expand_shardings(bound, node)
             elif isinstance(node, Candidate):
                 self._replay(bound, node)
-            else:
+            elif isinstance(node, _Timed):
                 self._accept_if_it_fits(node.candidate)
+            else:
+                self._add_savings(node.candidate, bound)
         for _, layout, _ in self._unlisted:
             self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
             self.cut_short = True
-        self.left = min([self.left, *(bound for _, _, bound, _ in self._heap)])
+        bounds = [bound for _, _, bound, _ in self._heap] + [bound for bound, _ in self._postponed]
+        self.left = min([self.left, *bounds])
         self.left /= 1 + self.task.tolerance
 
     def chosen(self) -> list[Feasible]:
@@ -236,15 +283,15 @@ class BranchAndBound:
         """The key of a node over its bound: 1 in a proof. A dive sorts by expected times, and puts off what
         may not fit, schedules whose programs are expensive to make, and variants of accepted families.
         """
-        if isinstance(node, _Timed) or not self._dives:
+        if isinstance(node, _Timed | _Unsaved) or not self._dives:
             return 1.0
-        if isinstance(node, Parallelism):
-            return _EXPECTED_EXCESS[2]
         factor = self.evaluator.excess(node.schedule)
         if not entry(node.schedule.name).early:
             factor *= _EXPENSIVE_PROGRAM_PENALTY
-        if isinstance(node, _Scheduled):
+        if isinstance(node, _Group):
             return factor * _EXPECTED_EXCESS[1 - node.saved]
+        if isinstance(node, _Scheduled):
+            return factor * _EXPECTED_EXCESS[0]
         if self._is_tight(node):
             examined, rejected = self._tight_candidates
             factor *= 1.0 + _OOM_RISK_PENALTY * rejected / examined
@@ -270,11 +317,17 @@ class BranchAndBound:
         bound = seconds * self._price(layout)
         if not isinstance(node, _Timed):
             bound = max(bound * (1 + self.task.tolerance), parent_bound)
-        if self._safe < inf and len(self._costs) >= self.wanted:
-            worst_wanted = max(self._costs[self.wanted - 1], self._safe) * (1 + TIE)
-            if bound > worst_wanted:
-                return
+        if bound <= self._worst_wanted():
+            self._push_bound(bound, node)
+
+    def _push_bound(self, bound: float, node: _Node) -> None:
         heapq.heappush(self._heap, (bound * self._key_factor(node), next(self._tie_breaker), bound, node))
+
+    def _worst_wanted(self) -> float:
+        """The cost above which nothing can be among the best."""
+        if self._safe == inf or len(self._costs) < self.wanted:
+            return inf
+        return max(self._costs[self.wanted - 1], self._safe) * (1 + TIE)
 
     # ------------------------------------------------------------------ expanding nodes
 
@@ -285,10 +338,15 @@ class BranchAndBound:
             # often fast: tensor-parallel ranks within a node, and little context parallelism
             return sized[0].tp > self.task.cluster.node, sized[0].cp
 
-        for layout, expert_tp in sorted(self.space.layouts(), key=rarity):
+        if self._unestimated is None:
+            self._unestimated = sorted(self.space.layouts(), key=rarity)
+        self._unlisted = [sized for sized in self._unlisted if sized[0] < inf]
+        layouts, self._unestimated = self._unestimated, []
+        for layout, expert_tp in layouts:
             if not self.space.sharings(layout):
                 continue  # the fixed choices exclude all of them
             if self._spent() > _ESTIMATION_END:
+                self._unestimated.append((layout, expert_tp))
                 self._unlisted.append((inf, layout, expert_tp))
                 continue
             fit = self.savings.states_cannot_fit(layout, expert_tp)
@@ -318,40 +376,94 @@ class BranchAndBound:
             until: share of the pass's time at which to stop.
             limit: layouts with larger estimated costs stay unlisted.
         """
-        unlisted = list[_SizedLayout]()
+        unlisted, floors = list[_SizedLayout](), dict[Parallelism, float]()
         for estimate, layout, expert_tp in self._unlisted:
             if estimate > limit or self._spent() > until:
                 unlisted.append((estimate, layout, expert_tp))
                 continue
+            if estimate == inf:
+                self._unestimated = [
+                    sized for sized in self._unestimated or () if sized != (layout, expert_tp)
+                ]
             for parallelism in self.space.parallelisms_of(layout, expert_tp):
                 candidates = self._candidates_of(parallelism)
                 self.candidates += candidates
-                if candidates:
-                    self._push(self.bounds.parallelism(parallelism), parallelism.layout, parallelism)
+                floor = self.bounds.parallelism(parallelism) * self._price(layout) if candidates else inf
+                if floor * (1 + self.task.tolerance) <= self._worst_wanted():
+                    floors[parallelism] = floor * (1 + self.task.tolerance)
         self._unlisted = unlisted
+        self._group(floors)
 
-    def _expand_schedules(self, parent_bound: float, parallelism: Parallelism) -> None:
-        fit = self.savings.cannot_fit(parallelism)
-        if fit is not None:
-            self._reject_parallelism(parallelism, fit, self._candidates_of(parallelism))
-            return
-        for choice in self.space.schedules(parallelism):
-            if self.space.exists(choice, parallelism.layout.pp):
-                bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-                self._push(bound, parallelism.layout, _Scheduled(parallelism, choice), parent_bound)
+    def _group(self, floors: Mapping[Parallelism, float]) -> None:
+        """Bound parallelisms with every schedule, in groups.
 
-    def _bound_with_saving(self, parent_bound: float, node: _Scheduled) -> None:
-        """Bound a schedule again with the saving that it needs at least; only now its program is made."""
-        parallelism, choice, _ = node
-        saving, may_fit = self.savings.required_saving(parallelism, choice)
-        if may_fit:
-            bound = self.bounds.schedule(parallelism, choice, saving)
-            self._push(bound, parallelism.layout, node._replace(saved=True), parent_bound)
-        else:
+        Args:
+            floors: bounds on the cost of each with any schedule.
+        """
+        groups = dict[tuple[ScheduleChoice, int, int], list[Parallelism]]()
+        for parallelism in floors:
+            pp = parallelism.layout.pp
+            microbatches = self.task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
+            for choice in self.space.schedules(parallelism):
+                if self.space.exists(choice, pp):
+                    filling = filling_microbatches(choice, pp, microbatches)
+                    groups.setdefault((choice, pp, filling), []).append(parallelism)
+        savings = [self.space.first_saving()]
+        for (choice, _, _), group in groups.items():
+            seconds = self.bounds.schedules(group, choice, savings, np.zeros(len(group), int))
+            costs = np.maximum([floors[p] for p in group], self._costs_of(group, seconds))
+            self._push_group(choice, group, costs)
+
+    def _costs_of(self, parallelisms: Sequence[Parallelism], seconds: Seconds) -> Seconds:
+        prices = [self._price(parallelism.layout) for parallelism in parallelisms]
+        return seconds * prices * (1 + self.task.tolerance)
+
+    def _push_group(
+        self, choice: ScheduleChoice, parallelisms: Sequence[Parallelism], costs: Seconds, saved: bool = False
+    ) -> None:
+        order = [n for n in np.argsort(costs, kind="stable") if costs[n] <= self._worst_wanted()]
+        if order:
+            bounds = [float(costs[n]) for n in order]
+            group = _Group(choice, [parallelisms[n] for n in order], bounds, saved)
+            self._push_bound(bounds[0], group)
+
+    def _next_of(self, group: _Group) -> None:
+        """Take the next parallelism of a group."""
+        node = _Scheduled(group.parallelisms[group.position], group.schedule)
+        self._push_bound(group.bounds[group.position], node)
+        group.position += 1
+        if group.position < len(group.bounds):
+            self._push_bound(group.bounds[group.position], group)
+
+    def _bound_with_saving(self, group: _Group) -> None:
+        """Bound the first of a group again with the savings that they need at least; only now the program of
+        their schedule is made.
+        """
+        choice, costs = group.schedule, np.array(group.bounds)
+        end = bisect_right(group.bounds, min(_GROUP_RANGE * group.bounds[0], self._worst_wanted()))
+        if end < len(group.bounds):
+            self._push_group(choice, group.parallelisms[end:], costs[end:])
+        alike = dict[int, tuple[list[Saving], list[int]]]()  # those with the same savings
+        sharings = list[DataParallelSettings]()
+        for index, parallelism in enumerate(group.parallelisms[:end]):
             dp, _ = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
-            example = Candidate(parallelism, choice, dp, saving)
-            candidates = len(self.space.sharings(parallelism.layout))
-            self.rejections.add(example, self.savings.fit(example), lower_bound=True, count=candidates)
+            sharings.append(dp)
+            row = self.savings.rows(Candidate(parallelism, choice, dp, self.space.first_saving()))[-1]
+            alike.setdefault(id(row), (row, []))[1].append(index)
+        for row, indices in alike.values():
+            parallelisms = [group.parallelisms[index] for index in indices]
+            needed = self.savings.required_savings(parallelisms, choice, [sharings[n] for n in indices], row)
+            fits = np.flatnonzero(needed < len(row))
+            for index in np.flatnonzero(needed == len(row)):
+                parallelism = parallelisms[index]
+                example = Candidate(parallelism, choice, sharings[indices[index]], row[-1])
+                count = len(self.space.sharings(parallelism.layout))
+                self.rejections.add(example, self.savings.fit(example), lower_bound=True, count=count)
+            if not len(fits):
+                continue
+            fitting = [parallelisms[index] for index in fits]
+            seconds = self._costs_of(fitting, self.bounds.schedules(fitting, choice, row, needed[fits]))
+            self._push_group(choice, fitting, np.maximum(costs[indices][fits], seconds), saved=True)
 
     def _expand_shardings(self, parent_bound: float, node: _Scheduled) -> None:
         first_saving = self.space.first_saving()
@@ -395,9 +507,7 @@ class BranchAndBound:
             if grown and not self._dives:
                 self._push(bound, layout, candidate, cost_bound)
                 return
-        if self.evaluator.expected_seconds(candidate) > self.evaluator.work.remaining(self.until):
-            self.left = min(self.left, cost_bound)
-            self.cut_short = True
+        if self._is_postponed(candidate, cost_bound, candidate):
             return
         if self._is_tight(candidate):
             fits = self.evaluator.fit(candidate).likely
@@ -414,6 +524,14 @@ class BranchAndBound:
             self._accept_if_it_fits(candidate)
         else:
             self._push(seconds, layout, _Timed(candidate), cost_bound)
+
+    def _is_postponed(self, candidate: Candidate, cost_bound: float, node: _Node) -> bool:
+        """True if no time is left to examine a candidate; its node is examined when the pass continues."""
+        if self.evaluator.expected_seconds(candidate) <= self.evaluator.work.remaining(self.until):
+            return False
+        self._postponed.append((cost_bound, node))
+        self.cut_short = True
+        return True
 
     def _accept_if_it_fits(self, candidate: Candidate) -> None:
         """Accept a candidate that nothing left can beat."""
@@ -444,6 +562,8 @@ class BranchAndBound:
         for row in filter(None, (rows[0][1:], *rows[1:])):
             index = 0
             for fits in conditions:
+                if self._is_postponed(replace(candidate, saving=row[0]), parent_bound, _Unsaved(candidate)):
+                    return
                 index = self._first_saving(candidate, row, index, fits)
                 if index == len(row):
                     break
@@ -453,7 +573,7 @@ class BranchAndBound:
         self, candidate: Candidate, row: Sequence[Saving], start: int, condition: Callable[[Fit], bool]
     ) -> int:
         """Index of the first saving in a row, from `start` on, whose memory meets the condition;
-        `len(row)` if none does, or if no time is left to find out.
+        `len(row)` if none does.
         """
 
         def holds(index: int) -> bool:
@@ -461,9 +581,7 @@ class BranchAndBound:
 
         start = max(start, self.savings.first_that_may_fit(candidate, row))
         last = len(row) - 1
-        if start > last or self.evaluator.expected_seconds(candidate) > self.evaluator.work.remaining(
-            self.until
-        ):
+        if start > last:
             return len(row)
         smallest = replace(candidate, saving=row[last])
         if not holds(last):
@@ -515,6 +633,7 @@ class MemorySavingOptions:
         self.bounds = bounds
         self.budget = memory_budget(task.cluster.device, task.assumptions.reserve)
         self._least_memory = dict[object, tuple[DataParallelSettings, Saving]]()
+        self._most_blocks = dict[int, int]()  # of a stage, by the number of stages
 
     def fit(self, candidate: Candidate) -> Fit:
         """Fit of the candidate's memory bound on the device."""
@@ -540,23 +659,23 @@ class MemorySavingOptions:
         """The bound on memory if the states of a layout alone do not fit; else None."""
         return self._excess_of(self.bounds.states(layout, expert_tp, *self.least_memory(layout, expert_tp)))
 
-    def cannot_fit(self, parallelism: Parallelism) -> Fit | None:
-        """The bound on memory if no schedule, sharing or saving makes this parallelism fit; else None."""
-        smallest = self.least_memory(parallelism.layout, parallelism.expert_tp)
-        return self._excess_of(self.bounds.parallelism(parallelism, *smallest))
-
     def _excess_of(self, size: int) -> Fit | None:
         if size <= self.budget:
             return None
         return MemoryBound(size, 0).fit(self.task.cluster.device, self.task.assumptions.reserve)
 
-    def required_saving(self, parallelism: Parallelism, choice: ScheduleChoice) -> tuple[Saving, bool]:
-        """The least saving that a schedule needs, and whether it may fit with that."""
-        dp, _ = self.least_memory(parallelism.layout, parallelism.expert_tp)
-        candidate = Candidate(parallelism, choice, dp, self.space.first_saving())
-        row = self.rows(candidate)[-1]
-        index = self.first_that_may_fit(replace(candidate, saving=row[0]), row)
-        return row[min(index, len(row) - 1)], index < len(row)
+    def required_savings(
+        self,
+        parallelisms: Sequence[Parallelism],
+        choice: ScheduleChoice,
+        dp: Sequence[DataParallelSettings],
+        row: Sequence[Saving],
+    ) -> npt.NDArray[np.int_]:
+        """For each parallelism the index of the first saving in a row with which its schedule may fit; the
+        row's length if there is none. See `MemoryBounds.of_rows`.
+        """
+        may_fit = self.bounds.of_rows(parallelisms, choice, dp, row) <= self.budget
+        return np.where(may_fit.any(1), may_fit.argmax(1), len(row))
 
     def apply_savings(self, candidate: Candidate, rows: Sequence[Sequence[Saving]]) -> list[Candidate]:
         """The candidate with the first saving of each row that may fit. Rows after one whose first saving may
@@ -573,9 +692,11 @@ class MemorySavingOptions:
 
     def rows(self, candidate: Candidate) -> list[list[Saving]]:
         """Rows of savings from the candidate's own on."""
-        stages = self.task.stages(depth_of(candidate.schedule, candidate.parallelism.layout.pp))
-        most_blocks = max(len(blocks_among(self.task.shape, stage)) for stage in stages)
-        return self.space.savings(candidate.saving, most_blocks, candidate.dp)
+        depth = depth_of(candidate.schedule, candidate.parallelism.layout.pp)
+        if depth not in self._most_blocks:
+            stages = self.task.stages(depth)
+            self._most_blocks[depth] = max(len(blocks_among(self.task.shape, stage)) for stage in stages)
+        return self.space.savings(candidate.saving, self._most_blocks[depth], candidate.dp)
 
     def first_that_may_fit(self, candidate: Candidate, row: Sequence[Saving], excess: float = 0.0) -> int:
         """Index of the first saving in a row that may fit, by its bound; memory decreases along a row.
@@ -584,11 +705,6 @@ class MemorySavingOptions:
             excess: bytes that memory is above its bound.
         """
 
-        def fits(index: int) -> bool:
-            return self.bounds.of(replace(candidate, saving=row[index])).total + excess <= self.budget
-
-        if fits(0):
-            return 0
-        if len(row) == 1 or not fits(len(row) - 1):
-            return len(row)
-        return 1 + bisect_left(range(1, len(row) - 1), True, key=fits)
+        bounds = self.bounds.of_rows([candidate.parallelism], candidate.schedule, [candidate.dp], row)
+        may_fit = bounds[0] + excess <= self.budget
+        return int(may_fit.argmax()) if may_fit.any() else len(row)

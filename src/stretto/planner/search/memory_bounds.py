@@ -15,12 +15,15 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from stretto.errors import StrettoError
 from stretto.job.chain import is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.finetune import TrainedParameters
 from stretto.job.flops import Recompute as Mode
-from stretto.job.job import Job
+from stretto.job.job import Job, Recompute
 from stretto.job.shape import ModelShape
 from stretto.layout.layout import Layout
 from stretto.planner.counts.compute import ELEMENT_BYTES, ComputeConfig
@@ -43,6 +46,9 @@ from stretto.program.schedules.traits import is_searched
 _WAITING_WEIGHTS = 0.5, 8.0
 _DEEP_PIPELINE = 64  # ranks from which on programs are so expensive that a looser bound pays off
 _SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than most schedules hold on them
+
+
+Bytes = npt.NDArray[np.int_]
 
 
 class PeakState(NamedTuple):
@@ -150,24 +156,37 @@ class MemoryBound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """Layers and peak states of a pipeline rank.
+class _Stage:
+    """The layers of a stage, as far as memory depends on them.
 
     Attributes:
-        counts: number of blocks of each kind, for each stage.
-        finals: kind of each stage's last block, with which its backward begins.
-        ends: for each stage, how many of `MemoryBounds.ends` it has: embedding, head, and the layer between
-            two stacks.
-        first, last: for each stage, True if it begins with a layer that is no block, or ends with the head.
-        peaks: its peak states.
+        counts: number of blocks of each kind.
+        final: kind of its last block, with which its backward begins.
+        ends: how many of `MemoryBounds.ends` it has: embedding, head, and the layer between two stacks.
+        start: its first block.
+        head: True if it ends with the head.
+    """
+
+    counts: tuple[int, ...]
+    final: int
+    ends: tuple[int, ...]
+    start: int
+    head: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """A pipeline rank.
+
+    Attributes:
+        stages: the layers of each of its stages.
+        distinct: its different stages; those with the same numbers of blocks are one.
+        peaks: its peak states: microbatches in flight and waiting for each of these, and which of them begins
+            a backward.
     """
 
     stages: tuple[range, ...]
-    counts: tuple[tuple[int, ...], ...]
-    finals: tuple[int, ...]
-    ends: tuple[tuple[int, ...], ...]
-    first: tuple[bool, ...]
-    last: tuple[bool, ...]
+    distinct: tuple[_Stage, ...]
     peaks: tuple[PeakState, ...]
 
 
@@ -179,6 +198,14 @@ class _Layer(NamedTuple):
     saved: int
     held_until_w: int
     backward: int
+
+
+class _Layers(NamedTuple):
+    """Bytes of layers, as in `_Layer`: arrays of parallelisms and layers."""
+
+    saved: Bytes
+    held_until_w: Bytes
+    backward: Bytes
 
 
 class MemoryBounds:
@@ -195,6 +222,10 @@ class MemoryBounds:
         self._alike = dict[object, tuple[_Layer, ...]]()  # a block of each kind
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
+        self._activations = dict[object, dict[Recompute, Bytes]]()
+        # the stages of the sampled ranks; one object for all schedules that place layers alike
+        self._placed = dict[object, tuple[tuple[range, ...], ...]]()
+        self._placements = dict[tuple[tuple[range, ...], ...], tuple[tuple[range, ...], ...]]()
 
     def states(self, layout: Layout, expert_tp: int | None, dp: DataParallelSettings, saving: Saving) -> int:
         """A bound for every schedule: states shared evenly over pipeline ranks."""
@@ -221,54 +252,118 @@ class MemoryBounds:
         """Return the bound of a candidate."""
         if candidate not in self._bounds:
             self.work.add("memory bound")
-            self._bounds[candidate] = self._of(candidate)
+            parallelism, choice = candidate.parallelism, candidate.schedule
+            states = self._of_states(parallelism, choice, candidate.dp, candidate.saving)
+            activations = self._of_activations([parallelism], choice, [candidate.saving])[0][:, 0]
+            each = [MemoryBound(n, int(a)) for n, a in zip(states, activations, strict=True)]
+            self._bounds[candidate] = max(each, key=lambda bound: bound.total)
         return self._bounds[candidate]
 
-    def _of(self, candidate: Candidate) -> MemoryBound:
-        ranks = self._of_ranks(candidate)
-        states = self._of_states(candidate, ranks)
-        parallelism, again = candidate.parallelism, candidate.saving.recompute
-        full = self._blocks(parallelism, "full")
-        end_layers = [self._layer(parallelism, layer, "none") for layer in self.ends]
-        head = end_layers[-1]
-        if again.mode in ("full", "auto") and again.blocks is None:
-            partial, recomputed = full, 0
-        else:
-            partial = self._blocks(parallelism, "none" if again.mode in ("full", "auto") else again.mode)
-            recomputed = again.blocks or 0
-        inputs = min(block.saved for block in full)
-        shape, bounds = self.task.shape, list[MemoryBound]()
-        for rank, state_bytes in zip(ranks, states, strict=True):
-            saved, waits = list[int](), list[int]()
-            workers = list[_Layer]()
-            for stage_index, (stage, every) in enumerate(zip(rank.stages, rank.counts, strict=True)):
-                starts, ends = rank.first[stage_index], rank.last[stage_index]
-                start = stage.start + starts
-                repeated = (
-                    kind_counts(shape, range(start, min(start + recomputed, shape.chain)))
-                    if recomputed
-                    else (0,) * len(full)
+    def of_rows(
+        self,
+        parallelisms: Sequence[Parallelism],
+        choice: ScheduleChoice,
+        dp: Sequence[DataParallelSettings],
+        savings: Sequence[Saving],
+    ) -> Bytes:
+        """Bounds of parallelisms whose ranks a schedule fills equally (`filling_microbatches`), each with
+        every one of a row of savings.
+
+        Args:
+            dp: the sharing of states of each parallelism.
+            savings: they differ in recomputation only.
+
+        Returns:
+            An array of parallelisms and savings.
+        """
+        states = [
+            self._of_states(parallelism, choice, sharing, savings[0])
+            for parallelism, sharing in zip(parallelisms, dp, strict=True)
+        ]
+        activations = self._of_activations(parallelisms, choice, savings)
+        return np.array([(np.array(s)[:, None] + a).max(0) for s, a in zip(states, activations, strict=True)])
+
+    def _of_activations(
+        self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, savings: Sequence[Saving]
+    ) -> list[Bytes]:
+        """Bytes of activations of each parallelism: arrays of sampled ranks and savings."""
+        recomputations = tuple(saving.recompute for saving in savings)
+        missing = [
+            parallelism
+            for parallelism in parallelisms
+            if not {*recomputations} <= self._activations.get((parallelism, choice), {}).keys()
+        ]
+        if missing:
+            self.work.add("bounds", len(missing))
+            array = self._activation_bytes(missing, choice, recomputations)
+            for row, parallelism in enumerate(missing):
+                columns = self._activations.setdefault((parallelism, choice), {})
+                columns |= zip(recomputations, array[:, row].T, strict=True)
+        entries = [self._activations[parallelism, choice] for parallelism in parallelisms]
+        return [np.array([entry[r] for r in recomputations]).T for entry in entries]
+
+    def _activation_bytes(
+        self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, recomputations: Sequence[Recompute]
+    ) -> Bytes:
+        """Bytes of activations: an array of sampled ranks, parallelisms and recomputations."""
+        ranks = self._of_ranks(parallelisms[0], choice)
+        full = self._table(parallelisms, self._kinds, "full")
+        ends = self._table(parallelisms, self.ends, "none")
+        inputs = full.saved.min(1)
+        # blocks that are not among the first recomputed ones of a stage
+        modes: list[Mode] = []
+        repeated = list[int]()
+        for recompute in recomputations:
+            every = recompute.mode in ("full", "auto") and recompute.blocks is None
+            modes.append(
+                "full" if every else "none" if recompute.mode in ("full", "auto") else recompute.mode
+            )
+            repeated.append(0 if every else recompute.blocks or 0)
+        tables = {mode: self._table(parallelisms, self._kinds, mode) for mode in dict.fromkeys(modes)}
+        saved, shape = np.stack([tables[mode].saved for mode in modes], 1), self.task.shape
+        result = list[Bytes]()
+        for rank in ranks:
+            held, waits, workers = list[Bytes](), list[Bytes](), list[Bytes]()
+            for stage in rank.distinct:
+                blocks = sum(stage.counts)
+                again = np.array(
+                    [
+                        stage.counts
+                        if count >= blocks
+                        else kind_counts(shape, range(stage.start, stage.start + count))
+                        for count in repeated
+                    ]
                 )
-                if sum(repeated) > sum(every):
-                    repeated = every
-                total = sum(
-                    n * layer.saved for n, layer in zip(rank.ends[stage_index], end_layers, strict=True)
-                )
-                for n, repeats, full_block, block in zip(every, repeated, full, partial, strict=True):
-                    total += repeats * full_block.saved + (n - repeats) * block.saved
-                saved.append(total)
-                waiting = sum(n * block.held_until_w for n, block in zip(every, full, strict=True))
-                waits.append(max(0, waiting + ends * head.held_until_w - inputs))
+                of_blocks = again * full.saved[:, None] + (np.array(stage.counts) - again) * saved
+                held.append(of_blocks.sum(2) + (ends.saved * stage.ends).sum(1)[:, None])
+                waiting = (full.held_until_w * stage.counts).sum(1) + stage.head * ends.held_until_w[:, -1]
+                waits.append(np.maximum(0, waiting - inputs)[:, None])
                 workers.append(
-                    head if ends else (partial if sum(every) > recomputed else full)[rank.finals[stage_index]]
+                    ends.backward[:, -1:]
+                    if stage.head
+                    else np.stack(
+                        [
+                            (tables[mode] if blocks > count else full).backward[:, stage.final]
+                            for mode, count in zip(modes, repeated, strict=True)
+                        ],
+                        1,
+                    )
                 )
-            activations = 0
+            most = np.zeros((len(parallelisms), len(recomputations)), int)
             for peak in rank.peaks:
-                now = sum(map(int.__mul__, peak.in_flight, saved))
-                now += sum(map(int.__mul__, peak.waiting, waits)) + workers[peak.stage_index].backward
-                activations = max(activations, now)
-            bounds.append(MemoryBound(state_bytes, activations))
-        return max(bounds, key=lambda bound: bound.total)
+                now = workers[peak.stage_index]
+                for in_flight, waiting, stage_bytes, wait in zip(
+                    peak.in_flight, peak.waiting, held, waits, strict=True
+                ):
+                    now = now + in_flight * stage_bytes + waiting * wait
+                most = np.maximum(most, now)
+            result.append(most)
+        return np.array(result)
+
+    def _table(self, parallelisms: Sequence[Parallelism], layers: Sequence[int], mode: Mode) -> _Layers:
+        """The bytes of some layers: arrays of parallelisms and layers."""
+        table = np.array([[self._layer(p, layer, mode) for layer in layers] for p in parallelisms], int)
+        return _Layers(table[..., 0], table[..., 1], table[..., 2])
 
     def _kind_of(self, layer: int) -> int:
         """Index of a layer's kind of block; the first for the embedding, which may be all of a stage."""
@@ -283,55 +378,60 @@ class MemoryBounds:
             self._alike[key] = tuple(self._layer(parallelism, layer, mode) for layer in self._kinds)
         return self._alike[key]
 
-    def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
-        layout = candidate.parallelism.layout
-        choice = candidate.schedule
-        task = self.task
-        microbatches = task.global_batch // (layout.dp * candidate.parallelism.micro_batch)
-        microbatches = filling_microbatches(choice, layout.pp, microbatches)
-        key = choice, layout.pp, microbatches
+    def _of_ranks(self, parallelism: Parallelism, choice: ScheduleChoice) -> tuple[_Rank, ...]:
+        task, pp = self.task, parallelism.layout.pp
+        microbatches = task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
+        microbatches = filling_microbatches(choice, pp, microbatches)
+        key = choice, pp, microbatches
         if key not in self._ranks:
-            depth = depth_of(choice, layout.pp)
-            self.work.add("program", 3 * depth * microbatches)
-            program = existing_program(choice, layout.pp)
-            stages, head = task.stages(program.depth), task.shape.chain - 1
-            full = peak_states(choice, layout.pp, microbatches)
-            ranks = list[_Rank]()
-            for rank in sampled_ranks(layout.pp):
-                local = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
-                ends = tuple(head in stage for stage in local)
-                ranks.append(
-                    _Rank(
-                        stages=local,
-                        counts=tuple(kind_counts(task.shape, stage) for stage in local),
-                        finals=tuple(self._kind_of(stage.stop - 1) for stage in local),
-                        ends=tuple(tuple(int(layer in stage) for layer in self.ends) for stage in local),
-                        first=tuple(not is_block(task.shape, stage.start) for stage in local),
-                        last=ends,
-                        peaks=_highest_peaks(full[rank], ends) if full else (),
-                    )
-                )
+            self.work.add("program", 3 * depth_of(choice, pp) * microbatches)
+            full, ranks = peak_states(choice, pp, microbatches), list[_Rank]()
+            for rank, local in zip(sampled_ranks(pp), self._stages(choice, pp), strict=True):
+                stages = [self._stage(stage) for stage in local]
+                distinct = tuple(dict.fromkeys(stages))
+                index = [distinct.index(stage) for stage in stages]
+                peaks = _highest_peaks(full[rank], [stage.head for stage in stages]) if full else ()
+                ranks.append(_Rank(stages=local, distinct=distinct, peaks=_of_distinct(peaks, index)))
             self._ranks[key] = tuple(ranks)
         return self._ranks[key]
 
-    def _of_states(self, candidate: Candidate, ranks: tuple[_Rank, ...]) -> tuple[int, ...]:
-        parallelism, saving = candidate.parallelism, candidate.saving
-        key = (
-            parallelism.layout,
-            parallelism.expert_tp,
-            candidate.schedule,
-            candidate.dp,
-            saving.offload,
-            saving.parameters,
+    def _stages(self, choice: ScheduleChoice, pp: int) -> tuple[tuple[range, ...], ...]:
+        """The layers of each stage of the sampled ranks."""
+        if (choice, pp) not in self._placed:
+            program = existing_program(choice, pp)
+            stages = self.task.stages(program.depth)
+            placed = tuple(
+                tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
+                for rank in sampled_ranks(pp)
+            )
+            self._placed[choice, pp] = self._placements.setdefault(placed, placed)
+        return self._placed[choice, pp]
+
+    def _stage(self, stage: range) -> _Stage:
+        shape = self.task.shape
+        counts, start = kind_counts(shape, stage), stage.start + (not is_block(shape, stage.start))
+        # which kinds the first blocks are matters only if there are several kinds
+        return _Stage(
+            counts=counts,
+            final=self._kind_of(stage.stop - 1),
+            ends=tuple(int(layer in stage) for layer in self.ends),
+            start=start if len(counts) > 1 else min(self._kinds),
+            head=shape.chain - 1 in stage,
         )
+
+    def _of_states(
+        self, parallelism: Parallelism, choice: ScheduleChoice, dp: DataParallelSettings, saving: Saving
+    ) -> tuple[int, ...]:
+        """Bytes of the states of each sampled rank."""
+        layout = parallelism.layout
+        placed = self._stages(choice, layout.pp)
+        key = (layout, parallelism.expert_tp, id(placed), dp, saving.offload, saving.parameters)
         if key not in self._states:
-            job = candidate.job(self.task)
-            states = list[int]()
-            for rank in ranks:
-                # when the rank is fullest, some stage computes, with its weights gathered
-                gathered = min(_gathered(job, stage) for stage in rank.stages)
-                states.append(_states(job, rank.stages) + gathered)
-            self._states[key] = tuple(states)
+            job = Candidate(parallelism, choice, dp, saving).job(self.task)
+            # when the rank is fullest, some stage computes, with its weights gathered
+            self._states[key] = tuple(
+                _states(job, stages) + min(_gathered(job, stage) for stage in stages) for stages in placed
+            )
         return self._states[key]
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
@@ -371,6 +471,20 @@ def _highest_peaks(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[Pea
         max(full, key=lambda peak: sum(peak.waiting)),
     )
     return tuple(dict.fromkeys((full[0], *highest, *(peak for peak in full if ends[peak.stage_index]))))
+
+
+def _of_distinct(peaks: Sequence[PeakState], index: Sequence[int]) -> tuple[PeakState, ...]:
+    """The peaks with the microbatches of each distinct stage, by its index for each stage; without
+    duplicates.
+    """
+    result = dict[PeakState, None]()
+    for peak in peaks:
+        in_flight, waiting = [0] * (max(index) + 1), [0] * (max(index) + 1)
+        for distinct, flights, waits in zip(index, peak.in_flight, peak.waiting, strict=True):
+            in_flight[distinct] += flights
+            waiting[distinct] += waits
+        result[PeakState(tuple(in_flight), tuple(waiting), index[peak.stage_index])] = None
+    return tuple(result)
 
 
 @lru_cache(maxsize=64)

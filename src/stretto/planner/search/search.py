@@ -89,6 +89,7 @@ class _Search:
         self.evaluator = CandidateEvaluator(task, self.work)
         self.baselines = dict[str, Feasible | None]()
         self.missing = dict[str, str]()
+        self._passes = dict[tuple[str, bool], BranchAndBound]()
 
     def plan(self) -> Plan:
         """Run all passes."""
@@ -105,7 +106,7 @@ class _Search:
             if not (allow_offload := self.task.allow_offload or widened):
                 seeds = [seed for seed in seeds if not _needs_offload_search(seed)]
             task = replace(self.task, allow_offload=allow_offload)
-            run = self._run_pass(task, until=1.0, wanted=RANKED, seeds=seeds)
+            run = self._run_pass("all", task, until=1.0, wanted=RANKED, seeds=seeds)
             accepted = _all_accepted(run)
             if not run.cut_short:
                 break
@@ -115,7 +116,7 @@ class _Search:
         chosen = run.chosen()
         if self.task.top > RANKED and not run.cut_short:
             # a pass of its own, so that the first rows do not depend on how many more are wanted
-            longer = self._run_pass(run.task, until=1.0, wanted=self.task.top, seeds=accepted)
+            longer = self._run_pass("top", run.task, until=1.0, wanted=self.task.top, seeds=accepted)
             families = {feasible.candidate.family for feasible in chosen[:RANKED]}
             more = [feasible for feasible in longer.chosen() if feasible.candidate.family not in families]
             chosen = chosen[:RANKED] + more
@@ -127,7 +128,9 @@ class _Search:
         """
         for name, task in baseline_tasks(self.task).items():
             for allow_offload in (False, True):  # offload if nothing fits otherwise
-                run = self._run_pass(replace(task, allow_offload=allow_offload), wanted=1, only_dives=True)
+                run = self._run_pass(
+                    name, replace(task, allow_offload=allow_offload), wanted=1, only_dives=True
+                )
                 self.baselines[name] = next(iter(run.chosen()), None)
                 if self.baselines[name] is not None:
                     break
@@ -144,11 +147,14 @@ class _Search:
 
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
-        run = self._run_pass(conventional_task(task), until=until, wanted=_SEED_FAMILIES, only_dives=True)
+        run = self._run_pass(
+            "conventional", conventional_task(task), until=until, wanted=_SEED_FAMILIES, only_dives=True
+        )
         return _all_accepted(run), run.cut_short
 
     def _run_pass(
         self,
+        name: str,
         task: SearchTask,
         *,
         until: float = inf,
@@ -156,14 +162,18 @@ class _Search:
         seeds: list[Feasible] | None = None,
         only_dives: bool = False,
     ) -> BranchAndBound:
-        run = BranchAndBound(
-            task=task,
-            evaluator=self.evaluator,
-            until=until,
-            wanted=wanted,
-            only_dives=only_dives,
-            progress=self.progress,
-        )
+        """Run a pass until a share of the round is done. One that was cut short continues."""
+        key = name, task.allow_offload
+        if key not in self._passes:
+            self._passes[key] = BranchAndBound(
+                task=task,
+                evaluator=self.evaluator,
+                wanted=wanted,
+                only_dives=only_dives,
+                progress=self.progress,
+            )
+        run = self._passes[key]
+        run.until = until
         run.accept(seeds or [])
         run.run()
         return run

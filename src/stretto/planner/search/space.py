@@ -44,6 +44,7 @@ class Space:
         self._schedules: dict[tuple[int, int], list[ScheduleChoice]] = {}
         self._sharings: dict[Layout, Sequence[DataParallelSettings]] = {}
         self._supported: dict[tuple[Mode, Saving], bool] = {}
+        self._savings: dict[tuple[Saving, int, Mode], list[list[Saving]]] = {}
 
     def values(self, name: str, defaults: Iterable[Any]) -> tuple[Any, ...]:
         """The fixed values of a choice, else the defaults; of these, what the pass is narrowed to."""
@@ -258,6 +259,12 @@ class Space:
         Args:
             blocks: the most blocks of a stage.
         """
+        key = saving, blocks, dp.mode
+        if key not in self._savings:
+            self._savings[key] = self._savings_of(saving, blocks, dp)
+        return self._savings[key]
+
+    def _savings_of(self, saving: Saving, blocks: int, dp: DataParallelSettings) -> list[list[Saving]]:
         offloads = [(saving.offload, saving.parameters)]
         if self.task.allow_offload:
             if "offload" not in self.task.fixed and saving.offload == "none":

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
@@ -30,11 +33,13 @@ from stretto.planner.search.space import existing_program, first_blocks, small_p
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.work import SearchWork
 from stretto.planner.time.data_parallel import DataTime, data_time
-from stretto.planner.time.layer import layer_time
+from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
+
+Seconds = npt.NDArray[np.float64]
 
 
 class LayerSeconds(NamedTuple):
@@ -148,6 +153,11 @@ class Layers:
     blocks: tuple[LayerSeconds, ...]
     ends: tuple[LayerSeconds, ...]
 
+    @cached_property
+    def table(self) -> Seconds:
+        """An array of the parts of `LayerSeconds` and of layers, the blocks last."""
+        return np.array([*self.ends, *self.blocks]).T
+
     def work(self, counts: Sequence[int]) -> float:
         """The least work of these counts of blocks of each kind."""
         return sum(n * block.work for n, block in zip(counts, self.blocks, strict=True))
@@ -167,10 +177,11 @@ class TimeBounds:
     def __init__(self, task: SearchTask, work: SearchWork | None = None) -> None:
         self.task, self.work = task, work or SearchWork()
         self._kinds = first_blocks(task.shape)
-        self._ends = non_blocks_among(task.shape, range(task.shape.chain))
+        self._ends = tuple(non_blocks_among(task.shape, range(task.shape.chain)))
         self._all = tuple(count for _, count in block_kinds(task.shape))
         self._sized = dict[int, Cluster]()
         self._layers = dict[object, Layers]()
+        self._parts = dict[object, list[LayerTime]]()
         self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
@@ -192,51 +203,39 @@ class TimeBounds:
         layout = parallelism.layout
         # groups over tp, cp and experts span the same nodes for any number of replicas and stages
         sizes = layout.tp, layout.cp, layout.ep, parallelism.expert_tp, parallelism.micro_batch
-        key = (
-            sizes,
-            parallelism.sequence_parallel,
-            parallelism.context,
-            mode,
-            backwards,
-            self.cluster(layout.world).node,
-        )
+        node = self.cluster(layout.world).node
+        split = (sizes, parallelism.sequence_parallel, parallelism.context, node)
+        key = split, mode, backwards
         if key not in self._layers:
-            self.work.add("layers")
-            self._layers[key] = self._times(parallelism, mode, backwards)
+            for layer_mode, layers in (("none", self._ends), (mode, self._kinds)):
+                if (split, layer_mode, layers) not in self._parts:
+                    self.work.add("layers")
+                    times = self._times(parallelism, layer_mode, layers)
+                    self._parts[split, layer_mode, layers] = times
+            self._layers[key] = Layers(
+                blocks=tuple(_seconds(time, backwards) for time in self._parts[split, mode, self._kinds]),
+                ends=tuple(_seconds(time, backwards) for time in self._parts[split, "none", self._ends]),
+            )
         return self._layers[key]
 
-    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
+    def _times(self, parallelism: Parallelism, mode: Mode, layers: Sequence[int]) -> list[LayerTime]:
         plain = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(self.task)
         compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
-
-        def seconds(layer: int) -> LayerSeconds:
+        times = list[LayerTime]()
+        for layer in layers:
             chain_layer = layer_of(self.task.shape, layer)
-            time = layer_time(
-                shape=chain_layer.shape,
-                kind=chain_layer.kind,
-                compute=replace(
-                    compute.for_layer(chain_layer), recompute=mode if chain_layer.kind == "block" else "none"
-                ),
-                layout=parallelism.layout,
-                cluster=cluster,
-                precision=precision_of(plain),
-                software=self.task.assumptions.software,
+            times.append(
+                layer_time(
+                    shape=chain_layer.shape,
+                    kind=chain_layer.kind,
+                    compute=replace(compute.for_layer(chain_layer), recompute=mode),
+                    layout=parallelism.layout,
+                    cluster=cluster,
+                    precision=precision_of(plain),
+                    software=self.task.assumptions.software,
+                )
             )
-            forward = time.total("F")
-            back = time.total("R") + time.total("I")
-            weight = time.total("W")
-            # an unsplit backward hides some communication behind products, but gradients wait for all of it
-            unsplit = max(0.0, back + weight - sum(time.saved.values()))
-            if backwards == "none":
-                return LayerSeconds(forward, unsplit, forward + unsplit)
-            if backwards == "split":
-                return LayerSeconds(forward, back, forward + back + weight)
-            return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
-
-        return Layers(
-            blocks=tuple(map(seconds, self._kinds)),
-            ends=tuple(map(seconds, self._ends)),
-        )
+        return times
 
     def parallelism(self, parallelism: Parallelism) -> float:
         """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, if all
@@ -277,45 +276,62 @@ class TimeBounds:
         """A bound with a schedule and recomputation."""
         key = parallelism, choice, saving.recompute
         if key not in self._orders:
-            self.work.add("time bound")
-            self._orders[key] = self._schedule(parallelism, choice, saving)
+            self._orders[key] = float(self.schedules([parallelism], choice, [saving], np.zeros(1, int))[0])
         return self._orders[key]
 
-    def _schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
-        layout, shape = parallelism.layout, self.task.shape
-        program = existing_program(choice, layout.pp)
-        stages = self.task.stages(program.depth)
-        backwards = _backwards(choice, layout.pp)
-        layers = self.layers(parallelism, "none", backwards)
-        mode, first_blocks = saving.recompute.mode, saving.recompute.blocks
-        again = (0.0,) * len(layers.blocks)  # of each kind
-        if mode not in ("none", "auto"):
-            recomputed = self.layers(parallelism, mode, backwards).blocks
-            again = tuple(
-                repeated.work - block.work for repeated, block in zip(recomputed, layers.blocks, strict=True)
-            )
+    def schedules(
+        self,
+        parallelisms: Sequence[Parallelism],
+        choice: ScheduleChoice,
+        savings: Sequence[Saving],
+        chosen: npt.NDArray[np.int_],
+    ) -> Seconds:
+        """Bounds with a schedule and recomputation, for parallelisms with equally many pipeline ranks.
+
+        Args:
+            chosen: for each parallelism, the index of its saving among `savings`.
+        """
+        self.work.add("bounds", len(parallelisms))
+        pp, shape = parallelisms[0].layout.pp, self.task.shape
+        program = existing_program(choice, pp)
+        stages, backwards = self.task.stages(program.depth), _backwards(choice, pp)
+        forward, back, work = self._table(parallelisms, "none", backwards)
+        trip, ends = forward + back, len(self._ends)
+        used, index = np.unique(chosen, return_inverse=True)
+        repeats = np.array([recomputed_blocks(stages, shape, savings[n].recompute.blocks) for n in used])
+        again = np.zeros((len(parallelisms), len(self._kinds)))  # of each kind of block
+        modes = [savings[n].recompute.mode for n in chosen]
+        for mode in dict.fromkeys(modes):
+            if mode in ("none", "auto"):
+                continue
+            rows = [row for row, of_row in enumerate(modes) if of_row == mode]
+            recomputed = self._table([parallelisms[row] for row in rows], mode, backwards)
+            again[rows] = (recomputed[2] - work[rows])[:, ends:]
         action = self.task.assumptions.software.action
         # each copy of the weights gets its part of the microbatches
-        each, odd = divmod(self._microbatches(parallelism), program.copies)
+        each, odd = np.divmod([self._microbatches(p) for p in parallelisms], program.copies)
         drains = not updates_within(choice.name)
-        trips = [_round_trip(end) for end in layers.ends]
-        worst = drains * (sum(trips) + layers.round_trip(self._all))
-        repeats = recomputed_blocks(stages, shape, first_blocks)
-        for rank in rank_layers(choice, layout.pp, stages, shape):
+        worst = drains * _dot(trip, (*(1 for _ in self._ends), *self._all))
+        for rank in rank_layers(choice, pp, stages, shape):
             blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
-            repeated = sum(_dot(repeats[stage], again) for stage in rank.stages)
-            ends = _dot(rank.ends, [end.work for end in layers.ends]) + 2 * len(rank.blocks) * action
-            work = each * (ends + layers.work(blocks) + repeated)
-            work += odd * min(map(layers.work, rank.blocks))
-            wait = layers.forward(rank.before) + _dot(rank.inside, [end.forward for end in layers.ends])
-            back = sum(n * block.back for n, block in zip(rank.before, layers.blocks, strict=True))
-            passed = repeats[: min(rank.stages)]
-            tail = back + sum(_dot(counts, again) for counts in passed)
-            tail += _dot(rank.inside, [end.back for end in layers.ends])
-            ends = _dot(rank.ends, trips) + 2 * len(rank.blocks) * action
-            on_the_way = each * (ends + layers.round_trip(blocks) + repeated)
-            worst = max(worst, work, drains * (wait + work), drains * (wait + on_the_way + tail))
-        return self._corrected(worst, layout.world)
+            repeated = (repeats[:, rank.stages].sum(1)[index] * again).sum(1)
+            starts = 2 * len(rank.blocks) * action
+            busy = each * (_dot(work, (*rank.ends, *blocks)) + starts + repeated)
+            if program.copies > 1:
+                busy += odd * np.min([_dot(work[:, ends:], counts) for counts in rank.blocks], axis=0)
+            before = (*rank.inside, *rank.before)
+            wait = _dot(forward, before)
+            tail = _dot(back, before) + (repeats[:, : min(rank.stages)].sum(1)[index] * again).sum(1)
+            on_the_way = each * (_dot(trip, (*rank.ends, *blocks)) + starts + repeated)
+            for seconds in (busy, drains * (wait + busy), drains * (wait + on_the_way + tail)):
+                worst = np.maximum(worst, seconds)
+        return worst * [self.cluster(p.layout.world).correction for p in parallelisms]
+
+    def _table(self, parallelisms: Sequence[Parallelism], mode: Mode, backwards: str) -> Seconds:
+        """The parts of `LayerSeconds` of all layers that are no blocks and of each kind of block: an array of
+        parts, parallelisms and layers.
+        """
+        return np.stack([self.layers(p, mode, backwards).table for p in parallelisms], axis=1)
 
     def candidate(
         self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
@@ -422,8 +438,21 @@ class TimeBounds:
         return seconds * self.cluster(world).correction
 
 
-def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    return sum(n * duration for n, duration in zip(counts, seconds, strict=True))
+def _seconds(time: LayerTime, backwards: str) -> LayerSeconds:
+    forward, weight = time.total("F"), time.total("W")
+    back = time.total("R") + time.total("I")
+    # an unsplit backward hides some communication behind products, but gradients wait for all of it
+    unsplit = max(0.0, back + weight - sum(time.saved.values()))
+    if backwards == "none":
+        return LayerSeconds(forward, unsplit, forward + unsplit)
+    if backwards == "split":
+        return LayerSeconds(forward, back, forward + back + weight)
+    return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
+
+
+def _dot(seconds: Seconds, counts: Sequence[int]) -> Seconds:
+    """Seconds of these counts of layers, for each parallelism."""
+    return (seconds * counts).sum(1)
 
 
 def _round_trip(layer: LayerSeconds) -> float:

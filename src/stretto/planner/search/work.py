@@ -7,18 +7,22 @@ from collections.abc import Iterator
 from math import inf
 from typing import Literal
 
-Step = Literal["layers", "layer memory", "time bound", "memory bound", "program", "replay", "memory"]
+Step = Literal[
+    "layers", "layer memory", "bounds", "time bound", "memory bound", "program", "replay", "memory"
+]
 
-# Seconds of each step of a search on one core, and of each action of the program that it goes through: fitted
-# to nine searches on an AMD EPYC 9004 with Python 3.11, of which each took 0.8 to 1.2 times its work.
+# Seconds of each step of a search on one core, and of each parallelism that it bounds or action of the
+# program that it goes through: fitted to nine searches on an AMD EPYC 9004 with Python 3.11, of which each
+# took 0.8 to 1.2 times its work.
 _SECONDS: dict[Step, tuple[float, float]] = {
-    "layers": (6e-4, 0.0),
-    "layer memory": (3e-4, 0.0),
+    "layers": (2.5e-4, 0.0),
+    "layer memory": (2.5e-4, 0.0),
+    "bounds": (3e-4, 8e-6),
     "time bound": (1.4e-4, 0.0),
-    "memory bound": (4.6e-4, 0.0),
+    "memory bound": (1e-4, 0.0),
     "program": (1e-4, 1e-6),
-    "replay": (1.1e-3, 1.9e-6),
-    "memory": (2.1e-3, 7e-6),
+    "replay": (1.5e-3, 1.2e-6),
+    "memory": (4e-3, 4e-6),
 }
 
 
