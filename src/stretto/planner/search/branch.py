@@ -71,8 +71,8 @@ _LISTING_END = 0.4
 _FIRST_DIVE_END = 0.75
 # Share after which an unfinished proof gives way to the last dive, which fills the ranking.
 _PROOF_END = 0.85
-# Layouts estimated slower than the best by more are listed only when nothing else is open. Larger: estimates
-# may be worse without harm; smaller: a shorter heap.
+# Layouts estimated slower than the best by more are listed only after the first dive. Larger: estimates may be
+# worse without harm; smaller: the dive starts sooner.
 _ESTIMATE_MARGIN = 1.3
 # Expected time over the bound during a dive, for nodes with and without the savings that they need. Smaller:
 # breadth first; larger: depth first.
@@ -92,6 +92,8 @@ _ACCEPTED_FAMILY_PENALTY = 1.15
 # A dive continues while the next expected time is below this multiple of the best time. Larger: longer dives
 # and a later proof.
 _DIVE_MARGIN = 1.05
+# The same while nothing fits safely. Larger: safe layouts that are slower; smaller: an earlier proof.
+_SAFE_MARGIN = 1.25
 # A node is pushed back if its key has grown by more since it was pushed. Larger: fewer updates of the heap;
 # smaller: an order closer to the current expectations.
 _REKEY_TOLERANCE = 1.001
@@ -135,9 +137,10 @@ class _Group:
 
 
 class _Unsaved(NamedTuple):
-    """A candidate that may not fit, whose further savings were put off for lack of time."""
+    """A candidate whose further savings were put off for lack of time; see `_add_savings`."""
 
     candidate: Candidate
+    fits: bool
 
 
 _Node = _Group | _Scheduled | Candidate | _Timed | _Unsaved
@@ -216,6 +219,8 @@ class BranchAndBound:
             dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
             if dives != self._dives:
                 self._dives = dives
+                if not dives:
+                    self._list_layouts(until=_PROOF_END, limit=inf)
                 self._heap = [
                     (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
                 ]
@@ -235,7 +240,7 @@ class BranchAndBound:
             elif isinstance(node, _Timed):
                 self._accept_if_it_fits(node.candidate)
             else:
-                self._add_savings(node.candidate, bound)
+                self._add_savings(node.candidate, bound, fits=node.fits)
         for _, layout, _ in self._unlisted:
             self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
             self.cut_short = True
@@ -271,8 +276,11 @@ class BranchAndBound:
         return (self.evaluator.work.share - self._start) / duration if duration > 0 else 2.0
 
     def _is_promising(self) -> bool:
-        """True if a dive may soon accept a better candidate, or too few families are accepted."""
-        return len(self.families) < self.wanted or self._heap[0][0] < _DIVE_MARGIN * self.best()
+        """True if a dive may soon accept a better candidate, or too few families are accepted, or none that
+        fits safely.
+        """
+        margin = _DIVE_MARGIN if self._safe < inf else _SAFE_MARGIN
+        return len(self.families) < self.wanted or self._heap[0][0] < margin * self.best()
 
     def _is_proved(self) -> bool:
         """True once `wanted` families, one of them safe, beat the lower bound of everything left."""
@@ -544,27 +552,30 @@ class BranchAndBound:
             return
         self.accept([Feasible(candidate, seconds, fit)])
         if not is_safe(fit, self.task.memory_headroom):
-            self._add_savings(candidate, self._cost(seconds, candidate))
+            self._add_savings(candidate, self._cost(seconds, candidate), fits=True)
 
     def _reject(self, candidate: Candidate, cost: float) -> None:
         self.rejections.add(candidate, self.evaluator.fit(candidate))
         self._add_savings(candidate, cost)
 
-    def _add_savings(self, candidate: Candidate, parent_bound: float) -> None:
+    def _add_savings(self, candidate: Candidate, parent_bound: float, *, fits: bool = False) -> None:
         """Add options that save more than a candidate that may not fit: of each row the first that fits, and
         the first that fits safely. Memory decreases along a row.
+
+        Args:
+            fits: the candidate fits, so that only the first that fits safely is added.
         """
         rows = self.savings.rows(candidate)
-        conditions: list[Callable[[Fit], bool]] = [
-            attrgetter("likely"),
-            lambda fit: is_safe(fit, self.task.memory_headroom),
-        ]
+        conditions: list[Callable[[Fit], bool]] = [lambda fit: is_safe(fit, self.task.memory_headroom)]
+        if not fits:
+            conditions.insert(0, attrgetter("likely"))
         for row in filter(None, (rows[0][1:], *rows[1:])):
             index = 0
-            for fits in conditions:
-                if self._is_postponed(replace(candidate, saving=row[0]), parent_bound, _Unsaved(candidate)):
+            for condition in conditions:
+                node = _Unsaved(candidate, fits)
+                if self._is_postponed(replace(candidate, saving=row[0]), parent_bound, node):
                     return
-                index = self._first_saving(candidate, row, index, fits)
+                index = self._first_saving(candidate, row, index, condition)
                 if index == len(row):
                     break
                 self._add(replace(candidate, saving=row[index]), parent_bound)

@@ -94,7 +94,7 @@ class _Search:
     def plan(self) -> Plan:
         """Run all passes."""
         self._find_baselines()
-        accepted = [feasible for feasible in self.baselines.values() if feasible is not None]
+        accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
         widened, run = False, None
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
