@@ -214,6 +214,8 @@ def test_rooms_without_torch(room: str) -> None:
     for path in FILES:
         if room_of(path) == room:
             heavy = {module.split(".")[0] for module in imported(path, lazy)} & HEAVY
+            if room == "planner":  # which bounds many candidates at once, as arrays
+                heavy -= {"numpy"}
             assert not heavy, f"{name_of(path)} imports {heavy}"
 
 

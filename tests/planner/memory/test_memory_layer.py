@@ -1,4 +1,6 @@
-"""The memory of the head with a plain and a fused loss, against programs that run both."""
+"""The memory of layers: the head with a plain and a fused loss, against programs that run both; equal layers
+in a row.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelCrossEntropy
+from stretto.job.flops import Recompute
 from stretto.job.framework import Framework
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
 from stretto.planner.memory.layer import layer_memory
-from stretto.planner.memory.stage import stage_memory
+from stretto.planner.memory.stage import Resident, stage_memory
 from stretto.run.train.memory_measured import MemoryTracker
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
@@ -104,3 +107,18 @@ def test_dtensor_makes_its_loss_s_gradient_from_three_tensors() -> None:
         layer_memory(SHAPE, replace(COMPUTE, framework=Framework(dtensor_loss=d)), 2) for d in (False, True)
     ]
     assert alone[0] == alone[1]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_equal_layers_have_the_peaks_of_different_ones(recompute: Recompute, blocks: int) -> None:
+    """Runs of equal layers are counted at once; copies that are not the same object, one by one."""
+    shape = ModelShape(family="llama", layers=8, hidden=64, heads=4, vocab=300, sequence=128)
+    compute = replace(COMPUTE, recompute=recompute)
+    embedding, head = (layer_memory(shape, compute, layer) for layer in (0, shape.chain - 1))
+    block = layer_memory(shape, compute, 1)
+    for changes in ((), (Resident(forward=700, backward=900, gradients=40, formed=30, after=2000),)):
+        resident = [Resident(), *(changes or (Resident(),)) * blocks, Resident()]
+        equal = stage_memory([embedding, *[block] * blocks, head], 4096, resident)
+        apart = stage_memory([embedding, *(replace(block) for _ in range(blocks)), head], 4096, resident)
+        assert equal == apart

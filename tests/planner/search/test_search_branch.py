@@ -8,6 +8,7 @@ from itertools import count, pairwise
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,6 +251,51 @@ def test_memory_bounds_are_below_exact_memory() -> None:
             assert least.of(one).total <= exact, one
         seen += 1
     assert seen > 10
+
+
+def test_rows_of_savings_are_bounded_as_each_alone() -> None:
+    """In any order, whatever was bounded before."""
+    wanted = task(fixed={"micro_batch": (1, 4)})
+    space, together = Space(wanted), MemoryBounds(wanted)
+    seen = 0
+    for candidate in list(every(wanted))[::41]:
+        row = space.savings(Saving(), 5, candidate.dp)[0]
+        for savings in (row, row[:0:-2], row[::-1]):
+            each = [MemoryBounds(wanted).of(replace(candidate, saving=saving)).total for saving in savings]
+            bounds = together.of_rows([candidate.parallelism], candidate.schedule, [candidate.dp], savings)
+            assert bounds.tolist() == [each]
+            seen += len({*each}) > 2
+    assert seen > 10
+
+
+def test_splits_are_bounded_together_as_each_alone() -> None:
+    wanted, seen = task(), 0
+    space, bounds = Space(wanted), TimeBounds(wanted)
+    savings = [Saving(), Saving(Recompute("full", 1)), Saving(Recompute("full"))]
+    groups = dict[tuple[ScheduleChoice, int], list[Parallelism]]()
+    for candidate in list(every(wanted))[::7]:
+        if space.exists(candidate.schedule, candidate.parallelism.layout.pp):
+            key = candidate.schedule, candidate.parallelism.layout.pp
+            groups.setdefault(key, []).append(candidate.parallelism)
+    for (choice, _), splits in groups.items():
+        chosen = np.arange(len(splits)) % len(savings)
+        together = bounds.schedules(splits, choice, savings, chosen)
+        alone = [bounds.schedule(p, choice, savings[n]) for p, n in zip(splits, chosen, strict=True)]
+        assert together == pytest.approx(alone, rel=1e-12)
+        seen += len(splits) > 2
+    assert seen > 5
+
+
+@pytest.mark.parametrize("first_round", [0.004, 0.03])
+def test_a_search_that_is_cut_short_and_continues_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, first_round: float
+) -> None:
+    monkeypatch.setattr("stretto.planner.search.work._FIRST_ROUND", first_round)
+    fixed = {"pp": (2,), "micro_batch": (1,), "schedule": ("1f1b", "chimera"), "sequence_parallel": (True,)}
+    exact = search(task(cluster=cluster(memory=0.35e9), fixed=fixed, seconds=None))
+    continued = search(task(cluster=cluster(memory=0.35e9), fixed=fixed, seconds=300.0))
+    assert continued.complete
+    assert [row.layout for row in continued.ranking] == [row.layout for row in exact.ranking]
 
 
 def test_replays_are_reported_and_ties_go_to_the_simpler_layout() -> None:

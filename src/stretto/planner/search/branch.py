@@ -2,12 +2,12 @@
 
 Choices are made in four steps: how layers are split and how large a microbatch is, the schedule, how states
 are sharded, and what is recomputed or offloaded if memory does not suffice. Each partial choice has a lower
-bound on its time (`planner.search.time_bounds`) and on its memory (`planner.search.memory_bounds`). Choices
-that cannot fit are dropped at once; those that fit only with recomputation are bounded with it. The smallest
-bound is expanded first. When a candidate's bound comes up, it is replayed and pushed back with its exact
-time; when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are
-accepted in the order of their times, the best is never missed, and the search ends when as many layouts fit
-as are wanted, one of them safely.
+bound on its time (`planner.search.time_bounds`) and on its memory (`planner.search.memory_bounds`); those of
+all splits with one schedule are computed at once, as arrays. Choices that cannot fit are dropped; those that
+fit only with recomputation are bounded with it. The smallest bound is expanded first. When a candidate's
+bound comes up, it is replayed and pushed back with its exact time; when that comes up, nothing left can be
+faster, and its exact memory is computed. So candidates are accepted in the order of their times, the best is
+never missed, and the search ends when as many layouts fit as are wanted, one of them safely.
 
 With a time limit a pass dives before it proves: it follows the choices with the least expected time down to
 complete candidates. The expected time is the bound times the mean ratio by which replays of the same schedule
@@ -71,8 +71,8 @@ _LISTING_END = 0.4
 _FIRST_DIVE_END = 0.75
 # Share after which an unfinished proof gives way to the last dive, which fills the ranking.
 _PROOF_END = 0.85
-# Layouts estimated slower than the best by more are listed only after the first dive. Larger: estimates may be
-# worse without harm; smaller: the dive starts sooner.
+# Layouts estimated slower than the best by more are listed only after the first dive. Larger: estimates may
+# be worse without harm; smaller: the dive starts sooner.
 _ESTIMATE_MARGIN = 1.3
 # Expected time over the bound during a dive, for nodes with and without the savings that they need. Smaller:
 # breadth first; larger: depth first.
@@ -117,7 +117,7 @@ class _Scheduled(NamedTuple):
     schedule: ScheduleChoice
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Group:
     """Parallelisms with one schedule, whose pipeline ranks hold equally many microbatches: they are bounded
     together.
@@ -432,7 +432,8 @@ class BranchAndBound:
         order = [n for n in np.argsort(costs, kind="stable") if costs[n] <= self._worst_wanted()]
         if order:
             bounds = [float(costs[n]) for n in order]
-            group = _Group(choice, [parallelisms[n] for n in order], bounds, saved)
+            ordered = [parallelisms[n] for n in order]
+            group = _Group(schedule=choice, parallelisms=ordered, bounds=bounds, saved=saved)
             self._push_bound(bounds[0], group)
 
     def _next_of(self, group: _Group) -> None:

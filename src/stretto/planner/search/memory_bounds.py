@@ -323,7 +323,9 @@ class MemoryBounds:
         saved, shape = np.stack([tables[mode].saved for mode in modes], 1), self.task.shape
         result = list[Bytes]()
         for rank in ranks:
-            held, waits, workers = list[Bytes](), list[Bytes](), list[Bytes]()
+            in_flight = list[Bytes]()  # of each distinct stage: a microbatch in flight, and one that waits
+            waits = list[Bytes]()
+            backwards = list[Bytes]()
             for stage in rank.distinct:
                 blocks = sum(stage.counts)
                 again = np.array(
@@ -335,10 +337,10 @@ class MemoryBounds:
                     ]
                 )
                 of_blocks = again * full.saved[:, None] + (np.array(stage.counts) - again) * saved
-                held.append(of_blocks.sum(2) + (ends.saved * stage.ends).sum(1)[:, None])
+                in_flight.append(of_blocks.sum(2) + (ends.saved * stage.ends).sum(1)[:, None])
                 waiting = (full.held_until_w * stage.counts).sum(1) + stage.head * ends.held_until_w[:, -1]
                 waits.append(np.maximum(0, waiting - inputs)[:, None])
-                workers.append(
+                backwards.append(
                     ends.backward[:, -1:]
                     if stage.head
                     else np.stack(
@@ -349,15 +351,13 @@ class MemoryBounds:
                         1,
                     )
                 )
-            most = np.zeros((len(parallelisms), len(recomputations)), int)
+            peak_bytes = np.zeros((len(parallelisms), len(recomputations)), int)
             for peak in rank.peaks:
-                now = workers[peak.stage_index]
-                for in_flight, waiting, stage_bytes, wait in zip(
-                    peak.in_flight, peak.waiting, held, waits, strict=True
-                ):
-                    now = now + in_flight * stage_bytes + waiting * wait
-                most = np.maximum(most, now)
-            result.append(most)
+                now = backwards[peak.stage_index]
+                for distinct, count in enumerate(peak.in_flight):
+                    now = now + count * in_flight[distinct] + peak.waiting[distinct] * waits[distinct]
+                peak_bytes = np.maximum(peak_bytes, now)
+            result.append(peak_bytes)
         return np.array(result)
 
     def _table(self, parallelisms: Sequence[Parallelism], layers: Sequence[int], mode: Mode) -> _Layers:

@@ -207,7 +207,8 @@ class TimeBounds:
         split = (sizes, parallelism.sequence_parallel, parallelism.context, node)
         key = split, mode, backwards
         if key not in self._layers:
-            for layer_mode, layers in (("none", self._ends), (mode, self._kinds)):
+            parts: tuple[tuple[Mode, tuple[int, ...]], ...] = ("none", self._ends), (mode, self._kinds)
+            for layer_mode, layers in parts:
                 if (split, layer_mode, layers) not in self._parts:
                     self.work.add("layers")
                     times = self._times(parallelism, layer_mode, layers)
