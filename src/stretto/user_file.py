@@ -36,6 +36,16 @@ class UserFunction:
             for node in tree.body
         )
 
+    def has_method(self, method: str) -> bool:
+        """True if the file defines a class of the name with this method."""
+        tree = ast.parse(read_text(self.path), str(self.path))
+        return any(
+            isinstance(node, ast.ClassDef)
+            and node.name == self.name
+            and any(isinstance(each, ast.FunctionDef) and each.name == method for each in node.body)
+            for node in tree.body
+        )
+
     def load(self) -> Callable[..., Any]:
         """Run the file, unless this process has loaded it, and return the function.
 

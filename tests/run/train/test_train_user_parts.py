@@ -19,6 +19,7 @@ from stretto.errors import StrettoError
 from stretto.planner.counts.state_bytes import StateConfig
 from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
+from stretto.run.data.open import open_source
 from stretto.run.data.user_source import written_sources
 from stretto.run.train.metrics import read_lines
 from tiny_job import EIGHT, LLAMA, changes, job, varied
@@ -292,3 +293,55 @@ def test_mistakes_in_documents_are_found_before_ranks_start(
     with pytest.raises(StrettoError, match=message):
         prepare()
     assert not list(tmp_path.glob("cache/documents/*"))
+
+
+SAMPLES = PARTS.with_name("my_tokens.py")
+OWN = ("model.vocab=13", "data.end_of_text=12", "sample.tokens=0")
+
+
+@pytest.mark.parametrize("packing", ["stream", "none"])
+def test_token_ids_of_a_class_are_trained_on_as_they_are_and_resumed(tmp_path: Path, packing: str) -> None:
+    words = (f"data.source={SAMPLES}:Sums", *OWN, f"data.packing={packing}", "layout.dp=2")
+    whole = job(tmp_path, *words, "run.name=whole", model=LLAMA)
+    train(whole)
+    source = open_source(whole.data, 13)
+    (stream,) = source.streams.values()
+    (cached,) = tmp_path.glob("cache/samples/*.bin")
+    assert (stream.name, source.documents, source.vocab) == (str(cached.with_suffix("")), 5000, 13)
+    assert "".join("0123456789+=\n"[each] for each in stream.tokens[:19]) == "85+63=148\n47+51=98\n"
+    half = job(tmp_path, *words, "run.name=half", "checkpoint.resume=auto", model=LLAMA)
+    assert train(half, STOP_AT_3)["stopped"]
+    train(half)
+    assert same(tensors(half, 6), tensors(whole, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("END])", "13])"), "sample 0 has the id 13 at 9, outside the vocabulary of 13"),
+        (("return np.array([*", "return np.array([0.5, *"), "sample 0 is of float64, must be whole numbers"),
+        (("END])", "END])[None]"), r"sample 0 has the shape \[1, 10\], must be one row"),
+        (("END])", "END])[:0]"), r"sample 0 has the shape \[0\], must be one row"),
+        (("default_rng(number)", "default_rng(number // (7 - number))"), "sample 7: .*ZeroDivisionError"),
+        (("return 5000", "return 0"), "has no samples"),
+        (("__len__", "length"), "has no samples"),
+    ],
+)
+def test_mistakes_in_token_ids_are_found_before_ranks_start(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    text, path = SAMPLES.read_text(encoding="utf-8"), tmp_path / f"ids_{tmp_path.name}.py"
+    assert change[0] in text
+    path.write_text(text.replace(*change), encoding="utf-8")
+    config = job(tmp_path, f"data.source={path}:Sums", *OWN, model=LLAMA)
+    assert not find_problems(config)
+    with pytest.raises(StrettoError, match=said):
+        open_source(config.data, 13)
+    assert not list(tmp_path.glob("cache/samples/*"))
+
+
+def test_the_number_of_token_ids_is_asked_for(tmp_path: Path) -> None:
+    config = job(tmp_path, f"data.source={SAMPLES}:Sums", model=LLAMA)
+    with pytest.raises(StrettoError, match=r"Sums does not say what vocabulary its ids are of") as caught:
+        open_source(config.data)
+    assert "model.vocab=N" in str(caught.value.hint)

@@ -13,7 +13,7 @@ from pathlib import Path
 from stretto.errors import Problem, StrettoError, joined, nearest, nearest_file
 from stretto.job.optimiser import RateCurve
 from stretto.run.config.schema import CheckpointConfig, GuardConfig, JobConfig, ReportConfig, RunConfig
-from stretto.run.config.sources import is_url, megatron_prefix, protocol_problem
+from stretto.run.config.sources import USER_SOURCE, is_url, megatron_prefix, protocol_problem
 from stretto.user_file import UserFunction, find_function, is_function_name
 
 # what a run calls, and the names of the arguments
@@ -159,7 +159,7 @@ def missing_sources(sources: Sequence[str], builtin: Sequence[str]) -> Iterator[
             continue
         if is_function_name(name):
             try:
-                find_function(name, "data.source=mine.py:documents")
+                find_function(name, USER_SOURCE)
             except StrettoError as error:
                 yield error.within("data.source")
             continue

@@ -11,6 +11,7 @@ from typing import Protocol, Self, TypeVar
 
 from stretto.errors import StrettoError, nearest
 from stretto.run.config.data import DataConfig
+from stretto.user_file import find_function, is_function_name
 
 PYTHON_STDLIB = "python-stdlib"
 SAMPLE = "stretto-sample"
@@ -19,6 +20,7 @@ SAMPLE_FOLDER = Path(__file__).parents[1] / "data" / "sample"  # shipped with th
 INDEX, TOKENS = "index.json", "tokens.bin"  # of a token folder
 LABELS = "labels.bin"  # of a click folder, which has an index too
 BIN, IDX = ".bin", ".idx"
+USER_SOURCE = "data.source=mine.py:documents"  # an example, for errors
 
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", *_PACKED)
@@ -160,7 +162,14 @@ def vocabulary_is_known(data: DataConfig) -> bool:
 
 
 def _is_tokens(name: str) -> bool:
-    """True if a name is that of tokens: on the disk by the files there, of a URL by its last part alone."""
+    """True if a name is that of tokens: on the disk by the files there, of a URL by its last part alone, of a
+    user's class if its objects can be indexed.
+    """
+    if is_function_name(name):
+        try:
+            return find_function(name, USER_SOURCE).has_method("__getitem__")
+        except StrettoError:  # `missing_sources` reports it
+            return False
     if is_url(name):
         last = name.rstrip("/").rpartition("/")[2]
         return not last.lower().endswith(_TEXTS) and not glob.has_magic(name)

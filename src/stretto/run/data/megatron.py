@@ -322,7 +322,7 @@ class _Index:
 class MegatronWriter:
     """Writes an indexed dataset as Megatron's builder does from `tools/preprocess_data.py --append-eod`: each
     document is one sequence that ends with the end of text. The tokenizer is left beside it, as
-    `PREFIX.tokenizer.json`.
+    `PREFIX.tokenizer.json`. Without a tokenizer, sequences are written as they are.
 
         with MegatronWriter(prefix, tokenizer) as writer:
             writer.add(ids, ends=True)
@@ -331,14 +331,14 @@ class MegatronWriter:
     Nothing appears at `prefix` before the commit.
     """
 
-    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, prefix: Path, tokenizer: Tokenizer | None = None) -> None:
         self.tokens = 0
         self.documents = 0
         self.skipped = 0
         self.blank = 0
         self.bad_rows: dict[str, Any] | None = None
         self._prefix, self._tokenizer = prefix, tokenizer
-        small = tokenizer.vocab_size < _UINT16_BELOW
+        small = tokenizer is not None and tokenizer.vocab_size < _UINT16_BELOW
         self._code, self._dtype = (8, np.dtype("<u2")) if small else (4, np.dtype("<i4"))
         self._partial = PartialFolder(prefix)
         self._lengths = array("i")
@@ -361,8 +361,8 @@ class MegatronWriter:
         """Append ids to the current document, after the begin of text if it is a new one and texts begin with
         one; `ends` closes it with the end of text.
         """
-        begin = [] if self._within else self._tokenizer.begin
-        end = [self._tokenizer.endoftext] if ends else []
+        begin = [] if self._within or self._tokenizer is None else self._tokenizer.begin
+        end = [self._tokenizer.endoftext] if ends and self._tokenizer is not None else []
         self._within = not ends
         data = np.concatenate([begin, np.asarray(ids), end]).astype(self._dtype)
         self._bin.write(data.tobytes())
@@ -394,7 +394,9 @@ class MegatronWriter:
                 + np.arange(self.documents + 1, dtype="<i8").tobytes()
             )
             index.close()
-        self._tokenizer.save(self._partial.path / _TOKENIZER_SUFFIX)
-        (self._partial.path / _CONFIG_SUFFIX).write_bytes(self._tokenizer.config_bytes({}))
-        for suffix in (_TOKENIZER_SUFFIX, _CONFIG_SUFFIX, BIN, IDX):
+        companions = [] if self._tokenizer is None else [_TOKENIZER_SUFFIX, _CONFIG_SUFFIX]
+        if self._tokenizer is not None:
+            self._tokenizer.save(self._partial.path / _TOKENIZER_SUFFIX)
+            (self._partial.path / _CONFIG_SUFFIX).write_bytes(self._tokenizer.config_bytes({}))
+        for suffix in (*companions, BIN, IDX):
             (self._partial.path / suffix).replace(dataset_file(self._prefix, suffix))

@@ -19,7 +19,8 @@ from stretto.run.data.split import SPLITS
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.data.token_source import JoinedSource, TokenData, TokenSource
 from stretto.run.data.tokenizer_files import TokenizerPath
-from stretto.run.data.user_source import written_sources
+from stretto.run.data.user_source import written_sources, written_tokens
+from stretto.user_file import is_function_name
 
 
 def open_source(data: DataConfig, vocab: int | None = None, report: Report | None = None) -> TokenData:
@@ -68,8 +69,10 @@ def _stream(data: DataConfig, vocab: int | None, report: Report | None) -> Token
     """Return the tokens of a source that is no mixture; arguments and errors as for `open_source`."""
     if holds_tokens(data.sources):
         chosen = {"end": data.end_of_text, "begin": data.begin_of_text}
+        written = {name: written_tokens(name, data, vocab) for name in data.sources if is_function_name(name)}
         sources = [
-            open_tokens(name, data.tokenizer, vocab, block_cache(data), **chosen) for name in data.sources
+            open_tokens(written.get(name, name), data.tokenizer, vocab, block_cache(data), **chosen)
+            for name in data.sources
         ]
         return sources[0] if len(sources) == 1 else _joined(sources, data)
     return build(
