@@ -22,7 +22,7 @@ from stretto.planner.machines.describe import save_cluster
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.kernels import kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
-from stretto.run.calibrate.host import HostOverhead, host_of
+from stretto.run.calibrate.host import TYPICAL, HostOverhead, host_of
 from stretto.run.calibrate.kernels import merged
 from stretto.run.calibrate.profile import PARTS, Measured, merge_ranks, profile, spread_of, take_part
 
@@ -160,6 +160,9 @@ def test_what_was_not_measured_is_named_and_widens_the_interval() -> None:
     assert "no time for 75% of products, attention, collectives, 50% of layers" in made.notes
     assert made.spread == {"kernels": 0.5, "host": 0.25, "network": 0.5}
     assert "attention" not in made.device.kernels
+    assert made.device.kernels["layer"] == TYPICAL.layer
+    measured.missing = {}
+    assert profile(measured, 4).spread == {"kernels": 0.25}  # since the host's time is a typical one
     assert step_of(made).low <= step_of(profile(measurements(), 4)).seconds <= step_of(made).high
 
 

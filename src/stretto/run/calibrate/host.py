@@ -51,14 +51,18 @@ class HostOverhead:
     action: float
 
 
-def small_steps(watch: Stopwatch) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
+TYPICAL = HostOverhead(layer=6e-4, action=3e-4)  # of one machine: 511 to 811 us, and 221 to 383 us
+
+
+def small_steps(watch: Stopwatch, quick: bool) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
     """Measurements: a name, and a call that adds a row. Collective over all ranks, each a replica."""
+    steps = _STEPS // 2 if quick else _STEPS
     for blocks in _BLOCKS:
         for microbatches in _MICROBATCHES:
 
             def measure(into: list[Row], blocks: int = blocks, microbatches: int = microbatches) -> None:
                 with replica_of(_job(blocks, microbatches)) as replica:
-                    times = [watch.once(partial(random_step_done, replica, step)) for step in range(_STEPS)]
+                    times = [watch.once(partial(random_step_done, replica, step)) for step in range(steps)]
                 into.append([blocks, microbatches, min(times[2:])])
 
             yield f"{blocks} blocks, {microbatches} microbatches", measure

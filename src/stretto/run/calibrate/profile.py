@@ -31,7 +31,7 @@ from stretto.planner.machines.catalogue import find_cluster, known_by_driver, ma
 from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.device import Device, Precision
 from stretto.run.calibrate.collectives import CollectiveTimer, collective_times
-from stretto.run.calibrate.host import host_of, small_steps
+from stretto.run.calibrate.host import TYPICAL, host_of, small_steps
 from stretto.run.calibrate.kernels import attention, merged, passes, products
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.launch.local import RANKS_PER_CORE, check_ranks, run_ranks
@@ -80,10 +80,10 @@ SECONDS = 180.0  # for a calibration, start of the ranks included
 # source of uncertainty (`planner.estimate.SOURCES`) that they belong to
 PARTS = {
     "products": (0.3, "kernels"),
-    "layers": (0.15, "host"),
     "passes": (0.15, "kernels"),
     "collectives": (0.3, "network"),
     "attention": (0.1, "kernels"),
+    "layers": (0.15, "host"),
 }
 _NEEDED = ("products", "passes")  # without any of these there is no profile
 _BUDGET, _COLLECTIVE_BUDGET = 0.08, 0.25  # seconds for one row
@@ -93,6 +93,7 @@ _REPEATED = 3  # measurements of a part that are taken again at its end
 # distribution: 1.645 / 1.128); and of a part that was not repeated.
 _NINE_OF_TEN, _UNREPEATED = 1.46, 0.3
 _ABSENT = 0.5  # half width if a part is missing; in proportion if some of it is
+_TYPICAL_HOST = 0.25  # half width of kernels if the host's time is a typical one
 _MOST_BUSY = 0.98  # share of the cores
 _COARSE = 0.15  # half width for fewer shapes and sizes: the quickstart's step changed by a tenth
 
@@ -145,13 +146,13 @@ def measure_rank(kind: str, quick: bool, quiet: bool, end: float, seconds: float
             timer = CollectiveTimer(device, core_count() if cpu else None, _COLLECTIVE_BUDGET / less)
             parts: dict[str, tuple[Any, Any]] = {
                 "products": (products(watch, device, quick), measured.matmul),
-                "layers": (small_steps(watch) if cpu else (), measured.steps),
                 "passes": (passes(watch, device, quick), measured.passes),
                 "collectives": (
                     collective_times(timer, quick) if dist.get_world_size() > 1 else (),
                     measured.collectives,
                 ),
                 "attention": (attention(watch, device, quick), measured.attention),
+                "layers": (small_steps(watch, quick) if cpu else (), measured.steps),
             }
             begun, until = time.monotonic(), 0.0
             end = max(end, begun + seconds)
@@ -330,9 +331,11 @@ def profile(measured: Measured, ranks: int, *, quick: bool = False, others: floa
         kernels=kernels,
         notes=measured.driver or f"one core; memory is the machine's by {ranks} ranks",
     )
-    if (host := host_of(measured.steps, device)) is not None:
-        kernels |= {"layer": max(host.layer, 1e-9), "action": max(host.action, 1e-9)}
     cpu = measured.driver is None
+    measured_host = host_of(measured.steps, device) if cpu else None
+    if cpu:
+        host = measured_host or TYPICAL
+        kernels |= {"layer": max(host.layer, 1e-9), "action": max(host.action, 1e-9)}
     left_out = [
         f"{missing:.0%} of {part}" if missing < 1 else part
         for part, missing in measured.missing.items()
@@ -350,7 +353,7 @@ def profile(measured: Measured, ranks: int, *, quick: bool = False, others: floa
         nodes=1,
         computing=core_count() if cpu else None,
         tables={kind: rows for kind, rows in measured.collectives.items() if rows},
-        spread=spread_of(measured, quick, others, host=host is not None or not cpu),
+        spread=spread_of(measured, quick, others, host=measured_host is not None or not cpu),
         notes=notes,
     )
 
@@ -362,7 +365,7 @@ def spread_of(measured: Measured, quick: bool, others: float, host: bool) -> dic
     take cores from it; and CPU time, as they use caches and the other halves of cores, by less.
 
     Args:
-        host: the host's own time was measured; otherwise the widest source has its uncertainty.
+        host: the host's own time was measured. A step of ranks that share cores has it among the kernels.
     """
     load = {"kernels": log1p(others), "host": log1p(others), "network": -log1p(-min(others, _MOST_BUSY))}
     widths = dict[str, float]()
@@ -371,7 +374,7 @@ def spread_of(measured: Measured, quick: bool, others: float, host: bool) -> dic
         varied = max(measured.spread.get(part, 0.0) for part in parts)
         absent = max(_ABSENT * measured.missing.get(part, 0.0) for part in parts)
         if source == "kernels" and not host:
-            absent = max(absent, _ABSENT)
+            absent = max(absent, _TYPICAL_HOST)
         widths[source] = round(hypot(varied, absent, busy, _COARSE if quick else 0.0), 4)
     return {source: width for source, width in widths.items() if width > 0}
 
