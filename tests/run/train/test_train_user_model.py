@@ -112,6 +112,8 @@ def test_the_section_is_a_text_or_has_arguments(tmp_path: Path) -> None:
     assert job_of(parse(text, "tiny.yaml", [f"model={build}", "train.dtype=bfloat16"])).precision.keep == ()
     with pytest.raises(StrettoError, match=r"model.layers .*no other field changes it"):
         parse(text, "tiny.yaml", [f"model={build}", "model.layers=3"])
+    with pytest.raises(StrettoError, match=r"model.build is 'mine.py', must be a text such as mine.py:build"):
+        parse(text, "tiny.yaml", ["model=mine.py"])
     with pytest.raises(StrettoError, match="they are for a model from a file"):
         parse(text, "tiny.yaml", ["model.arguments={hidden: 8}"])
 

@@ -18,7 +18,6 @@ from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import plain_section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import apply_override, move_deprecated, read_section
-from stretto.user_file import is_function_name
 from stretto.versions import CONFIG
 
 EXAMPLES = Path(__file__).parents[2] / "configs"  # come with the package; each begins with a comment about it
@@ -104,7 +103,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
 
 def _expand_model(values: dict[str, Any]) -> None:
     """Replace `model: FILE.py:NAME` by the section that it is short for."""
-    if isinstance(model := values.get("model"), str) and is_function_name(model):
+    if isinstance(model := values.get("model"), str):
         values["model"] = {"build": model}
 
 
