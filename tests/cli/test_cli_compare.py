@@ -46,9 +46,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_are_measured_beside_predictions_and_not_run_twice(
     place: Path, stretto: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The warm-up of the rate is longer than the run: it is shortened."""
-    words = [str(job_file(place)), *TP, "optim.rate.warmup=500", "--steps", "3", "--warmup", "1"]
-    words += ["--repeats", "2"]
+    """The warm-up of the rate is longer than the run: it is shortened. Spans are sent to no collector."""
+    words = [str(job_file(place)), *TP, "optim.rate.warmup=500", "metrics.spans=true"]
+    words += ["--steps", "3", "--warmup", "1", "--repeats", "2"]
     facts, said = compare(capsys, *words)
     ran = [
         line.partition(":")[0] for line in said.splitlines() if line.endswith("4 steps") or " left, " in line

@@ -223,6 +223,7 @@ def _short_run(config: AnyConfig, steps: int) -> list[str]:
         "metrics.tensorboard_dir": "null",
         "metrics.profile": "null",
         "metrics.profile_memory": "[]",
+        "metrics.spans": "false",
     }
     if isinstance(config, TrainConfig):
         settings |= {"sample.tokens": 0, "metrics.trace": 0}
