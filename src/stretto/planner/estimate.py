@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import exp, hypot, sqrt
+from math import exp, hypot, log2, sqrt
 from typing import Any, NamedTuple
 
 from stretto.errors import StrettoError
@@ -81,16 +81,18 @@ def _uncertainty(source: str, job: Job, cluster: Cluster, precision: Precision) 
         if cluster.device.kernels:
             measurement = "calibrated"
         more = [constants["low_precision"]] if precision in ("fp8", "fp4") else []
-        more += [constants["experts"]] if job.shape.moe is not None else []
+        if (moe := job.shape.moe) is not None:  # launches and casts of each expert, and small products
+            more.append(constants["experts"] * (1 + log2(max(1, moe.experts // job.layout.ep)) / 4))
         return sqrt(sum(x**2 for x in (constants[measurement], *more)))
     if source == "network":
         if cluster.tables:
             return constants["calibrated"]
-        beyond = group_of(job.layout, "tp-cp-dp-pp", cluster.node).nodes > 1
-        links = (cluster.inner, cluster.outer) if beyond else (cluster.inner,)
+        nodes = group_of(job.layout, "tp-cp-dp-pp", cluster.node).nodes
+        links = (cluster.inner, cluster.outer) if nodes > 1 else (cluster.inner,)
         measured = tuple(_constants()["measured_links"])
         fitted = all(link.kind.startswith(measured) for link in links)
-        return constants["fitted" if fitted else "other"]
+        # tables measure collectives over a few nodes; paths collide over many
+        return constants["fitted" if fitted else "other"] * (1 + constants["doubling"] * log2(nodes))
     return constants["calibrated" if cluster.device.kernels else "other"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -308,3 +309,18 @@ def test_published_steps_of_experts(row: tuple[str | int, ...]) -> None:
     assert run.measured.seconds is not None
     assert made.seconds == pytest.approx(run.measured.seconds, rel=0.2)
     assert made.low < run.measured.seconds < made.high
+
+
+def test_more_experts_a_rank_and_more_nodes_are_less_certain() -> None:
+    parts = {"compute": 1.0, "data": 1.0}
+
+    def widths(copies: int, ep: int, shape: ModelShape = SPARSE) -> Mapping[str, float]:
+        at = Job(
+            shape=shape, layout=Layout(dp=copies, ep=ep), global_batch=copies, micro_batch=1, sequence=64
+        )
+        return interval(at, find_cluster("h100", copies), "bf16", parts).widths
+
+    assert widths(512, 64)["kernels"] < widths(512, 8)["kernels"]
+    assert widths(512, 1, LLAMA)["kernels"] < 0.5 * widths(512, 64)["kernels"]
+    few, many = (widths(copies, 8)["network"] for copies in (16, 512))
+    assert many == pytest.approx(few * (1 + 0.15 * 6) / (1 + 0.15 * 1))
