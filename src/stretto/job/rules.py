@@ -661,61 +661,39 @@ def _program_obstacles(job: Job) -> Iterator[tuple[str, str]]:
 
 def _user_model(job: Job) -> Iterator[Problem]:
     """Refuse what needs more of a model than its layers, if it is from a user's file."""
-    layout, precision = job.layout, job.precision
+    layout, mode = job.layout, job.recompute.mode
+    nvme = "nvme" in (job.dp.offload, job.dp.offload_parameters)
     split = "its layers are not split within: that needs their kind and sizes"
     inside = "it is a setting of Stretto's own layers"
-    refused: list[tuple[bool, str, object, str, str]] = [
-        (layout.tp > 1, "layout.tp", layout.tp, split, "1, with layout.dp or layout.pp"),
-        (layout.cp > 1, "layout.cp", layout.cp, split, "1, with layout.dp or layout.pp"),
-        (layout.ep > 1, "layout.ep", layout.ep, split, "1, with layout.dp or layout.pp"),
-        (job.expert_tp is not None, "layout.expert_tp", job.expert_tp, split, "null"),
-        (job.encoder_pp is not None, "layout.encoder_pp", job.encoder_pp, "it has no stacks", "null"),
-        (precision.fp8 != "none", "precision.fp8", precision.fp8, inside, "none"),
-        (job.attention != "auto", "train.attention", job.attention, inside, "auto"),
-        (job.compile != "off", "train.compile", job.compile, inside, "off, and torch.compile in your file"),
-        (job.graphs != "off", "train.graphs", job.graphs, "it was never tested with graphs", "off"),
-        (bool(job.loss_chunk), "train.loss_chunk", job.loss_chunk, inside, "null"),
-        (
-            job.recompute.mode in ("selective", "auto"),
-            "recompute.mode",
-            job.recompute.mode,
-            "what its layers store is unknown",
-            "full, which recomputes whole layers; or none",
-        ),
-        (
-            "nvme" in (job.dp.offload, job.dp.offload_parameters),
-            "dp.offload",
-            "nvme",
-            "the space that files need is counted from sizes that are unknown",
-            "cpu",
-        ),
-        (
-            job.optimiser.name == "muon",
-            "optim.name",
-            "muon",
-            "it is for matrices of blocks, and which parameters are these is unknown",
-            "adamw, or a class of your own",
-        ),
-        (
-            job.custom_program is None and is_searched(job.schedule),
-            "schedule.name",
-            job.schedule,
-            "it is searched for with the times of the layers, which are unknown",
-            "1f1b, or zb-h1",
-        ),
-        (
-            job.shape.tied and layout.pp > 1 and _has_versions(job),
-            "schedule",
-            job.schedule_name,
-            "it updates each stage separately, and some layers share parameters",
-            "1f1b, or another schedule that updates after the step",
-        ),
+    stored = "what its layers store is unknown; `full` recomputes whole layers"
+    files = "the space that files need is counted from sizes that are unknown"
+    matrices = "it is for matrices of blocks, and which parameters are these is unknown"
+    searched = "it is searched for with the times of the layers, which are unknown"
+    late = "it updates each stage separately, and some layers share parameters"
+    searches = job.custom_program is None and is_searched(job.schedule)
+    shares = job.shape.tied and layout.pp > 1 and _has_versions(job)
+    # the field, its value, whether it is refused, why, and the nearest value
+    settings: list[tuple[str, object, bool, str, str]] = [
+        ("layout.tp", layout.tp, layout.tp > 1, split, "1, with layout.dp or layout.pp"),
+        ("layout.cp", layout.cp, layout.cp > 1, split, "1, with layout.dp or layout.pp"),
+        ("layout.ep", layout.ep, layout.ep > 1, split, "1, with layout.dp or layout.pp"),
+        ("layout.expert_tp", job.expert_tp, job.expert_tp is not None, split, "null"),
+        ("layout.encoder_pp", job.encoder_pp, job.encoder_pp is not None, "it has no encoder", "null"),
+        ("precision.fp8", job.precision.fp8, job.precision.fp8 != "none", inside, "none"),
+        ("train.attention", job.attention, job.attention != "auto", inside, "auto"),
+        ("train.compile", job.compile, job.compile != "off", inside, "off"),
+        ("train.graphs", job.graphs, job.graphs != "off", "it was never tested with graphs", "off"),
+        ("train.loss_chunk", job.loss_chunk, bool(job.loss_chunk), inside, "null"),
+        ("recompute.mode", mode, mode in ("selective", "auto"), stored, "full"),
+        ("dp.offload", "nvme", nvme, files, "cpu"),
+        ("optim.name", "muon", job.optimiser.name == "muon", matrices, "adamw, or a class of your own"),
+        ("schedule.name", job.schedule, searches, searched, "1f1b, or zb-h1"),
+        ("schedule.name", job.schedule_name, shares, late, "1f1b, or another that updates after the step"),
     ]
-    for broken, field, value, rule, fix in refused:
-        if broken:
-            yield Problem(
-                field, value, f"the model is from a file, {job.shape.title}: {rule}", f"{field}={fix}"
-            )
+    for field, value, refused, rule, fix in settings:
+        if refused:
+            from_file = f"the model is from a file, {job.shape.title}: "
+            yield Problem(field, value, f"{from_file}{rule}", f"{field}={fix}")
 
 
 def _optimiser(job: Job) -> Iterator[Problem]:
