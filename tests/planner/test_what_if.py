@@ -193,6 +193,6 @@ def test_a_single_copy_is_not_divided() -> None:
     assert found.unchanged == 0
 
 
-@pytest.mark.parametrize(("seconds", "work"), [(0.5, 0.5), (8.0, 0.5), (64.0, 4.0), (None, 0.5)])
+@pytest.mark.parametrize(("seconds", "work"), [(0.5, 0.5), (8.0, 1.0), (64.0, 8.0), (None, 0.5)])
 def test_changes_share_the_work_of_the_plan(seconds: float | None, work: float) -> None:
     assert what_if.work_of(replace(task("h100:8", 8), seconds=seconds)) == work

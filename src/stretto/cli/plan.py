@@ -509,7 +509,7 @@ def _add_what_if(
             estimate = best.estimate
             rows.append([item.change.name, estimate.seconds, estimate.tokens_per_s, item.gain, layout])
     report.table([*columns, text("layout")], rows, optional=("tokens/s", "layout"))
-    work = f"each has {work_of(task):g} s of work, a sixteenth of --seconds but at least 0.5"
+    work = f"each has {work_of(task):g} s of work, an eighth of --seconds but at least 0.5"
     report.value("", f"{work}; with more they may be better")
     for item in answers:
         if item.best is None:

@@ -24,7 +24,7 @@ from stretto.planner.search.ranking import TIE, Plan, Ranked
 from stretto.planner.search.search import search
 from stretto.planner.search.task import SearchTask
 
-_FEWEST, _SHARE = 0.5, 1 / 16  # seconds of work of each search, and its share of the plan's
+_FEWEST, _SHARE = 0.5, 1 / 8  # seconds of work of each search, and its share of the plan's
 _REPRICED = 3  # layouts of the ranking that are priced with each change
 _CARDS = {"96 GB": "h100-96gb-sxm", "141 GB": "h200-141gb-sxm"}  # whose memory is taken
 _ALIKE = 0.05  # relative difference of memory up to which cards are alike
