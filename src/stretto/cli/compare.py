@@ -236,15 +236,36 @@ def _short_run(config: AnyConfig, steps: int) -> list[str]:
 
 
 def _predict(compared: ComparedJob, cluster: str | None) -> CombinationResult:
+    from stretto.cli.plan_recommender import configured_job
     from stretto.planner.estimate import estimate
-    from stretto.planner.machines.catalogue import find_cluster
-    from stretto.run.train.prediction import predict
+    from stretto.planner.machines.catalogue import cluster_here, find_cluster
+    from stretto.recommender.config.placement import configured_placements
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.planner.place import place_tables, price_tables
+    from stretto.run.train.prediction import local_device_kind, predict
 
     job, config = compared.job, compared.config
     assert config is not None
     try:
-        if job is None:
-            return _predict_recommender(compared.pending, config, cluster)
+        if isinstance(config, RecommenderConfig):
+            ranks = config.layout.ranks
+            if cluster is None:
+                machine = cluster_here(device=local_device_kind(config.train.device))
+            else:
+                machine = find_cluster(cluster).sized(ranks)
+            tables = configured_job(config, machine, ranks)
+            placements = configured_placements(config.tables, config.layout, config.table_specs())
+            plan = place_tables(tables) if placements is None else price_tables(tables, placements)
+            return replace(
+                compared.pending,
+                status="predicted",
+                unit="samples/s",
+                predicted=plan.seconds,
+                predicted_speed=plan.samples_per_s,
+                traffic=round(plan.sent),
+                verdict="does not fit" if plan.over else "fits",
+            )
+        assert job is not None
         if cluster is None:
             predicted = predict(job, config.train.device, config.train.threads)
         else:
@@ -261,36 +282,6 @@ def _predict(compared: ComparedJob, cluster: str | None) -> CombinationResult:
         verdict=None if predicted.memory is None else predicted.memory.verdict,
     )
     return _with_counts(result, job)
-
-
-def _predict_recommender(
-    pending: CombinationResult, config: AnyConfig, cluster: str | None
-) -> CombinationResult:
-    from stretto.cli.plan_recommender import configured_job
-    from stretto.planner.machines.catalogue import cluster_here, find_cluster
-    from stretto.recommender.config.placement import configured_placements
-    from stretto.recommender.config.schema import RecommenderConfig
-    from stretto.recommender.planner.place import place_tables, price_tables
-    from stretto.run.train.prediction import local_device_kind
-
-    assert isinstance(config, RecommenderConfig)
-    ranks = config.layout.ranks
-    if cluster is None:
-        machine = cluster_here(device=local_device_kind(config.train.device))
-    else:
-        machine = find_cluster(cluster).sized(ranks)
-    job = configured_job(config, machine, ranks)
-    placements = configured_placements(config.tables, config.layout, config.table_specs())
-    plan = place_tables(job) if placements is None else price_tables(job, placements)
-    return replace(
-        pending,
-        status="predicted",
-        unit="samples/s",
-        predicted=plan.seconds,
-        predicted_speed=plan.samples_per_s,
-        traffic=round(plan.sent),
-        verdict="does not fit" if plan.over else "fits",
-    )
 
 
 def _run(options: CompareOptions, legal: Sequence[ComparedJob]) -> tuple[list[CombinationResult], bool]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.run.config.data import DataConfig
@@ -67,24 +66,19 @@ def written_tokens(name: str, data: DataConfig, vocab: int | None) -> str:
                 except Exception as error:
                     failure = samples_of.failure(error)
                     raise StrettoError(f"sample {number}: {failure.message}", hint=failure.hint) from error
-                if wrong := _problem_of(ids, vocab):
+                wrong = None
+                if ids.ndim != 1 or not ids.size:
+                    wrong = f"has the shape {list(ids.shape)}, must be one row"
+                elif ids.dtype.kind not in "iu":
+                    wrong = f"is of {ids.dtype}, must be whole numbers"
+                elif (outside := (ids < 0) | (ids >= vocab)).any():
+                    at = int(outside.argmax())
+                    wrong = f"has the id {ids[at]} at {at}, outside the vocabulary of {vocab}"
+                if wrong is not None:
                     raise StrettoError(f"{samples_of}: sample {number} {wrong}", hint="a row of token ids")
                 writer.add(ids, ends=True)
             writer.commit()
     return str(prefix)
-
-
-def _problem_of(ids: NDArray[Any], vocab: int) -> str | None:
-    """Return why an array is no row of ids of a vocabulary, or None if it is one."""
-    if ids.ndim != 1 or not ids.size:
-        return f"has the shape {list(ids.shape)}, must be one row"
-    if ids.dtype.kind not in "iu":
-        return f"is of {ids.dtype}, must be whole numbers"
-    outside = (ids < 0) | (ids >= vocab)
-    if not outside.any():
-        return None
-    at = int(outside.argmax())
-    return f"has the id {ids[at]} at {at}, outside the vocabulary of {vocab}"
 
 
 def _written(name: str, data: DataConfig) -> str:
