@@ -559,3 +559,14 @@ def test_the_docs_contain_the_reference_of_all_columns() -> None:
     assert text in columns, "put the output of `stretto predict --table-columns` into appendix/columns.md"
     planning = (DOCS / "planning.md").read_text(encoding="utf-8")
     assert not [name for name in ADDED if f"`{name}`" not in planning]
+
+
+def test_a_row_explains_what_zero_2_costs_in_a_pipeline_and_nemo_fuses_its_loss() -> None:
+    cells = {"model": "llama3-70b", "gpu": "dgx-h100", "gpus": "64", "tp": "4", "pp": "4", "zero": "2"}
+    cells |= {"global_batch": "64", "framework": "megatron"}
+    assert "whole gradients are kept beside shards" in row(cells).defaults["zero"]
+    assert "zero" not in row(cells, zero="1").defaults
+    assert "zero" not in row(cells, pp="1").defaults
+    assert row(cells, framework="nemo", software="tuned").job.fused_loss
+    assert not row(cells, framework="nemo", software="tuned", fused_loss="0").job.fused_loss
+    assert not row(cells, software="tuned").job.fused_loss

@@ -315,8 +315,7 @@ def read_run(
 _MICROBATCH = 16384  # tokens up to which, without a pipeline, the batch of a replica is one microbatch
 _LONGEST = 1_000_000  # forwards in a step of one replica, at most
 _MEGATRON = 128  # of each rank's share of the vocabulary, unless parameters are sharded
-# the profile that has each kernel's speed
-_KERNELS = {"flash-1": "fused", "flash-2": "today", "flash-3": "tuned", "cudnn": "tuned"}
+_KERNELS = {"flash-1": "fused", "flash-2": "today", "flash-3": "tuned", "cudnn": "tuned"}  # profiles' speeds
 
 
 def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | None = None) -> RunRecord:
@@ -340,6 +339,8 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
     recompute, again = _recomputation(cells, model.layers, stages)
     dp = _sharing(cells, layout, least_sharing(model, layout, machine, precision))
     name = cells.get_or("framework", "stretto")
+    if (name, cells.get("software", str)) == ("nemo", "tuned"):
+        cells.values["fused_loss"] = cells.get_or("fused_loss", True, "of NeMo's recipes")
     software, attention = _software(cells, old=half == "fp16", stretto=name == "stretto")
     job = Job(
         shape=model,
@@ -364,6 +365,8 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
     if name != "stretto":
         # frameworks keep gradients whole until the last microbatch of a pipeline
         keeps_gradients = layout.pp > 1 and (dp.mode == "zero2" or (dp.mode == "zero3" and name == "fsdp"))
+        if keeps_gradients and dp.mode == "zero2":
+            cells.report("zero", "2", "whole gradients are kept beside shards: more memory than zero 1")
         compiled = cells.get("software", str) in ("compiled", "tuned")
         job = replace(
             job,
@@ -388,12 +391,11 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
         products="fp4" if word == "fp4" else None,
         software=software,
     )
-    measured = _measured(cells, job, machine)
     return RunRecord(
         job=job,
         cluster=machine,
         assumptions=assumptions,
-        measured=measured,
+        measured=_measured(cells, job, machine),
         defaults=dict(cells.defaults),
     )
 
@@ -439,12 +441,11 @@ def model_of(cells: Cells, shape: ModelShape | None) -> tuple[ModelShape, int]:
         if shape is None:
             cells.get_or("vocab", model.vocab, "the model's")
     if (rank := cells.get("lora_rank", int)) is not None:
-        targets = cells.get_or("lora_targets", EVERY_LINEAR).split("+")
+        targets = tuple(map(str.strip, cells.get_or("lora_targets", EVERY_LINEAR).split("+")))
         try:
-            lora = LoraShape(rank=rank, alpha=rank, targets=tuple(target.strip() for target in targets))
+            model = replace(model, lora=LoraShape(rank=rank, alpha=rank, targets=targets))
         except Problem as problem:
             raise StrettoError(f"lora_{problem}", hint=problem.fix) from None
-        model = replace(model, lora=lora)
     elif "lora_targets" in cells.values:
         raise StrettoError(
             "lora_targets without a rank", hint="fill in lora_rank, or leave lora_targets empty"
