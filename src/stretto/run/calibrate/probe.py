@@ -19,7 +19,7 @@ from stretto.run.watch.machine import OtherProcesses
 SECONDS = 10.0
 _SHORTEST_RUN = 60.0  # roughly predicted seconds of a run that is worth a probe
 _LOOK_S, _TOO_BUSY = 0.5, 0.5  # share of the cores that other processes use while they are watched
-_WIDEST = 0.5  # of the half width of kernels: with a wider one, the rough prediction is as good
+_WIDEST = 0.8  # of the half width of kernels; that of a rough prediction is 1.1
 
 
 def probe(job: Job, *, steps: int, device: str, threads: int, quiet: bool) -> None:
