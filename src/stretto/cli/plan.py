@@ -41,6 +41,7 @@ app = command_app()
 GIB = 2**30
 _CUT_SHORT = 3  # exit code: nothing was found, and it is not known that nothing fits
 _BAR = 12  # characters of a full device
+_VARIANTS = 4  # of a layout that are printed
 _FIXED = "excluded by what is fixed"
 
 
@@ -386,6 +387,7 @@ def _ranked_record(ranked: Ranked) -> dict[str, Any]:
         "dp": {"mode": job.dp.mode, **job.dp.shards, "offload": job.dp.offload},
         "recompute": {"mode": job.recompute.mode, "blocks": job.recompute.blocks},
         "tokens_per_dollar": ranked.tokens_per_dollar,
+        "variants": list(ranked.variants),
         "why": ranked.reason,
         **measures_record(ranked.estimate),
     }
@@ -482,6 +484,9 @@ def _add_ranking(report: CommandReport, plan: Plan) -> None:
     for rank, ranked in enumerate(plan.ranking, 1):
         report.value(f"{rank:>2}.", ranked.layout, indent=4)
         report.value("", ranked.reason, indent=4)
+        if ranked.variants:
+            more = f"; {len(ranked.variants) - _VARIANTS} more" * (len(ranked.variants) > _VARIANTS)
+            report.value("", "as fast: " + "; ".join(ranked.variants[:_VARIANTS]) + more, indent=4)
 
 
 def _add_what_if(

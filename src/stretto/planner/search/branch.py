@@ -257,7 +257,7 @@ class BranchAndBound:
         for feasible in candidates:
             if feasible.candidate not in self._accepted:
                 self._accepted.add(feasible.candidate)
-                self.families.setdefault(feasible.candidate.family, []).append(feasible)
+                self.families.setdefault(feasible.candidate.family(self.task), []).append(feasible)
                 if is_safe(feasible.fit, self.task.memory_headroom):
                     self._safe = min(self._safe, self.cost_of(feasible))
         self._costs = sorted(min(map(self.cost_of, family)) for family in self.families.values())
@@ -303,7 +303,7 @@ class BranchAndBound:
         if self._is_tight(node):
             examined, rejected = self._tight_candidates
             factor *= 1.0 + _OOM_RISK_PENALTY * rejected / examined
-        return factor * (_ACCEPTED_FAMILY_PENALTY if node.family in self.families else 1.0)
+        return factor * (_ACCEPTED_FAMILY_PENALTY if node.family(self.task) in self.families else 1.0)
 
     def _is_tight(self, candidate: Candidate) -> bool:
         """True if a candidate whose bound fits may turn out not to fit."""
@@ -501,7 +501,7 @@ class BranchAndBound:
 
     def _is_beaten(self, candidate: Candidate, seconds: float) -> bool:
         """True if a candidate that takes at least this long adds nothing to its family."""
-        family = self.families.get(candidate.family)
+        family = self.families.get(candidate.family(self.task))
         return family is not None and cannot_win(candidate, seconds, family, self.task.memory_headroom)
 
     def _replay(self, cost_bound: float, candidate: Candidate) -> None:

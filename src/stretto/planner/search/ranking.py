@@ -27,12 +27,14 @@ class Ranked:
         reason: the strength of the first, and what the others lose by, in words.
         layout: the layout in words, as `Evaluated.layout`.
         tokens_per_dollar: tokens per dollar, or None if the cluster has no price.
+        variants: what differs in layouts with the same axes and sharding that are as fast, the fastest first.
     """
 
     estimate: Estimate
     reason: str
     layout: str
     tokens_per_dollar: float | None = None
+    variants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ class Plan:
 
 
 TIE = 0.01  # about half the noise between measurements: up to that a simpler or safer layout comes first
+TIGHT = 0.03  # a layout that may not fit must be faster than one that surely does by this fraction
 ENOUGH_HEADROOM = 2  # tenths of the device's memory; more than that is no advantage
 
 
@@ -129,6 +132,11 @@ class Feasible:
         return min(ENOUGH_HEADROOM, int(10 * self.fit.slack / self.fit.capacity))
 
     @property
+    def penalty(self) -> float:
+        """The factor by which this is ranked as if it were slower, since it may not fit."""
+        return 1.0 if self.fit.verdict == "fits" else 1.0 + TIGHT
+
+    @property
     def preferred(self) -> tuple[int, tuple[int, ...], float]:
         """A sort key among equally fast candidates: most headroom if that is short, then the simpler layout
         (fewer axes, a common schedule, less recomputation).
@@ -143,29 +151,37 @@ def is_safe(fit: Fit, headroom: float) -> bool:
 
 def best_of_family(family: Sequence[Feasible]) -> Feasible:
     """The preferred variant of a layout among those as fast as the fastest."""
-    fastest = min(variant.seconds for variant in family)
-    return min((v for v in family if v.seconds <= fastest * (1 + TIE)), key=attrgetter("preferred"))
+    fastest = min(variant.seconds * variant.penalty for variant in family)
+    ties = [v for v in family if v.seconds * v.penalty <= fastest * (1 + TIE)]
+    return min(ties, key=attrgetter("preferred"))
 
 
 def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible], headroom: float) -> bool:
     """True if a candidate that takes at least this long can neither represent its family nor be its fastest
-    safe variant, since another is as fast, as simple, safe, and has enough headroom.
+    safe variant: a safe one is faster by more than a tie, or as fast, as simple and has enough headroom.
     """
     return any(
-        variant.seconds <= seconds
-        and variant.headroom == ENOUGH_HEADROOM
-        and is_safe(variant.fit, headroom)
-        and variant.candidate.complexity <= candidate.complexity
+        is_safe(variant.fit, headroom)
+        and (
+            variant.seconds * (1 + TIE) < seconds
+            or (
+                variant.seconds <= seconds
+                and variant.headroom == ENOUGH_HEADROOM
+                and variant.candidate.complexity <= candidate.complexity
+            )
+        )
         for variant in family
     )
 
 
 def sort_feasible(candidates: Sequence[Feasible], task: SearchTask) -> list[Feasible]:
-    """Sort by the objective; of the first `RANKED`, sort those tied with the first by preference."""
+    """Sort by the objective, those that may not fit as if they were slower (`TIGHT`); of the first `RANKED`,
+    sort those tied with the first by preference.
+    """
 
     def cost(feasible: Feasible) -> float:
         world = feasible.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
-        return feasible.seconds * world
+        return feasible.seconds * feasible.penalty * world
 
     by_cost = sorted(candidates, key=cost)
     if not by_cost:
@@ -252,6 +268,19 @@ def rank_candidate(
     """A candidate with the reason for its distance to `best`, which is None for the best itself."""
     result = replace(times[feasible.candidate], memory=feasible.fit)
     return _ranked(feasible.candidate, result, _losses(result, best) if best else _strengths(result), task)
+
+
+def variants_of(feasible: Feasible, family: Sequence[Feasible]) -> tuple[str, ...]:
+    """What differs in the variants of a layout that are as fast as it and no less likely to fit, the fastest
+    first.
+    """
+    limit = feasible.seconds * feasible.penalty * (1 + TIE)
+    equal = [v for v in family if v.candidate != feasible.candidate and v.seconds * v.penalty <= limit]
+    common = str(feasible.candidate).split(", ")
+    texts = dict[str, None]()
+    for variant in sorted(equal, key=attrgetter("seconds")):
+        texts[", ".join(part for part in str(variant.candidate).split(", ") if part not in common)] = None
+    return tuple(filter(None, texts))
 
 
 def nearest_to_fitting(

@@ -38,6 +38,7 @@ from stretto.planner.search.ranking import (
     nearest_to_fitting,
     rank_candidate,
     rank_candidates,
+    variants_of,
 )
 from stretto.planner.search.space import Space, divisors
 from stretto.planner.search.task import RANKED, SearchTask
@@ -99,7 +100,7 @@ class _Search:
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
             seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
-            if not seeds and not accepted and not self.task.allow_offload:
+            if not self.task.allow_offload and all(map(_needs_offload_search, [*seeds, *accepted])):
                 seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
                 widened = not cut_short  # else something may fit without offload
             seeds += accepted
@@ -117,8 +118,12 @@ class _Search:
         if self.task.top > RANKED and not run.cut_short:
             # a pass of its own, so that the first rows do not depend on how many more are wanted
             longer = self._run_pass("top", run.task, until=1.0, wanted=self.task.top, seeds=accepted)
-            families = {feasible.candidate.family for feasible in chosen[:RANKED]}
-            more = [feasible for feasible in longer.chosen() if feasible.candidate.family not in families]
+            families = {feasible.candidate.family(self.task) for feasible in chosen[:RANKED]}
+            more = [
+                feasible
+                for feasible in longer.chosen()
+                if feasible.candidate.family(self.task) not in families
+            ]
             chosen = chosen[:RANKED] + more
         return self._plan_of(run, self._verify_leaders(chosen), widened)
 
@@ -190,7 +195,15 @@ class _Search:
 
     def _plan_of(self, run: BranchAndBound, chosen: list[Feasible], widened: bool) -> Plan:
         task, times = self.task, self.evaluator.times
-        ranking = rank_candidates(chosen[: task.top], task, times)
+        ranking = [
+            replace(
+                ranked,
+                variants=variants_of(feasible, run.families.get(feasible.candidate.family(self.task), ())),
+            )
+            for ranked, feasible in zip(
+                rank_candidates(chosen[: task.top], task, times), chosen[: task.top], strict=True
+            )
+        ]
         # the representative of a family is often tight, while a variant of it is safe
         safe_candidates = [f for f in _all_accepted(run) if is_safe(f.fit, task.memory_headroom)]
         safe = min(safe_candidates, key=run.cost_of, default=None)

@@ -85,6 +85,11 @@ class SearchTask:
         return self.cluster.devices or self.cluster.node
 
     @property
+    def compares_schedules(self) -> bool:
+        """True if the user has fixed the pipeline's ranks or some schedules, and so asks how they compare."""
+        return "pp" in self.fixed or "schedule" in self.fixed
+
+    @property
     def price(self) -> float | None:
         """Dollars per hour of one device, or None if neither the cluster nor the device has a price."""
         return self.cluster.device.price if self.cluster.price is None else self.cluster.price
@@ -149,12 +154,14 @@ class Candidate:
     dp: DataParallelSettings
     saving: Saving
 
-    @property
-    def family(self) -> tuple[object, ...]:
-        """The key under which variants compete for one place in the ranking: layout, microbatch
-        and schedule.
+    def family(self, task: SearchTask) -> tuple[object, ...]:
+        """The key under which variants compete for one place in the ranking: the layout and how states are
+        sharded; the microbatch and the schedule too, if the task compares schedules.
         """
-        return (self.parallelism.layout, self.parallelism.micro_batch, self.schedule)
+        layout = self.parallelism.layout
+        if task.compares_schedules:
+            return layout, self.parallelism.micro_batch, self.schedule
+        return layout, self.dp.mode
 
     def job(self, task: SearchTask) -> Job:
         """The job that rules check and estimates price."""
