@@ -351,27 +351,27 @@ def test_the_guard_against_code_from_files_passes_harmless_code(code: str) -> No
 # Lines of each wing. A change that needs more raises the number and says why beside it; denser lines buy
 # nothing. The aim is 95,000 lines of `stretto` and 8,000 of `stretto_interop`.
 WINGS = {
-    "stretto": 690,  # files beside the folders: errors, functions in users' files, versions of formats
+    "stretto": 700,  # files beside the folders: errors, functions in users' files, versions of formats
     "layout": 710,
     "program": 8_020,  # 170 of them for schedules in users' files
-    "job": 6_110,
-    "planner": 13_400,  # matrix products of time and of the dry run are counted apart: design.md has why
+    "job": 6_310,  # 160 of them for models from users' files
+    "planner": 14_400,  # bounds as arrays 0.2k, what-if 0.2k; products counted apart: design.md has why
     "view": 3_250,
-    "engine": 24_240,  # 90 of them try an optimiser from a user's file before ranks start
+    "engine": 24_440,  # 290 of them try users' optimisers and models before ranks start
     "autosplit": 2_000,
-    "run": 28_300,  # data 8.7k; launchers 1.2k; trackers, hooks, profiles and rounds of compare 1.5k
+    "run": 29_000,  # data 8.8k; launchers 1.2k; trackers, spans, hooks, profiles, compare's rounds 1.8k
     "recommender": 16_100,  # export and scoring for serving: 0.6k
-    "verify": 7_500,  # of which the causes of a difference, for three tasks: 1.1k
-    "cli": 8_160,  # options and help 1.0k, checks and tables of 27 commands
+    "verify": 7_520,  # of which the causes of a difference, for three tasks: 1.1k
+    "cli": 8_450,  # options and help 1.0k, checks and tables of 27 commands; what-if 0.1k
     "stretto_interop": 11_500,  # bash 0.45k, Megatron's flat buffers 0.5k, torch's archives 0.4k
 }
-WHOLE = 118_400  # of `stretto`; 3,600 came with users' parts, trackers, serving and versions
+WHOLE = 120_800  # of `stretto`; 6,000 came with users' parts, trackers, serving, versions and what-if
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_OF_95_PERCENT = 800, 100, 45
 FILLERS = 0  # of 61,000 bound names
 LIMITS = {
-    "private helpers that are called once": 1_010,  # the aim is 700
-    "dataclasses": 568,  # the aim is 350
-    "functions that take a config": 82,  # the aim is 60; 20 of them in run/config, 15 in cli
+    "private helpers that are called once": 1_025,  # the aim is 700
+    "dataclasses": 570,  # the aim is 350
+    "functions that take a config": 84,  # the aim is 60; 20 of them in run/config, 15 in cli
     "modules with one importer": 136,  # the aim is 100; three are launchers, a file for each
     # torch's operators, `apply` of autograd functions and numba's loops take positions alone
     "calls with more than five positional arguments": 28,

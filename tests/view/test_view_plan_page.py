@@ -54,7 +54,7 @@ def plan() -> Plan:
         )
         estimated, words = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
         assert estimated.memory is not None
-        ranking.append(Ranked(estimated, f"because of & {schedule}", words))
+        ranking.append(Ranked(estimate=estimated, reason=f"because of & {schedule}", layout=words))
         tried.append(
             Evaluated(
                 layout=words,

@@ -18,7 +18,7 @@ from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.task import RANKED, Candidate, Objective, SearchTask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ranked:
     """One of the best layouts.
 
@@ -299,7 +299,7 @@ def nearest_to_fitting(
 def _ranked(candidate: Candidate, result: Estimate, reason: str, task: SearchTask) -> Ranked:
     price, world = task.price, candidate.parallelism.layout.world
     tokens_per_dollar = None if price is None else result.tokens_per_s * 3600 / (price * world)
-    return Ranked(result, reason, str(candidate), tokens_per_dollar)
+    return Ranked(estimate=result, reason=reason, layout=str(candidate), tokens_per_dollar=tokens_per_dollar)
 
 
 def _strengths(result: Estimate) -> str:
