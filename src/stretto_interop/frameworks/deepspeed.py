@@ -25,6 +25,7 @@ from stretto.run.config.schema import ScheduleConfig
 from stretto_interop.frameworks.fields import JOB, NAMES, OPTIMISER, RATE, RUN, SHARDS, JobValues
 from stretto_interop.frameworks.mapping import (
     AROUND,
+    USER_MODEL,
     ExternalFramework,
     ParsedSettings,
     Rule,
@@ -609,7 +610,7 @@ def _note_model(values: JobValues) -> Iterator[str]:
         yield f"in the script: initial values with standard deviation {initial.init_std}{scaled}"
 
 
-_MODEL = tuple(name for name in NAMES if name.startswith(("model.", "lora.")))
+_MODEL = tuple(name for name in NAMES if name.startswith(("model.", "lora.")) and name not in USER_MODEL)
 
 RULES = (
     rule(

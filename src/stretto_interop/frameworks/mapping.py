@@ -257,7 +257,7 @@ AROUND = (
     *under("data", "shuffle shuffle_window cache cache_gib chat_template too_long"),
     *under("train", "device backend threads timeout_s start_s hang_s restarts grace_s hooks"),
     *under("eval", "every batches"),
-    *under("metrics", "to project tensorboard_dir peak_tflops trace profile profile_memory"),
+    *under("metrics", "to project tensorboard_dir peak_tflops trace profile profile_memory spans"),
     *under("sample", "prompt tokens temperature top_k"),
     *under("elastic", "layouts"),
     *under("run", "name dir private"),
@@ -265,6 +265,9 @@ AROUND = (
     *under("guard", "check_replicas check_memory on_mismatch"),
     *under("checkpoint", "if_busy keep_every keep_best resume may_differ"),
 )
+
+
+USER_MODEL = under("model", "build arguments")  # of a model from a user's file
 
 
 def renamed(
@@ -433,6 +436,7 @@ def next_token(instead: str) -> tuple[Rule, ...]:
             (data.noise_density, data.mean_span_length, data.sentinels, data.first_sentinel),
         ),
         restricted(JOB.loss, (None,), "the framework computes the cross-entropy"),
+        *(restricted(name, (None, {}), "the framework builds its own models") for name in USER_MODEL),
         restricted(JOB.optimiser.arguments, ({},), "classes of other frameworks take other arguments"),
     )
 

@@ -32,6 +32,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "metrics.to": (["wandb"], ["tensorboard", "mlflow"]),
     "metrics.project": ("gpt",),
     "train.hooks": (["mine.py:MyHooks"],),
+    "model.build": ("mine.py:build",),
+    "model.arguments": ({"width": 64},),
     "metrics.profile_memory": ([0],),
     "train.device": ("auto", "cpu", "cuda"),
     "train.backend": ("auto", "gloo", "nccl"),

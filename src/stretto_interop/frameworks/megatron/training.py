@@ -647,6 +647,7 @@ TRAINING: tuple[Rule, ...] = (
     ignored("Megatron-LM captures single layers, or all microbatches of a step at once", JOB.graphs),
     ignored("Megatron-LM computes no such figure", RUN.metrics.peak_tflops),
     ignored("--profile traces a step of Megatron-LM", RUN.metrics.trace),
+    ignored("Megatron-LM sends no spans", "metrics.spans"),
     ignored("--profile records steps of Megatron-LM", (RUN.metrics.profile, RUN.metrics.profile_memory)),
     ignored(
         "Megatron-LM writes no text at the end",
