@@ -65,9 +65,7 @@ from stretto_interop.frameworks.torchtitan_text import parse, render
 # ------------------------------------------------------------------ models
 
 _INITIAL = tuple(f"model.{entry.name}" for entry in fields(Initial))
-_MODEL_FIELDS = tuple(
-    name for name in NAMES if name.startswith("model.") and name not in (*_INITIAL, *USER_MODEL)
-)
+_MODEL_FIELDS = tuple(n for n in NAMES if n.startswith("model.") and n not in (*_INITIAL, *USER_MODEL))
 # flavours by the name of their module, and the presets of the same sizes
 FLAVOURS: Mapping[tuple[str, str], str] = {
     ("llama3", "1B"): "llama3.2-1b",

@@ -14,7 +14,7 @@ from torch import nn
 
 from command_line import CommandLine
 from proofs import verify
-from stretto.engine.user_model import UserModel
+from stretto.engine.user_model import UserModel, try_user_model
 from stretto.errors import StrettoError
 from stretto.job.user_shape import UserShape
 from stretto.run.config import TrainConfig
@@ -241,3 +241,10 @@ def test_commands_that_need_sizes_end_in_one_line(
     printed = CommandLine(capsys).error(name, path, *options)
     assert printed.startswith("error: ")
     assert "the model is from a file" in printed
+
+
+def test_the_example_is_a_model() -> None:
+    example = Path(__file__).parents[3] / "examples" / "my_model.py"
+    shape = try_user_model(f"{example}:build", {"vocab": 64, "positions": 32}, 32)
+    assert shape.vocab == 64
+    assert len(shape.layer_names) > 2
