@@ -48,8 +48,8 @@ def calibrate(
     """Measure this machine for the predictions of plan, predict and train.
 
     Measures matrix products, memory-bound operations, attention, collectives and messages among local ranks,
-    and host overhead. Takes about a minute, three at most; the machine should be otherwise idle. If it is
-    not, or has little time, this says so, and predictions have wider intervals.
+    and host overhead. Takes about a minute, three at most. The machine should be otherwise idle: if it is
+    busy, or the time does not suffice, a warning is printed, and predictions have wider intervals.
 
     From then on training predicts its steps with this profile; `stretto plan` and `stretto predict` use it
     with --cluster here, or --cluster FILE.

@@ -105,8 +105,8 @@ def move_buffers(layers: Iterable[nn.Module], device: torch.device, dtype: torch
 
 
 def try_user_model(build: str, arguments: Mapping[str, Any], sequence: int) -> UserShape:
-    """Build the user's model on the CPU and run it forward and backward on two samples, so that its mistakes
-    are found before ranks start; return what is known of it.
+    """Build the user's model on the CPU and run it forward and backward on two samples, so that mistakes
+    are found before ranks start. Return its layers, parameters and vocabulary.
 
     Raises:
         StrettoError: as `UserModel`; or layouts would not compute what one process does: it is built with

@@ -80,7 +80,7 @@ class UserShape(ModelShape):
 
     @property
     def unsupported_parts(self) -> tuple[str, ...]:
-        """None: it has been built."""
+        """Return an empty tuple: all of the model has been built."""
         return ()
 
     @property

@@ -183,7 +183,7 @@ class BranchAndBound:
         # without a time limit, search best-first from the start
         self._dives = self.only_dives or self.task.seconds is not None
         self._tie_breaker = count()
-        self._unestimated: list[tuple[Layout, int | None]] | None = None  # None: not begun
+        self._unestimated: dict[tuple[Layout, int | None], None] | None = None  # None: not listed yet
         self._unlisted: list[_SizedLayout] = []
         self._postponed: list[tuple[float, _Node]] = []
         self._legal: dict[object, bool] = {}
@@ -347,14 +347,14 @@ class BranchAndBound:
             return sized[0].tp > self.task.cluster.node, sized[0].cp
 
         if self._unestimated is None:
-            self._unestimated = sorted(self.space.layouts(), key=rarity)
+            self._unestimated = dict.fromkeys(sorted(self.space.layouts(), key=rarity))
         self._unlisted = [sized for sized in self._unlisted if sized[0] < inf]
-        layouts, self._unestimated = self._unestimated, []
+        layouts, self._unestimated = self._unestimated, {}
         for layout, expert_tp in layouts:
             if not self.space.sharings(layout):
                 continue  # the fixed choices exclude all of them
             if self._spent() > _ESTIMATION_END:
-                self._unestimated.append((layout, expert_tp))
+                self._unestimated[layout, expert_tp] = None
                 self._unlisted.append((inf, layout, expert_tp))
                 continue
             fit = self.savings.states_cannot_fit(layout, expert_tp)
@@ -365,14 +365,10 @@ class BranchAndBound:
             parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
             if parallelism is not None and self.space.schedules(parallelism):
                 self.candidates += 1
-                self._reject_parallelism(parallelism, fit, 1)
+                smallest = self.savings.least_memory(layout, expert_tp)
+                example = Candidate(parallelism, self.space.schedules(parallelism)[0], *smallest)
+                self.rejections.add(example, fit, lower_bound=True)
         self._unlisted.sort(key=lambda sized: sized[0])
-
-    def _reject_parallelism(self, parallelism: Parallelism, fit: Fit, candidates: int) -> None:
-        """Count candidates that do not fit with any schedule, sharing or saving."""
-        dp, saving = self.savings.least_memory(parallelism.layout, parallelism.expert_tp)
-        example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
-        self.rejections.add(example, fit, lower_bound=True, count=candidates)
 
     def _candidates_of(self, parallelism: Parallelism) -> int:
         return len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
@@ -389,10 +385,8 @@ class BranchAndBound:
             if estimate > limit or self._spent() > until:
                 unlisted.append((estimate, layout, expert_tp))
                 continue
-            if estimate == inf:
-                self._unestimated = [
-                    sized for sized in self._unestimated or () if sized != (layout, expert_tp)
-                ]
+            if estimate == inf and self._unestimated:
+                del self._unestimated[layout, expert_tp]
             for parallelism in self.space.parallelisms_of(layout, expert_tp):
                 candidates = self._candidates_of(parallelism)
                 self.candidates += candidates

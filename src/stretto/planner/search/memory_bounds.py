@@ -179,13 +179,11 @@ class _Rank:
     """A pipeline rank.
 
     Attributes:
-        stages: the layers of each of its stages.
         distinct: its different stages; those with the same numbers of blocks are one.
         peaks: its peak states: microbatches in flight and waiting for each of these, and which of them begins
             a backward.
     """
 
-    stages: tuple[range, ...]
     distinct: tuple[_Stage, ...]
     peaks: tuple[PeakState, ...]
 
@@ -219,7 +217,6 @@ class MemoryBounds:
         self._ranks = dict[object, tuple[_Rank, ...]]()
         self._states = dict[object, tuple[int, ...]]()
         self._layers = dict[object, _Layer]()
-        self._alike = dict[object, tuple[_Layer, ...]]()  # a block of each kind
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
         self._activations = dict[object, dict[Recompute, Bytes]]()
@@ -238,15 +235,6 @@ class MemoryBounds:
             job = Candidate(parallelism, ScheduleChoice(PLAIN), dp, saving).job(self.task)
             self._places[key] = _states(job, (range(self.task.shape.chain),)) // layout.pp
         return self._places[key]
-
-    def parallelism(self, parallelism: Parallelism, dp: DataParallelSettings, saving: Saving) -> int:
-        """A bound for every schedule: the states, and one microbatch in one block."""
-        mode = saving.recompute.mode
-        blocks = self._blocks(parallelism, "full" if mode == "auto" else mode)
-        states = self.states(parallelism.layout, parallelism.expert_tp, dp, saving)
-        # the rank with the largest blocks is unknown, and with it the states that it holds
-        pick = max if parallelism.layout.pp == 1 else min
-        return states + pick(block.saved + block.backward for block in blocks)
 
     def of(self, candidate: Candidate) -> MemoryBound:
         """Return the bound of a candidate."""
@@ -371,13 +359,6 @@ class MemoryBounds:
         block = layer if is_block(shape, layer) else layer - 1 if layer > 1 else 1
         return kind_counts(shape, range(block, block + 1)).index(1)
 
-    def _blocks(self, parallelism: Parallelism, mode: Mode) -> tuple[_Layer, ...]:
-        """A block of each kind."""
-        key = parallelism, mode
-        if key not in self._alike:
-            self._alike[key] = tuple(self._layer(parallelism, layer, mode) for layer in self._kinds)
-        return self._alike[key]
-
     def _of_ranks(self, parallelism: Parallelism, choice: ScheduleChoice) -> tuple[_Rank, ...]:
         task, pp = self.task, parallelism.layout.pp
         microbatches = task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
@@ -386,12 +367,12 @@ class MemoryBounds:
         if key not in self._ranks:
             self.work.add("program", 3 * depth_of(choice, pp) * microbatches)
             full, ranks = peak_states(choice, pp, microbatches), list[_Rank]()
-            for rank, local in zip(sampled_ranks(pp), self._stages(choice, pp), strict=True):
-                stages = [self._stage(stage) for stage in local]
+            for rank, placed in zip(sampled_ranks(pp), self._stages(choice, pp), strict=True):
+                stages = [self._stage(stage) for stage in placed]
                 distinct = tuple(dict.fromkeys(stages))
                 index = [distinct.index(stage) for stage in stages]
                 peaks = _highest_peaks(full[rank], [stage.head for stage in stages]) if full else ()
-                ranks.append(_Rank(stages=local, distinct=distinct, peaks=_of_distinct(peaks, index)))
+                ranks.append(_Rank(distinct=distinct, peaks=_of_distinct(peaks, index)))
             self._ranks[key] = tuple(ranks)
         return self._ranks[key]
 

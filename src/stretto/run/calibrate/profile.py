@@ -56,8 +56,8 @@ class ProgressLine:
         if self._quiet:
             return
         if self._terminal:
-            left = max(0.0, self._end - time.monotonic())
-            text = f"at most {left:.0f} s left  {part}: {measurement}"
+            remaining = max(0.0, self._end - time.monotonic())
+            text = f"at most {remaining:.0f} s left  {part}: {measurement}"
             print(f"\r{text[:_WIDTH]:{_WIDTH}}", end="", file=sys.stderr, flush=True)
         elif part != self._part:
             print(f"measuring {part}", file=sys.stderr, flush=True)
@@ -154,13 +154,13 @@ def measure_rank(kind: str, quick: bool, quiet: bool, end: float, seconds: float
                 "attention": (attention(watch, device, quick), measured.attention),
                 "layers": (small_steps(watch, quick) if cpu else (), measured.steps),
             }
-            begun, until = time.monotonic(), 0.0
-            end = max(end, begun + seconds)
+            start, until = time.monotonic(), 0.0
+            end = max(end, start + seconds)
             for name, (share, _) in PARTS.items():
                 until += share
                 measurements, into = parts[name]
 
-                def late(until: float = begun + until * (end - begun)) -> bool:
+                def late(until: float = start + until * (end - start)) -> bool:
                     """Whether a rank has no time left; the same on all ranks."""
                     passed = torch.tensor([float(time.monotonic() > until)], device=device)
                     dist.all_reduce(passed)
