@@ -27,6 +27,7 @@ from fitting import TABLES, Column
 from planning import HERE, is_fitted
 from published import adapted
 from published.rows import read_row
+from published.software import EARLY
 
 from stretto.errors import StrettoError
 from stretto.planner.assumptions import SoftwareAssumptions, software_profiles
@@ -60,12 +61,12 @@ class Constant:
 # within a step as Llama 3 405B on 8,192 and 16,384 H100 needs (arXiv 2407.21783, table 4); the rest are round
 # figures.
 CONSTANTS: Mapping[str, Constant] = {
-    "host": Constant(profiles=("unfused", "eager"), prior=25e-6, spread=0.5, low=5e-6, high=80e-6),
-    "action": Constant(profiles=("unfused", "eager"), prior=1e-3, spread=0.7, low=1e-4, high=5e-3),
+    "host": Constant(profiles=EARLY, prior=25e-6, spread=0.5, low=5e-6, high=80e-6),
+    "action": Constant(profiles=EARLY, prior=1e-3, spread=0.7, low=1e-4, high=5e-3),
     "blocking": Constant(profiles=(), prior=0.1, spread=1.0, low=0.02, high=1.0),
     "alone": Constant(profiles=(), prior=1.05, spread=0.05, low=0.95, high=1.25),
     "alone_hopper": Constant(profiles=(), prior=1.18, spread=0.05, low=0.95, high=1.35),
-    "sharded": Constant(profiles=("unfused", "eager"), prior=0.3, spread=1.0, low=0.05, high=1.0),
+    "sharded": Constant(profiles=EARLY, prior=0.3, spread=1.0, low=0.05, high=1.0),
 }
 Values = Mapping[str, float]
 PENALTY = 0.004  # of a constant one standard deviation from its prior, in mean error
@@ -104,7 +105,7 @@ def chosen_rows(rows: Sequence[TimedRow]) -> list[RunRecord]:
 def profile_name(row: RunRecord) -> str:
     """The name of the software profile of a row, which may state its kernel of attention beside it."""
     software = row.assumptions.software
-    stated = {"attention": software.attention, "hopper": software.hopper}
+    stated = {name: getattr(software, name) for name in ("attention", "hopper", "ahead", "serial", "spread")}
     return next(n for n, profile in software_profiles().items() if replace(profile, **stated) == software)
 
 

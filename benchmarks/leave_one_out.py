@@ -7,7 +7,7 @@ too. Beside it the two-line model (stretto.planner.run_scores), whose constant i
 
     python benchmarks/leave_one_out.py --tables ../shared/tables [--only TABLE] [--csv rows.csv] [--write]
 
-The output is Markdown, as in docs/appendix/prediction-errors.md. `--write` stores the width of intervals,
+The output is Markdown, as in docs/evidence/prediction-errors.md. `--write` stores the width of intervals,
 calibrated on all tables, in planner/data/intervals.yaml.
 """
 
@@ -42,12 +42,13 @@ from fitting import TABLES
 from planning import HEAD, line, percent
 from published import ADAPTERS
 
+from stretto.planner.assumptions import SoftwareAssumptions
 from stretto.planner.estimate import Estimate, estimate, interval
 from stretto.planner.run_scores import PredictedRow, summary
 
 # share of runs of the other tables that intervals hold, so that they hold the promised nine of ten of a
 # table that is left out, whose devices, software or networks the others lack
-INSIDE = 0.94
+INSIDE = 0.95
 
 
 def predicted(rows: Sequence[TimedRow], values: Values) -> list[PredictedRow]:
@@ -72,7 +73,8 @@ def needed_scales(rows: Sequence[PredictedRow]) -> list[float]:
         assert one.run.measured.seconds is not None
         off = abs(log(one.estimate.seconds / one.run.measured.seconds))
         made = one.estimate
-        unit = interval(made.job, made.cluster, made.precision, made.parts, scale=1.0)
+        software = one.run.assumptions.software
+        unit = interval(made.job, made.cluster, made.precision, made.parts, software, scale=1.0)
         scales.append(off / log(unit.high))
     return scales
 
@@ -90,7 +92,8 @@ def scaled(one: PredictedRow, scale: float) -> PredictedRow:
     """A prediction with its interval at that scale."""
     made = one.estimate
     assert made is not None
-    around = interval(made.job, made.cluster, made.precision, made.parts, scale=scale)
+    software = one.run.assumptions.software if one.run else SoftwareAssumptions()
+    around = interval(made.job, made.cluster, made.precision, made.parts, software, scale=scale)
     seconds = made.seconds
     low, high = around.low * seconds, around.high * seconds
     return replace(one, estimate=replace(made, low=low, high=high, widths=around.widths))

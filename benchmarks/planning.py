@@ -7,7 +7,7 @@ the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2
 
     python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
 
-The output is Markdown, as in docs/appendix/prediction-errors.md.
+The output is Markdown, as in docs/evidence/prediction-errors.md.
 """
 
 from __future__ import annotations

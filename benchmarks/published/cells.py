@@ -11,7 +11,7 @@ import yaml
 
 from published.values import is_blank, is_out_of_memory, read_choice, read_flag, read_number, squeezed
 from stretto.errors import StrettoError, nearest
-from stretto.planner.runs import COLUMNS, SECTIONS, USER_PREFIX, Cells, T, Value, allowed_values
+from stretto.planner.columns import COLUMNS, SECTIONS, USER_PREFIX, Cells, T, Value, allowed_values
 
 DATA = Path(__file__).parent / "data"
 _LARGEST = 2**24  # whole numbers above it are taken for mistakes
@@ -22,7 +22,7 @@ class Spelling(NamedTuple):
     """How papers fill in a column.
 
     Attributes:
-        kind: a kind of `stretto.planner.runs.Column`, or "percent".
+        kind: a kind of `stretto.planner.columns.Column`, or "percent".
         meaning, allowed: for columns that only papers have.
         choices: a choice by its squeezed spellings.
         units: what a word behind a number stands for.

@@ -12,7 +12,7 @@ from html import escape
 
 from published.figures import Comparison, Point
 from stretto.view import colours
-from stretto.view.html import plain_html, table_html
+from stretto.view.page import FRONT
 from stretto.view.panel import ticks
 from stretto.view.svg import element, page, text_line
 
@@ -254,6 +254,10 @@ def figure_html(comparison: Comparison) -> str:
         f'<div class="figure">{figure_svg(comparison)}</div>',
         f"<p>Source: {escape(comparison.source)}. Numbers are quoted with their citation.</p>",
         f"<p>Repeat it: <code>{command}</code></p>",
-        table_html(rows, f"{figure.measure}, by {figure.across}"),
+        f"<table><caption>{escape(figure.measure)}, by {escape(figure.across)}</caption>",
+        *(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows),
+        "</table>",
     ]
-    return plain_html(figure.title, "\n".join(body))
+    style = (FRONT / "style.css").read_text(encoding="utf-8")
+    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(figure.title)}</title>'
+    return "\n".join([head, f"<style>{style}</style>", "<main>", *body, "</main>", ""])

@@ -40,7 +40,7 @@ def narayanan(row: dict[str, str]) -> dict[str, str]:
     size = re.search(r"model-parallel size (\d+)", row["notes"])
     if size is None and not (row["tp"] or row["dp"]):
         raise StrettoError(f"the row tells no degrees for {row['gpus']} GPUs", hint="fill in tp, pp and dp")
-    cells = {**HALF, "flops_counted": "hardware", "recompute": "full"}
+    cells = {**HALF, "software": "serial", "flops_counted": "hardware", "recompute": "full"}
     if size is not None and not row["tp"]:
         cells |= split(int(size[1]), int(row["heads"]), node=8)
     pp = int(cells.get("pp") or row["pp"] or 1)

@@ -23,6 +23,10 @@ FUSED = "2023-03"
 FLASH_2 = "2023-09"
 CUDNN = "2025-01"
 HOPPER = "2022-09"  # from which on Transformer Engine is of use
+# Megatron's backward computes during its all-reduces since August 2021, as it did for Korthikanti et al.
+# (published in May 2022, so taken to be of 2021-05)
+OVERLAPPED = "2021-05"
+EARLY = ("serial", "unfused", "eager")
 SEQUENCE_PARALLEL = "2022-05"  # Korthikanti et al. 2022; the same month brought sharded optimizer states
 _LONG = 4096  # tokens; beyond it, scores that are stored were unusual
 # the profile that has each kernel's speed
@@ -50,7 +54,7 @@ class Software(NamedTuple):
     @property
     def early(self) -> bool:
         """True if it is like Megatron of 2020 to 2022: dropout, blocking messages, nothing overlaps."""
-        return self.name in ("unfused", "eager")
+        return self.name in EARLY
 
     def is_before(self, month: str) -> bool:
         """True if it is known or taken to be older than that month."""
@@ -67,7 +71,7 @@ def fill_software(cells: SpelledCells, device: Device, sequence: int) -> Softwar
         cells.report("software", name, reason)
     cells.values["software"] = name
     if kernel is None:
-        unfused = name in ("unfused", "eager") or _old(device)
+        unfused = name in EARLY or _old(device)
         cells.fill("attention", "unfused" if unfused else "fused", f"of software {name}")
     return Software(name, date)
 
@@ -90,7 +94,9 @@ def _of_date(cells: SpelledCells, date: str, device: Device, sequence: int, kern
     if kernel == "unfused" or (kernel is None and (_old(device) or date < FUSED)):
         stated = bool(software or cells.text("date"))
         long = sequence > _LONG and kernel is None and not stated and not _old(device)
-        return "fused" if long else "eager" if _EAGER.search(software) and not nvidia else "unfused"
+        if long or (_EAGER.search(software) and not nvidia):
+            return "fused" if long else "eager"
+        return "serial" if date < OVERLAPPED else "unfused"
     if kernel in _SPEEDS and date < FLASH_2:
         return _SPEEDS[kernel]
     if nvidia and (date >= FLASH_2 or device.released >= HOPPER):

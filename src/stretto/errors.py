@@ -76,7 +76,7 @@ class UnknownName(StrettoError):
 class PackageMissing(StrettoError, ImportError):
     """A package of the extra `train` is not installed, and `feature` computes with it."""
 
-    PACKAGES = ("torch", "safetensors", "tokenizers", "fsspec", "jinja2")  # as in pyproject.toml
+    PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "fsspec", "jinja2")  # as in pyproject.toml
 
     def __init__(self, feature: str, package: str) -> None:
         hint = "pip install 'stretto[train]', or 'stretto[recommender]' for recommenders"

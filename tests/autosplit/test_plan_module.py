@@ -301,3 +301,6 @@ def test_tables_and_pictures_show_every_operator_and_conversion() -> None:
     for rule in ("data parallel", "tensor parallel", "one weird trick", "replicated"):
         assert rule in table
         assert rule in svg
+    assert made._repr_svg_() == svg
+    styles = "3 BatchParallel, 1 ColumnParallel, 2 Replicate, 1 RowParallel"
+    assert repr(made) == f"ModulePlan({styles} on 2 x v100-32gb-pcie: {made.seconds:.3g} s a step)"

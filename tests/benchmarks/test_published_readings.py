@@ -335,12 +335,13 @@ def test_months_in_texts(text: str, month: str) -> None:
         # no date: what was usual a year after the device, or when the model came; never the newest
         (GPT, {}, "unfused", "explicit"),
         (GPT, {"seq": "16384"}, "fused", "auto"),
-        (GPT, {"gpu": "V100-32GB"}, "unfused", "explicit"),
+        (GPT, {"gpu": "V100-32GB"}, "serial", "explicit"),
         (GPT, {"gpu": "H100"}, "today", "auto"),
         (GPT, {"gpu": "B200"}, "today", "auto"),
         (RUN, {"gpu": "A100"}, "fused", "auto"),
         (RUN, {"model": "llama3-8b", "gpu": "A100"}, "today", "auto"),
         # dated
+        (GPT, {"date": "2021-02"}, "serial", "explicit"),
         (GPT, {"date": "2021"}, "unfused", "explicit"),
         (GPT, {"date": "2023-05"}, "fused", "auto"),
         (GPT, {"date": "2024"}, "today", "auto"),

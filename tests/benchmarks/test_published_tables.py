@@ -161,7 +161,7 @@ def test_bigscience_s_notes() -> None:
 @needs_tables
 @pytest.mark.slow
 def test_every_published_row_is_a_job_or_has_a_reason() -> None:
-    """The refusals that docs/appendix/prediction-errors.md counts."""
+    """The refusals that docs/evidence/prediction-errors.md counts."""
     refused = Counter[str]()
     count = 0
     for table in ADAPTERS:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.job.framework import Framework
 from stretto.planner.assumptions import software_profile
+from stretto.planner.columns import COLUMNS, allowed_values, column_reference, read_cells
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.names import normalised
 from stretto.planner.run_scores import ADDED, read_table
-from stretto.planner.runs import COLUMNS, RunRecord, allowed_values, column_reference, read_cells, read_run
+from stretto.planner.runs import RunRecord, read_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -555,9 +556,9 @@ def test_the_docs_contain_the_reference_of_all_columns() -> None:
     text = column_reference()
     for name, column in COLUMNS.items():
         assert f"| `{name}` | {column.alias} | {column.meaning} | {allowed_values(name)} |" in text
-    columns = (DOCS / "appendix" / "columns.md").read_text(encoding="utf-8")
-    assert text in columns, "put the output of `stretto predict --table-columns` into appendix/columns.md"
-    planning = (DOCS / "planning.md").read_text(encoding="utf-8")
+    columns = (DOCS / "reference" / "columns.md").read_text(encoding="utf-8")
+    assert text in columns, "put the output of `stretto predict --table-columns` into reference/columns.md"
+    planning = (DOCS / "evidence" / "planning-evidence.md").read_text(encoding="utf-8")
     assert not [name for name in ADDED if f"`{name}`" not in planning]
 
 

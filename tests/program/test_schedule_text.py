@@ -229,7 +229,7 @@ def test_csv_takes_versions_and_copies():
     assert from_csv(text, copies=2).orders == schedule("dualpipe", 2, 4).orders
 
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "program-format.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "program-format.md").read_text()
 
 
 def test_the_documented_example_is_what_is_written():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,16 @@ class ModulePlan:
     """
 
     splits: SplitPlan
+
+    def __repr__(self) -> str:
+        """Return the number of layers by style, and the predicted time of a step."""
+        counts = Counter(type(style).__name__ for style in self.plan.values())
+        styles = ", ".join(f"{count} {name}" for name, count in counts.items())
+        devices = f"{self.splits.machine.ranks} x {self.splits.machine.cluster.device.name}"
+        return f"ModulePlan({styles} on {devices}: {self.seconds:.3g} s a step)"
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
 
     @cached_property
     def plan(self) -> dict[str, ParallelStyle]:

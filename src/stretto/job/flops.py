@@ -7,7 +7,7 @@ decoder's (0: the same); costs "per token" of the whole model are then per token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import fsum, prod
 from typing import Literal
 
 from stretto.job.framework import CORE, Operator
@@ -42,7 +42,7 @@ def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
     kinds = shape.kinds()
     if len(kinds) == 1:
         return count(kinds[0][0])
-    return sum(many * count(kind) for kind, many in kinds) / shape.layers
+    return fsum(many * count(kind) for kind, many in kinds) / shape.layers
 
 
 def _attention(kind: ModelShape, sequence: int, causal: bool, memory: int = 0) -> float:
@@ -113,11 +113,11 @@ def head_flops(shape: ModelShape) -> float:
 def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False, target: int = 0) -> float:
     """Return the FLOPs per token of one forward pass over samples of `sequence` tokens."""
     if not shape.encoder_layers:
-        blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
+        blocks = fsum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
         return blocks + head_flops(shape)
     target = target or sequence
-    encoder = sum(many * _block(kind, sequence, causal) for kind, many in shape.encoder_stack.kinds())
-    decoder = sum(many * _block(kind, target, causal, sequence) for kind, many in shape.kinds())
+    encoder = fsum(many * _block(kind, sequence, causal) for kind, many in shape.encoder_stack.kinds())
+    decoder = fsum(many * _block(kind, target, causal, sequence) for kind, many in shape.kinds())
     return encoder + (decoder + head_flops(shape)) * target / sequence
 
 

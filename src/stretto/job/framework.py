@@ -51,6 +51,8 @@ class Framework:
             three float32 tensors of the logits' size.
         remainders: masters are the 16 bits that bfloat16 weights lack, and the update has no temporaries:
             apex's DistributedFusedAdam, as NeMo uses it.
+        frees_sent: what a pipeline stage has sent is freed at once (Megatron-LM's
+            `deallocate_pipeline_outputs`); otherwise as soon as a later action has waited for it.
         inputs_in_8_bits: linears with 8-bit products save their inputs in 8 bits, as Transformer Engine does;
             the output of core attention, which its backward reads, is saved in addition.
     """
@@ -65,6 +67,7 @@ class Framework:
     torch_loss: bool = False
     dtensor_loss: bool = False
     remainders: bool = False
+    frees_sent: bool = False
     inputs_in_8_bits: bool = False
 
 
@@ -97,5 +100,6 @@ def framework_behaviour(
         torch_loss=True,
         dtensor_loss=name == "fsdp",
         remainders=name == "nemo" and precision.dtype == "bfloat16",
+        frees_sent=name in ("megatron", "nemo"),
         inputs_in_8_bits=name in ("megatron", "nemo") and precision.fp8 != "none",
     )

@@ -104,7 +104,7 @@ class Execution:
             "`auto`: torch's fused kernels, or, for scores that they do not support, FlexAttention if the "
             "device can train with it, else the formula in tiles; `sdpa`: without FlexAttention; `flex`: "
             "FlexAttention alone; `explicit`: computes and stores the matrix of probabilities, as attention "
-            "dropout always does. See docs/accelerators.md."
+            "dropout always does. See docs/evidence/accelerators.md."
         ),
     ] = "auto"
     compile: Annotated[
@@ -112,14 +112,14 @@ class Execution:
         Field(
             "`blocks`: torch.compile fuses the operations between the matrix products of blocks, once for "
             "all blocks that are alike; needs a C++ compiler on CPUs, Triton on GPUs. See "
-            "docs/accelerators.md."
+            "docs/evidence/accelerators.md."
         ),
     ] = "off"
     graphs: Annotated[
         Graphs,
         Field(
             "`microbatch`: forward and backward of a microbatch are captured once as a graph of the "
-            "device and replayed, which costs the host one launch. See docs/accelerators.md."
+            "device and replayed, which costs the host one launch. See docs/evidence/accelerators.md."
         ),
     ] = "off"
     vocab_multiple: Annotated[
@@ -137,7 +137,7 @@ class Execution:
         str | None,
         Field(
             "A loss of your own in place of the cross-entropy: `FILE.py:NAME` of a function of logits [b, s, "
-            "vocab] and targets [b, s], summed over tokens; see docs/library.md.",
+            "vocab] and targets [b, s], summed over tokens; see docs/do/own-model.md.",
             pattern=IN_A_FILE,
             examples=("mine.py:loss",),
         ),

@@ -125,7 +125,7 @@ class Optimiser:
         OptimiserName | str,
         Field(
             "The update rule. `muon` is used for the blocks' matrices; all other parameters use AdamW. "
-            "`FILE.py:CLASS` is a class of your own: see docs/library.md.",
+            "`FILE.py:CLASS` is a class of your own: see docs/do/own-model.md.",
             pattern=rf"{'|'.join(OPTIMISERS)}|{IN_A_FILE}",
             examples=("mine.py:AdaBelief",),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from math import fsum
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -61,7 +62,7 @@ def stages_of(
         )
         for n in counts
     ]
-    return min(cuts, key=lambda stages: max(sum(costs[layer] for layer in stage) for stage in stages))
+    return min(cuts, key=lambda stages: max(fsum(costs[layer] for layer in stage) for stage in stages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +198,6 @@ def stage_times(of: ScheduleSearchKey, stages: int) -> list[Times]:
         shape, of.sequence, stages, of.stage_layers, target=of.target, encoder_stages=of.encoder_stages
     )
     for stage in cut_into:
-        f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
+        f, i, w = (fsum(times[layer][kind] for layer in stage) / unit for kind in range(3))
         by_stage.append((f, i, w))
     return by_stage

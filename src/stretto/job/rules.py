@@ -77,6 +77,8 @@ def _ranks(job: Job) -> Iterator[Problem]:
 
 def _tensor(job: Job) -> Iterator[Problem]:
     shape, tp = job.shape, job.layout.tp
+    if fits_tp(shape, tp):
+        return
     legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
     fix = either("layout.tp", nearest_values(tp, legal))
     for name, size in dict((("heads", shape.heads), *_mlps(shape))).items():

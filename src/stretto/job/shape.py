@@ -44,7 +44,7 @@ class ModelShape:
         Field(
             "The defaults of all other fields. `gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "
             "`llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention). The others are in "
-            "docs/models.md."
+            "docs/reference/models.md."
         ),
     ]
     layers: Annotated[

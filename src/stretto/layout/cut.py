@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf, isfinite
+from math import fsum, inf, isfinite
 
 from stretto.errors import StrettoError
 
@@ -82,8 +82,8 @@ def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
     """Return as text the ratio of the largest stage to the mean, and each stage's layers and share of the
     cost.
     """
-    totals = [sum(costs[layer] for layer in stage) for stage in stages]
-    total_cost = sum(totals) or 1.0
+    totals = [fsum(costs[layer] for layer in stage) for stage in stages]
+    total_cost = fsum(totals) or 1.0
     largest = max(totals) * len(stages) / total_cost
     lines = [f"{len(costs)} layers over {len(stages)} stages, largest {largest:.3f} x mean"]
     for number, (stage, total) in enumerate(zip(stages, totals, strict=True)):

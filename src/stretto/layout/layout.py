@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
 
+from stretto.display import render
 from stretto.errors import StrettoError, nearest
 
 
@@ -219,7 +220,8 @@ class Layout:
 
     def size(self, axes: str) -> int:
         """Return the number of ranks of a group over `axes`."""
-        return len(self.group(self.offset, axes))
+        grid, names = self.grid_of(axes)
+        return prod(grid.sizes[name] for name in filter(None, names.split("-")))
 
     def index(self, rank: int, axes: str) -> int:
         """Return the index of `rank` along `axes`, the first named varying fastest, whatever the layout's
@@ -272,6 +274,12 @@ class Layout:
         """Return the fields that differ from their defaults."""
         values = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Layout({', '.join(f'{name}={value!r}' for name, value in values)})"
+
+    def _repr_html_(self) -> str | None:
+        return render("layout_html", self)
+
+    def _repr_svg_(self) -> str | None:
+        return render("layout_svg", self)
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from stretto.errors import StrettoError
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.reading import shipped
 
@@ -22,12 +23,18 @@ class SoftwareAssumptions:
         action: seconds that the host takes for a stage's forward or backward in addition to its kernels.
         blocking: share of the shorter of kernels and launches that adds to the longer if collectives over tp
             split a layer: ranks wait for one another at each, so that no host runs far ahead.
-        hidden: share of the backward's collectives over tp that overlap with products.
+        ahead: hosts launch kernels ahead of what other tp ranks wait for; otherwise `blocking` is 1. BLOOM's
+            runs with DeepSpeed were no slower with `CUDA_LAUNCH_BLOCKING=1`, and kept it (bigscience,
+            train/tr11-176B-ml/chronicles-prequel.md).
+        serial: collectives over tp, products, and sums of gradients run one after another. Megatron-LM
+            overlaps the backward's all-reduce since August 2021 (commit cf7efd4f), and adds gradients within
+            products since February 2022 (83b1e42f); before that, autograd adds those of each microbatch in a
+            pass of its own. Megatron-DeepSpeed disables both (its issue 447).
         pipelined: share of the gathers and reduce-scatters over tp that run in parts, overlapped with the
             parts of their products (Transformer Engine's user buffers; Wang et al. 2023, "Overlap
             communication with dependent computation via decomposition").
         slowdown: factor on the time of computation during communication, 1.0 for none. Measured factors of
-            common kernels are 1.1 to 1.4 (docs/planning.md).
+            common kernels are 1.1 to 1.4 (docs/evidence/planning-evidence.md).
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
             A100, and on Hopper and later. On A100 FlashAttention 1 reaches half the speed of 2 (Dao 2023,
             section 4.1); on H100 FlashAttention 2 reaches half the speed of 3 (Shah et al. 2024, section
@@ -53,12 +60,15 @@ class SoftwareAssumptions:
         scattered: instead of the same activation, each tp rank sends a part of it to the next stage, where
             the parts are gathered (Narayanan et al. 2021, section 4.1).
         causal: fused attention skips what is masked.
+        spread: relative uncertainty of kernels with this software, beside that of the device: how far runs
+            with it are off that no constant was fitted on.
     """
 
     host: float = 0.0
     action: float = 0.0
     blocking: float = 0.0
-    hidden: float = 1.0
+    ahead: bool = True
+    serial: bool = False
     pipelined: float = 0.0
     slowdown: float = 1.2
     attention: float = 1.0
@@ -76,6 +86,7 @@ class SoftwareAssumptions:
     alone_hopper: float = 1.0
     scattered: bool = False
     causal: bool = True
+    spread: float = 0.05
 
     def fused(self, device: Device) -> float:
         """Speed of fused attention on a device, over that of the fastest kernels."""
@@ -91,17 +102,24 @@ _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # 
 
 @lru_cache(maxsize=1)
 def software_profiles() -> dict[str, SoftwareAssumptions]:
-    """Software profiles by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle
-    of 2023), "today" (unfused PyTorch kernels, FlashAttention 2), "compiled" (the same, fused by
-    torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
+    """Software profiles by name: "serial" and "unfused" (before fused attention), "fused" (FlashAttention 1,
+    to the middle of 2023), "today" (unfused PyTorch kernels, FlashAttention 2), "compiled" (the same, fused
+    by torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
     """
     profiles: dict[str, dict[str, Any]] = shipped("stretto.planner", "software")
     return {name: replace(SoftwareAssumptions(), **fields) for name, fields in profiles.items()}
 
 
 def software_profile(name: str) -> SoftwareAssumptions:
-    """The software profile of that name."""
-    return software_profiles()[name]
+    """The software profile of that name.
+
+    Raises:
+        StrettoError: there is none.
+    """
+    profiles = software_profiles()
+    if name not in profiles:
+        raise StrettoError(f"there is no software {name!r}", hint=f"one of {', '.join(profiles)}")
+    return profiles[name]
 
 
 def _today() -> SoftwareAssumptions:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import exp, hypot, log2, sqrt
+from math import exp, fsum, hypot, log2, sqrt
 from typing import Any, NamedTuple
 
+from stretto.display import render
 from stretto.errors import StrettoError
 from stretto.job.data_parallel import Dtype
 from stretto.job.flops import hardware_flops_per_token, model_flops_per_step
+from stretto.job.framework import STRETTO
 from stretto.job.job import Job
-from stretto.planner.assumptions import Assumptions
+from stretto.planner.assumptions import Assumptions, SoftwareAssumptions
+from stretto.planner.known_errors import known_errors
 from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.reading import shipped
-from stretto.planner.memory.fits import Fit, fit
+from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, rank_memory
 from stretto.planner.time.constants import is_fitted
@@ -51,7 +54,12 @@ def _constants() -> dict[str, Any]:
 
 
 def interval(
-    job: Job, cluster: Cluster, precision: Precision, parts: Mapping[str, float], scale: float | None = None
+    job: Job,
+    cluster: Cluster,
+    precision: Precision,
+    parts: Mapping[str, float],
+    software: SoftwareAssumptions,
+    scale: float | None = None,
 ) -> Interval:
     """The interval of a step with these seconds by part.
 
@@ -60,18 +68,20 @@ def interval(
     """
     constants = _constants()
     factor: float = constants["scale"] if scale is None else scale
-    busy = sum(parts.get(name, 0.0) for names in SOURCES.values() for name in names)
+    busy = fsum(parts.get(name, 0.0) for names in SOURCES.values() for name in names)
     widths = {"noise": factor * constants["noise"]}
     for source, names in SOURCES.items():
-        share = sum(parts.get(name, 0.0) for name in names) / busy if busy else 0.0
-        modelled = factor * share * _uncertainty(source, job, cluster, precision)
+        share = fsum(parts.get(name, 0.0) for name in names) / busy if busy else 0.0
+        modelled = factor * share * _uncertainty(source, job, cluster, precision, software)
         widths[source] = hypot(modelled, share * cluster.spread.get(source, 0.0))
-    half_width = sqrt(sum(width**2 for width in widths.values()))
+    half_width = sqrt(fsum(width**2 for width in widths.values()))
     # a factor up is as likely as its inverse down
     return Interval(exp(-half_width), exp(half_width), {name: widths[name] for name in (*SOURCES, "noise")})
 
 
-def _uncertainty(source: str, job: Job, cluster: Cluster, precision: Precision) -> float:
+def _uncertainty(
+    source: str, job: Job, cluster: Cluster, precision: Precision, software: SoftwareAssumptions
+) -> float:
     """Relative uncertainty of a source's time."""
     constants = _constants()[source]
     if source == "kernels":
@@ -83,7 +93,9 @@ def _uncertainty(source: str, job: Job, cluster: Cluster, precision: Precision) 
         more = [constants["low_precision"]] if precision in ("fp8", "fp4") else []
         if (moe := job.shape.moe) is not None:  # launches and casts of each expert, and small products
             more.append(constants["experts"] * (1 + log2(max(1, moe.experts // job.layout.ep)) / 4))
-        return sqrt(sum(x**2 for x in (constants[measurement], *more)))
+        if not cluster.device.kernels:  # else measured with the software of this machine
+            more.append(software.spread)
+        return sqrt(fsum(x**2 for x in (constants[measurement], *more)))
     if source == "network":
         if cluster.tables:
             return constants["calibrated"]
@@ -130,6 +142,7 @@ class Estimate:
             `seconds`.
         precision: precision of matrix products.
         memory: memory of the fullest rank, or None if not requested.
+        known_errors: what is known to be wrong with such predictions (`planner.known_errors`).
     """
 
     job: Job
@@ -143,6 +156,20 @@ class Estimate:
     backward: float
     precision: Precision
     memory: Fit | None
+    known_errors: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return a summary in one line."""
+        device = f"{self.job.layout.world} x {self.cluster.device.name}"
+        step = f"{self.seconds:.4g} s a step ({self.low:.3g} to {self.high:.3g})"
+        rates = f"{self.tokens_per_s:,.0f} tokens/s" + ("" if self.mfu is None else f", MFU {self.mfu:.1%}")
+        fit = ""
+        if self.memory is not None:
+            fit = f", {self.memory.device.mid / 2**30:.1f} GiB: {self.memory.verdict}"
+        return f"Estimate({str(self.job.layout)!r} on {device}: {step}, {rates}{fit})"
+
+    def _repr_html_(self) -> str | None:
+        return render("estimate_html", self)
 
     @property
     def bubble(self) -> float:
@@ -232,17 +259,27 @@ def estimate(
     assumptions = assumptions or Assumptions()
     memory_job = memory_of(job) if memory or _modes_depend_on_memory(job) else None
     time = _step_time(job, cluster, assumptions, memory_job)
+    free = FREE if job.framework == STRETTO else FREE_OF_OTHERS
     fits = (
-        fit(rank_memory(memory_job), cluster.device, assumptions.reserve)
+        fit(rank_memory(memory_job), cluster.device, assumptions.reserve, free)
         if memory_job is not None and memory
         else None
     )
     precision = assumptions.products or precision_of(job)
-    return estimate_of(job=job, cluster=cluster, precision=precision, time=time, memory=fits)
+    software = assumptions.software
+    return estimate_of(
+        job=job, cluster=cluster, precision=precision, time=time, software=software, memory=fits
+    )
 
 
 def estimate_of(
-    *, job: Job, cluster: Cluster, precision: Precision, time: StepTime, memory: Fit | None = None
+    *,
+    job: Job,
+    cluster: Cluster,
+    precision: Precision,
+    time: StepTime,
+    software: SoftwareAssumptions,
+    memory: Fit | None = None,
 ) -> Estimate:
     """The estimate of a step that was replayed already.
 
@@ -252,10 +289,10 @@ def estimate_of(
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
     forward, backward = (
-        cluster.correction * sum(part for name, part in phase.items() if name != "data")
+        cluster.correction * fsum(part for name, part in phase.items() if name != "data")
         for phase in (time.forward, time.backward)
     )
-    around = interval(job, cluster, precision, time.parts)
+    around = interval(job, cluster, precision, time.parts, software)
     return Estimate(
         job=job,
         cluster=cluster,
@@ -268,6 +305,7 @@ def estimate_of(
         backward=backward,
         precision=precision,
         memory=memory,
+        known_errors=known_errors(job=job, cluster=cluster, precision=precision, software=software),
     )
 
 

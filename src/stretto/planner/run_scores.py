@@ -23,11 +23,12 @@ from stretto.errors import StrettoError
 from stretto.job.flops import hardware_flops_per_token
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
+from stretto.planner.columns import USER_PREFIX, column_name
 from stretto.planner.estimate import NOISE, Estimate, estimate, precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.runs import USER_PREFIX, RunRecord, column_name
+from stretto.planner.runs import RunRecord
 
 GIB = 2**30
 _HINT = 100  # characters of a hint that stays with a refusal

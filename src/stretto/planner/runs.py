@@ -1,241 +1,38 @@
-"""Runs in the rows of a table or as words: the columns, their defaults, and the job that a row describes.
-
-Every default that makes a choice is reported; one that says that something is absent is not. Cells that
-contradict each other are refused.
+"""Runs in the rows of a table or as words: the job that a row describes. Cells that contradict each other are
+refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, cast
 
 from stretto.errors import Problem, StrettoError, nearest
-from stretto.job.data_parallel import MODES, DataParallelSettings, Dtype, Offload, Precision
+from stretto.job.data_parallel import MODES, DataParallelSettings, Dtype, Precision
 from stretto.job.experts import ExpertShape
-from stretto.job.families import FAMILIES, Family
+from stretto.job.families import Family
 from stretto.job.flops import hardware_flops_per_token, model_flops_per_token
 from stretto.job.framework import CORE, OPERATORS, Framework, Operator, framework_behaviour
 from stretto.job.job import VOCAB_MULTIPLE, Job, Recompute, RecomputeMode
 from stretto.job.lora import EVERY_LINEAR, LoraShape
+from stretto.job.optimiser import Optimiser
 from stretto.job.parameters import count_parameters
 from stretto.job.presets import find_shape
 from stretto.job.rules import problems
 from stretto.job.shape import ModelShape
-from stretto.layout.layout import Layout
+from stretto.layout.layout import ORDER, Layout
 from stretto.layout.shards import Mode
-from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile, software_profiles
+from stretto.planner.assumptions import Assumptions, SoftwareAssumptions, software_profile
+from stretto.planner.columns import Cells, allowed_values, read_cells
 from stretto.planner.estimate import precision_of, usual_dtype
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.machines.names import normalised
 from stretto.planner.machines.networks import LATENCIES, parse_network
-from stretto.planner.machines.reading import shipped
-from stretto.program import entry
-from stretto.program import names as schedules
-from stretto.program.schedules.user_schedule import is_file
 
-Value = int | float | bool | str
-T = TypeVar("T", bound=Value)
-Kind = Literal["count", "number", "share", "flag", "choice", "text"]
 MemoryKind = Literal["allocated", "reserved", "device"]
 FlopsKind = Literal["model", "hardware"]
-USER_PREFIX = "x_"  # of the names of columns that a user adds; they are copied and not read
-
-# ------------------------------------------------------------------ columns
-
-
-class Column(NamedTuple):
-    """A column of a table, and a word of `stretto predict`.
-
-    Attributes:
-        meaning: description with the unit.
-        default: meaning of an empty cell.
-        choices: the values of a `choice`.
-        alias: another name of the column.
-        allowed: the values of a cell, in words; for a text that is read.
-        flags: options of other programs, whose names may precede the value of a choice.
-        spellings: of each value of a choice, by other programs.
-    """
-
-    kind: Kind
-    meaning: str
-    default: str = ""
-    choices: Sequence[str] = ()
-    alias: str = ""
-    allowed: str = ""
-    flags: Sequence[str] = ()
-    spellings: Mapping[str, Sequence[str]] = MappingProxyType({})
-
-    def readings(self) -> dict[str, str]:
-        """Return the values of a choice by all their spellings, letters and digits only."""
-        spellings = [
-            (value, each) for value in self.choices for each in (value, *self.spellings.get(value, ()))
-        ]
-        return {
-            normalised(flag) + normalised(each): value
-            for flag in ("", *self.flags)
-            for value, each in spellings
-        }
-
-
-def _sections() -> dict[str, dict[str, Column]]:
-    """Return the columns of `data/columns.yaml` by section."""
-    listed = {"schedules": tuple(schedules()), "families": FAMILIES, "profiles": tuple(software_profiles())}
-    operators = f"{', '.join(OPERATORS)}; several with +"
-
-    def column(fields: dict[str, Any]) -> Column:
-        named: str | list[str] = fields.pop("choices", [])
-        choices = listed[named] if isinstance(named, str) else named
-        allowed: str = fields.pop("allowed", "")
-        return Column(**fields, choices=choices, allowed=operators if allowed == "operators" else allowed)
-
-    sections: dict[str, dict[str, dict[str, Any]]] = shipped("stretto.planner", "columns")
-    return {
-        title: {name: column(fields) for name, fields in section.items()}
-        for title, section in sections.items()
-    }
-
-
-SECTIONS = _sections()
-COLUMNS = {name: column for section in SECTIONS.values() for name, column in section.items()}
-_NAMES = {spelling: name for name, column in COLUMNS.items() for spelling in (name, column.alias) if spelling}
-_LARGEST = 2**24  # counts above it are taken for mistakes
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-
-
-def column_name(spelling: str) -> str:
-    """Return the name of the column with that name or alias.
-
-    Raises:
-        StrettoError: no such column; the hint has the nearest.
-    """
-    name = _NAMES.get(spelling.strip().lower())
-    if name is None:
-        similar = nearest(spelling.lower(), _NAMES)
-        hint = f"`stretto predict --table-columns` lists all; start columns of your own with {USER_PREFIX}"
-        raise StrettoError(
-            f"there is no column {spelling!r}",
-            hint=f"did you mean {similar!r}? {hint}" if similar else hint,
-        )
-    return name
-
-
-def allowed_values(name: str) -> str:
-    """Describe the values of a column."""
-    column = COLUMNS[name]
-    texts = {
-        "count": "a whole number above 0",
-        "number": "a number above 0",
-        "share": "a number from 0 to below 1",
-        "flag": "0 or 1",
-        "text": "any text",
-    }
-    return column.allowed or ", ".join(column.choices) or texts[column.kind]
-
-
-def read_value(name: str, cell: str) -> Value:
-    """Return the value of a cell that is not empty.
-
-    Raises:
-        StrettoError: a value that the column does not allow.
-    """
-    column, value = COLUMNS[name], None
-    if name == "schedule" and is_file(cell):
-        return entry(cell).name
-    if column.kind == "text":
-        value = cell
-    elif column.kind == "choice":
-        value = cell.lower() if cell.lower() in column.choices else None
-        if value is None and not re.fullmatch(r"[-+]\d+|[-+]?\d*\.\d*", cell):  # neither -1 nor 1.0 is 1
-            value = column.readings().get(normalised(cell))
-    elif column.kind == "flag":
-        value = _FLAGS.get(cell.lower())
-    else:
-        try:
-            number = float(cell)
-        except ValueError:
-            number = -1.0
-        if column.kind == "count":
-            value = int(number) if 1 <= number <= _LARGEST and number == int(number) else None
-        elif (column.kind == "share" and 0 <= number < 1) or 0 < number < float("inf"):
-            value = number if column.kind == "number" or number < 1 else None
-    if value is None:
-        readings = {**column.readings(), **{choice: choice for choice in column.choices}}
-        similar = nearest(cell.lower(), readings)
-        similar = similar and readings[similar]
-        raise StrettoError(
-            f"{name} is {cell!r}, allowed: {allowed_values(name)}",
-            hint=f"did you mean {similar!r}?" if similar else f"{name}: {column.meaning}",
-        )
-    return value
-
-
-def column_reference() -> str:
-    """Return the reference of all columns in Markdown, as `stretto predict --table-columns` prints it."""
-    lines = ["| column | also | meaning | allowed | where empty |", "|---|---|---|---|---|"]
-    for title, section in SECTIONS.items():
-        lines.append(f"| *{title}* | | | | |")
-        lines += [
-            f"| `{name}` | {column.alias} | {column.meaning} | {allowed_values(name)} | {column.default} |"
-            for name, column in section.items()
-        ]
-    return "\n".join(lines) + "\n"
-
-
-class Cells:
-    """The values of a row by column.
-
-    Attributes:
-        defaults: the values that empty cells were given, each with the reason.
-    """
-
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        self.values = dict(values)
-        self.defaults = dict[str, str]()
-
-    def get(self, name: str, kind: type[T]) -> T | None:
-        """Return the value of a cell, or None if it is empty."""
-        value = self.values.get(name)
-        assert name in COLUMNS
-        assert value is None or isinstance(value, kind)
-        return value
-
-    def get_or(self, name: str, default: T, reason: str = "") -> T:
-        """Return the value of a cell, or the default, which is reported."""
-        value = self.get(name, type(default))
-        if value is not None:
-            return value
-        self.report(name, default, reason)
-        return default
-
-    def report(self, name: str, value: Value, reason: str = "") -> None:
-        """Record the value of a column that no cell states, and the reason for it."""
-        shown = int(value) if isinstance(value, bool) else value
-        text = f"{shown:g}" if isinstance(shown, float) else str(shown)
-        self.defaults[name] = f"{text} ({reason})" if reason else text
-
-
-def read_cells(row: Mapping[str, str]) -> Cells:
-    """Return the values of a row, by the columns' names or aliases; columns of the user's are skipped.
-
-    Raises:
-        StrettoError: an unknown column, one under two names, or a value that its column does not allow.
-    """
-    values = dict[str, Value]()
-    for spelling, cell in row.items():
-        if spelling.startswith(USER_PREFIX) or not cell.strip():
-            continue
-        name = column_name(spelling)
-        if name in values:
-            raise StrettoError(f"{name} is given under two names", hint=f"leave {spelling} out")
-        values[name] = read_value(name, cell.strip())
-    return Cells(values)
-
-
-# ------------------------------------------------------------------ runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +133,16 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
         gradients="same" if accumulated == "same" else "float32",
         fp8="tensor" if word in ("fp8", "fp4") else "none",
     )
-    recompute, again = _recomputation(cells, model.layers, stages)
+    rule: Any = cells.get("optimizer", str) or "adamw"
+    recompute, base = _recomputation(cells, model.layers, stages)
     dp = _sharing(cells, layout, least_sharing(model, layout, machine, precision))
     name = cells.get_or("framework", "stretto")
     if (name, cells.get("software", str)) == ("nemo", "tuned"):
         cells.values["fused_loss"] = cells.get_or("fused_loss", True, "of NeMo's recipes")
     software, attention = _software(cells, old=half == "fp16", stretto=name == "stretto")
+    if name == "deepspeed":  # whose pipelines overlap nothing of a layer
+        pipelined = dp.mode != "zero3"
+        software = replace(software, ahead=not pipelined, serial=pipelined or software.serial, spread=0.25)
     job = Job(
         shape=model,
         layout=layout,
@@ -355,11 +156,17 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
         context="ulysses" if cells.get("context", str) == "ulysses" else "ring",
         recompute=recompute,
         dp=dp,
+        optimiser=Optimiser(
+            clip=None,
+            name=rule,
+            states=cells.get("optimizer_states", str) or "float32",  # pyright: ignore[reportArgumentType]
+            momentum=0.9 if rule == "sgd" else 0.0,  # without which it has no states
+        ),
         precision=precision,
         attention="auto" if attention == "fused" else "explicit",
         loss_chunk=None,
         fused_loss=bool(cells.get("fused_loss", bool)),
-        framework=again,
+        framework=base,
         vocab_multiple=VOCAB_MULTIPLE,
     )
     if name != "stretto":
@@ -367,14 +174,12 @@ def run_of(cells: Cells, cluster: Cluster | None = None, shape: ModelShape | Non
         keeps_gradients = layout.pp > 1 and (dp.mode == "zero2" or (dp.mode == "zero3" and name == "fsdp"))
         if keeps_gradients and dp.mode == "zero2":
             cells.report("zero", "2", "whole gradients are kept beside shards: more memory than zero 1")
-        compiled = cells.get("software", str) in ("compiled", "tuned")
+        fused = cells.get("software", str) in ("compiled", "tuned")
         job = replace(
             job,
             dp=replace(dp, reduce="step" if keeps_gradients else "auto"),
             loss_chunk=0,
-            framework=framework_behaviour(
-                name, dp=dp, precision=precision, compiled=compiled, recompute=again
-            ),
+            framework=framework_behaviour(name, dp=dp, precision=precision, compiled=fused, recompute=base),
             vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
         )
     forwards = (job.microbatches or 1) * stages
@@ -459,16 +264,9 @@ def experts_of(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
     Raises:
         StrettoError: their number is missing.
     """
-    names = {
-        "experts": "experts",
-        "top_k": "top_k",
-        "expert_ffn": "ffn",
-        "shared_ffn": "shared_ffn",
-        "dense_layers": "dense_layers",
-    }
-    fields: dict[str, Any] = {
-        field: cells.values[name] for name, field in names.items() if name in cells.values
-    }
+    names = ("experts", "top_k", "expert_ffn", "shared_ffn", "dense_layers")
+    stated = {name: cells.values[name] for name in names if name in cells.values}
+    fields: dict[str, Any] = {name.replace("expert_ffn", "ffn"): value for name, value in stated.items()}
     if base is None and fields and "experts" not in fields:
         raise StrettoError("the row's model has no experts", hint="fill in experts, or leave top_k empty")
     return replace(base, **fields) if base else ExpertShape(**fields) if fields else None
@@ -535,7 +333,8 @@ def layout_of(cells: Cells, shape: ModelShape, machine: Cluster) -> Layout:
     expert_tp = cells.get("expert_tp", int)
     if shape.moe is not None and ep > 1 and tp > 1 and expert_tp is None:
         expert_tp = cells.get_or("expert_tp", 1, "experts whole, as in Megatron-Core")
-    return Layout(tp=tp, cp=cp, ep=ep, dp=copies, pp=pp, expert_tp=expert_tp)
+    order = cells.get("order", str) or ORDER
+    return Layout(tp=tp, cp=cp, ep=ep, dp=copies, pp=pp, expert_tp=expert_tp, order=order)
 
 
 def _schedule(cells: Cells, pp: int) -> tuple[str, dict[str, Any]]:
@@ -664,7 +463,7 @@ def _sharing(cells: Cells, layout: Layout, needed: Mode) -> DataParallelSettings
     size, offload = cells.get("shard", int), cells.get("offload", str)
     fields = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
     shards = {field: size for start, field in fields if size and MODES.index(start) <= MODES.index(mode)}
-    places: dict[str, Offload] = {}
+    places = {"offload": "nvme", "path": "/local"} if offload == "nvme" else dict[str, str]()
     if offload in ("optimizer", "both"):
         places["offload"] = "cpu"
     if offload in ("parameters", "both"):
@@ -711,15 +510,14 @@ def _recomputation(cells: Cells, layers: int, stages: int) -> tuple[Recompute, F
 
 
 def _software(cells: Cells, *, old: bool, stretto: bool) -> tuple[SoftwareAssumptions, str]:
-    """Return the profile of the software, with the speed of the stated attention kernel, and whether
-    attention is "fused" or "unfused".
+    """Return the profile of the software with the stated kernel's speed, and "fused" or "unfused" attention.
 
     Args:
         old: the device is older than Ampere: neither bfloat16 nor FlashAttention.
     """
     kernel = cells.get("attention", str)
     name = cells.get_or("software", "today" if stretto or not (old or kernel == "unfused") else "unfused")
-    early = not stretto and (old or name in ("unfused", "eager"))
+    early = not stretto and (old or name in ("serial", "unfused", "eager"))
     attention = kernel or cells.get_or("attention", "unfused" if early else "fused")
     profile = software_profile(name)
     if kernel in _KERNELS:

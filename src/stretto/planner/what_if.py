@@ -131,7 +131,8 @@ def answer(change: Change, plan: Plan, task: SearchTask, progress: Progress | No
         layouts += result.ranking
         if result.nearest is not None:
             reason = f"nothing was found that fits: {result.nearest.layout} {result.nearest.reason}"
-    planned = (*plan.ranking[:_REPRICED], plan.safe, *plan.baselines.values())
+    plain = (ranked for each in plan.baselines.values() for ranked in (each.fastest, each.safe))
+    planned = (*plan.ranking[:_REPRICED], plan.safe, *plain)
     for ranked in {ranked.layout: ranked for ranked in planned if ranked is not None}.values():
         if (price := _price(ranked.estimate.job, change.task)) is not None:
             sizes = (price.job.layout.describe(), *ranked.layout.split(", ")[1:])

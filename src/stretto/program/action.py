@@ -45,12 +45,13 @@ class ActionKind(StrEnum):
     @property
     def has_microbatch(self) -> bool:
         """True if the action concerns one microbatch. `U` may name the last one whose gradient it applies."""
-        return self in COMPUTE or self in TRANSFER or self in MEMORY_SAVING
+        return self in WITH_MICROBATCH
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 TRANSFER = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
 MEMORY_SAVING = frozenset({ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD})
+WITH_MICROBATCH = COMPUTE | TRANSFER | MEMORY_SAVING
 
 
 class Action(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from stretto.program.action import MEMORY_SAVING, Action, ActionKind
 from stretto.program.program import Program
@@ -47,11 +48,8 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
         return [(int(action.kind is ActionKind.F), 0) for action in order]
     if not MEMORY_SAVING.isdisjoint({action.kind for action in order}):
         return _with_recompute_or_offload(order)
-    count, counts = 0, list[tuple[int, int]]()
-    for action in order:
-        count += _STEP.get(action.kind, 0)
-        counts.append((count, 0))
-    return counts
+    steps = [_STEP.get(kind, 0) for _, kind, _ in order]
+    return [(count, 0) for count in accumulate(steps)]
 
 
 def _with_recompute_or_offload(order: Sequence[Action]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from stretto.display import render
 from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 
@@ -49,6 +50,12 @@ class Program:
         sizes = f"{self.ranks} ranks{stages}, {self.microbatches} microbatches{steps}, {actions} actions"
         return f"Program({self.name!r}: {sizes}{lowered})"
 
+    def _repr_html_(self) -> str | None:
+        return render("program_html", self)
+
+    def _repr_svg_(self) -> str | None:
+        return render("program_svg", self)
+
     @property
     def ranks(self) -> int:
         return len(self.orders)
@@ -58,7 +65,7 @@ class Program:
         """Stages of all copies."""
         return len(self.placement)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Stages of one copy of the model."""
         return len(self.placement) // self.copies
@@ -100,4 +107,11 @@ class Program:
 
 
 class ScheduleError(StrettoError):
-    """The program deadlocks or does not do a step's work; the message names the rank and the action."""
+    """The program deadlocks or does not do a step's work; the message names the rank and the action.
+
+    Attributes:
+        cycle: of a deadlock, each action that waits, with the action that it waits for, in the order of the
+            cycle; empty if messages wait as well.
+    """
+
+    cycle: tuple[tuple[Action, Action], ...] = ()

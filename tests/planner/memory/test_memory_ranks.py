@@ -76,6 +76,17 @@ def test_the_walk_ends_empty_and_its_flights_are_the_program_s(name: str) -> Non
         )
 
 
+def test_outputs_are_not_held_where_they_are_freed_once_sent() -> None:
+    plain = job(ranks=4, microbatches=8)
+    framework = replace(plain.compute.framework, frees_sent=True)
+    freeing = replace(plain, compute=replace(plain.compute, framework=framework))
+    for rank in range(4):
+        kept, freed = (one_rank(each, rank) for each in (plain, freeing))
+        # the last rank sends no outputs
+        assert (freed.between_actions < kept.between_actions) == (rank < 3)
+        assert freed.total <= kept.total
+
+
 def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
     assert [list(r.flights.values()) for r in rank_memory(job("1f1b", 4))] == [[4], [3], [2], [1]]
     assert [list(r.flights.values()) for r in rank_memory(job("gpipe", 4))] == [[8]] * 4

@@ -8,7 +8,6 @@ from itertools import count, pairwise
 from math import inf
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.job.data_parallel import DataParallelSettings
 from stretto.job.experts import ExpertShape
-from stretto.job.job import Recompute
+from stretto.job.finetune import TrainedParameters
+from stretto.job.job import Job, Recompute
 from stretto.job.presets import find_shape
 from stretto.job.program import stages_of
 from stretto.job.shape import ModelShape
@@ -27,15 +27,17 @@ from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.cluster import Cluster, NetworkLink
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import short_step_fit
-from stretto.planner.search.branch import first_true
+from stretto.planner.search.branch import BranchAndBound, first_true
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.memory_bounds import MemoryBounds
 from stretto.planner.search.ranking import (
+    ODD,
     TIE,
     TIGHT,
     Feasible,
     Ranked,
     best_of_family,
+    cost_factor,
     is_safe,
     sort_feasible,
 )
@@ -90,6 +92,10 @@ def task(**fields: Any) -> SearchTask:
     return SearchTask(job=job, cluster=usual.pop("cluster"), **usual)
 
 
+def partly_frozen(job: Job, frozen: bool) -> Job:
+    return replace(job, trained=TrainedParameters(freeze=("embed.*", "blocks.[0-4].*"))) if frozen else job
+
+
 def every(task: SearchTask) -> Iterator[Candidate]:
     """All candidates, with the first saving of their ladder."""
     space = Space(task)
@@ -138,13 +144,17 @@ def _climbed(
 
 
 def best(feasible: list[Feasible], wanted: SearchTask) -> list[Feasible]:
-    """The first families in the order of their times."""
+    """The first families in the order of their times, odd ones as if they were slower."""
     families: dict[object, list[Feasible]] = {}
-    for one in sorted(feasible, key=lambda f: f.seconds):
+    for one in sorted(feasible, key=lambda f: cost(f, wanted)):
         if one.candidate.family(wanted) not in families and len(families) == max(RANKED, wanted.top):
             break
         families.setdefault(one.candidate.family(wanted), []).append(one)
     return sort_feasible([best_of_family(family) for family in families.values()], wanted)[: wanted.top]
+
+
+def cost(feasible: Feasible, wanted: SearchTask) -> float:
+    return feasible.seconds * cost_factor(feasible.candidate.parallelism.layout, wanted)
 
 
 _AT = Parallelism(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")
@@ -185,10 +195,13 @@ def test_the_search_equals_brute_force(
     if expected:
         # one that surely fits, or the simpler of two, represents a family, if the other gains little
         least = min(f.seconds for f in everything)
-        assert least <= min(one.estimate.seconds for one in plan.ranking) <= least * (1 + TIGHT) * (1 + TIE)
-        safe = [f.seconds for f in everything if is_safe(f.fit, 0.0)]
+        most = least * (1 + TIGHT) * (1 + ODD) * (1 + TIE)
+        assert least <= min(one.estimate.seconds for one in plan.ranking) <= most
+        safe = [f for f in everything if is_safe(f.fit, 0.0)]
         assert (plan.safe is None) == (not safe)
-        assert plan.safe is None or plan.safe.estimate.seconds == pytest.approx(min(safe))
+        if plan.safe is not None:
+            fastest = min(safe, key=lambda f: cost(f, wanted))
+            assert plan.safe.estimate.seconds == pytest.approx(fastest.seconds)
         assert plan.gap == 0.0
         assert plan.complete
         assert plan.replayed <= len(everything) + len(plan.evaluated)
@@ -218,10 +231,16 @@ def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: fl
 
 @pytest.mark.parametrize(
     ("fixed", "share"),
-    [({}, 97), ({"schedule": ("1f1b", "pipedream", "pipedream-2bw"), "pp": (2, 4), "mode": ("ddp",)}, 3)],
+    [
+        ({}, 97),
+        ({"schedule": ("1f1b", "pipedream", "pipedream-2bw"), "pp": (2, 4), "mode": ("ddp",)}, 3),
+        ({"frozen": ()}, 97),
+    ],
 )
 def test_time_bounds_are_below_exact_times(fixed: dict[str, tuple[Any, ...]], share: int) -> None:
-    wanted = task(fixed={"micro_batch": (1, 4), **fixed}, allow_offload=True)
+    job = partly_frozen(job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512), "frozen" in fixed)
+    choices = {name: values for name, values in fixed.items() if name != "frozen"}
+    wanted = task(job=job, fixed={"micro_batch": (1, 4), **choices}, allow_offload=True)
     bounds, space, seen = TimeBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % share or space.illegal(candidate.job(wanted), ""):
@@ -234,7 +253,7 @@ def test_time_bounds_are_below_exact_times(fixed: dict[str, tuple[Any, ...]], sh
         )
         assert bounds.candidate(candidate, job) <= exact, candidate
         seen += 1
-    assert seen > 10
+    assert seen > 5
 
 
 def test_tokens_per_dollar_may_prefer_fewer_devices() -> None:
@@ -246,8 +265,10 @@ def test_tokens_per_dollar_may_prefer_fewer_devices() -> None:
     )
 
 
-def test_memory_bounds_are_below_exact_memory() -> None:
-    wanted = task(fixed={"micro_batch": (1, 4)}, allow_offload=True)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_bounds_are_below_exact_memory(frozen: bool) -> None:
+    job = partly_frozen(job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512), frozen)
+    wanted = task(job=job, fixed={"micro_batch": (1, 4)}, allow_offload=True)
     least, space, seen = MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % 97 or space.illegal(candidate.job(wanted), ""):
@@ -257,7 +278,7 @@ def test_memory_bounds_are_below_exact_memory() -> None:
             exact = short_step_fit(one.job(wanted), wanted.cluster.device, wanted.assumptions).allocated.mid
             assert least.of(one).total <= exact, one
         seen += 1
-    assert seen > 10
+    assert seen > 5
 
 
 def test_rows_of_savings_are_bounded_as_each_alone() -> None:
@@ -270,7 +291,7 @@ def test_rows_of_savings_are_bounded_as_each_alone() -> None:
         for savings in (row, row[:0:-2], row[::-1]):
             each = [MemoryBounds(wanted).of(replace(candidate, saving=saving)).total for saving in savings]
             bounds = together.of_rows([candidate.parallelism], candidate.schedule, [candidate.dp], savings)
-            assert bounds.tolist() == [each]
+            assert bounds == [each]
             seen += len({*each}) > 2
     assert seen > 10
 
@@ -285,7 +306,7 @@ def test_splits_are_bounded_together_as_each_alone() -> None:
             key = candidate.schedule, candidate.parallelism.layout.pp
             groups.setdefault(key, []).append(candidate.parallelism)
     for (choice, _), splits in groups.items():
-        chosen = np.arange(len(splits)) % len(savings)
+        chosen = [n % len(savings) for n in range(len(splits))]
         together = bounds.schedules(splits, choice, savings, chosen)
         alone = [bounds.schedule(p, choice, savings[n]) for p, n in zip(splits, chosen, strict=True)]
         assert together == pytest.approx(alone, rel=1e-12)
@@ -324,7 +345,7 @@ def memory_of_row(row: Ranked) -> str:
 
 def test_a_search_whose_plain_layouts_need_offload_considers_offload() -> None:
     plan = search(task(cluster=cluster(memory=0.12e9), seconds=60.0))
-    assert any(ranked is not None for ranked in plan.baselines.values())
+    assert any(plain.fastest is not None for plain in plan.baselines.values())
     assert plan.ranking
     assert plan.widened
 
@@ -347,8 +368,20 @@ def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:
 
 
 def test_impossible_fixed_choices_are_errors() -> None:
-    with pytest.raises(StrettoError, match="no layout"):
+    with pytest.raises(StrettoError, match=r"no layout of 4 devices is legal: forbidden by --fix tp=3\n"):
         search(task(fixed={"tp": (3,)}))
+    wrong = [
+        ({"tp": (3,)}, r"layout\.tp is 3: it must divide model\.heads, which is 8"),
+        ({"tp": (1,), "cp": (6,), "context": ("ulysses",)}, r"layout\.context is ulysses: .*"),
+        (
+            {"dp": (6,), "micro_batch": (4,)},
+            "dp6: microbatches of 4 do not divide the 2 samples of a replica",
+        ),
+    ]
+    three = task(cluster=cluster(6), job=job_to_plan(shape=SHAPE, global_batch=12, sequence=512))
+    for fixed, message in wrong:
+        with pytest.raises(StrettoError, match=rf"^no layout is legal: {message}\n"):
+            search(replace(three, fixed=fixed))
     with pytest.raises(StrettoError, match="no price"):
         search(task(cluster=replace(cluster(), price=None), objective="tokens_per_dollar"))
 
@@ -397,6 +430,57 @@ def test_bounds_hold_where_blocks_differ(shape: ModelShape, share: int) -> None:
             assert least.of(one).total <= memory, one
         seen += 1
     assert seen > 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequence"), [(find_shape("llama3-70b"), 4096), (MIXED, 512), (TWO_STACKS, 512)]
+)
+def test_the_floor_of_a_split_bounds_every_microbatch(shape: ModelShape, sequence: int) -> None:
+    """Large products slow down with their operands."""
+    job = job_to_plan(shape=shape, global_batch=64, sequence=sequence, target_sequence=128)
+    wanted = task(job=job, cluster=find_cluster("dgx-h100", 16))
+    bounds, space = TimeBounds(wanted), Space(wanted)
+    ratios = [
+        bounds.floor(replace(parallelism, micro_batch=64), parallelism.micro_batch)
+        / bounds.parallelism(parallelism)
+        for layout, expert_tp in space.layouts()
+        for parallelism in space.parallelisms_of(layout, expert_tp)
+    ]
+    assert 0.6 < max(ratios) < 1 + 1e-9
+    assert len(ratios) > 100
+
+
+@pytest.mark.parametrize("shape", [MIXED, TWO_STACKS])
+def test_layers_that_splits_share_are_priced_as_for_each_alone(shape: ModelShape) -> None:
+    job = job_to_plan(shape=shape, global_batch=64, sequence=512, target_sequence=128)
+    wanted = task(job=job, cluster=find_cluster("dgx-h100", 16))
+    shared, space, seen = TimeBounds(wanted), Space(wanted), 0
+    splits = [split for sized in space.layouts() for split in space.parallelisms_of(*sized)]
+    for split in splits:
+        shared.layers(split, "none", "both")
+    for split in splits[::37]:
+        for mode in ("none", "full"):
+            assert shared.layers(split, mode, "both") == TimeBounds(wanted).layers(split, mode, "both")
+            seen += split.layout.ep > 1
+    assert seen > 5 or shape.moe is None
+
+
+def test_a_pass_without_time_to_expand_a_layout_is_cut_short() -> None:
+    wanted = task(fixed={"tp": (1,), "cp": (1,), "pp": (1,)}, seconds=1.0)
+    exact = CandidateEvaluator(wanted)
+    exact.work.begin(1e-6)
+    run = BranchAndBound(task=wanted, evaluator=exact, wanted=1)
+    run.run()
+    assert run.cut_short
+    assert not run.candidates
+    assert 0 < run.left < inf
+
+
+def test_the_floor_of_a_measured_device_is_that_of_its_peak() -> None:
+    """Measured rates need not fall with the size of a microbatch."""
+    measured = replace(cluster().device, kernels={"passes": {"copy": [[1e6, 1e-3]]}})
+    bounds = TimeBounds(task(cluster=replace(cluster(), device=measured)))
+    assert bounds.floor(_AT, 1) == bounds.ideal(_AT.layout)
 
 
 def test_the_bound_of_blocks_that_differ_counts_each_kind() -> None:
@@ -457,7 +541,7 @@ def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> No
         (
             0.5e9,
             {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2), "schedule": ("1f1b", "zb-h1", "hanayo")},
-            40,
+            26,
         ),
     ],
 )
@@ -474,13 +558,11 @@ def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
 
 def test_safe_and_plain_layouts_are_beside_the_fastest() -> None:
     plan = search(task(cluster=cluster(memory=0.9e9), fixed={"micro_batch": (1, 2)}, allow_offload=True))
-    fsdp = plan.baselines["FSDP"]
-    assert fsdp is not None
-    assert fsdp.estimate.job.layout == Layout(dp=4)
-    assert fsdp.estimate.job.dp.mode == "zero3"
-    both = plan.baselines["tensor x pipeline"]
-    assert both is not None
-    assert both.estimate.job.layout.tp == 2  # the node
+    jobs = {name: plain.fastest.estimate.job for name, plain in plan.baselines.items() if plain.fastest}
+    for name, mode, shards in (("DDP", "ddp", None), ("FSDP", "zero3", None), ("hybrid FSDP", "zero3", 2)):
+        assert jobs[name].layout == Layout(dp=4)
+        assert (jobs[name].dp.mode, jobs[name].dp.shard_states) == (mode, shards)
+    assert jobs["tensor x pipeline"].layout.tp == 2  # the node
     assert plan.safe is not None
     assert plan.safe.estimate.memory is not None
     assert plan.safe.estimate.memory.verdict == "fits"
@@ -509,16 +591,24 @@ def test_a_search_that_proves_nothing_prices_the_plain_layouts() -> None:
     plan = search(large_task(0.1))
     assert not plan.complete
     assert 0 < plan.gap < inf
-    for name in ("FSDP", "tensor x pipeline"):
-        plain = plan.baselines[name]
+    for name in ("FSDP", "hybrid FSDP", "tensor x pipeline"):
+        plain, safe = plan.baselines[name].fastest, plan.baselines[name].safe
         assert plain is not None
+        assert safe is not None
+        assert memory_of_row(safe) == "fits"
+        assert safe.layout == plain.layout or memory_of_row(plain) == "tight"
         assert plain.estimate.seconds == estimate(plain.estimate.job, large_task(0.1).cluster).seconds
         assert plain.estimate.job.layout in [row.estimate.job.layout for row in plan.ranking]
-    excluded = search(large_task(0.1, fixed={"tp": (8,)}))
-    assert excluded.baselines["FSDP"] is None
-    assert excluded.missing["FSDP"] == "excluded by what is fixed"
+    needs = plan.baselines["DDP"].missing
+    assert needs.startswith("none fits: dp64, micro 1, ddp, recompute full needs at least 1233 of 79.11 GiB")
+    excluded = search(large_task(0.1, fixed={"tp": (4,)})).baselines
+    assert (excluded["FSDP"].fastest, excluded["FSDP"].missing) == (None, "forbidden by --fix tp=4")
+    assert excluded["tensor x pipeline"].fastest is not None
+    assert excluded["tensor x pipeline"].fastest.estimate.job.layout.tp == 4
     too_large = search(replace(large_task(0.1), cluster=find_cluster("dgx-v100", 8)))
-    assert too_large.missing["FSDP"].startswith("does not fit: dp8, micro 1, zero3")
+    assert too_large.baselines["FSDP"].missing.startswith("none fits: dp8, micro 1, zero3")
+    uneven = search(replace(large_task(0.1), cluster=find_cluster("dgx-h100", 24)))
+    assert uneven.baselines["FSDP"].missing == "not legal: dp24: 24 replicas do not divide a batch of 512"
 
 
 def test_more_work_finds_nothing_worse_and_a_busy_machine_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +654,7 @@ def test_a_fixed_mode_leaves_out_layouts_that_have_none_of_it() -> None:
     assert {one.estimate.job.dp.mode for one in plan.ranking} == {"zero3"}
 
 
-@pytest.mark.parametrize("memory", [0.33e9, 0.345e9])
+@pytest.mark.parametrize("memory", [0.312e9, 0.323e9])
 def test_a_search_goes_on_until_a_layout_with_the_wanted_room_is_found(memory: float) -> None:
     fixed: dict[str, tuple[Any, ...]] = {"tp": (1, 2), "cp": (1,), "micro_batch": (1, 2, 4)}
     fixed["schedule"] = ("1f1b", "zb-h1", "hanayo", "interleaved")

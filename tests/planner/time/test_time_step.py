@@ -339,8 +339,10 @@ def test_hidden_communication_shortens_the_step() -> None:
     tensor_parallel = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
     software = Assumptions().software
     hidden, seen = (
-        estimate(tensor_parallel, CLUSTER, Assumptions(software=replace(software, hidden=part)), memory=False)
-        for part in (1.0, 0.0)
+        estimate(
+            tensor_parallel, CLUSTER, Assumptions(software=replace(software, serial=serial)), memory=False
+        )
+        for serial in (False, True)
     )
     assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]
     assert hidden.seconds < seen.seconds

@@ -74,19 +74,31 @@ def read_file(path: Path) -> Reading:
     try:
         if (size := file.stat().st_size) > LARGEST:
             raise StrettoError(f"{file} has {size} bytes, too many for a config.json")
-        values = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise StrettoError(f"cannot read {file}: {error.strerror}", hint="check the file's name") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, StrettoError):
-            raise
-        raise StrettoError(f"{file} is not JSON", hint="use a config.json of Hugging Face") from None
+    return parse_config(content, str(file))
+
+
+def parse_config(content: str | bytes, name: str) -> Reading:
+    """Read the content of a `config.json`.
+
+    Args:
+        name: of the file, for messages.
+
+    Raises:
+        StrettoError: it is not JSON or describes an unknown model.
+    """
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        raise StrettoError(f"{name} is not JSON", hint="use a config.json of Hugging Face") from None
     if not isinstance(values, dict):
-        raise StrettoError(f"{file} is not a mapping", hint="use a config.json of Hugging Face")
+        raise StrettoError(f"{name} is not a mapping", hint="use a config.json of Hugging Face")
     try:
         return read_config(cast("dict[str, Any]", values))
     except StrettoError as error:
-        raise StrettoError(f"{file}: {error.message}", hint=error.hint) from None
+        raise StrettoError(f"{name}: {error.message}", hint=error.hint) from None
 
 
 def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:

@@ -104,9 +104,10 @@ class LayerWalk:
         self.memory_gathered = e * encoder.tokens * shape.hidden if gathers else 0
         # bytes of an element of a weight gradient that is formed separately
         self.weight = e if separate_gradients or self.halves else 0
-        # norms composed of torch's operators keep what is normalised too, and in 16 bits a copy of their
-        # input in float32: those with a gain of 1 + weight (Gemma's)
+        # norms with a gain of 1 + weight (Gemma's) are composed of torch's operators, and in 16 bits keep a
+        # copy of their input in float32; torch's RMSNorm keeps what is normalised too, unless it is fused
         self.composed = shape.norm == "rms1p" and compute.framework == STRETTO
+        self.keeps_normalised = self.composed and not compute.fused_norms
         self.keeps_input = not (self.composed and self.halves)  # a norm keeps its input, and not a copy of it
         # if norms keep copies, the block's input lives as long as its forward, whatever norms keep
         self.kept_input = 0 if self.keeps_input else self.residual
@@ -308,9 +309,10 @@ class LayerWalk:
         elements = viewed if self.keeps_input and viewed is not None else rows * width
         formula = self.formula(size, "".join(symbols), split)
         yield LayerTensor(f"{name} input", size * elements, formula, backward=backward)
-        if self.composed:
+        if self.keeps_normalised:
             both = self.sized(exact, rows * width, "".join(symbols), split)
             yield LayerTensor(f"{name} normalised", *both, backward=normalised)
+        if self.composed:
             yield LayerTensor(f"{name} gain", exact * width, f"{exact}{symbols[1]}")
         numbers = (2 if self.shape.norm == "layer" else 1) * exact
         yield LayerTensor(
@@ -334,7 +336,8 @@ class LayerWalk:
             name,
             forward=alive + temporaries,
             normalised=r + 3 * exact + r * self.halves,
-            backward=r + 4 * exact if self.composed else self.norm_backward,
+            # of a fused kernel the gradients of its output and input in float32
+            backward=r + (4 if self.keeps_normalised else 2) * exact if self.composed else self.norm_backward,
         )
 
     # attention
@@ -460,7 +463,8 @@ class LayerWalk:
                 viewed=compute.tokens * viewed,
                 forward=self.kept_input + product + 2 * wide,
                 normalised=self.head_gradients + 3 * wide,
-                backward=self.head_gradients + (4 * wide if self.composed else 3 * wide + size),
+                backward=self.head_gradients
+                + ((4 if self.keeps_normalised else 2) * wide if self.composed else 3 * wide + size),
             )
             yield from (tensor for tensor in tensors if tensor.bytes)
 

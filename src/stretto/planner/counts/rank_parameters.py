@@ -7,11 +7,13 @@ experts over ep and each expert's inner width over expert_tp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from stretto.job.chain import layer_of
+from stretto.job.finetune import TrainedParameters
 from stretto.job.lora import is_adapter
 from stretto.job.parameters import (
     block_shapes,
@@ -97,6 +99,30 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
     ]
     tied = chain_layer.kind == "between" or (chain_layer.kind == "head" and shape.tied)
     return [*parameters, table] if tied else parameters
+
+
+def reached_by_backward(shape: ModelShape, stage: Sequence[int], trained: TrainedParameters) -> int:
+    """The first layer of a stage that the backward reaches. What a stage receives has a gradient, whatever
+    comes before it; in the first one, layers before any that is trained have no backward.
+    """
+    return stage[0] if not trained.freeze or stage[0] else _first_trained(shape, trained)
+
+
+@lru_cache(maxsize=256)
+def _first_trained(shape: ModelShape, trained: TrainedParameters) -> int:
+    for layer in range(shape.chain):
+        if any(trained(parameter.name) for parameter in layer_parameters(shape, layer, Shares())):
+            return layer
+    return shape.chain
+
+
+@lru_cache(maxsize=4096)
+def trained_share(shape: ModelShape, layer: int, trained: TrainedParameters) -> float:
+    """The share of a layer's matrices that is trained, of those that would be if `freeze` were empty."""
+    either = replace(trained, freeze=())
+    parameters = layer_parameters(shape, layer, Shares())
+    matrices = [p for p in parameters if len(p.matrices) > 1 and either(p.name)]
+    return sum(p.elements for p in matrices if trained(p.name)) / max(1, sum(p.elements for p in matrices))
 
 
 def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:

@@ -8,6 +8,7 @@ section 3.1, count 2 + 2 + 12, since their gradients have 16 bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -331,14 +332,22 @@ class StateUnit:
     @cached_property
     def updating(self) -> int:
         """Bytes of the update's temporaries: gradients in the masters' type if it differs, and whole
-        update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, Muon).
+        update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, and
+        Muon of its matrices).
         """
         if self.frozen:
             return 0
         start, stop = self._span
-        wholly = self.state_config.optimiser in ("lamb", "adafactor", "muon")
         cast = self._gradient != self._master and not self._remainders
-        return self._master * (stop - start) * (cast + wholly)
+        directions = (stop - start) * (self.state_config.optimiser in ("lamb", "adafactor"))
+        return self._master * ((stop - start) * cast + directions) + self.directions
+
+    @cached_property
+    def directions(self) -> int:
+        """Bytes of this rank's part of the directions in which Muon updates the unit's matrices."""
+        if self.frozen or self.state_config.optimiser != "muon":
+            return 0
+        return self._master * sum(elements for p, elements in self._fragments() if p.by_muon)
 
     # ------------------------------------------------------------------ elements
 
@@ -386,6 +395,34 @@ class StateUnit:
                 return full
             case _:
                 return 2 * (state_config.moment or self._master) * elements + count
+
+
+_STACKED = 1 << 27  # elements of equal matrices that an accelerator orthogonalises together (muon.py)
+
+
+def muon_temporaries(units: Sequence[StateUnit]) -> int:
+    """Bytes that Muon's update takes besides its directions: matrices that ranks share are exchanged, as many
+    elements as the rank has directions, and a stack of equal matrices is iterated on.
+    """
+    matrices = Counter[tuple[int, ...]]()
+    exchanged = iterated = 0
+    for unit in units:
+        parts = [p for p in unit.parameters if p.by_muon] if unit.directions else []
+        if unit.sizes.states > 1 or any(p.elements != prod(p.plain) for p in parts):
+            exchanged += unit.directions
+        for p in parts:
+            matrices[p.plain[-2:]] += p.elements // unit.sizes.states
+    for shape, elements in matrices.items():
+        element, size = units[0]._master, prod(shape)
+        stack, copies = 0, 2
+        if not units[0].state_config.unified_memory:
+            size *= max(1, min(elements, _STACKED) // size)
+            # a stack is copied before it is rounded to 16 bits, and a product copies what it adds to
+            stack = element * size * (size > prod(shape))
+            element, copies = 2, 4
+        squares = 2 * size * min(shape) // max(shape)  # Gram matrices and polynomials of them
+        iterated = max(iterated, stack + element * (copies * size + squares))
+    return exchanged + max(iterated, 2 * exchanged)
 
 
 def cut_units(

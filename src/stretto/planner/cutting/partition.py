@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import inf
+from math import fsum, inf
 
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
@@ -133,7 +133,7 @@ class CutSearch:
 
 
 def _prefix_sum(row: Row, marks: Cut) -> float:
-    return sum(row.stage(s, i, j) for s, (i, j) in enumerate(pairwise(marks)))
+    return fsum(row.stage(s, i, j) for s, (i, j) in enumerate(pairwise(marks)))
 
 
 def _neighbours(cut: Cut) -> Iterator[Cut]:
@@ -190,8 +190,8 @@ class Partition:
         times = list[tuple[float, float, float]]()
         for stage in self.stages:
             layers = [profile[layer] for layer in stage]
-            back, weight = (sum(layer.halves[half] for layer in layers) for half in range(2))
-            times.append((sum(layer.forward for layer in layers), back, weight))
+            back, weight = (fsum(layer.halves[half] for layer in layers) for half in range(2))
+            times.append((fsum(layer.forward for layer in layers), back, weight))
         return simulate(
             self.program,
             Costs(

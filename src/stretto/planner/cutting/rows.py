@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
+from math import fsum, inf
 
 from stretto.planner.cutting.profile import ModelProfile
 from stretto.program.action import ActionKind
@@ -44,7 +44,7 @@ class Row:
 
     def of(self, cut: Cut) -> float:
         """The sum of a whole cut."""
-        return sum(self.stage(s, i, j) for s, (i, j) in enumerate(pairwise(cut)))
+        return fsum(self.stage(s, i, j) for s, (i, j) in enumerate(pairwise(cut)))
 
 
 def _row(slope: Sequence[Sequence[float]], entry: Sequence[Sequence[float]]) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from stretto.errors import StrettoError
@@ -133,11 +134,12 @@ def group_of(layout: Layout, axes: str, node: int) -> NodeGroup:
     ranks a node, its ranks shared evenly by these nodes. All groups span as many, unless a node ends inside
     one of several.
     """
-    grid, _ = layout.grid_of(axes)
+    grid, names = layout.grid_of(axes)
     sizes = (*grid.strides.values(), grid.world)
     if grid.world <= node or all(size % node == 0 or node % size == 0 for size in sizes):
-        members = layout.group(layout.offset, axes)
-        return NodeGroup(len(members), sum(rank < layout.offset + node for rank in members))
+        members = [(grid.sizes[name], grid.strides[name]) for name in filter(None, names.split("-"))]
+        local = prod(min(size, max(1, node // stride)) for size, stride in members)
+        return NodeGroup(prod(size for size, _ in members), local)
     groups = layout.groups(axes)
     offsets = [rank - groups[0][0] for rank in groups[0]]
     starts = {(group[0] - layout.offset) % node for group in groups}

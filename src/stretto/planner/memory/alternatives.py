@@ -121,10 +121,17 @@ def parameters_of(job: MemoryJob, rank: int) -> int:
 
 def published(mode: Mode, parameters: int, copies: int) -> float | None:
     """The paper's bytes a rank with weights and gradients of 16 bits and AdamW; None for a server."""
+    kinds = published_kinds(mode, parameters, copies)
+    return sum(kinds.values()) if kinds else None
+
+
+def published_kinds(mode: Mode, parameters: int, copies: int) -> dict[str, float]:
+    """The same by kind: "weights", "gradients" and "states"; empty for a server."""
     if mode == "server":
-        return None
+        return {}
     share = 1 / copies
-    weights = 2 * (share if mode == "zero3" else 1)
-    gradients = 2 * (share if mode in ("zero2", "zero3") else 1)
-    states = (_MASTER + _MOMENTS) * (share if mode != "ddp" else 1)
-    return parameters * (weights + gradients + states)
+    return {
+        "weights": 2 * parameters * (share if mode == "zero3" else 1),
+        "gradients": 2 * parameters * (share if mode in ("zero2", "zero3") else 1),
+        "states": (_MASTER + _MOMENTS) * parameters * (share if mode != "ddp" else 1),
+    }

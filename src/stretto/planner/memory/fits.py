@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.ranks import RankMemory
 
-# Low, middle, high: the caching allocator's reserved bytes over those of tensors, from pairs of both in
-# published logs (docs/planning.md); and the bytes that context, workspaces of libraries and communicators
+# Low, middle, high: the caching allocator's reserved bytes over those of tensors, of 44 ranks on a simulated
+# GPU (docs/evidence/gpu.md); of other frameworks from pairs of both in published logs
+# (docs/evidence/planning-evidence.md); and the bytes that context, workspaces of libraries and communicators
 # take in addition.
-FREE = (1.0, 1.15, 1.25)
-FULL = 1.06  # in place of the middle if the device is full: cached blocks are freed before it fails
+FULL = 1.04  # also in place of others' middle if the device is full: cached blocks are freed before it fails
+FREE = (1.0, FULL, 1.18)
+FREE_OF_OTHERS = (1.0, 1.15, 1.25)
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
 PROCESS = (0.2 * 2**30, 0.4 * 2**30, 0.8 * 2**30)  # on a CPU: Python, PyTorch and gloo
@@ -66,17 +68,38 @@ class Fit:
         return self.capacity - self.device.mid
 
 
+def fit_record(fit: Fit) -> dict[str, Any]:
+    """A fit as JSON, in GiB; `memory_gib` is allocated, as in metrics.jsonl."""
+    gib = 2**30
+    intervals: dict[str, Any] = {
+        name: {"low_gib": used.low / gib, "gib": used.mid / gib, "high_gib": used.high / gib}
+        for name, used in (
+            ("allocated", fit.allocated),
+            ("reserved", fit.reserved),
+            ("device", fit.device),
+        )
+    }
+    intervals["capacity_gib"] = fit.capacity / gib if fit.capacity < inf else None
+    return {"memory_gib": fit.allocated.mid / gib, "memory": intervals, "verdict": fit.verdict}
+
+
 def tensor_bytes(device: Device) -> float:
     """Largest size of tensors, in bytes, that probably fits a device (`Fit.likely`)."""
     overhead = PROCESS if device.name.startswith("cpu") else RESERVE
     return (device.memory - overhead[1]) / FULL
 
 
-def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
+def fit(
+    ranks: Sequence[RankMemory],
+    device: Device,
+    reserve: float | None = None,
+    free: tuple[float, float, float] = FREE,
+) -> Fit:
     """Fit of the fullest of these ranks on a device.
 
     Args:
         reserve: bytes of the process besides tensors, or None for `RESERVE` or, on a CPU, `PROCESS`.
+        free: the allocator's reserved bytes over those of tensors: low, middle, high.
     """
     fullest = float(max(rank.total for rank in ranks))
     if device.memory == inf:
@@ -85,8 +108,8 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     overheads = PROCESS if device.name.startswith("cpu") else RESERVE
     low, mid, high = overheads if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * fullest, fullest, 1.03 * fullest)
-    likely = min(FREE[1] * fullest, max(FULL * fullest, device.memory - mid))
-    reserved = Bytes(FREE[0] * allocated.low, likely, FREE[2] * fullest)
+    likely = min(free[1] * fullest, max(FULL * fullest, device.memory - mid))
+    reserved = Bytes(free[0] * allocated.low, likely, free[2] * fullest)
     device_bytes = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
     return Fit(
         allocated=allocated,

@@ -126,7 +126,12 @@ class LayerMemory:
 
 
 def layer_memory(
-    shape: ModelShape, compute: ComputeConfig, layer: int, separate_gradients: bool = False
+    shape: ModelShape,
+    compute: ComputeConfig,
+    layer: int,
+    separate_gradients: bool = False,
+    reached: bool = True,
+    trained: bool = True,
 ) -> LayerMemory:
     """The memory of layer number `layer` of the chain (`job.chain`).
 
@@ -135,10 +140,26 @@ def layer_memory(
             encoder's layers.
         separate_gradients: weight gradients are formed separately and then accumulated, as oneDNN's are;
             those of 16 bits always are.
+        reached: the backward reaches the layer; otherwise it keeps nothing.
+        trained: some of its weights are; otherwise no linear keeps its input, except for the output of
+            attention, which attention's own backward reads.
     """
     chain_layer = layer_of(shape, layer)
     compute = compute.for_layer(chain_layer)
-    return _layer_memory(chain_layer.kind, chain_layer.shape, compute, separate_gradients)
+    if not reached:
+        compute = replace(compute, recompute="full")
+        passed = _layer_memory(chain_layer.kind, chain_layer.shape, compute, separate_gradients)
+        forward = passed.forward or total(passed.tensors)
+        return LayerMemory(tensors=(), input_bytes=0, recomputed=True, forward=forward + passed.input_bytes)
+    memory = _layer_memory(chain_layer.kind, chain_layer.shape, compute, separate_gradients)
+    if trained:
+        return memory
+    tensors = list(memory.tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.held_until_w is not None:
+            size = tensor.bytes if tensor.name == "attn.proj input" else 0
+            tensors[index] = replace(tensor, bytes=size, product=0, held_until_w=None, regathered=0)
+    return replace(memory, tensors=tuple(tensors))
 
 
 @lru_cache(maxsize=4096)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from stretto.job.chain import blocks_among, layer_of
 from stretto.job.data_parallel import Gather
@@ -19,8 +20,8 @@ from stretto.job.flops import Recompute
 from stretto.job.program import stages_of
 from stretto.job.shape import ModelShape
 from stretto.planner.counts.compute import ComputeConfig
-from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
+from stretto.planner.counts.rank_parameters import Shares, reached_by_backward, trained_share
+from stretto.planner.counts.state_bytes import StateBytes, StateConfig, muon_temporaries, state_bytes
 from stretto.planner.memory.layer import LayerMemory, layer_memory
 from stretto.planner.memory.stage import StageMemory, stage_memory
 from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
@@ -146,6 +147,13 @@ class RankMemory:
         return self.states + moving + self.gathered + self.open + self.batch + self.saving
 
 
+def rank_record(rank: RankMemory) -> dict[str, Any]:
+    """A rank's memory as JSON, with the sums; `held` is between actions."""
+    record = asdict(rank)
+    between = record.pop("between_actions")
+    return {**record, "held": between, "states": rank.states, "total": rank.total}
+
+
 def rank_memory(job: MemoryJob) -> list[RankMemory]:
     """The memory of each pipeline rank; ranks that differ on other axes hold the same."""
     return [one_rank(job, rank) for rank in range(job.program.ranks)]
@@ -181,13 +189,23 @@ def stage_memory_of(
         before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
     shape, compute = job.shape, job.compute
+    trained = job.state_config.trained
     layers = job.stages[stage]
     alike, memories = dict[object, LayerMemory](), list[LayerMemory]()  # equal layers once
     for layer in layers:
         chain_layer, mode = layer_of(shape, layer), job.mode(layer)
-        key = chain_layer.kind, id(chain_layer.shape), chain_layer.decoder, mode
+        reached = layer >= reached_by_backward(shape, layers, trained)
+        updated = not trained.freeze or trained_share(shape, layer, trained) > 0
+        key = chain_layer.kind, id(chain_layer.shape), chain_layer.decoder, mode, reached, updated
         if key not in alike:
-            alike[key] = layer_memory(shape, replace(compute, recompute=mode), layer, job.separate_gradients)
+            alike[key] = layer_memory(
+                shape=shape,
+                compute=replace(compute, recompute=mode),
+                layer=layer,
+                separate_gradients=job.separate_gradients,
+                reached=reached,
+                trained=updated,
+            )
         memories.append(alike[key])
     last = compute.for_layer(layer_of(shape, layers[-1]))
     return stage_memory(
@@ -260,12 +278,16 @@ class _Walk:
         for action in self.order:
             for send in sending.get(action, ()):
                 work = self.work[send.stage]
-                self.bytes["messages"] -= work.boundary if send.kind is ActionKind.SEND_F else work.enters
+                if send.kind is ActionKind.SEND_B:
+                    self.bytes["messages"] -= work.enters
+                elif not self.job.compute.framework.frees_sent:
+                    self.bytes["messages"] -= work.boundary
             self._act(action)
         # all gradients have arrived, and the optimiser steps
         self.transient.end()
         if not self.program.versions:
-            taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
+            units = distinct_units(list(self.units.values()))
+            taken = sum(unit.updating for unit in units) + muon_temporaries(units)
             if (now := self.bytes.total() + taken) > self.peak:
                 self.peak = now
                 self.at = "the update"
@@ -368,8 +390,10 @@ class _Walk:
         self.bytes["ends"] += work.ends
         self.flying[stage] += 1
         self.flights[stage] = max(self.flights[stage], self.flying[stage])
-        if not self.program.is_last(stage):
-            self.bytes[self._category(action)] += work.boundary
+        category = self._category(action)
+        is_freed = category == "messages" and self.job.compute.framework.frees_sent
+        if not is_freed and not self.program.is_last(stage):
+            self.bytes[category] += work.boundary
 
     def _backward(self, action: Action) -> None:
         stage, kind, mb = action

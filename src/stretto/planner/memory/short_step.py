@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.job.chain import kind_counts, non_blocks_among
+from stretto.job.framework import STRETTO
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
-from stretto.planner.memory.fits import Fit, fit
+from stretto.planner.memory.fits import FREE, FREE_OF_OTHERS, Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank, step_ids
 from stretto.program.action import ActionKind
@@ -44,7 +45,10 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     more = (job.microbatches or 0) - program.step_microbatches
     tokens = step_ids(memory_job, more)
     memories = [one_rank(memory_job, rank) for rank in ranks]
-    return [replace(rank, batch=rank.batch + tokens) for rank in memories]
+    return [
+        replace(rank, batch=rank.batch + tokens, between_actions=rank.between_actions + tokens)
+        for rank in memories
+    ]
 
 
 def fullest(memory_job: MemoryJob) -> list[int]:
@@ -87,4 +91,5 @@ def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bo
     Args:
         every: check every pipeline rank, not only those that may be the fullest.
     """
-    return fit(short_step_memory(job, every), device, assumptions.reserve)
+    free = FREE if job.framework == STRETTO else FREE_OF_OTHERS
+    return fit(short_step_memory(job, every), device, assumptions.reserve, free)

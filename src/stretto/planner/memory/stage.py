@@ -20,6 +20,7 @@ class Resident:
         loss, backward: gathered weights in the backward of a loss that follows it, and in its backward.
         gradients: weight gradients of the following layers, if backwards make them too.
         formed: its weight gradients, once its backward has made them.
+        sent: a gradient that is packed as soon as the layer's own product has made it.
         after: peak of weight gradients when its backward is done.
     """
 
@@ -29,6 +30,7 @@ class Resident:
     backward: int = 0
     gradients: int = 0
     formed: int = 0
+    sent: int = 0
     after: int = 0
 
 
@@ -91,7 +93,7 @@ def stage_memory(
     # is gathered
     runs = [[*run] for _, run in groupby(reversed(layers), id)]  # of equal layers; two of each are enough
     tensors = [tensor for run in runs for layer in run[:2] for tensor in reversed(layer.tensors)]
-    following = [*tensors[1:], None]
+    following = [*tensors[1:], None][: len(tensors)]
     return StageMemory(
         saved=saved,
         ends=ends,
@@ -168,7 +170,10 @@ def _layer_backward(
     """
     moved = peak = 0
     linears = sum(tensor.held_until_w is not None for tensor in layer.tensors)
-    gradients, formed = (0, 0) if split else (resident.gradients, resident.formed // max(1, linears))
+    # losses of some tokens at a time add to the gradient until all are done, so that it is packed at the end
+    with_product, at_end = (resident.sent, 0) if linears else (0, resident.sent)
+    formed = (resident.formed + with_product) // max(1, linears)
+    gradients, formed = (0, 0) if split else (resident.gradients, formed)
     if not linears:
         gradients += formed
     incoming = 0 if last else boundary  # the gradient from the following layer
@@ -201,5 +206,8 @@ def _layer_backward(
             if not tensor.saved:
                 again -= tensor.bytes
     if not split:
-        peak = max(peak, moved + resident.backward + resident.after)
+        # a head that computes the loss from some tokens' logits at a time has its gradient packed while it
+        # still holds its inputs and their gradient
+        chunked = last and not linears and any(tensor.name == "out input" for tensor in layer.tensors)
+        peak = max(peak, (boundary if chunked else moved) + resident.backward + resident.after + at_end)
     return peak, moved

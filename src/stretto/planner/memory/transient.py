@@ -128,7 +128,8 @@ class StageUnits:
                     loss=self._of([layer]),
                     backward=self._of(self.layers[max(0, index - 1) : index + 1]),
                     gradients=flying + before_it,
-                    formed=formed - before_it + sent,
+                    formed=formed - before_it,
+                    sent=sent,
                     after=flying + formed + packed,
                 )
             )

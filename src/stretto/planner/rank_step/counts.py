@@ -190,7 +190,34 @@ _OVER = {
 }  # axes of the ranks with the same part of tensors split so
 
 
-@dataclass(frozen=True)
+Purpose = Literal["forward", "recompute", "backward", "gradients", "weights", "norm"]
+
+
+class GroupTraffic(NamedTuple):
+    """The collectives of one kind, or the messages, of a rank within one group in a step.
+
+    Attributes:
+        axes: axes of the group as layers name them ("tp", "ep", "expert_tp-ep", "pp"), or "cp-dp" and
+            "expert_dp", over which gradients and weights travel.
+        purpose: the action of layers that they belong to, or what they carry.
+        ranks: the group, or sender and receiver of messages between stages.
+        bytes: size of all together.
+        sent: bytes that leave the rank.
+    """
+
+    axes: str
+    purpose: Purpose
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+    calls: int
+    sent: float
+
+
+_PURPOSES: Mapping[str, Purpose] = {"F": "forward", "R": "recompute", "I": "backward", "W": "backward"}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Counts:
     """One rank's step.
 
@@ -201,12 +228,14 @@ class Counts:
         calls: number of calls, by the same keys.
         sent: bytes that leave the rank if collectives are bandwidth-optimal, as
             `stretto.engine.parallel.traffic` counts them.
+        traffic: the same by group and purpose.
     """
 
     flops: Mapping[tuple[str, str], int]
     bytes: Mapping[tuple[str, str], int]
     calls: Mapping[tuple[str, str], int]
     sent: int = 0
+    traffic: tuple[GroupTraffic, ...] = ()
 
 
 def _leaving(kind: str, size: int, ranks: int, root: bool) -> float:
@@ -263,8 +292,7 @@ class _Counting:
     rank: int
     memory: MemoryJob
     flops: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    traffic: dict[object, GroupTraffic] = field(default_factory=dict[object, GroupTraffic])
     sent: float = 0.0
 
     def run(self) -> Counts:
@@ -272,46 +300,60 @@ class _Counting:
             times = sum(action.stage == stage and action.kind is ActionKind.F for action in self.order)
             inner_stage = stage % self.memory.program.depth > 0
             for index, layer in enumerate(self.layers(stage)):
-                self._layer(layer, times, received=inner_stage and index == 0)
+                self._layer(layer, times, inner_stage, first=index == 0)
         for action in self.order:
             if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 layers = self.layers(action.stage)
                 border = layers.stop if action.kind is ActionKind.SEND_F else layers.start
-                size = message_bytes(self.memory.shape, self.memory.compute, border)
-                self.bytes["pp", "send"] += size
-                self.calls["pp", "send"] += tensors_between(self.memory.shape, border)
-                self.sent += size
+                step = 1 if action.kind is ActionKind.SEND_F else -1
+                to = self.pipeline[self.memory.program.placement[action.stage + step]]
+                self._call(
+                    [self.rank, to],
+                    "send",
+                    message_bytes(self.memory.shape, self.memory.compute, border),
+                    calls=tensors_between(self.memory.shape, border),
+                    about=("pp", "forward" if step == 1 else "backward"),
+                )
         for unit in self.units:
             # the optimiser works on something other than the parameters themselves
             server = unit.state_config.mode == "server" and unit.copies > 1
             moves = not unit.sizes.unsharded or unit.has_masters or server
-            for call in (*once_a_step(unit), *(published(unit) if moves else ())):
-                self._digit_collective(unit, call)
+            for call in once_a_step(unit):
+                self._digit_collective(unit, call, "gradients")
+            for call in published(unit) if moves else ():
+                self._digit_collective(unit, call, "weights")
         tied = {s: self._tied_halves(s) for s in self.stages} if self._tied_stages else {}
         each = EachMicrobatch(self.by_stage, self.memory.compute.tp, tied, self._head_half)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
-                self._digit_collective(unit, call)
+                self._digit_collective(unit, call, "gradients")
         self._gathers()
         self._partial_gradients()
         # gradients that stages of one pipeline share
-        program, pipeline = self.memory.program, self.job.layout.group(self.rank, "pp")
+        program = self.memory.program
         for name in sorted(shared_names(self.memory.shape)):
             using = self._stages_using(name)
             shared = [c * program.depth + s for c in range(program.copies) for s in using]
             if len(using) > 1:
-                self._sum_over(
-                    shared, [u for u in self.units if u.parameters[0].name == name], pipeline, unpadded=True
-                )
+                self._sum_over(shared, [u for u in self.units if u.parameters[0].name == name], unpadded=True)
         if program.copies > 1:
             for stage in self.stages:
                 ranks_alike = [c * program.depth + stage % program.depth for c in range(program.copies)]
-                self._sum_over(ranks_alike, self.by_stage[stage], pipeline, unpadded=False)
+                self._sum_over(ranks_alike, self.by_stage[stage], unpadded=False)
         self._norm()
-        flops, sizes, calls = (
-            {k: v for k, v in of.items() if v} for of in (self.flops, self.bytes, self.calls)
+        flops = {key: operations for key, operations in self.flops.items() if operations}
+        sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for each in self.traffic.values():
+            key = axes_of(self.job.layout, each.ranks), each.kind
+            sizes[key] += each.bytes
+            calls[key] += each.calls
+        return Counts(
+            flops=flops,
+            bytes=+sizes,
+            calls=+calls,
+            sent=round(self.sent),
+            traffic=tuple(self.traffic.values()),
         )
-        return Counts(flops, sizes, calls, round(self.sent))
 
     # ------------------------------------------------------------------ the rank
 
@@ -330,16 +372,42 @@ class _Counting:
     def layers(self, stage: int) -> range:
         return self.memory.stages[stage % self.memory.program.depth]
 
-    def _call(self, ranks: list[int], kind: str, size: int, count: int = 1) -> None:
-        if len(ranks) > 1 and count:
-            key = axes_of(self.job.layout, ranks), kind
-            self.bytes[key] += count * size
-            self.calls[key] += count
-            self.sent += count * _leaving(kind, size, len(ranks), self.rank == ranks[0])
+    @cached_property
+    def pipeline(self) -> list[int]:
+        """The ranks of this rank's pipeline, by their index in it."""
+        return self.job.layout.group(self.rank, "pp")
+
+    def _call(
+        self,
+        ranks: list[int],
+        kind: str,
+        size: int,
+        *,
+        about: tuple[str, Purpose],
+        calls: int = 1,
+        times: int = 1,
+    ) -> None:
+        """Count `times` x `calls` collectives or messages of `size` bytes for each `calls` of them.
+
+        Args:
+            about: axes and purpose.
+        """
+        if len(ranks) > 1 and times:
+            key = (*about, kind, tuple(ranks))
+            sent = times * _leaving(kind, size, len(ranks), self.rank == ranks[0])
+            before = self.traffic.get(key) or GroupTraffic(
+                axes=about[0], purpose=about[1], kind=kind, ranks=tuple(ranks), bytes=0, calls=0, sent=0.0
+            )
+            self.traffic[key] = before._replace(
+                bytes=before.bytes + times * size,
+                calls=before.calls + times * calls,
+                sent=before.sent + sent,
+            )
+            self.sent += sent
 
     # ------------------------------------------------------------------ layers
 
-    def _layer(self, layer: int, times: int, received: bool) -> None:
+    def _layer(self, layer: int, times: int, inner_stage: bool, first: bool) -> None:
         shape = self.memory.shape
         compute = replace(self.memory.compute, recompute=self.memory.mode(layer))
         chain_layer = layer_of(shape, layer)
@@ -347,14 +415,14 @@ class _Counting:
         compute = compute.for_layer(chain_layer)
         flops = layer_flops(block, kind, compute, self.coordinates["cp"])
         # an input that came from another stage is kept whole
-        sharded = replace(compute, shard_inputs=compute.shard_inputs and not received)
+        sharded = replace(compute, shard_inputs=compute.shard_inputs and not (inner_stage and first))
         traffic = layer_traffic(kind, block, sharded, self.coordinates["cp"])
         trained = self.memory.state_config.trained
         # frozen parameters of experts and of latent attention count as trained
         if not (trained.everything or block.moe or block.latent):
             earlier = (layer_parameters(shape, other, self.memory.shares) for other in range(layer))
-            # else the layer's input has no gradient
-            upstream = any(trained(parameter.name) for parameters in earlier for parameter in parameters)
+            # else the layer's input has no gradient; what a stage receives has one
+            upstream = inner_stage or any(trained(p.name) for parameters in earlier for p in parameters)
             part = _PartlyTrained(
                 shape=shape, layer=layer, compute=compute, trained=trained, upstream=upstream
             )
@@ -370,7 +438,8 @@ class _Counting:
                 self.flops[phase, name] += times * count
         for message in traffic:
             group = self.job.layout.group(self.rank, message.axis)
-            self._call(group, message.kind, message.size, times * message.count)
+            about = message.axis, _PURPOSES[message.phase]
+            self._call(group, message.kind, message.size, about=about, times=times * message.count)
 
     # ------------------------------------------------------------------ data-parallel ranks
 
@@ -404,7 +473,7 @@ class _Counting:
     def units(self) -> Iterator[StateUnit]:
         return (unit for units in self.by_stage.values() for unit in units)
 
-    def _digit_collective(self, unit: StateUnit, call: DigitCollective) -> None:
+    def _digit_collective(self, unit: StateUnit, call: DigitCollective, purpose: Purpose) -> None:
         """Count a collective over ranks that differ in one digit of their number among the copies."""
         ranks = self._copies(unit.expert)
         if call.level < 4:
@@ -419,7 +488,7 @@ class _Counting:
                     )
                 )
             ]
-        self._call(ranks, call.kind, call.size)
+        self._call(ranks, call.kind, call.size, about=("expert_dp" if unit.expert else "cp-dp", purpose))
 
     def _copies(self, expert: bool) -> list[int]:
         axes = _OVER["expert_tp-ep" if expert else "tp"]
@@ -438,7 +507,7 @@ class _Counting:
         else:
             return
         for unit in units:
-            self._digit_collective(unit, gathered(unit))
+            self._digit_collective(unit, gathered(unit), "weights")
 
     # ------------------------------------------------------------------ gradients summed with other ranks
 
@@ -459,7 +528,7 @@ class _Counting:
                         sums[ranks, bytes_of] += overlap * bytes_of
                 start += parameter.elements
         for (ranks, _), size in sums.items():
-            self._call(list(ranks), "all-reduce", size)
+            self._call(list(ranks), "all-reduce", size, about=("tp", "gradients"))
 
     def _shared_elements(self, name: str, elements: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """The ranks with partial sums of elements [low, high) of a parameter."""
@@ -521,9 +590,7 @@ class _Counting:
             else "W"
         )
 
-    def _sum_over(
-        self, stages: list[int], units: list[StateUnit], pipeline: list[int], unpadded: bool
-    ) -> None:
+    def _sum_over(self, stages: list[int], units: list[StateUnit], unpadded: bool) -> None:
         holders = sorted({self.memory.program.placement[s] for s in stages})
         if len(holders) < 2 or self.coordinates["pp"] not in holders:
             return
@@ -533,9 +600,9 @@ class _Counting:
             low, high = self._span(unit)
             if unpadded:
                 high = max(low, min(high, unit.parameters[0].elements))
-            self._call(
-                [pipeline[h] for h in holders], "all-reduce", (high - low) * (unit.full_gradient // unit.size)
-            )
+            size = (high - low) * (unit.full_gradient // unit.size)
+            ranks = [self.pipeline[h] for h in holders]
+            self._call(ranks, "all-reduce", size, about=("pp", "gradients"))
 
     def _norm(self) -> None:
         """The squared norm of all gradients."""
@@ -552,9 +619,9 @@ class _Counting:
                 for index, rank in enumerate(sorted(ranks))
             }
             ranks_alike = [rank for rank, value in digit.items() if value == digit[self.rank]]
-            self._call(sorted(ranks_alike), "all-reduce", _NUMBER)
+            self._call(sorted(ranks_alike), "all-reduce", _NUMBER, about=(axes, "norm"))
         if self.memory.state_config.mode == "server":
-            self._call(self._copies(expert=False), "broadcast", _NUMBER)
+            self._call(self._copies(expert=False), "broadcast", _NUMBER, about=("cp-dp", "norm"))
 
 
 _ROWS = ("attn.proj", "mlp.down")  # linears of a block that are split by input features

@@ -25,12 +25,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import inf
+from math import inf, lcm
 from operator import attrgetter
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from stretto.job.chain import blocks_among
 from stretto.job.data_parallel import MODES, DataParallelSettings
@@ -49,31 +46,31 @@ from stretto.planner.search.ranking import (
     RejectionCounts,
     best_of_family,
     cannot_win,
+    cost_factor,
     is_safe,
     sort_feasible,
 )
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
-from stretto.planner.search.time_bounds import Seconds
 from stretto.program import entry
 
 # The constants below order the search and divide its time; none changes a bound, so without a time limit the
 # result does not depend on them. They were chosen on the eight cases of `benchmarks/plan_search.py`, which
 # re-tunes them: run it with `--long 120` for each value and compare the column `distance`.
 
-# Share of a pass's time after which estimating layouts ends. Longer: fewer layouts wait at the end of the
-# list without an estimate; shorter: more time to replay those that look fast.
-_ESTIMATION_END = 0.25
-# Share after which bounding layouts with each microbatch ends. Longer: more choices are open at the start of
-# the dive; shorter: the dive starts sooner.
-_LISTING_END = 0.4
+# Share of a pass's time after which bounding layouts ends. Longer: fewer layouts are left without a bound;
+# shorter: more time to replay those that look fast.
+_LAYOUTS_END = 0.25
+# Layouts with bounds below this multiple of the least are bounded with each microbatch and schedule together.
+# Larger: larger arrays; smaller: less is bounded in vain.
+_CHUNK_RANGE = 1.05
 # Share after which the first dive gives way to the proof. Later: better layouts; earlier: smaller gaps.
 _FIRST_DIVE_END = 0.75
 # Share after which an unfinished proof gives way to the last dive, which fills the ranking.
 _PROOF_END = 0.85
-# Layouts estimated slower than the best by more are listed only after the first dive. Larger: estimates may
-# be worse without harm; smaller: the dive starts sooner.
-_ESTIMATE_MARGIN = 1.3
+# Expected time over the bound of a layout during a dive. Smaller: more layouts are open at the start of the
+# dive; larger: the dive starts sooner.
+_LAYOUT_EXCESS = 1.4
 # Expected time over the bound during a dive, for nodes with and without the savings that they need. Smaller:
 # breadth first; larger: depth first.
 _EXPECTED_EXCESS = (1.01, 1.06)
@@ -92,8 +89,6 @@ _ACCEPTED_FAMILY_PENALTY = 1.15
 # A dive continues while the next expected time is below this multiple of the best time. Larger: longer dives
 # and a later proof.
 _DIVE_MARGIN = 1.05
-# The same while nothing fits safely. Larger: safe layouts that are slower; smaller: an earlier proof.
-_SAFE_MARGIN = 1.25
 # A node is pushed back if its key has grown by more since it was pushed. Larger: fewer updates of the heap;
 # smaller: an order closer to the current expectations.
 _REKEY_TOLERANCE = 1.001
@@ -144,7 +139,8 @@ class _Unsaved(NamedTuple):
 
 
 _Node = _Group | _Scheduled | Candidate | _Timed | _Unsaved
-_SizedLayout = tuple[float, Layout, int | None]  # estimated cost, layout, expert_tp
+
+_SizedLayout = tuple[Layout, int | None]  # a layout and its expert_tp
 
 
 @dataclass(kw_only=True)
@@ -158,6 +154,8 @@ class BranchAndBound:
         wanted: number of families to find.
         only_dives: follow the most promising choice down to a complete candidate before its alternatives, and
             put off what may not fit, so that something is accepted soon, though not in the order of times.
+        safe_margin: a dive continues while the next expected time is below this multiple of the best time and
+            nothing fits safely. Larger: safe layouts that are slower; smaller: an earlier proof.
         cut_short: candidates that might be better were not examined, for lack of time.
         left: lower bound on the cost of every candidate that was not examined.
     """
@@ -167,6 +165,7 @@ class BranchAndBound:
     until: float = 1.0
     wanted: int
     only_dives: bool = False
+    safe_margin: float = 1.25
     progress: Progress | None = None
     families: dict[tuple[object, ...], list[Feasible]] = field(
         default_factory=dict[tuple[object, ...], list[Feasible]]
@@ -183,10 +182,12 @@ class BranchAndBound:
         # without a time limit, search best-first from the start
         self._dives = self.only_dives or self.task.seconds is not None
         self._tie_breaker = count()
-        self._unestimated: dict[tuple[Layout, int | None], None] | None = None  # None: not listed yet
-        self._unlisted: list[_SizedLayout] = []
+        self._largest = lcm(*self.space.micro_batches(0))  # a microbatch that all others divide
+        self._unbounded: list[_SizedLayout] | None = None  # None: not listed yet
+        self._unexpanded: list[tuple[float, int, _SizedLayout | Parallelism]] = []  # a heap like the other
         self._postponed: list[tuple[float, _Node]] = []
         self._legal: dict[object, bool] = {}
+        self._prices: dict[Layout, float] = {}
         self._added: set[Candidate] = set()
         self._accepted: set[Candidate] = set()
         self._costs: list[float] = []  # of the best of each family, ascending
@@ -202,14 +203,12 @@ class BranchAndBound:
         for bound, node in self._postponed:
             self._push_bound(bound, node)
         self._postponed.clear()
-        self._estimate_layouts()
-        best = self.best() if self._costs else 2 * min((cost for cost, *_ in self._unlisted), default=inf)
-        self._list_layouts(until=_LISTING_END, limit=_ESTIMATE_MARGIN * best)
-        while self._heap or self._unlisted:
-            if not self._heap or (self._unlisted and not self._dives and self._is_proved()):
-                self._list_layouts(until=1.0, limit=inf)
-                if not self._heap:
-                    break
+        self._bound_layouts()
+        while True:
+            self._expand_layouts()
+            if not self._heap:
+                self.cut_short |= bool(self._unexpanded) and self._unexpanded[0][0] <= self._worst_wanted()
+                break
             spent = self._spent()
             if spent > 1.0 or (self.only_dives and not self._is_promising()):
                 self.cut_short = True
@@ -219,8 +218,6 @@ class BranchAndBound:
             dives = dives or (self._dives and spent < _FIRST_DIVE_END and self._is_promising())
             if dives != self._dives:
                 self._dives = dives
-                if not dives:
-                    self._list_layouts(until=_PROOF_END, limit=inf)
                 self._heap = [
                     (bound * self._key_factor(node), n, bound, node) for _, n, bound, node in self._heap
                 ]
@@ -241,12 +238,12 @@ class BranchAndBound:
                 self._accept_if_it_fits(node.candidate)
             else:
                 self._add_savings(node.candidate, bound, fits=node.fits)
-        for _, layout, _ in self._unlisted:
+        bounds = [bound for bound, *_ in self._unexpanded[:1] + self._postponed]
+        bounds += [bound for _, _, bound, _ in self._heap]
+        self.left = min([self.left, *bounds]) / (1 + self.task.tolerance)
+        for layout, _ in self._unbounded or ():
             self.left = min(self.left, self.bounds.ideal(layout) * self._price(layout))
             self.cut_short = True
-        bounds = [bound for _, _, bound, _ in self._heap] + [bound for bound, _ in self._postponed]
-        self.left = min([self.left, *bounds])
-        self.left /= 1 + self.task.tolerance
 
     def chosen(self) -> list[Feasible]:
         """The best of each family, the best first."""
@@ -262,8 +259,14 @@ class BranchAndBound:
                     self._safe = min(self._safe, self.cost_of(feasible))
         self._costs = sorted(min(map(self.cost_of, family)) for family in self.families.values())
 
+    @property
+    def slower_layouts(self) -> int:
+        """Number of layouts that are too slow to be among the best, whatever else is chosen."""
+        slower = [choice for bound, _, choice in self._unexpanded if bound > self._worst_wanted()]
+        return sum(not isinstance(choice, Parallelism) for choice in slower)
+
     def cost_of(self, feasible: Feasible) -> float:
-        """The objective: seconds of the step, or seconds times devices."""
+        """The objective: seconds of the step, or seconds times devices; more for an odd layout."""
         return self._cost(feasible.seconds, feasible.candidate)
 
     def best(self) -> float:
@@ -279,7 +282,7 @@ class BranchAndBound:
         """True if a dive may soon accept a better candidate, or too few families are accepted, or none that
         fits safely.
         """
-        margin = _DIVE_MARGIN if self._safe < inf else _SAFE_MARGIN
+        margin = _DIVE_MARGIN if self._safe < inf else self.safe_margin
         return len(self.families) < self.wanted or self._heap[0][0] < margin * self.best()
 
     def _is_proved(self) -> bool:
@@ -315,8 +318,10 @@ class BranchAndBound:
     def _cost(self, seconds: float, candidate: Candidate) -> float:
         return seconds * self._price(candidate.parallelism.layout)
 
-    def _price(self, layout: Layout) -> int:
-        return layout.world if self.task.objective == "tokens_per_dollar" else 1
+    def _price(self, layout: Layout) -> float:
+        if layout not in self._prices:
+            self._prices[layout] = cost_factor(layout, self.task)
+        return self._prices[layout]
 
     def _push(self, seconds: float, layout: Layout, node: _Node, parent_bound: float = 0.0) -> None:
         """Put a node on the heap, unless it cannot be among the best: a partial choice by its bound plus the
@@ -339,28 +344,24 @@ class BranchAndBound:
 
     # ------------------------------------------------------------------ expanding nodes
 
-    def _estimate_layouts(self) -> None:
-        """Drop layouts whose states do not fit, and sort the others by estimates of their times."""
+    def _bound_layouts(self) -> None:
+        """Drop layouts whose states do not fit, and sort the others by their bounds."""
 
-        def rarity(sized: tuple[Layout, int | None]) -> tuple[bool, int]:
+        def rarity(sized: _SizedLayout) -> tuple[bool, int]:
             # often fast: tensor-parallel ranks within a node, and little context parallelism
             return sized[0].tp > self.task.cluster.node, sized[0].cp
 
-        if self._unestimated is None:
-            self._unestimated = dict.fromkeys(sorted(self.space.layouts(), key=rarity))
-        self._unlisted = [sized for sized in self._unlisted if sized[0] < inf]
-        layouts, self._unestimated = self._unestimated, {}
-        for layout, expert_tp in layouts:
-            if not self.space.sharings(layout):
-                continue  # the fixed choices exclude all of them
-            if self._spent() > _ESTIMATION_END:
-                self._unestimated[layout, expert_tp] = None
-                self._unlisted.append((inf, layout, expert_tp))
-                continue
+        if self._unbounded is None:
+            layouts = sorted(self.space.layouts(), key=rarity, reverse=True)
+            self._unbounded = [sized for sized in layouts if self.space.sharings(sized[0])]
+        while self._unbounded and self._spent() <= _LAYOUTS_END:
+            layout, expert_tp = self._unbounded.pop()
             fit = self.savings.states_cannot_fit(layout, expert_tp)
             if fit is None:
-                estimate = self.bounds.typical(layout, expert_tp) * self._price(layout)
-                self._unlisted.append((estimate, layout, expert_tp))
+                if splits := self.space.splits(layout, expert_tp):
+                    smallest = min(self.space.micro_batches(self.task.global_batch // layout.dp), default=1)
+                    bound = min(self._floor(split, smallest) for split in splits)
+                    heapq.heappush(self._unexpanded, (bound, next(self._tie_breaker), (layout, expert_tp)))
                 continue
             parallelism = next(self.space.parallelisms_of(layout, expert_tp), None)
             if parallelism is not None and self.space.schedules(parallelism):
@@ -368,33 +369,42 @@ class BranchAndBound:
                 smallest = self.savings.least_memory(layout, expert_tp)
                 example = Candidate(parallelism, self.space.schedules(parallelism)[0], *smallest)
                 self.rejections.add(example, fit, lower_bound=True)
-        self._unlisted.sort(key=lambda sized: sized[0])
+
+    def _floor(self, parallelism: Parallelism, smallest: int) -> float:
+        """The bound on the cost of a split with microbatches of this size or larger ones."""
+        seconds = self.bounds.floor(replace(parallelism, micro_batch=self._largest), smallest)
+        return seconds * self._price(parallelism.layout) * (1 + self.task.tolerance)
 
     def _candidates_of(self, parallelism: Parallelism) -> int:
         return len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
 
-    def _list_layouts(self, until: float, limit: float) -> None:
-        """Bound layouts with every microbatch, the most promising first.
-
-        Args:
-            until: share of the pass's time at which to stop.
-            limit: layouts with larger estimated costs stay unlisted.
+    def _expand_layouts(self) -> None:
+        """Bound layouts with every microbatch and schedule, many at once, while one may be better than the
+        first node on the heap.
         """
-        unlisted, floors = list[_SizedLayout](), dict[Parallelism, float]()
-        for estimate, layout, expert_tp in self._unlisted:
-            if estimate > limit or self._spent() > until:
-                unlisted.append((estimate, layout, expert_tp))
-                continue
-            if estimate == inf and self._unestimated:
-                del self._unestimated[layout, expert_tp]
-            for parallelism in self.space.parallelisms_of(layout, expert_tp):
-                candidates = self._candidates_of(parallelism)
-                self.candidates += candidates
-                floor = self.bounds.parallelism(parallelism) * self._price(layout) if candidates else inf
-                if floor * (1 + self.task.tolerance) <= self._worst_wanted():
-                    floors[parallelism] = floor * (1 + self.task.tolerance)
-        self._unlisted = unlisted
-        self._group(floors)
+        excess = _LAYOUT_EXCESS if self._dives else 1.0
+        while self._unexpanded and self._spent() <= 1.0:
+            lowest = self._unexpanded[0][0]
+            if lowest > self._worst_wanted() or (self._heap and lowest * excess > self._heap[0][0]):
+                break
+            floors = dict[Parallelism, float]()
+            while self._unexpanded and self._unexpanded[0][0] <= _CHUNK_RANGE * lowest:
+                bound, _, choice = heapq.heappop(self._unexpanded)
+                if isinstance(choice, Parallelism):
+                    floors[choice] = bound
+                else:
+                    self._expand_layout(*choice)
+            self._group(floors)
+
+    def _expand_layout(self, layout: Layout, expert_tp: int | None) -> None:
+        """Bound a layout with each microbatch."""
+        for parallelism in self.space.parallelisms_of(layout, expert_tp):
+            candidates = self._candidates_of(parallelism)
+            self.candidates += candidates
+            if candidates and self._floor(parallelism, parallelism.micro_batch) <= self._worst_wanted():
+                bound = self.bounds.parallelism(parallelism) * self._price(layout) * (1 + self.task.tolerance)
+                if bound <= self._worst_wanted():
+                    heapq.heappush(self._unexpanded, (bound, next(self._tie_breaker), parallelism))
 
     def _group(self, floors: Mapping[Parallelism, float]) -> None:
         """Bound parallelisms with every schedule, in groups.
@@ -412,20 +422,24 @@ class BranchAndBound:
                     groups.setdefault((choice, pp, filling), []).append(parallelism)
         savings = [self.space.first_saving()]
         for (choice, _, _), group in groups.items():
-            seconds = self.bounds.schedules(group, choice, savings, np.zeros(len(group), int))
-            costs = np.maximum([floors[p] for p in group], self._costs_of(group, seconds))
-            self._push_group(choice, group, costs)
+            seconds = self.bounds.schedules(group, choice, savings, [0] * len(group))
+            costs = map(max, [floors[p] for p in group], self._costs_of(group, seconds))
+            self._push_group(choice, group, list(costs))
 
-    def _costs_of(self, parallelisms: Sequence[Parallelism], seconds: Seconds) -> Seconds:
+    def _costs_of(self, parallelisms: Sequence[Parallelism], seconds: Sequence[float]) -> list[float]:
         prices = [self._price(parallelism.layout) for parallelism in parallelisms]
-        return seconds * prices * (1 + self.task.tolerance)
+        return [s * price * (1 + self.task.tolerance) for s, price in zip(seconds, prices, strict=True)]
 
     def _push_group(
-        self, choice: ScheduleChoice, parallelisms: Sequence[Parallelism], costs: Seconds, saved: bool = False
+        self,
+        choice: ScheduleChoice,
+        parallelisms: Sequence[Parallelism],
+        costs: Sequence[float],
+        saved: bool = False,
     ) -> None:
-        order = [n for n in np.argsort(costs, kind="stable") if costs[n] <= self._worst_wanted()]
+        order = sorted((n for n, c in enumerate(costs) if c <= self._worst_wanted()), key=costs.__getitem__)
         if order:
-            bounds = [float(costs[n]) for n in order]
+            bounds = [costs[n] for n in order]
             ordered = [parallelisms[n] for n in order]
             group = _Group(schedule=choice, parallelisms=ordered, bounds=bounds, saved=saved)
             self._push_bound(bounds[0], group)
@@ -442,7 +456,7 @@ class BranchAndBound:
         """Bound the first of a group again with the savings that they need at least; only now the program of
         their schedule is made.
         """
-        choice, costs = group.schedule, np.array(group.bounds)
+        choice, costs = group.schedule, group.bounds
         end = bisect_right(group.bounds, min(_GROUP_RANGE * group.bounds[0], self._worst_wanted()))
         if end < len(group.bounds):
             self._push_group(choice, group.parallelisms[end:], costs[end:])
@@ -456,17 +470,20 @@ class BranchAndBound:
         for row, indices in alike.values():
             parallelisms = [group.parallelisms[index] for index in indices]
             needed = self.savings.required_savings(parallelisms, choice, [sharings[n] for n in indices], row)
-            fits = np.flatnonzero(needed < len(row))
-            for index in np.flatnonzero(needed == len(row)):
-                parallelism = parallelisms[index]
-                example = Candidate(parallelism, choice, sharings[indices[index]], row[-1])
-                count = len(self.space.sharings(parallelism.layout))
-                self.rejections.add(example, self.savings.fit(example), lower_bound=True, count=count)
-            if not len(fits):
+            for index, saving in zip(indices, needed, strict=True):
+                if saving == len(row):
+                    parallelism = group.parallelisms[index]
+                    example = Candidate(parallelism, choice, sharings[index], row[-1])
+                    count = len(self.space.sharings(parallelism.layout))
+                    self.rejections.add(example, self.savings.fit(example), lower_bound=True, count=count)
+            fits = [n for n, saving in enumerate(needed) if saving < len(row)]
+            if not fits:
                 continue
-            fitting = [parallelisms[index] for index in fits]
-            seconds = self._costs_of(fitting, self.bounds.schedules(fitting, choice, row, needed[fits]))
-            self._push_group(choice, fitting, np.maximum(costs[indices][fits], seconds), saved=True)
+            fitting = [parallelisms[n] for n in fits]
+            seconds = self.bounds.schedules(fitting, choice, row, [needed[n] for n in fits])
+            floors = [costs[indices[n]] for n in fits]
+            bounds = map(max, floors, self._costs_of(fitting, seconds))
+            self._push_group(choice, fitting, list(bounds), saved=True)
 
     def _expand_shardings(self, parent_bound: float, node: _Scheduled) -> None:
         first_saving = self.space.first_saving()
@@ -656,8 +673,10 @@ class MemorySavingOptions:
                 mode = max((dp.mode for dp in sharings), key=MODES.index)
                 sharings = [dp for dp in sharings if dp.mode == mode]
             choices = [(dp, self.space.savings(self.space.first_saving(), 1, dp)[-1][-1]) for dp in sharings]
-            self._least_memory[key] = min(
-                choices, key=lambda choice: self.bounds.states(layout, expert_tp, *choice)
+            self._least_memory[key] = (
+                min(choices, key=lambda choice: self.bounds.states(layout, expert_tp, *choice))
+                if len(choices) > 1
+                else choices[0]
             )
         return self._least_memory[key]
 
@@ -676,12 +695,15 @@ class MemorySavingOptions:
         choice: ScheduleChoice,
         dp: Sequence[DataParallelSettings],
         row: Sequence[Saving],
-    ) -> npt.NDArray[np.int_]:
+    ) -> list[int]:
         """For each parallelism the index of the first saving in a row with which its schedule may fit; the
         row's length if there is none. See `MemoryBounds.of_rows`.
         """
-        may_fit = self.bounds.of_rows(parallelisms, choice, dp, row) <= self.budget
-        return np.where(may_fit.any(1), may_fit.argmax(1), len(row))
+        return [self._first_within(sizes) for sizes in self.bounds.of_rows(parallelisms, choice, dp, row)]
+
+    def _first_within(self, sizes: Sequence[int], excess: float = 0.0) -> int:
+        """Index of the first size within the budget; their number if there is none."""
+        return next((n for n, size in enumerate(sizes) if size + excess <= self.budget), len(sizes))
 
     def apply_savings(self, candidate: Candidate, rows: Sequence[Sequence[Saving]]) -> list[Candidate]:
         """The candidate with the first saving of each row that may fit. Rows after one whose first saving may
@@ -712,5 +734,4 @@ class MemorySavingOptions:
         """
 
         bounds = self.bounds.of_rows([candidate.parallelism], candidate.schedule, [candidate.dp], row)
-        may_fit = bounds[0] + excess <= self.budget
-        return int(may_fit.argmax()) if may_fit.any() else len(row)
+        return self._first_within(bounds[0], excess)

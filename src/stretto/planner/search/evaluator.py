@@ -120,4 +120,10 @@ class CandidateEvaluator:
         if job.dp.mode in ("ddp", "zero1") and not time.timeline.program.versions:
             key = candidate.parallelism, candidate.schedule, candidate.saving
             self._makespans[key] = time.timeline.makespan * cluster.correction
-        return estimate_of(job=job, cluster=cluster, precision=precision, time=time)
+        return estimate_of(
+            job=job,
+            cluster=cluster,
+            precision=precision,
+            time=time,
+            software=self.task.assumptions.software,
+        )

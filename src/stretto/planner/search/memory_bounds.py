@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from operator import add
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from stretto.errors import StrettoError
 from stretto.job.chain import is_block, kind_counts, layer_of, non_blocks_among
@@ -46,9 +44,6 @@ from stretto.program.schedules.traits import is_searched
 _WAITING_WEIGHTS = 0.5, 8.0
 _DEEP_PIPELINE = 64  # ranks from which on programs are so expensive that a looser bound pays off
 _SAMPLE_RANKS, _SAMPLE_MICROBATCHES = 2, 16  # ranks, and more microbatches than most schedules hold on them
-
-
-Bytes = npt.NDArray[np.int_]
 
 
 class PeakState(NamedTuple):
@@ -198,12 +193,14 @@ class _Layer(NamedTuple):
     backward: int
 
 
-class _Layers(NamedTuple):
-    """Bytes of layers, as in `_Layer`: arrays of parallelisms and layers."""
+class _StageBytes(NamedTuple):
+    """Bytes of a stage for one microbatch: in flight and of a backward with each recomputation, and kept
+    between I and W.
+    """
 
-    saved: Bytes
-    held_until_w: Bytes
-    backward: Bytes
+    in_flight: list[int]
+    backward: list[int]
+    waiting: int
 
 
 class MemoryBounds:
@@ -219,7 +216,7 @@ class MemoryBounds:
         self._layers = dict[object, _Layer]()
         self._places = dict[object, int]()
         self._bounds = dict[Candidate, MemoryBound]()
-        self._activations = dict[object, dict[Recompute, Bytes]]()
+        self._activations = dict[object, dict[Recompute, tuple[int, ...]]]()  # of sampled ranks
         # the stages of the sampled ranks; one object for all schedules that place layers alike
         self._placed = dict[object, tuple[tuple[range, ...], ...]]()
         self._placements = dict[tuple[tuple[range, ...], ...], tuple[tuple[range, ...], ...]]()
@@ -242,8 +239,8 @@ class MemoryBounds:
             self.work.add("memory bound")
             parallelism, choice = candidate.parallelism, candidate.schedule
             states = self._of_states(parallelism, choice, candidate.dp, candidate.saving)
-            activations = self._of_activations([parallelism], choice, [candidate.saving])[0][:, 0]
-            each = [MemoryBound(n, int(a)) for n, a in zip(states, activations, strict=True)]
+            activations = self._of_activations([parallelism], choice, [candidate.saving])[0][0]
+            each = map(MemoryBound, states, activations)
             self._bounds[candidate] = max(each, key=lambda bound: bound.total)
         return self._bounds[candidate]
 
@@ -253,28 +250,28 @@ class MemoryBounds:
         choice: ScheduleChoice,
         dp: Sequence[DataParallelSettings],
         savings: Sequence[Saving],
-    ) -> Bytes:
+    ) -> list[list[int]]:
         """Bounds of parallelisms whose ranks a schedule fills equally (`filling_microbatches`), each with
         every one of a row of savings.
 
         Args:
             dp: the sharing of states of each parallelism.
             savings: they differ in recomputation only.
-
-        Returns:
-            An array of parallelisms and savings.
         """
         states = [
             self._of_states(parallelism, choice, sharing, savings[0])
             for parallelism, sharing in zip(parallelisms, dp, strict=True)
         ]
         activations = self._of_activations(parallelisms, choice, savings)
-        return np.array([(np.array(s)[:, None] + a).max(0) for s, a in zip(states, activations, strict=True)])
+        return [
+            [max(map(add, of_states, of_saving)) for of_saving in of_savings]
+            for of_states, of_savings in zip(states, activations, strict=True)
+        ]
 
     def _of_activations(
         self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, savings: Sequence[Saving]
-    ) -> list[Bytes]:
-        """Bytes of activations of each parallelism: arrays of sampled ranks and savings."""
+    ) -> list[list[tuple[int, ...]]]:
+        """Bytes of activations of each parallelism with each saving, on the sampled ranks."""
         recomputations = tuple(saving.recompute for saving in savings)
         missing = [
             parallelism
@@ -283,21 +280,18 @@ class MemoryBounds:
         ]
         if missing:
             self.work.add("bounds", len(missing))
-            array = self._activation_bytes(missing, choice, recomputations)
-            for row, parallelism in enumerate(missing):
-                columns = self._activations.setdefault((parallelism, choice), {})
-                columns |= zip(recomputations, array[:, row].T, strict=True)
+            rows = self._activation_bytes(missing, choice, recomputations)
+            for parallelism, row in zip(missing, rows, strict=True):
+                entry = self._activations.setdefault((parallelism, choice), {})
+                entry |= zip(recomputations, row, strict=True)
         entries = [self._activations[parallelism, choice] for parallelism in parallelisms]
-        return [np.array([entry[r] for r in recomputations]).T for entry in entries]
+        return [[entry[r] for r in recomputations] for entry in entries]
 
     def _activation_bytes(
         self, parallelisms: Sequence[Parallelism], choice: ScheduleChoice, recomputations: Sequence[Recompute]
-    ) -> Bytes:
-        """Bytes of activations: an array of sampled ranks, parallelisms and recomputations."""
+    ) -> list[list[tuple[int, ...]]]:
+        """Bytes of activations of each parallelism with each recomputation, on the sampled ranks."""
         ranks = self._of_ranks(parallelisms[0], choice)
-        full = self._table(parallelisms, self._kinds, "full")
-        ends = self._table(parallelisms, self.ends, "none")
-        inputs = full.saved.min(1)
         # blocks that are not among the first recomputed ones of a stage
         modes: list[Mode] = []
         repeated = list[int]()
@@ -307,51 +301,51 @@ class MemoryBounds:
                 "full" if every else "none" if recompute.mode in ("full", "auto") else recompute.mode
             )
             repeated.append(0 if every else recompute.blocks or 0)
-        tables = {mode: self._table(parallelisms, self._kinds, mode) for mode in dict.fromkeys(modes)}
-        saved, shape = np.stack([tables[mode].saved for mode in modes], 1), self.task.shape
-        result = list[Bytes]()
-        for rank in ranks:
-            in_flight = list[Bytes]()  # of each distinct stage: a microbatch in flight, and one that waits
-            waits = list[Bytes]()
-            backwards = list[Bytes]()
-            for stage in rank.distinct:
-                blocks = sum(stage.counts)
-                again = np.array(
-                    [
-                        stage.counts
-                        if count >= blocks
-                        else kind_counts(shape, range(stage.start, stage.start + count))
-                        for count in repeated
-                    ]
-                )
-                of_blocks = again * full.saved[:, None] + (np.array(stage.counts) - again) * saved
-                in_flight.append(of_blocks.sum(2) + (ends.saved * stage.ends).sum(1)[:, None])
-                waiting = (full.held_until_w * stage.counts).sum(1) + stage.head * ends.held_until_w[:, -1]
-                waits.append(np.maximum(0, waiting - inputs)[:, None])
-                backwards.append(
-                    ends.backward[:, -1:]
-                    if stage.head
-                    else np.stack(
-                        [
-                            (tables[mode] if blocks > count else full).backward[:, stage.final]
-                            for mode, count in zip(modes, repeated, strict=True)
-                        ],
-                        1,
-                    )
-                )
-            peak_bytes = np.zeros((len(parallelisms), len(recomputations)), int)
-            for peak in rank.peaks:
-                now = backwards[peak.stage_index]
-                for distinct, count in enumerate(peak.in_flight):
-                    now = now + count * in_flight[distinct] + peak.waiting[distinct] * waits[distinct]
-                peak_bytes = np.maximum(peak_bytes, now)
-            result.append(peak_bytes)
-        return np.array(result)
+        again = dict[_Stage, list[tuple[int, ...]]]()  # recomputed blocks of each kind
+        for stage in dict.fromkeys(stage for rank in ranks for stage in rank.distinct):
+            blocks, start = sum(stage.counts), stage.start
+            again[stage] = [
+                stage.counts if n >= blocks else kind_counts(self.task.shape, range(start, start + n))
+                for n in repeated
+            ]
+        result = list[list[tuple[int, ...]]]()
+        for parallelism in parallelisms:
+            sizes = {stage: self._stage_bytes(parallelism, stage, modes, n) for stage, n in again.items()}
+            of_ranks = [_fullest(rank.peaks, [sizes[stage] for stage in rank.distinct]) for rank in ranks]
+            result.append([tuple(rank[n] for rank in of_ranks) for n in range(len(modes))])
+        return result
 
-    def _table(self, parallelisms: Sequence[Parallelism], layers: Sequence[int], mode: Mode) -> _Layers:
-        """The bytes of some layers: arrays of parallelisms and layers."""
-        table = np.array([[self._layer(p, layer, mode) for layer in layers] for p in parallelisms], int)
-        return _Layers(table[..., 0], table[..., 1], table[..., 2])
+    def _stage_bytes(
+        self,
+        parallelism: Parallelism,
+        stage: _Stage,
+        modes: Sequence[Mode],
+        again: Sequence[tuple[int, ...]],
+    ) -> _StageBytes:
+        """Bytes of a stage.
+
+        Args:
+            modes: of blocks that are not recomputed as a whole, for each recomputation.
+            again: number of blocks of each kind that are, for each recomputation.
+        """
+        full = [self._layer(parallelism, kind, "full") for kind in self._kinds]
+        ends = [self._layer(parallelism, end, "none") for end in self.ends]
+        tables = {
+            m: [self._layer(parallelism, kind, m) for kind in self._kinds] for m in dict.fromkeys(modes)
+        }
+        of_ends = sum(end.saved * count for end, count in zip(ends, stage.ends, strict=True))
+        in_flight, backward = list[int](), list[int]()
+        for mode, counts in zip(modes, again, strict=True):
+            layers = tables[mode]
+            total = of_ends
+            for kind, count in enumerate(counts):
+                total += count * full[kind].saved + (stage.counts[kind] - count) * layers[kind].saved
+            in_flight.append(total)
+            final = layers if counts != stage.counts else full
+            backward.append(ends[-1].backward if stage.head else final[stage.final].backward)
+        waiting = sum(layer.held_until_w * count for layer, count in zip(full, stage.counts, strict=True))
+        waiting += stage.head * ends[-1].held_until_w
+        return _StageBytes(in_flight, backward, max(0, waiting - min(layer.saved for layer in full)))
 
     def _kind_of(self, layer: int) -> int:
         """Index of a layer's kind of block; the first for the embedding, which may be all of a stage."""
@@ -435,7 +429,9 @@ class MemoryBounds:
             compute = replace(ComputeConfig.of(job), recompute=mode)
             layer_compute = compute.for_layer(layer_of(self.task.shape, layer))
             boundary = layer_compute.element * layer_compute.shard * self.task.shape.hidden
-            work = layer_memory(self.task.shape, compute, layer)
+            # which layers are reached depends on where they are, and these stand for all of their kind
+            reached = not self.task.job.trained.freeze
+            work = layer_memory(self.task.shape, compute, layer, reached=reached)
             alone = stage_memory([work], boundary)
             self._layers[key] = _Layer(
                 saved=work.saved - (work.input_bytes if work.ends and layer == 0 else 0),
@@ -443,6 +439,19 @@ class MemoryBounds:
                 backward=max(0, min(alone.backward, alone.split)),
             )
         return self._layers[key]
+
+
+def _fullest(peaks: Sequence[PeakState], stages: Sequence[_StageBytes]) -> list[int]:
+    """Bytes of the fullest peak state of a rank with each recomputation."""
+    fullest = [0] * len(stages[0].in_flight)
+    for peak in peaks:
+        waiting = sum(count * stage.waiting for count, stage in zip(peak.waiting, stages, strict=True))
+        for n, backward in enumerate(stages[peak.stage_index].backward):
+            total = backward + waiting
+            for count, stage in zip(peak.in_flight, stages, strict=True):
+                total += count * stage.in_flight[n]
+            fullest[n] = max(fullest[n], total)
+    return fullest
 
 
 def _highest_peaks(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[PeakState, ...]:

@@ -1,6 +1,7 @@
 """The ranking of a search: what it consists of, the order of candidates, and the reasons in words.
 
-Candidates whose times are tied (`TIE`) are ordered by memory left and by complexity.
+Candidates that may not fit, and odd ones (`oddity`), are ranked as if they were a little slower. Those whose
+times are tied then (`TIE`) are ordered by memory left and by complexity.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 
+from stretto.display import render
+from stretto.job.chain import block_count
+from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, PARTS, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
@@ -64,26 +68,39 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A kind of layout that people use without a search.
+
+    Attributes:
+        fastest: the fastest that fits, or None if no such layout is legal or fits.
+        safe: the fastest found whose whole interval of memory fits, with the wanted headroom, or None.
+        missing: why there is no fastest, in words.
+    """
+
+    fastest: Ranked | None = None
+    safe: Ranked | None = None
+    missing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer to "which layout, and will it fit?".
 
     Attributes:
         ranking: the best layouts, the best first; empty if nothing fits, or nothing was found within the
             limit (`complete`).
-        safe: the fastest layout found whose whole interval of memory fits, with the wanted headroom, or None.
-        baselines: the fastest of each kind of layout that people use without a search, by name; None if no
-            such layout is legal or fits.
-        missing: why a baseline is None, in words, by name.
+        safe: the best layout found whose whole interval of memory fits, with the wanted headroom, or None.
+        baselines: each kind of layout that people use without a search, by name.
         evaluated: all candidates that were replayed, in the order of the search; those whose exact memory was
             not needed have a lower bound of it.
-        rejected: rejected candidates by reason: a field of the config whose rule was broken, "memory", or
-            "slower".
-        candidates: number of legal combinations of all choices.
+        rejected: rejected candidates by reason: a field of the config whose rule was broken, "memory",
+            "slower"; and "slower layouts": layouts whose candidates are all slower, and were not counted.
+        candidates: number of legal combinations of all choices, in the layouts that may be among the best.
         feasible: number of candidates whose memory was computed and that fit.
         replayed: number of candidates that were replayed; the others were excluded by bounds.
         seconds: duration of the search, by the clock.
-        gap: no layout that was not examined can be better than the best by more than this fraction; infinite
-            if nothing fits so far and something was not examined.
+        gap: no layout that was not examined can be better than the best by more than this fraction, odd ones
+            as if they were slower (`ODD`); infinite if nothing fits so far and something was not examined.
         complete: the search finished: up to the tolerance nothing is faster, or nothing fits; else its limit
             cut it short.
         widened: nothing conventional fitted until states and parameters were sharded and offloaded in every
@@ -93,8 +110,7 @@ class Plan:
 
     ranking: Sequence[Ranked]
     safe: Ranked | None = None
-    baselines: Mapping[str, Ranked | None] = field(default_factory=dict[str, "Ranked | None"])
-    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    baselines: Mapping[str, Baseline] = field(default_factory=dict[str, Baseline])
     evaluated: Sequence[Evaluated]
     rejected: Mapping[str, Rejected]
     candidates: int
@@ -108,10 +124,54 @@ class Plan:
     widened: bool = False
     nearest: Ranked | None = None
 
+    def __repr__(self) -> str:
+        """Return the best layout, and the number of candidates."""
+        best = self.ranking[0] if self.ranking else self.nearest
+        outcome = "best" if self.ranking else f"{'nothing fits' if self.complete else 'cut short'}, nearest"
+        first = "none" if best is None else f"{best.layout!r}, {best.estimate!r}"
+        return f"Plan({outcome} {first}; {len(self.ranking)} ranked of {self.candidates:,} candidates)"
+
+    def _repr_html_(self) -> str | None:
+        return render("plan_html", self)
+
 
 TIE = 0.01  # about half the noise between measurements: up to that a simpler or safer layout comes first
 TIGHT = 0.03  # a layout that may not fit must be faster than one that surely does by this fraction
+# An odd layout must be faster than a plain one by this fraction. Picking the layout that is predicted fastest
+# costs 2.5% of the best measured time, so a smaller advantage is no reason for one.
+ODD = 0.03
 ENOUGH_HEADROOM = 2  # tenths of the device's memory; more than that is no advantage
+_CONTEXT_TOKENS = 4096  # of a rank; published runs with context parallelism have as many or more
+_MANY_EXPERTS = 128  # without expert parallelism every rank gathers all of their weights
+
+
+def oddity(layout: Layout, task: SearchTask) -> str:
+    """What a cautious engineer would call odd about a layout, in words; empty for a plain one."""
+    node, moe = min(task.cluster.node, task.devices), task.shape.moe
+    odd = [f"tp{layout.tp} in nodes of {node}"] if node % layout.tp else []
+    for name, size in (("cp", layout.cp), ("ep", layout.ep)):
+        if node % size and not (size % node == 0 and _has_small_factors(size // node)):
+            odd.append(f"{name}{size} in nodes of {node}")
+    if layout.cp > 1 and task.sequence < _CONTEXT_TOKENS * layout.cp:
+        odd.append(f"cp{layout.cp} of {task.sequence:,} tokens")
+    if moe is not None and moe.experts >= _MANY_EXPERTS and layout.ep == 1 and layout.world > 1:
+        odd.append(f"{moe.experts} experts without ep")
+    if not _has_small_factors(layout.pp) and block_count(task.shape) % layout.pp:
+        odd.append(f"pp{layout.pp}")
+    return ", ".join(odd)
+
+
+def _has_small_factors(n: int) -> bool:
+    """True if a number has no prime factors but 2 and 3."""
+    return 6 ** n.bit_length() % n == 0
+
+
+def cost_factor(layout: Layout, task: SearchTask) -> float:
+    """What a second of a layout counts in the ranking: its devices if the objective is tokens per dollar, and
+    more if it is odd.
+    """
+    devices = layout.world if task.objective == "tokens_per_dollar" else 1
+    return devices * (1 + ODD) if oddity(layout, task) else devices
 
 
 @dataclass(frozen=True)
@@ -175,19 +235,31 @@ def cannot_win(candidate: Candidate, seconds: float, family: Sequence[Feasible],
 
 
 def sort_feasible(candidates: Sequence[Feasible], task: SearchTask) -> list[Feasible]:
-    """Sort by the objective, those that may not fit as if they were slower (`TIGHT`); of the first `RANKED`,
-    sort those tied with the first by preference.
+    """Sort by the objective, those that may not fit (`TIGHT`) and odd ones (`ODD`) as if they were slower. A
+    layout that surely fits, odd or not, comes before those that may not and are little faster. Of the first
+    `RANKED`, sort those tied with the first by preference.
     """
 
-    def cost(feasible: Feasible) -> float:
-        world = feasible.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
-        return feasible.seconds * feasible.penalty * world
+    def slower(feasible: Feasible) -> float:
+        return feasible.seconds * feasible.penalty * cost_factor(feasible.candidate.parallelism.layout, task)
 
-    by_cost = sorted(candidates, key=cost)
+    def odd(feasible: Feasible) -> bool:
+        return bool(oddity(feasible.candidate.parallelism.layout, task))
+
+    tight = [slower(feasible) for feasible in candidates if feasible.headroom < 0 and not odd(feasible)]
+
+    def cost(feasible: Feasible) -> float:
+        displaces = odd(feasible) and feasible.headroom >= 0
+        return min([slower(feasible), *(t for t in tight if displaces and slower(feasible) <= (1 + ODD) * t)])
+
+    def preference(feasible: Feasible) -> tuple[object, ...]:
+        return feasible.headroom < 0, odd(feasible), *feasible.preferred
+
+    by_cost = sorted(candidates, key=lambda feasible: (cost(feasible), feasible.headroom < 0))
     if not by_cost:
         return []
     ties = [f for f in by_cost[:RANKED] if cost(f) <= cost(by_cost[0]) * (1 + TIE)]
-    return sorted(ties, key=attrgetter("preferred")) + by_cost[len(ties) :]
+    return sorted(ties, key=preference) + by_cost[len(ties) :]
 
 
 @dataclass
@@ -220,15 +292,21 @@ class RejectionCounts:
             self.closest = (missing, candidate)
 
     def reasons(
-        self, rules: Mapping[str, tuple[int, str]], candidates: int, replayed: int
+        self, rules: Mapping[str, tuple[int, str]], candidates: int, replayed: int, layouts: int
     ) -> dict[str, Rejected]:
-        """Count the rejected candidates by reason: by rule, for memory, and the others by their bounds."""
+        """Count the rejected candidates by reason: by rule, for memory, and those that are slower by their
+        bounds, without a replay; and the layouts that are slower with any microbatch and schedule.
+        """
         rejected = {name: Rejected(*entry) for name, entry in rules.items()}
         if self.count:
             rejected["memory"] = Rejected(self.count, self.example)
         slower = candidates - replayed - self.count
         if slower > 0:
-            rejected["slower"] = Rejected(slower, "by their bounds, without a replay")
+            rejected["slower"] = Rejected(slower, "")
+        if layouts:
+            rejected["slower layouts"] = Rejected(
+                layouts, "with any microbatch and schedule, by their bounds"
+            )
         return rejected
 
 
@@ -297,8 +375,10 @@ def nearest_to_fitting(
 
 
 def _ranked(candidate: Candidate, result: Estimate, reason: str, task: SearchTask) -> Ranked:
-    price, world = task.price, candidate.parallelism.layout.world
-    tokens_per_dollar = None if price is None else result.tokens_per_s * 3600 / (price * world)
+    dollars, world = task.price, candidate.parallelism.layout.world
+    tokens_per_dollar = None if dollars is None else result.tokens_per_s * 3600 / (dollars * world)
+    if odd := oddity(candidate.parallelism.layout, task):
+        reason += f"; odd: {odd}"
     return Ranked(estimate=result, reason=reason, layout=str(candidate), tokens_per_dollar=tokens_per_dollar)
 
 

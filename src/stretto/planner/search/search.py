@@ -17,6 +17,7 @@ fits, then data parallelism. Zhao et al. 2023 (arXiv 2304.11277): FSDP, and its 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import gcd, inf
 from time import perf_counter
@@ -29,6 +30,7 @@ from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import BranchAndBound, Progress
 from stretto.planner.search.evaluator import CandidateEvaluator
 from stretto.planner.search.ranking import (
+    Baseline,
     Evaluated,
     Feasible,
     Plan,
@@ -36,6 +38,7 @@ from stretto.planner.search.ranking import (
     gap,
     is_safe,
     nearest_to_fitting,
+    oddity,
     rank_candidate,
     rank_candidates,
     variants_of,
@@ -45,15 +48,13 @@ from stretto.planner.search.task import RANKED, SearchTask
 from stretto.planner.search.work import SearchWork, rounds
 from stretto.program import PLAIN, entry, names
 
+DDP = "DDP"
 # Shares of a round at which its passes end. A later end of the first gives a better start; an earlier one
 # leaves more for the proof. `benchmarks/plan_search.py` measures what a choice of these reaches.
 _CONVENTIONAL_END = 0.25
 _OFFLOAD_END = 0.4  # of conventional layouts with offload, if nothing fits by then
 _SEED_FAMILIES = 4  # families that the first pass accepts; more: a better start, fewer: a longer proof
 
-FSDP = "FSDP"
-TENSOR_PIPELINE = "tensor x pipeline"
-_UNSPLIT_TOKENS = 8192  # tokens of a rank's sequence up to which few split it further
 _COMMON_MICRO_BATCHES = (1, 2, 4, 8)  # samples of a microbatch
 
 
@@ -69,13 +70,27 @@ def search(task: SearchTask, progress: Progress | None = None) -> Plan:
     Raises:
         StrettoError: the task itself is illegal, or no layout is legal with the fixed choices.
     """
+    *_, last = _rounds(task, progress)
+    return last.plan()
+
+
+def search_rounds(task: SearchTask) -> Iterator[Plan]:
+    """Yield the best layouts of the task after each round of the search; the last plan is that of `search`.
+
+    Raises:
+        StrettoError: as `search`.
+    """
+    return (each.plan() for each in _rounds(task, None))
+
+
+def _rounds(task: SearchTask, progress: Progress | None) -> Iterator[_Search]:
     if problem := _task_problem(task):
         raise problem
     # hundreds of thousands of lasting objects make each collection slow, and nothing here is cyclic
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _Search(task, progress).plan()
+        yield from _Search(task, progress).rounds()
     finally:
         if collects:
             gc.enable()
@@ -88,36 +103,42 @@ class _Search:
         self.task, self.progress = task, progress
         self.work, self.start = SearchWork(), perf_counter()
         self.evaluator = CandidateEvaluator(task, self.work)
-        self.baselines = dict[str, Feasible | None]()
+        # the fastest, and the fastest safe one
+        self.baselines: dict[str, tuple[Feasible | None, Feasible | None]] = {}
         self.missing = dict[str, str]()
         self._passes = dict[tuple[str, bool], BranchAndBound]()
+        self.widened = False  # to layouts with offload, since none fits without
+        self.run: BranchAndBound  # the pass over all candidates, from the first round on
 
-    def plan(self) -> Plan:
-        """Run all passes."""
+    def rounds(self) -> Iterator[_Search]:
+        """Run the passes of each round; yield the search after it."""
         self._find_baselines()
         accepted = [feasible for run in self._passes.values() for feasible in _all_accepted(run)]
-        widened, run = False, None
         for limit in rounds(self.task.seconds):
             self.work.begin(limit)
             seeds, cut_short = self._find_conventional(self.task, until=_CONVENTIONAL_END)
             if not self.task.allow_offload and all(map(_needs_offload_search, [*seeds, *accepted])):
                 seeds, _ = self._find_conventional(replace(self.task, allow_offload=True), until=_OFFLOAD_END)
-                widened = not cut_short  # else something may fit without offload
+                self.widened = not cut_short  # else something may fit without offload
             seeds += accepted
-            if not (allow_offload := self.task.allow_offload or widened):
+            if not (allow_offload := self.task.allow_offload or self.widened):
                 seeds = [seed for seed in seeds if not _needs_offload_search(seed)]
             task = replace(self.task, allow_offload=allow_offload)
-            run = self._run_pass("all", task, until=1.0, wanted=RANKED, seeds=seeds)
+            self.run = run = self._run_pass("all", task, until=1.0, wanted=RANKED, seeds=seeds)
             accepted = _all_accepted(run)
+            if not run.cut_short and not run.candidates and not run.families:
+                raise _nothing_legal(self.task, run.space)
+            yield self
             if not run.cut_short:
                 break
-        assert run is not None  # there is a round
-        if not run.candidates and not run.cut_short:
-            raise _nothing_legal(self.task, run.space)
-        chosen = run.chosen()
-        if self.task.top > RANKED and not run.cut_short:
+
+    def plan(self) -> Plan:
+        """The plan after the rounds so far."""
+        chosen = self.run.chosen()
+        if self.task.top > RANKED and not self.run.cut_short:
             # a pass of its own, so that the first rows do not depend on how many more are wanted
-            longer = self._run_pass("top", run.task, until=1.0, wanted=self.task.top, seeds=accepted)
+            seeds = _all_accepted(self.run)
+            longer = self._run_pass("top", self.run.task, until=1.0, wanted=self.task.top, seeds=seeds)
             families = {feasible.candidate.family(self.task) for feasible in chosen[:RANKED]}
             more = [
                 feasible
@@ -125,30 +146,35 @@ class _Search:
                 if feasible.candidate.family(self.task) not in families
             ]
             chosen = chosen[:RANKED] + more
-        return self._plan_of(run, self._verify_leaders(chosen), widened)
+        return self._plan_of(self.run, self._verify_leaders(chosen))
 
     def _find_baselines(self) -> None:
-        """Find the fastest of each kind of layout that people use, or why there is none. They are few, so
-        their searches have no limit.
+        """Find the fastest of each kind of layout that people use, and the fastest safe one, or why there is
+        none. They are few, so their searches have no limit.
         """
         for name, task in baseline_tasks(self.task).items():
-            for allow_offload in (False, True):  # offload if nothing fits otherwise
-                run = self._run_pass(
-                    name, replace(task, allow_offload=allow_offload), wanted=1, only_dives=True
-                )
-                self.baselines[name] = next(iter(run.chosen()), None)
-                if self.baselines[name] is not None:
-                    break
+            self.baselines[name] = None, None
+            fixed = {choice: values for choice, values in task.fixed.items() if choice in task.narrowed}
+            if others := {c: v for c, v in fixed.items() if not {*v} & {*task.narrowed[c]}}:
+                self.missing[name] = _forbidden(others, task)
+                continue
+            run = self._run_pass(name, task, wanted=1, only_dives=True, safe_margin=inf)
+            if not run.families and name != DDP:  # whose every rank is to hold all states
+                task = replace(task, allow_offload=True)
+                run = self._run_pass(name, task, wanted=1, only_dives=True, safe_margin=inf)
+            if run.families:
+                first, accepted = run.chosen()[0], _all_accepted(run)
+                safe = [f for f in (first, *accepted) if is_safe(f.fit, task.memory_headroom)]
+                fastest_safe = min(safe, key=run.cost_of, default=None)
+                self.baselines[name] = first, first if first in safe else fastest_safe
+            elif (closest := run.rejections.closest) is not None:
+                capacity = task.cluster.device.memory / 2**30
+                needed = f"needs at least {closest[0] / 2**30 + capacity:.4g} of {capacity:.4g} GiB"
+                self.missing[name] = f"none fits: {closest[1]} {needed}"
+            elif rules := [example for _, example in run.space.rejected.values()]:
+                self.missing[name] = f"not legal: {rules[-1]}"
             else:
-                closest = run.rejections.closest
-                rules = [example for _, example in run.space.rejected.values()]
-                self.missing[name] = (
-                    f"does not fit: {closest[1]} lacks {closest[0] / 2**30:.4g} GiB"
-                    if closest is not None
-                    else "excluded by what is fixed"
-                    if self.task.fixed or not rules
-                    else f"is not legal: {rules[0]}"
-                )
+                self.missing[name] = _forbidden(task.fixed, task)
 
     def _find_conventional(self, task: SearchTask, until: float) -> tuple[list[Feasible], bool]:
         """Some conventional layouts that fit, and whether others were left unexamined."""
@@ -166,6 +192,7 @@ class _Search:
         wanted: int,
         seeds: list[Feasible] | None = None,
         only_dives: bool = False,
+        safe_margin: float = 1.25,
     ) -> BranchAndBound:
         """Run a pass until a share of the round is done. One that was cut short continues."""
         key = name, task.allow_offload
@@ -175,6 +202,7 @@ class _Search:
                 evaluator=self.evaluator,
                 wanted=wanted,
                 only_dives=only_dives,
+                safe_margin=safe_margin,
                 progress=self.progress,
             )
         run = self._passes[key]
@@ -193,7 +221,7 @@ class _Search:
             chosen = chosen[1:]
         return chosen
 
-    def _plan_of(self, run: BranchAndBound, chosen: list[Feasible], widened: bool) -> Plan:
+    def _plan_of(self, run: BranchAndBound, chosen: list[Feasible]) -> Plan:
         task, times = self.task, self.evaluator.times
         ranking = [
             replace(
@@ -228,10 +256,14 @@ class _Search:
         return Plan(
             ranking=ranking,
             safe=ranked(safe),
-            baselines={name: ranked(feasible) for name, feasible in self.baselines.items()},
-            missing=self.missing,
+            baselines={
+                name: Baseline(fastest=ranked(fastest), safe=ranked(safe), missing=self.missing.get(name, ""))
+                for name, (fastest, safe) in self.baselines.items()
+            },
             evaluated=tuple(evaluated),
-            rejected=run.rejections.reasons(run.space.rejected, run.candidates, len(times)),
+            rejected=run.rejections.reasons(
+                run.space.rejected, run.candidates, len(times), run.slower_layouts
+            ),
             candidates=run.candidates,
             feasible=sum(fit.likely for fit in self.evaluator.fits.values()),
             replayed=len(times),
@@ -240,7 +272,7 @@ class _Search:
             assumptions=task.assumptions,
             gap=gap(run.best(), run.left),
             complete=not run.cut_short,
-            widened=widened,
+            widened=self.widened,
             nearest=None
             if ranking
             else nearest_to_fitting(run.rejections.closest, task, self.evaluator.bounds.cluster),
@@ -263,23 +295,35 @@ def _needs_offload_search(feasible: Feasible) -> bool:
 
 def baseline_tasks(task: SearchTask) -> dict[str, SearchTask]:
     """The task narrowed to what most people would run without a search, by name."""
-    widest = max(_tensor_widths(task))
-    unsplit: dict[str, tuple[Any, ...]] = {"cp": (1,), "ep": (1,)}
-    over_all_copies = {"shard_states": (None,)}
-    narrowed = {
-        FSDP: {**unsplit, **over_all_copies, "tp": (1,), "pp": (1,), "mode": ("zero3",), "schedule": (PLAIN,)}
+    moe, node = task.shape.moe, task.cluster.node
+    unsplit: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("tp", "pp", "cp", "ep"), (1,)),
+        "shard_states": (None,),
+        "schedule": (PLAIN,),
     }
-    if widest > 1:
-        narrowed[TENSOR_PIPELINE] = {
-            **({} if task.shape.moe else unsplit),
-            **over_all_copies,
-            "tp": (widest,),
-            "cp": (1,),
-            "sequence_parallel": (True,),
-            "schedule": _common_schedules(),
-            "mode": ("ddp", "zero1"),
-            "micro_batch": _COMMON_MICRO_BATCHES,
-        }
+    narrowed = {DDP: {**unsplit, "mode": ("ddp",)}, "FSDP": {**unsplit, "mode": ("zero3",)}}
+    if task.devices > node > 1:
+        narrowed["hybrid FSDP"] = {**narrowed["FSDP"], "shard_states": tuple(range(2, node + 1))}
+    pipeline: dict[str, tuple[Any, ...]] = {
+        "cp": (1,),
+        "shard_states": (None,),
+        "schedule": _common_schedules(),
+        "mode": ("ddp", "zero1"),
+        # what the user has fixed is as plain
+        **({} if "micro_batch" in task.fixed else {"micro_batch": _COMMON_MICRO_BATCHES}),
+    }
+    if moe is not None:
+        experts = {"ep": divisors(moe.experts)[1:]}
+        narrowed["expert x FSDP"] = {**narrowed["FSDP"], **experts}
+        narrowed["expert x pipeline"] = {**pipeline, **experts, "tp": (1,)}
+    fixed = task.fixed.get("tp", ())
+    widths = [n for n in _tensor_widths(task) if n in fixed or not fixed]
+    if (widest := max(widths or _tensor_widths(task))) > 1:
+        sequence = {} if "sequence_parallel" in task.fixed else {"sequence_parallel": (True,)}
+        tensor: dict[str, tuple[Any, ...]] = {"tp": (widest,), **sequence}
+        if task.devices > widest:
+            narrowed["tensor x FSDP"] = {**narrowed["FSDP"], **tensor}
+        narrowed["tensor x pipeline"] = {**pipeline, **({} if moe else {"ep": (1,)}), **tensor}
     return {name: replace(task, narrowed=choices) for name, choices in narrowed.items()}
 
 
@@ -287,10 +331,10 @@ def conventional_task(task: SearchTask) -> SearchTask:
     """The task narrowed to conventional choices: tensor parallelism within a node; no context parallelism but
     for long sequences; schedules that most frameworks have; small microbatches.
     """
-    longest = max(1, task.sequence // _UNSPLIT_TOKENS)
+    plain = (n for n in divisors(task.devices) if not oddity(Layout(cp=n), task))
     narrowed: dict[str, tuple[Any, ...]] = {
         "tp": _tensor_widths(task),
-        "cp": tuple(n for n in divisors(task.devices) if n <= longest),
+        "cp": tuple(plain),
         "shard_states": (None,),
         "context": ("ring",),
         "schedule": _common_schedules(),
@@ -305,7 +349,7 @@ def _common_schedules() -> tuple[str, ...]:
 
 def _tensor_widths(task: SearchTask) -> tuple[int, ...]:
     """Tensor-parallel widths within a node that split the heads."""
-    return tuple(n for n in divisors(task.cluster.node) if task.shape.heads % n == 0)
+    return tuple(n for n in divisors(gcd(task.cluster.node, task.devices)) if task.shape.heads % n == 0)
 
 
 # ------------------------------------------------------------------ errors
@@ -335,14 +379,21 @@ def _task_problem(task: SearchTask) -> StrettoError | None:
 
 
 def _nothing_legal(task: SearchTask, space: Space) -> StrettoError:
-    """The error if no layout is legal: the first rule that was broken, or no product of sizes."""
-    for name, (_, example) in space.rejected.items():
-        return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
-    fixed = (
-        f"{name}={','.join(map(str, values)) if isinstance(values, tuple) else values}"
-        for name, values in task.fixed.items()
-    )
+    """The error if no layout is legal: the rules that were broken, or no product of sizes."""
+    if space.rejected:
+        examples = "; ".join(example for _, example in space.rejected.values())
+        fields = ", ".join(space.rejected)
+        return StrettoError(f"no layout is legal: {examples}", hint=f"look at {fields}, and at --fix")
     return StrettoError(
-        f"no layout of {task.devices} devices is left by what is fixed: {', '.join(fixed)}",
+        f"no layout of {task.devices} devices is legal: {_forbidden(task.fixed, task)}",
         hint="tp x cp x dp x pp must be the number of devices",
     )
+
+
+def _forbidden(fixed: Mapping[str, Any], task: SearchTask) -> str:
+    """Who excludes a layout, the user or the framework of the plan, by fixing these choices."""
+    texts = dict[str, list[str]]()
+    for name, values in fixed.items():
+        choice = f"{name}={','.join(str(value).lower() for value in values)}"
+        texts.setdefault(task.fixed_by.get(name, "--fix"), []).append(choice)
+    return "forbidden by " + " and ".join(f"{who} {', '.join(choices)}" for who, choices in texts.items())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from stretto.errors import Problem, StrettoError
@@ -55,27 +55,41 @@ class Space:
     # ------------------------------------------------------------------ splitting the layers
 
     def parallelisms_of(self, layout: Layout, expert_tp: int | None) -> Iterator[Parallelism]:
-        """A layout with every size of a microbatch: those that the user has fixed, else powers of two."""
+        """A layout with every split of its layers and size of a microbatch."""
         samples, remainder = divmod(self.task.global_batch, layout.dp)
         if remainder:
-            rule = f"batch of {self.task.global_batch} over dp={layout.dp}"
-            self.reject("batch.global_size", f"{layout}: {rule}")
+            rule = f"{layout.dp} replicas do not divide a batch of {self.task.global_batch}"
+            self.reject("batch.global_size", f"{layout.describe()}: {rule}")
             return
+        splits = self.splits(layout, expert_tp)
+        for micro in self.micro_batches(samples):
+            if samples % micro:
+                rule = f"microbatches of {micro} do not divide the {samples} samples of a replica"
+                self.reject("batch.micro_size", f"{layout.describe()}: {rule}")
+                continue
+            for split in splits:
+                yield replace(split, micro_batch=micro)
+
+    def micro_batches(self, samples: int) -> tuple[int, ...]:
+        """Sizes of a microbatch: those that the user has fixed, else powers of two that divide `samples`."""
+        return self.values("micro_batch", [n for n in _MICRO_BATCHES if samples % n == 0])
+
+    def splits(self, layout: Layout, expert_tp: int | None) -> list[Parallelism]:
+        """The ways to split the layers of a layout over its ranks, with one sample in a microbatch."""
         parallel = self.values("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
         contexts = self.values("context", ("ring", "ulysses") if layout.cp > 1 else ("ring",))
-        for micro in self.values("micro_batch", [n for n in _MICRO_BATCHES if samples % n == 0]):
-            if samples % micro:
-                self.reject("batch.micro_size", f"{layout}: {micro} of {samples} samples a replica")
-                continue
-            for sequence_parallel, context in product(parallel, contexts):
-                if self._split_is_legal(layout, expert_tp, sequence_parallel, context):
-                    yield Parallelism(
-                        layout=layout,
-                        expert_tp=expert_tp,
-                        micro_batch=micro,
-                        sequence_parallel=sequence_parallel,
-                        context=context,
-                    )
+        flat = replace(layout, pp=1)
+        return [
+            Parallelism(
+                layout=layout,
+                expert_tp=expert_tp,
+                micro_batch=1,
+                sequence_parallel=sequence_parallel,
+                context=context,
+            )
+            for sequence_parallel, context in product(parallel, contexts)
+            if self._split_is_legal(flat, expert_tp, sequence_parallel, context)
+        ]
 
     def layouts(self) -> Iterator[tuple[Layout, int | None]]:
         """Layouts, each with its expert_tp, whose size is the number of devices, or with `Task.smaller` a
@@ -83,9 +97,13 @@ class Space:
         """
         devices = self.task.devices
         for world in divisors(devices) if self.task.smaller else [devices]:
-            widths = [n for n in divisors(world) if self._split_is_legal(Layout(tp=n), None, False, "ring")]
-            for tp in self.values("tp", widths):
-                for pp in self.values("pp", divisors(world // tp if world % tp == 0 else 1)):
+            fixed = [prod(n) for n in product(*(self.values(name, (1,)) for name in ("pp", "cp", "dp")))]
+            for tp in self.values("tp", divisors(world)):
+                if all(world % (tp * n) for n in fixed):
+                    continue
+                if not self._split_is_legal(Layout(tp=tp), None, False, "ring"):
+                    continue
+                for pp in self.values("pp", divisors(world // tp)):
                     job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
                     if world % (tp * pp) or not self._is_legal(("pp", pp), job):
                         continue
@@ -106,12 +124,11 @@ class Space:
                     self.reject("layout.ep", error.message)
 
     def _split_is_legal(
-        self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
+        self, flat: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
     ) -> bool:
-        """True if layers may be split in this way, for any pipeline and batch."""
-        key = (layout.tp, layout.cp, layout.ep, layout.dp, expert_tp, sequence_parallel, context)
+        """True if the layers of a layout without a pipeline may be split in this way, for any batch."""
+        key = (flat.tp, flat.cp, flat.ep, flat.dp, expert_tp, sequence_parallel, context)
         if key not in self._legality:
-            flat = replace(layout, pp=1)
             self._is_legal(key, self._job(flat, expert_tp, sequence_parallel, context))
         return self._legality[key]
 
@@ -213,8 +230,9 @@ class Space:
 
     def _sharings_of(self, layout: Layout) -> Sequence[DataParallelSettings]:
         copies = layout.cp * layout.dp
+        narrowed = self.task.narrowed.get("shard_states")
         if copies == 1 and "mode" not in self.task.fixed:
-            return (DataParallelSettings(mode="ddp"),)
+            return (DataParallelSettings(mode="ddp"),) if narrowed is None or None in narrowed else ()
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
         sharings = list[DataParallelSettings]()
         # in a pipeline, zero2 and zero3 communicate for every microbatch or stage
@@ -225,7 +243,7 @@ class Space:
                 sharings.append(DataParallelSettings(mode=mode, **fixed))
                 continue
             sharings.append(DataParallelSettings(mode=mode))
-            if not 1 < local < copies or "shard_states" in self.task.narrowed:
+            if not 1 < local < copies:
                 continue
             if mode in ("zero1", "zero2", "zero3"):
                 sharings.append(DataParallelSettings(mode=mode, shard_states=local))
@@ -235,7 +253,10 @@ class Space:
                 sharings.append(
                     DataParallelSettings(mode=mode, shard_gradients=copies, shard_parameters=local)
                 )
-        return sharings
+        if narrowed is None:
+            return sharings
+        only_states = [dp for dp in sharings if dp.shard_gradients is dp.shard_parameters is None]
+        return [dp for dp in only_states if dp.shard_states in narrowed]
 
     # ------------------------------------------------------------------ saving memory
 

@@ -15,6 +15,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.program import PLAIN, entry
+from stretto.program.schedules.traits import updates_within
 
 Objective = Literal["time", "tokens_per_dollar"]
 RANKED = 10  # layouts that every search looks for
@@ -27,7 +28,8 @@ class SearchTask:
     Attributes:
         job: everything that is not searched: shape, batch, sequence, precision, optimiser, kernels.
         cluster: the cluster, with the number of devices to use.
-        fixed: choices that the user has made, by their names in `planner.search.fixed`.
+        fixed: choices that the user or a framework has made, by their names in `planner.search.fixed`.
+        fixed_by: the framework's name for each of these that it has made.
         narrowed: values to which one pass of a search is restricted, by the same names; all values are
             considered for choices that are not listed.
         refusals: returns what the framework that the plan is for lacks for a job, or None.
@@ -48,6 +50,7 @@ class SearchTask:
     cluster: Cluster
     assumptions: Assumptions = field(default_factory=Assumptions)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fixed_by: Mapping[str, str] = field(default_factory=dict[str, str])
     narrowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     refusals: Callable[[Job], Sequence[Problem]] | None = None
     objective: Objective = "time"
@@ -156,11 +159,13 @@ class Candidate:
 
     def family(self, task: SearchTask) -> tuple[object, ...]:
         """The key under which variants compete for one place in the ranking: the layout and how states are
-        sharded; the microbatch and the schedule too, if the task compares schedules.
+        sharded; the microbatch and the schedule too, if the task compares schedules. On one pipeline rank
+        schedules that update once a step are the same.
         """
         layout = self.parallelism.layout
         if task.compares_schedules:
-            return layout, self.parallelism.micro_batch, self.schedule
+            alike = layout.pp == 1 and not updates_within(self.schedule.name)
+            return layout, self.parallelism.micro_batch, None if alike else self.schedule
         return layout, self.dp.mode
 
     def job(self, task: SearchTask) -> Job:
@@ -188,7 +193,7 @@ class Candidate:
         dp, saving = self.dp, self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
         rarity = 0 if entry(self.schedule.name).common else 3
-        schedule = 0 if layout.pp == 1 else rarity + len(self.schedule.options)
+        schedule = rarity + len(self.schedule.options)
         mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
         shards = sum(size is not None for size in dp.shards.values())
         blocks = saving.recompute.blocks

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import fsum
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from stretto.job.chain import block_kinds, is_block, kind_counts, layer_of, non_blocks_among
 from stretto.job.data_parallel import DataParallelSettings
@@ -32,14 +30,13 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import existing_program, first_blocks, small_program
 from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, SearchTask
 from stretto.planner.search.work import SearchWork
+from stretto.planner.time.constants import products
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.program.action import ActionKind
 from stretto.program.program import Program
 from stretto.program.schedules.registry import PLAIN
 from stretto.program.schedules.traits import is_searched, updates_within
-
-Seconds = npt.NDArray[np.float64]
 
 
 class LayerSeconds(NamedTuple):
@@ -61,19 +58,17 @@ class RankLayers:
     """The layers of a pipeline rank.
 
     Attributes:
-        ends: for each layer that is no block, how many of its stages have it.
         stages: indices of its stages in the model.
         blocks: number of blocks of each kind, for each stage.
-        before: blocks of each kind that forwards pass before the rank's first forward, and gradients
+        counts: number of each layer that is no block, and of blocks of each kind, in all of its stages.
+        before: as `counts`, of those that forwards pass before the rank's first forward, and gradients
             after its last backward.
-        inside: for each layer that is no block, 1 if forwards pass it before, else 0.
     """
 
-    ends: tuple[int, ...]
     stages: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
     before: tuple[int, ...]
-    inside: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -90,13 +85,13 @@ def rank_layers(
     fullest = max(range(pp), key=lambda r: sum(sum(counts[s % program.depth]) for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
         rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
-        start = min(rank_stages)
+        first, blocks = stages[min(rank_stages)].start, tuple(counts[s] for s in rank_stages)
+        ends_of_rank = [sum(layer in stages[s] for s in rank_stages) for layer in ends]
         layers_of_rank = RankLayers(
-            ends=tuple(sum(layer in stages[s] for s in rank_stages) for layer in ends),
             stages=tuple(rank_stages),
-            blocks=tuple(counts[s] for s in rank_stages),
-            before=kind_counts(shape, range(stages[start].start)),
-            inside=tuple(int(layer < stages[start].start) for layer in ends),
+            blocks=blocks,
+            counts=(*ends_of_rank, *map(sum, zip(*blocks, strict=True))),
+            before=(*(int(layer < first) for layer in ends), *kind_counts(shape, range(first))),
         )
         distinct[layers_of_rank] = None
     return tuple(distinct)
@@ -141,9 +136,6 @@ class _RankStages(NamedTuple):
     data: tuple[DataTime, ...]
 
 
-_TYPICAL_TOKENS = 8192  # tokens of a microbatch that most layouts take
-
-
 @dataclass(frozen=True)
 class Layers:
     """Seconds of each kind of block, and of the layers that are no blocks: embedding, head, and what lies
@@ -154,21 +146,22 @@ class Layers:
     ends: tuple[LayerSeconds, ...]
 
     @cached_property
-    def table(self) -> Seconds:
-        """An array of the parts of `LayerSeconds` and of layers, the blocks last."""
-        return np.array([*self.ends, *self.blocks]).T
+    def columns(self) -> tuple[tuple[float, ...], ...]:
+        """The parts of `LayerSeconds` and the round trips, each of all layers, the blocks last."""
+        layers = (*self.ends, *self.blocks)
+        return tuple(zip(*((*layer, _round_trip(layer)) for layer in layers), strict=True))
 
     def work(self, counts: Sequence[int]) -> float:
         """The least work of these counts of blocks of each kind."""
-        return sum(n * block.work for n, block in zip(counts, self.blocks, strict=True))
+        return fsum(n * block.work for n, block in zip(counts, self.blocks, strict=True))
 
     def forward(self, counts: Sequence[int]) -> float:
         """Their forwards."""
-        return sum(n * block.forward for n, block in zip(counts, self.blocks, strict=True))
+        return fsum(n * block.forward for n, block in zip(counts, self.blocks, strict=True))
 
     def round_trip(self, counts: Sequence[int]) -> float:
         """Their forwards and what gradients on their way back wait for."""
-        return sum(n * _round_trip(block) for n, block in zip(counts, self.blocks, strict=True))
+        return fsum(n * _round_trip(block) for n, block in zip(counts, self.blocks, strict=True))
 
 
 class TimeBounds:
@@ -182,6 +175,8 @@ class TimeBounds:
         self._sized = dict[int, Cluster]()
         self._layers = dict[object, Layers]()
         self._parts = dict[object, list[LayerTime]]()
+        self._alone = dict[object, LayerTime]()
+        self._blocks = dict[object, float]()  # work of all blocks
         self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
@@ -200,70 +195,87 @@ class TimeBounds:
 
     def layers(self, parallelism: Parallelism, mode: Mode, backwards: str) -> Layers:
         """Seconds of embedding, blocks and head."""
-        layout = parallelism.layout
-        # groups over tp, cp and experts span the same nodes for any number of replicas and stages
-        sizes = layout.tp, layout.cp, layout.ep, parallelism.expert_tp, parallelism.micro_batch
-        node = self.cluster(layout.world).node
-        split = (sizes, parallelism.sequence_parallel, parallelism.context, node)
-        key = split, mode, backwards
+        key = self._split(parallelism), mode, backwards
         if key not in self._layers:
-            parts: tuple[tuple[Mode, tuple[int, ...]], ...] = ("none", self._ends), (mode, self._kinds)
-            for layer_mode, layers in parts:
-                if (split, layer_mode, layers) not in self._parts:
-                    self.work.add("layers")
-                    times = self._times(parallelism, layer_mode, layers)
-                    self._parts[split, layer_mode, layers] = times
+            blocks = self._times(parallelism, mode, self._kinds)
+            ends = self._times(parallelism, "none", self._ends)
             self._layers[key] = Layers(
-                blocks=tuple(_seconds(time, backwards) for time in self._parts[split, mode, self._kinds]),
-                ends=tuple(_seconds(time, backwards) for time in self._parts[split, "none", self._ends]),
+                blocks=tuple(_seconds(time, backwards) for time in blocks),
+                ends=tuple(_seconds(time, backwards) for time in ends),
             )
         return self._layers[key]
 
-    def _times(self, parallelism: Parallelism, mode: Mode, layers: Sequence[int]) -> list[LayerTime]:
-        plain = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallelSettings(), Saving()).job(self.task)
-        compute, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
-        times = list[LayerTime]()
-        for layer in layers:
-            chain_layer = layer_of(self.task.shape, layer)
-            times.append(
-                layer_time(
-                    shape=chain_layer.shape,
-                    kind=chain_layer.kind,
-                    compute=replace(compute.for_layer(chain_layer), recompute=mode),
-                    layout=parallelism.layout,
-                    cluster=cluster,
-                    precision=precision_of(plain),
-                    software=self.task.assumptions.software,
-                )
+    def _split(self, parallelism: Parallelism, experts: bool = True) -> object:
+        """What the times of layers depend on, with experts or without."""
+        layout = parallelism.layout
+        # groups over tp, cp and experts span the same nodes for any number of replicas and stages
+        sizes = layout.tp, layout.cp, parallelism.micro_batch, self.cluster(layout.world).node
+        of_experts = (layout.ep, parallelism.expert_tp) if experts else ()
+        return sizes, of_experts, parallelism.sequence_parallel, parallelism.context
+
+    def _times(self, parallelism: Parallelism, mode: Mode, layers: tuple[int, ...]) -> list[LayerTime]:
+        key = self._split(parallelism), mode, layers
+        if key not in self._parts:
+            self.work.add("layers")
+            plain = ScheduleChoice(PLAIN), DataParallelSettings(), Saving()
+            job = Candidate(parallelism, *plain).job(self.task)
+            compute = ComputeConfig.of(job)
+            self._parts[key] = [self._time(parallelism, mode, layer, compute) for layer in layers]
+        return self._parts[key]
+
+    def _time(self, parallelism: Parallelism, mode: Mode, index: int, compute: ComputeConfig) -> LayerTime:
+        """The time of one layer; without experts it is the same however they are split."""
+        layer = layer_of(self.task.shape, index)
+        experts = layer.kind == "block" and layer.shape.moe is not None
+        key = self._split(parallelism, experts), mode, index
+        if key not in self._alone:
+            layer_compute = compute.for_layer(layer)
+            time = layer_time(
+                shape=layer.shape,
+                kind=layer.kind,
+                compute=layer_compute if mode == "none" else replace(layer_compute, recompute=mode),
+                layout=parallelism.layout,
+                cluster=self.cluster(parallelism.layout.world),
+                precision=precision_of(self.task.job),
+                software=self.task.assumptions.software,
             )
-        return times
+            if self.task.job.trained.freeze:  # which layers of a kind have a backward depends on their place
+                time = time.partly_trained(reached=False, share=0.0)
+            self._alone[key] = time
+        return self._alone[key]
 
     def parallelism(self, parallelism: Parallelism) -> float:
         """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or, if all
         drain after each step, one microbatch on its way through all layers and back.
         """
         layout, layers = parallelism.layout, self.layers(parallelism, "none", "both")
-        work = layers.work(self._all) + sum(end.work for end in layers.ends)
+        work = layers.work(self._all) + fsum(end.work for end in layers.ends)
         trip = 0.0
         if self._drains:
-            trip = layers.round_trip(self._all) + sum(map(_round_trip, layers.ends))
+            trip = layers.round_trip(self._all) + fsum(map(_round_trip, layers.ends))
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
-    def typical(self, layout: Layout, expert_tp: int | None) -> float:
-        """The bound of a layout with a typical microbatch: an estimate by which layouts are sorted, not
-        a bound for every microbatch.
+    def floor(self, parallelism: Parallelism, smallest: int) -> float:
+        """A bound for every schedule and for microbatches of `smallest` samples or more, up to those of the
+        parallelism, which each of them divides: the work of all blocks in the largest.
+
+        A sample takes longest in the smallest microbatch, whose tiles are emptiest, and in which fewest share
+        launches, latencies and reads of weights. Only products work the other way: with larger operands they
+        slow down by a power of their size (`planner.time.operators`). The loss may, too, in chunks. Measured
+        rates may do anything, so that with them the only bound is that of the device's peak.
         """
-        each = self.task.global_batch // layout.dp or 1
-        tokens = self.task.sequence // layout.cp
-        micro = max(n for n in (1, 2, 4, 8) if n == 1 or (each % n == 0 and n * tokens <= _TYPICAL_TOKENS))
-        typical = Parallelism(
-            layout=layout,
-            expert_tp=expert_tp,
-            micro_batch=micro,
-            sequence_parallel=layout.tp > 1,
-            context="ring",
-        )
-        return self.parallelism(typical)
+        layout, device = parallelism.layout, self.task.cluster.device
+        if device.kernels or self.task.cluster.tables:
+            return self.ideal(layout)
+        micro, samples = parallelism.micro_batch, self.task.global_batch / layout.dp
+        split = self._split(parallelism)
+        if split not in self._blocks:
+            times = self._times(parallelism, "none", self._kinds)
+            work = fsum(n * _seconds(time, "both").work for n, time in zip(self._all, times, strict=True))
+            self._blocks[split] = work
+        work = self._blocks[split]
+        slower = (micro / smallest) ** products(device).droop
+        return self._corrected(samples / micro / layout.pp * work / slower, layout.world)
 
     def ideal(self, layout: Layout) -> float:
         """A bound for every layout with as many devices: model FLOPs at the device's peak."""
@@ -271,13 +283,15 @@ class TimeBounds:
         flops = model_flops_per_step(
             task.shape, task.sequence, task.global_batch, causal=True, target=task.job.target_sequence
         )
+        if task.job.trained.freeze:
+            flops /= 3  # forwards
         return self._corrected(flops / (layout.world * device.peak(precision_of(task.job))), layout.world)
 
     def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         """A bound with a schedule and recomputation."""
         key = parallelism, choice, saving.recompute
         if key not in self._orders:
-            self._orders[key] = float(self.schedules([parallelism], choice, [saving], np.zeros(1, int))[0])
+            self._orders[key] = self.schedules([parallelism], choice, [saving], [0])[0]
         return self._orders[key]
 
     def schedules(
@@ -285,8 +299,8 @@ class TimeBounds:
         parallelisms: Sequence[Parallelism],
         choice: ScheduleChoice,
         savings: Sequence[Saving],
-        chosen: npt.NDArray[np.int_],
-    ) -> Seconds:
+        chosen: Sequence[int],
+    ) -> list[float]:
         """Bounds with a schedule and recomputation, for parallelisms with equally many pipeline ranks.
 
         Args:
@@ -296,43 +310,40 @@ class TimeBounds:
         pp, shape = parallelisms[0].layout.pp, self.task.shape
         program = existing_program(choice, pp)
         stages, backwards = self.task.stages(program.depth), _backwards(choice, pp)
-        forward, back, work = self._table(parallelisms, "none", backwards)
-        trip, ends = forward + back, len(self._ends)
-        used, index = np.unique(chosen, return_inverse=True)
-        repeats = np.array([recomputed_blocks(stages, shape, savings[n].recompute.blocks) for n in used])
-        again = np.zeros((len(parallelisms), len(self._kinds)))  # of each kind of block
-        modes = [savings[n].recompute.mode for n in chosen]
-        for mode in dict.fromkeys(modes):
-            if mode in ("none", "auto"):
-                continue
-            rows = [row for row, of_row in enumerate(modes) if of_row == mode]
-            recomputed = self._table([parallelisms[row] for row in rows], mode, backwards)
-            again[rows] = (recomputed[2] - work[rows])[:, ends:]
-        action = self.task.assumptions.software.action
+        ranks, ends = rank_layers(choice, pp, stages, shape), len(self._ends)
+        again_on = dict[int, list[tuple[list[int], list[int]]]]()  # of each rank, by saving
+        for n in set(chosen):
+            again = recomputed_blocks(stages, shape, savings[n].recompute.blocks)
+            on_and_before = [(rank.stages, range(min(rank.stages))) for rank in ranks]
+            again_on[n] = [(self._sum(again, on), self._sum(again, before)) for on, before in on_and_before]
         # each copy of the weights gets its part of the microbatches
-        each, odd = np.divmod([self._microbatches(p) for p in parallelisms], program.copies)
-        drains = not updates_within(choice.name)
-        worst = drains * _dot(trip, (*(1 for _ in self._ends), *self._all))
-        for rank in rank_layers(choice, pp, stages, shape):
-            blocks = tuple(map(sum, zip(*rank.blocks, strict=True)))
-            repeated = (repeats[:, rank.stages].sum(1)[index] * again).sum(1)
-            starts = 2 * len(rank.blocks) * action
-            busy = each * (_dot(work, (*rank.ends, *blocks)) + starts + repeated)
-            if program.copies > 1:
-                busy += odd * np.min([_dot(work[:, ends:], counts) for counts in rank.blocks], axis=0)
-            before = (*rank.inside, *rank.before)
-            wait = _dot(forward, before)
-            tail = _dot(back, before) + (repeats[:, : min(rank.stages)].sum(1)[index] * again).sum(1)
-            on_the_way = each * (_dot(trip, (*rank.ends, *blocks)) + starts + repeated)
-            for seconds in (busy, drains * (wait + busy), drains * (wait + on_the_way + tail)):
-                worst = np.maximum(worst, seconds)
-        return worst * [self.cluster(p.layout.world).correction for p in parallelisms]
+        drains, copies = not updates_within(choice.name), program.copies
+        action = self.task.assumptions.software.action
+        bounds = list[float]()
+        for parallelism, n in zip(parallelisms, chosen, strict=True):
+            forward, back, work, trip = self.layers(parallelism, "none", backwards).columns
+            mode, repeats = savings[n].recompute.mode, [0.0] * len(self._kinds)  # seconds of each kind
+            if mode not in ("none", "auto"):
+                recomputed = self.layers(parallelism, mode, backwards).columns[2]
+                repeats = [r - w for r, w in zip(recomputed[ends:], work[ends:], strict=True)]
+            each, odd = divmod(self._microbatches(parallelism), copies)
+            longest = _dot(trip, (*(1 for _ in self._ends), *self._all)) if drains else 0.0
+            for rank, (on_rank, before) in zip(ranks, again_on[n], strict=True):
+                starts, repeated = 2 * len(rank.blocks) * action, _dot(repeats, on_rank)
+                busy = each * (_dot(work, rank.counts) + starts + repeated)
+                if copies > 1:
+                    busy += odd * min(_dot(work[ends:], counts) for counts in rank.blocks)
+                longest = max(longest, busy)
+                if drains:
+                    wait, tail = _dot(forward, rank.before), _dot(back, rank.before) + _dot(repeats, before)
+                    on_the_way = each * (_dot(trip, rank.counts) + starts + repeated)
+                    longest = max(longest, wait + busy, wait + on_the_way + tail)
+            bounds.append(self._corrected(longest, parallelism.layout.world))
+        return bounds
 
-    def _table(self, parallelisms: Sequence[Parallelism], mode: Mode, backwards: str) -> Seconds:
-        """The parts of `LayerSeconds` of all layers that are no blocks and of each kind of block: an array of
-        parts, parallelisms and layers.
-        """
-        return np.stack([self.layers(p, mode, backwards).table for p in parallelisms], axis=1)
+    def _sum(self, blocks: Sequence[Sequence[int]], stages: Sequence[int]) -> list[int]:
+        """Blocks of each kind in some of the stages."""
+        return [sum(blocks[stage][kind] for stage in stages) for kind in range(len(self._kinds))]
 
     def candidate(
         self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
@@ -371,27 +382,27 @@ class TimeBounds:
                 over = [max(0.0, r - busy) for r, (_, _, busy) in zip(reduces, stages, strict=True)]
                 exposed = min(over)
             elif not each:
-                exposed = sum(reduces)
-            work = sum(work for _, work, _ in stages)
+                exposed = fsum(reduces)
+            work = fsum(work for _, work, _ in stages)
             gathering = 0.0
             if program is not None and job.dp.gathers(layout.pp) == "stage":
                 times = dict(zip(program.stages_of(rank.rank), rank.data, strict=True))
                 gathers = (a.stage for a in program.orders[rank.rank] if a.kind is ActionKind.UNSHARD)
-                gathering = sum(times[stage].gather for stage in gathers)
+                gathering = fsum(times[stage].gather for stage in gathers)
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
-            wait = sum(
+            wait = fsum(
                 end.forward for layer, end in zip(self._ends, layers.ends, strict=True) if layer < before
             )
             wait += layers.forward(kind_counts(self.task.shape, range(before)))
             if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
             longest = max(longest, wait + work + exposed, gathering)
-            update = max(update, sum(time.update for time in rank.data))
-            away = max(away, sum(time.away for time in rank.data))
+            update = max(update, fsum(time.update for time in rank.data))
+            away = max(away, fsum(time.away for time in rank.data))
             if job.dp.mode != "zero3":
-                gathers = sum(time.gather for time in rank.data)
-                ahead = sum(forward for forward, _, _ in stages) if overlap else 0.0
+                gathers = fsum(time.gather for time in rank.data)
+                ahead = fsum(forward for forward, _, _ in stages) if overlap else 0.0
                 late = max(late, gathers - ahead)
         last = self._corrected(update + late, layout.world)
         first = max(bound, self._corrected(longest, layout.world))
@@ -443,7 +454,7 @@ def _seconds(time: LayerTime, backwards: str) -> LayerSeconds:
     forward, weight = time.total("F"), time.total("W")
     back = time.total("R") + time.total("I")
     # an unsplit backward hides some communication behind products, but gradients wait for all of it
-    unsplit = max(0.0, back + weight - sum(time.saved.values()))
+    unsplit = max(0.0, back + weight - fsum(time.saved.values()))
     if backwards == "none":
         return LayerSeconds(forward, unsplit, forward + unsplit)
     if backwards == "split":
@@ -451,9 +462,12 @@ def _seconds(time: LayerTime, backwards: str) -> LayerSeconds:
     return LayerSeconds(forward, min(back, unsplit), forward + min(back + weight, unsplit))
 
 
-def _dot(seconds: Seconds, counts: Sequence[int]) -> Seconds:
-    """Seconds of these counts of layers, for each parallelism."""
-    return (seconds * counts).sum(1)
+def _dot(seconds: Sequence[float], counts: Sequence[int]) -> float:
+    """Seconds of these counts of layers; by a loop, since `sum` rounds in another way from Python 3.12 on."""
+    total = 0.0
+    for of_layer, count in zip(seconds, counts, strict=True):
+        total += of_layer * count
+    return total
 
 
 def _round_trip(layer: LayerSeconds) -> float:

@@ -17,7 +17,9 @@ from stretto.planner.machines.cluster import Cluster, Collective, NetworkLink, N
 from stretto.planner.time.constants import chip, constants
 from stretto.planner.time.measured import interpolate
 
-_LEAST_SHARE = 0.3  # of a card's bandwidth in a ring over any number of nodes
+# of a card's bandwidth in a ring over any number of nodes; assumed, since the largest published figure (0.34,
+# `data/collectives_chosen.yaml`) is of 384 nodes
+_LEAST_SHARE = 0.3
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ def _merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+@cache
 def chip(device: Device) -> str:
     """The chip of a device: the first word of its name, or "cpu" if that is the last."""
     tokens = device.name.lower().split("-")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import fsum, prod
 
 from stretto.job.chain import block_kinds
 from stretto.job.finetune import ALL_TRAINED, TrainedParameters
@@ -52,7 +52,7 @@ def muon_seconds(cluster: Cluster, parameters: Iterable[Parameter], states: Node
     seconds = 0.0
     for split, matrices in work.items():
         holders = split * states.ranks
-        seconds += max(max(matrices), sum(matrices) / holders)
+        seconds += max(max(matrices), fsum(matrices) / holders)
         group = NodeGroup(holders, min(holders, node, split * states.local))
         seconds += _WAYS * collective_seconds(cluster, "all-to-all", moved[split], group)
     return seconds
@@ -67,7 +67,7 @@ def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
 @lru_cache(maxsize=4096)
 def _orthogonal(device: Device, rows: int, columns: int) -> float:
     """Seconds to orthogonalise one matrix in float32."""
-    return sum(matmul_seconds(device, m, n, k, "fp32") for m, n, k in products(rows, columns))
+    return fsum(matmul_seconds(device, m, n, k, "fp32") for m, n, k in products(rows, columns))
 
 
 _ADAM = 24  # bytes read and written of an element's master and two moments

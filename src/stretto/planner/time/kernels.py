@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import fsum
 
 from stretto.job.attention import AttentionShape
 from stretto.job.framework import STRETTO
@@ -28,9 +29,16 @@ from stretto.planner.time.operators import (
 _KERNELS = {"block": 16, "head": 12, "embed": 5, "between": 6}
 _CROSS = 8  # more with attention to an encoder's output: a norm, four products, attention, two sums
 _UNFUSED = 8  # more with unfused attention
-# more with experts: scores, top-k, sorting, permuting and two exchanges, and a few for each group of experts
+# more with experts: scores, top-k, sorting, permuting and two exchanges; assumed
 _EXPERTS = 80
-_CASTS = 16  # more in 8 bits for each expert, whose rows are cast and multiplied in kernels of their own
+# more for each expert, whose two linears have a product each in Transformer Engine
+# (2.9, pytorch/module/grouped_linear.py), and in 8 bits with current scaling six kernels for maximum, scale
+# and cast of its rows and of its weights; two more are assumed for what Python does for each weight
+_PRODUCTS, _CASTS = 2, 14
+# Bytes of an element of the experts' outputs that their biases move, forward and backward: a product with the
+# token's probability in 32 bits, a sum, and a cast of all experts' together; backward a cast, and a product
+# and a sum for each factor (Megatron-LM of 2025, core/transformer/moe/experts.py, `TEGroupedMLP._apply_bias`)
+_BIASED = 28.0, 40.0
 # more with dropout in stored scores, which has a generator of its own (megatron/mpu/random.py, fork)
 _FORKED = 4
 _ADAPTER = 4  # more of each low-rank adapter: dropout, two products, and the sum
@@ -185,6 +193,11 @@ class _LayerKernels:
             forward += slower * product(tokens, n, k)
             back += slower * product(tokens, k, n)
             weight += slower * product(n, k, tokens)
+        if (
+            trained and self.software.serial
+        ):  # the sum is read and written, in 32 bits if it persists beside .grad
+            size = 10.0 if self.compute.framework.lasting_gradients else 6.0
+            weight += pass_seconds(self.device, "add", size * batch * sum(n * k for n, k in linears))
         return forward, back, weight if trained else 0.0
 
     def linears(self, linears: Sequence[tuple[int, int]], tokens: int) -> Seconds:
@@ -221,7 +234,7 @@ class _LayerKernels:
         if shape.encoder_layers:  # keys and values of the encoder's tokens
             keys_and_values = 2 * compute.kv_heads(shape) * shape.head_dim, shape.hidden
             parts.append(self.linears([keys_and_values], compute.for_memory.tokens))
-        forward, back, weight = (sum(part[index] for part in parts) for index in range(3))
+        forward, back, weight = (fsum(part[index] for part in parts) for index in range(3))
         core, core_back = self.core(backward=False), self.core(backward=True)
         passes, passes_back = (self.passes * seconds for seconds in self.block_passes())
         explicit = compute.attention == "explicit"
@@ -244,10 +257,11 @@ class _LayerKernels:
 
     @property
     def expert_kernels(self) -> int:
-        """Kernels that a forward launches for routing and for the casts of each expert's rows."""
+        """Kernels that a forward launches for routing, and for the casts and products of each expert."""
         moe, scaled = self.shape.moe, self.precision != self.exact
         experts = 0 if moe is None else max(1, moe.experts // self.compute.ep)
-        return (_EXPERTS if experts else 0) + (_CASTS * experts if scaled else 0)
+        each = _PRODUCTS + (_CASTS if scaled else 0)
+        return (_EXPERTS if experts else 0) + each * experts
 
     def mlp(self) -> Seconds:
         """The MLP's products; of a mixture of experts on the rank with the most tokens."""
@@ -262,7 +276,7 @@ class _LayerKernels:
         if moe is None:
             return self.linears(dense(shape.ffn, compute.tp), compute.tokens)
         slices, local_experts = compute.expert_shards, max(1, moe.experts // compute.ep)
-        rows = max(1, compute.tokens * moe.top_k * slices // (compute.tp * local_experts))
+        rows = -(-compute.tokens * moe.top_k * slices // (compute.tp * local_experts))
         # rows of experts are cast expert by expert, in kernels of their own
         routed = self.products(dense(shape.expert_ffn, slices), rows, self.precision, local_experts)
         imbalance = self.software.imbalance / self.software.grouped
@@ -272,9 +286,12 @@ class _LayerKernels:
         products.append(self.products([(moe.experts, shape.hidden)], compute.shard, self.exact))
         # tokens are sorted by expert, gathered, and put back in order
         moved = compute.element * compute.tokens * moe.top_k * shape.hidden * slices / compute.tp
-        passes = 4 * pass_seconds(self.device, "copy", 2 * moved)
-        forward, back, weight = (sum(product[index] for product in products) for index in range(3))
-        return forward + passes, back + passes, weight
+        passes = passes_back = 4 * pass_seconds(self.device, "copy", 2 * moved)
+        if shape.bias:  # of each expert, added beside the products in 32 bits
+            passes += pass_seconds(self.device, "add", _BIASED[0] * moved / compute.element)
+            passes_back += pass_seconds(self.device, "add", _BIASED[1] * moved / compute.element)
+        forward, back, weight = (fsum(product[index] for product in products) for index in range(3))
+        return forward + passes, back + passes_back, weight
 
     def core(self, backward: bool) -> float:
         """softmax(q k^T) v on one rank, or its backward; never in 8 bits."""

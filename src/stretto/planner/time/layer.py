@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import fsum
 
 from stretto.job.flops import attention_flops, block_flops, recomputed_flops
 from stretto.job.framework import Operator
@@ -52,9 +53,21 @@ class LayerTime:
     W: Parts
     saved: Parts = field(default_factory=dict[str, float])
 
+    def partly_trained(self, reached: bool, share: float) -> LayerTime:
+        """The time if parameters are frozen.
+
+        Args:
+            reached: the backward reaches the layer.
+            share: share of its weights that are trained.
+        """
+        if not reached:
+            return LayerTime(F=self.F, R={}, I={}, W={})
+        weights, saved = ({n: share * t for n, t in parts.items()} for parts in (self.W, self.saved))
+        return replace(self, W=weights, saved=saved)
+
     def total(self, phase: Phase) -> float:
         """Seconds of one action."""
-        return sum(getattr(self, phase).values())
+        return fsum(getattr(self, phase).values())
 
 
 @lru_cache(maxsize=4096)
@@ -70,10 +83,12 @@ def layer_time(
     """Time of a layer: `kind` is that of `job.chain`."""
     software = software or SoftwareAssumptions()
     work = kernel_times(shape, kind, compute, cluster.device, precision, software=software)
-    talk = [(m, _seconds(m, shape, layout, cluster, software)) for m in layer_traffic(kind, shape, compute)]
+    messages = layer_traffic(kind, shape, compute)
+    groups = {axis: group_of(layout, axis, cluster.node) for axis in {message.axis for message in messages}}
+    talk = [(m, _seconds(m, shape, groups[m.axis], cluster, software)) for m in messages]
     again = _again(work, shape, kind, compute)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
-    blocking = software.blocking if compute.tp > 1 else 0.0
+    blocking = (software.blocking if software.ahead else 1.0) if compute.tp > 1 else 0.0
     # the host waits for the numbers of tokens before it launches the products of experts
     counted = max(blocking, _LAUNCHES_AFTER_COUNTS) if kind == "block" and shape.moe is not None else blocking
     again_host = host + _CHECKPOINT_LAUNCHES * software.host
@@ -108,10 +123,10 @@ def layer_time(
     # an unsplit backward hides reductions of input gradients behind products of weight gradients, and gathers
     # of inputs behind products of input gradients; the slowdown of overlapping computation reduces that
     over_tp = [(message, taken) for message, taken in talk if message.axis == "tp"]
-    sums = sum(t for m, t in over_tp if m.phase == "I" and m.kind in ("all-reduce", "reduce-scatter"))
-    gathers = sum(t for m, t in over_tp if m.phase == "W")
+    sums = fsum(t for m, t in over_tp if m.phase == "I" and m.kind in ("all-reduce", "reduce-scatter"))
+    gathers = fsum(t for m, t in over_tp if m.phase == "W")
     hidden = min(sums, work.weight) + min(gathers, work.products)
-    saved = {"tensor": software.hidden * hidden * (2.0 - software.slowdown)} if hidden else {}
+    saved = {"tensor": hidden * (2.0 - software.slowdown)} if hidden and not software.serial else {}
     return LayerTime(F=phase("F"), R=phase("R"), I=phase("I"), W=phase("W"), saved=saved)
 
 
@@ -159,9 +174,8 @@ def _again(work: KernelTimes, shape: ModelShape, kind: str, compute: ComputeConf
 
 
 def _seconds(
-    message: Message, shape: ModelShape, layout: Layout, cluster: Cluster, software: SoftwareAssumptions
+    message: Message, shape: ModelShape, group: NodeGroup, cluster: Cluster, software: SoftwareAssumptions
 ) -> float:
-    group = group_of(layout, message.axis, cluster.node)
     once = collective_seconds(cluster, message.kind, message.size, group)
     return message.count * once * _waited(message, shape, group, software)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import exp, log
+from math import exp, fsum, log
 
 Row = Sequence[float]
 
@@ -42,13 +42,13 @@ def nearest_rate(
     if neighbours[0][0] < 1e-9:
         return neighbours[0][1]
     weights = [1.0 / distance for distance, _ in neighbours]
-    mean = sum(w * log(rate) for w, (_, rate) in zip(weights, neighbours, strict=True)) / sum(weights)
+    mean = fsum(w * log(rate) for w, (_, rate) in zip(weights, neighbours, strict=True)) / fsum(weights)
     return exp(mean)
 
 
 def _distance(shape: tuple[float, ...], other: tuple[float, ...]) -> float:
     """Square of the distance in the logarithms of sizes; sizes below one count as one."""
-    return sum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(shape, other, strict=True))
+    return fsum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(shape, other, strict=True))
 
 
 def _working(seconds: float, launch: float) -> float:

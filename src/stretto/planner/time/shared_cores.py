@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import fsum
 
 from stretto.job.chain import layer_of
 from stretto.job.flops import Recompute
 from stretto.job.job import Job
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.compute import ComputeConfig
+from stretto.planner.counts.rank_parameters import reached_by_backward, trained_share
 from stretto.planner.counts.traffic import Message, block_traffic, layer_traffic
 from stretto.planner.machines.cluster import Cluster, NodeGroup, group_of
 from stretto.planner.machines.device import Device, Precision
@@ -44,7 +46,7 @@ class SharedReplay:
     def busy(self, order: Sequence[Action], kinds: Collection[ActionKind] = tuple(ActionKind)) -> float:
         """Seconds in which a rank with these actions has one of these kinds under way."""
         spans = (self.spans[a] for a in order if a in self.spans and a.kind in kinds)
-        return sum(end - start for start, end in spans)
+        return fsum(end - start for start, end in spans)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,13 @@ def shared_step(
         return None
     stage_of = [stages[s % program.depth] for s in range(program.stages)]
     layer_of_job = partial(layer_seconds, job, cluster, assumptions, precision)
-    once = [sum(layer_of_job(layer, mode(layer)) for layer in stage) for stage in stage_of]
+    once = [
+        fsum(
+            layer_of_job(layer, mode(layer), layer >= reached_by_backward(job.shape, stage, job.trained))
+            for layer in stage
+        )
+        for stage in stage_of
+    ]
     actions = sum(a.kind.is_compute for order in program.orders for a in order)
     every = _seconds_of(cluster.device, "action") + _messages(job, cluster, program) / actions
     replicas = job.layout.world // job.layout.pp
@@ -163,8 +171,8 @@ def shared_step(
         return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
 
     stage_data = [data[s % program.depth] for s in range(program.stages)]
-    talk = sum(_data_seconds(job, program, s, share, each) for s, share in enumerate(stage_data))
-    update = sum(program.updates(s) * share.update for s, share in enumerate(stage_data))
+    talk = fsum(_data_seconds(job, program, s, share, each) for s, share in enumerate(stage_data))
+    update = fsum(program.updates(s) * share.update for s, share in enumerate(stage_data))
     return SharedStep(
         compute=shared_replay(program, seconds, processes, cores),
         data=talk * processes / cores,
@@ -199,10 +207,19 @@ def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each:
 
 
 def layer_seconds(
-    job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
+    job: Job,
+    cluster: Cluster,
+    assumptions: Assumptions,
+    precision: Precision,
+    layer: int,
+    mode: Recompute,
+    reached: bool = True,
 ) -> float:
     """Core seconds of one rank for one layer and one microbatch, forward and backward: kernels, host code
     beside them, and communication.
+
+    Args:
+        reached: the backward reaches the layer.
     """
     chain_layer = layer_of(job.shape, layer)
     kind, compute = chain_layer.kind, replace(ComputeConfig.of(job).for_layer(chain_layer), recompute=mode)
@@ -214,10 +231,14 @@ def layer_seconds(
         host_code *= 1 + _FORWARD  # the forward is repeated
     if compute.cp > 1 and compute.context == "ring":
         host_code *= 1 + _ROUND * compute.cp
-    talk = sum(_seconds(m, job, cluster) for m in layer_traffic(kind, chain_layer.shape, compute))
+    talk = fsum(_seconds(m, job, cluster) for m in layer_traffic(kind, chain_layer.shape, compute))
     if kind == "block" and compute.cp > 1:  # ranks do not send equally much
         each = [block_traffic(chain_layer.shape, compute, index) for index in range(compute.cp)]
-        talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / compute.cp
+        talk = fsum(_seconds(m, job, cluster) for messages in each for m in messages) / compute.cp
+    if job.trained.freeze:
+        if not reached:
+            return work.forward + (host_code + talk) * _FORWARD
+        work = replace(work, weight=work.weight * trained_share(job.shape, layer, job.trained))
     return work.forward + work.back + work.weight + again + host_code + talk
 
 

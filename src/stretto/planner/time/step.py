@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil, floor, fsum
 
 from stretto.job.chain import blocks_among, layer_of
 from stretto.job.flops import Recompute
@@ -14,6 +14,7 @@ from stretto.job.job import Job
 from stretto.job.reduction import reduction
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.counts.compute import ComputeConfig
+from stretto.planner.counts.rank_parameters import reached_by_backward, trained_share
 from stretto.planner.machines.cluster import Cluster, NetworkLink, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.ranks import largest_message
@@ -44,7 +45,7 @@ class StageTime:
     @property
     def times(self) -> tuple[float, float, float]:
         """Seconds of the three actions."""
-        return sum(self.F.values()), sum(self.I.values()), sum(self.W.values())
+        return fsum(self.F.values()), fsum(self.I.values()), fsum(self.W.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,9 @@ def stage_time(
             precision=precision,
             software=assumptions.software,
         )
+        if job.trained.freeze:
+            reached = layer >= reached_by_backward(job.shape, stage, job.trained)
+            time = time.partly_trained(reached, trained_share(job.shape, layer, job.trained))
         for parts, phase in zip(phases, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
                 parts[name] += seconds
@@ -183,10 +187,10 @@ def stage_time(
         slowdown = assumptions.software.slowdown
         gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
         if gather:
-            computation = sum(forward.values()) if assumptions.overlap else 0.0
+            computation = fsum(forward.values()) if assumptions.overlap else 0.0
             forward["data"] += exposed_seconds(gather, computation, slowdown)
         if gather or each:
-            busy = sum(back.values()) + sum(weight.values()) if assumptions.overlap else 0.0
+            busy = fsum(back.values()) + fsum(weight.values()) if assumptions.overlap else 0.0
             back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
     return StageTime(*(dict(parts) for parts in phases))
 
@@ -313,8 +317,8 @@ class _Replay:
         shares["optimiser"] = update
         if program.versions:
             shares["optimiser"] = self._sum(busiest, "update")
-            shares["data"] += sum(program.updates(s) * gathered[s] for s in program.stages_of(busiest))
-        shares["bubble"] = max(0.0, seconds - sum(shares.values()))
+            shares["data"] += fsum(program.updates(s) * gathered[s] for s in program.stages_of(busiest))
+        shares["bubble"] = max(0.0, seconds - fsum(shares.values()))
         if away and away + update > seconds:
             shares["offload"] = away + update - seconds
         return StepTime(
@@ -334,7 +338,7 @@ class _Replay:
         def scaled(phase: Mapping[str, float], *kinds: ActionKind) -> dict[str, float]:
             # time of reductions and gathers on the cores is in `shared.data`
             parts = {name: taken for name, taken in phase.items() if name != "data"}
-            total, seconds = sum(parts.values()), replay.busy(order, kinds)
+            total, seconds = fsum(parts.values()), replay.busy(order, kinds)
             return {name: seconds * taken / total for name, taken in parts.items()}
 
         phases = self._phases(busiest)
@@ -363,7 +367,7 @@ class _Replay:
     def _sum(self, rank: int, name: str) -> float:
         """A sum of data-parallel times over the stages of a rank, for each of their updates."""
         program, data = self.program, self.data
-        return sum(
+        return fsum(
             program.updates(s) * getattr(data[s % program.depth], name) for s in program.stages_of(rank)
         )
 
@@ -398,7 +402,9 @@ class _Replay:
         gather, program = self._sum(rank, "gather"), self.program
         if not self.assumptions.overlap:
             return gather
-        return max(0.0, gather - sum(self.times[s % program.depth].times[0] for s in program.stages_of(rank)))
+        return max(
+            0.0, gather - fsum(self.times[s % program.depth].times[0] for s in program.stages_of(rank))
+        )
 
     def _phases(self, rank: int) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of a rank's forwards and of its backwards in a step, by part."""

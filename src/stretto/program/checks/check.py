@@ -27,12 +27,32 @@ class CheckReport:
     peak_activations: tuple[float, ...]  # the same in rank units: a microbatch through the whole rank is 1
     peak_inputs: tuple[int, ...]  # per rank, peak number of (stage, microbatch) with only the input held
     weight_versions: tuple[int, ...]  # per stage, peak number of versions of its weights; 1: synchronous
-    weight_delays: tuple[
-        tuple[int, ...], ...
-    ]  # per stage and microbatch, updates between its F and the U that applies it
+    # per stage and microbatch, updates between its F and the U that applies it
+    weight_delays: tuple[tuple[int, ...], ...]
 
 
 def check(program: Program, transport: str = "rendezvous") -> CheckReport:
+    """Prove that a program runs (`prove`); return its properties.
+
+    Raises:
+        ScheduleError, StrettoError: as `prove`.
+    """
+    prove(program, transport)
+    computes = [action for order in program.orders for action in order if action.kind.is_compute]
+    return CheckReport(
+        ranks=program.ranks,
+        stages=program.stages,
+        actions=sum(map(len, program.orders)),
+        transfers=sum(1 for action in computes if sent_by(program, action)),
+        peak_held=tuple(peak_held(program)),
+        peak_activations=tuple(peak_activations(program)),
+        peak_inputs=tuple(peak_inputs(program)),
+        weight_versions=weight_versions(program),
+        weight_delays=weight_delays(program),
+    )
+
+
+def prove(program: Program, transport: str = "rendezvous") -> None:
     """Prove that every rank completes its order, and that together they do the work of one step.
 
     Accepts programs before lowering (messages implied by the placement) and after (explicit messages).
@@ -50,67 +70,70 @@ def check(program: Program, transport: str = "rendezvous") -> CheckReport:
     """
     check_structure(program)
     position = {action: at for order in program.orders for at, action in enumerate(order)}
-    for rank in range(program.ranks):
-        for at, action in enumerate(program.orders[rank]):
-            if action.kind.is_transfer:
-                # transfers occur only in lowered programs, between stages on two ranks
-                location = f"rank {rank} action {at} is {action}"
-                if not program.lowered:
-                    raise ScheduleError(f"{location}, but the program is not lowered")
-                onward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
-                neighbour = action.stage + (1 if onward else -1)
-                if program.is_last(action.stage) if onward else program.is_first(action.stage):
-                    raise ScheduleError(
-                        f"{location}, but there is no stage {neighbour} in that copy of the model"
-                    )
-                if program.placement[neighbour] == program.placement[action.stage]:
-                    raise ScheduleError(f"{location}, but stage {neighbour} is on the same rank")
+    for rank, order in enumerate(program.orders):
+        needs = dict[tuple[int, ActionKind], Action | None]()  # of a stage and kind, without a microbatch
+        for at, action in enumerate(order):
+            stage, kind, i = action
+            if (stage, kind) not in needs:
+                if kind.is_transfer:
+                    _check_ends(program, f"rank {rank} action {at} is {action}", stage, kind)
+                needs[stage, kind] = _local_dependency(program, stage, kind)
             # inputs from its own rank come earlier in that rank's order
-            need = _local_dependency(program, action, position)
-            if need is not None and position.get(need, at) >= at:
+            if (source := needs[stage, kind]) is None:
+                continue
+            backward = source.kind is ActionKind.B
+            need = backward_of(position, source.stage, i) if backward else source._replace(microbatch=i)
+            if position.get(need, at) >= at:
                 when = f"reaches only after {action}" if need in position else "never does"
-                raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
+                error = ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
+                error.cycle = ((action, need),)
+                raise error
     if program.lowered:
         if program.trains:
             check_reductions(program)
         _check_channels(program, transport)
-    check_transport(program, transport)
+    stuck: ScheduleError | None = None
     if program.pairs:
         try:
             check_transport(program, transport, blocks=True)
         except ScheduleError as error:
-            raise ScheduleError(
+            stuck = ScheduleError(
                 f"with each pair as one block: {error.message}",
                 hint="leave one of these pairs out of `pairs`",
-            ) from None
-    return CheckReport(
-        ranks=program.ranks,
-        stages=program.stages,
-        actions=sum(map(len, program.orders)),
-        transfers=sum(1 for action in position if action.kind.is_compute and sent_by(program, action)),
-        peak_held=tuple(peak_held(program)),
-        peak_activations=tuple(peak_activations(program)),
-        peak_inputs=tuple(peak_inputs(program)),
-        weight_versions=weight_versions(program),
-        weight_delays=weight_delays(program),
-    )
+            )
+    # before lowering, a program waits for less without blocks than with them
+    if program.lowered or stuck or not program.pairs:
+        check_transport(program, transport)
+    if stuck:
+        raise stuck
 
 
-def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
-    """Return the action that must come earlier in the same rank's order, or None; `check_structure` covers
-    other dependencies.
+def _check_ends(program: Program, location: str, stage: int, kind: ActionKind) -> None:
+    """Check that a transfer is in a lowered program, and between stages on two ranks."""
+    if not program.lowered:
+        raise ScheduleError(f"{location}, but the program is not lowered")
+    onward = kind in (ActionKind.SEND_F, ActionKind.RECV_B)
+    neighbour = stage + (1 if onward else -1)
+    if program.is_last(stage) if onward else program.is_first(stage):
+        raise ScheduleError(f"{location}, but there is no stage {neighbour} in that copy of the model")
+    if program.placement[neighbour] == program.placement[stage]:
+        raise ScheduleError(f"{location}, but stage {neighbour} is on the same rank")
+
+
+def _local_dependency(program: Program, stage: int, kind: ActionKind) -> Action | None:
+    """Return what must come earlier in the same rank's order for the same microbatch (its B stands for the I,
+    if it has one), or None; `check_structure` covers other dependencies.
     """
-    stage, kind, i = action
     if kind is ActionKind.SEND_F:
-        return Action(stage, ActionKind.F, i)
+        return Action(stage, ActionKind.F)
     if kind is ActionKind.SEND_B:
-        return backward_of(position, stage, i)
-    if receive := needed_by(program, action):
+        return Action(stage, ActionKind.B)
+    if receive := needed_by(program, Action(stage, kind)):
         return receive if program.lowered else None
     if kind is ActionKind.F and not program.is_first(stage):
-        return Action(stage - 1, ActionKind.F, i)
+        return Action(stage - 1, ActionKind.F)
     if kind in (ActionKind.B, ActionKind.I) and not program.is_last(stage):
-        return backward_of(position, stage + 1, i)
+        return Action(stage + 1, ActionKind.B)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.program.action import Action, ActionKind
+from stretto.program.action import WITH_MICROBATCH, Action, ActionKind
 from stretto.program.checks.residency import check_gathered, check_memory_saving
 from stretto.program.checks.versions import check_versions
 from stretto.program.pairing import check_pairs
@@ -43,65 +43,62 @@ def check_structure(program: Program) -> None:
         raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
     done: set[Action] = set()
     for rank, order in enumerate(program.orders):
+        placed = dict[tuple[int, ActionKind], str | None]()  # the problem of a stage and kind on this rank
         for at, action in enumerate(order):
-            problem = _placement_problem(program, rank, action)
-            if problem is None and action.kind.has_microbatch:
-                problem = "which is in the program twice" if action in done else _order_problem(done, action)
-                done.add(action)
-            if problem is not None:
+            stage, kind, _ = action
+            if (stage, kind) not in placed:
+                placed[stage, kind] = _placement_problem(program, rank, stage, kind)
+            if problem := placed[stage, kind] or _microbatch_problem(program, done, action):
                 raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
+            done.add(action)
     # every stage does every microbatch of its copy
     for stage, rank in enumerate(program.placement):
         for i, copy in enumerate(program.copy_of):
             # a microbatch that no copy starts is reported for the first copy
             if max(copy, 0) != stage // program.depth:
                 continue
-            missing = None
-            if Action(stage, ActionKind.F, i) not in done:
-                missing = f"{stage}F{i}"
-            elif not program.trains:
-                continue
-            elif Action(stage, ActionKind.I, i) in done:
-                missing = None if Action(stage, ActionKind.W, i) in done else f"{stage}W{i}"
-            elif Action(stage, ActionKind.B, i) not in done:
-                missing = f"{stage}B{i}"
-            if missing:
-                raise ScheduleError(f"rank {rank} never does {missing}")
+            must = [ActionKind.F]
+            if program.trains:
+                must.append(ActionKind.W if (stage, ActionKind.I, i) in done else ActionKind.B)
+            for kind in must:
+                if (stage, kind, i) not in done:
+                    raise ScheduleError(f"rank {rank} never does {Action(stage, kind, i)}")
     check_memory_saving(program)
     check_gathered(program)
     check_versions(program)
     check_pairs(program)
 
 
-def _placement_problem(program: Program, rank: int, action: Action) -> str | None:
-    """Return the error in the action's stage, kind or microbatch on this rank, or None."""
-    stage, kind, microbatch = action
+def _placement_problem(program: Program, rank: int, stage: int, kind: ActionKind) -> str | None:
+    """Return the error in actions of this stage and kind on this rank, or None."""
     if not 0 <= stage < program.stages:
         return f"but stages are 0 to {program.stages - 1}"
     if program.placement[stage] != rank:
         return f"but stage {stage} is on rank {program.placement[stage]}"
     if not program.trains and kind not in _INFERENCE:
         return "but the program is forward-only"
-    if kind.has_microbatch:
-        if microbatch is None or not 0 <= microbatch < program.microbatches:
-            return f"but microbatches are 0 to {program.microbatches - 1}"
-        copy = program.copy_of[microbatch]
-        if program.copies > 1 and copy >= 0 and copy != stage // program.depth:
-            return f"but microbatch {microbatch} goes through copy {copy} of the weights"
-    elif microbatch is not None and kind is not ActionKind.UPDATE:
-        return f"but {kind} has no microbatch"
     return None
 
 
-def _order_problem(done: set[Action], action: Action) -> str | None:
-    """Return an error unless F precedes B or I, I precedes W, and B excludes I and W."""
+def _microbatch_problem(program: Program, done: set[Action], action: Action) -> str | None:
+    """Return an error in the action's microbatch, or in what precedes it: F comes before B or I, I before W,
+    and B excludes I and W.
+    """
     stage, kind, microbatch = action
+    if kind not in WITH_MICROBATCH:
+        return None if microbatch is None or kind is ActionKind.UPDATE else f"but {kind} has no microbatch"
+    if microbatch is None or not 0 <= microbatch < program.microbatches:
+        return f"but microbatches are 0 to {program.microbatches - 1}"
+    if program.copies > 1 and -1 != (copy := program.copy_of[microbatch]) != stage // program.depth:
+        return f"but microbatch {microbatch} goes through copy {copy} of the weights"
+    if action in done:
+        return "which is in the program twice"
     before = _BEFORE.get(kind)
-    if before is not None and (need := Action(stage, before, microbatch)) not in done:
-        return f"before {need} on the same rank"
+    if before is not None and (stage, before, microbatch) not in done:
+        return f"before {Action(stage, before, microbatch)} on the same rank"
     for other in _INSTEAD.get(kind, ()):
-        if (clash := Action(stage, other, microbatch)) in done:
-            return f"but {clash} does that work already"
+        if (stage, other, microbatch) in done:
+            return f"but {Action(stage, other, microbatch)} does that work already"
     return None
 
 

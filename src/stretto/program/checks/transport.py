@@ -93,13 +93,20 @@ def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
     if transport in ("paired", "batched"):
         done = _add_queues(agents, program, position, transport == "batched")
     partner = dict(program.pairs) if blocks else {}
+    sources: dict[tuple[int, ActionKind], Action] = {}  # of a stage's and kind's input from another rank
+    for stage, kind in {(stage, kind) for stage, kind, _ in position}:
+        # with `blocking` the rank has not passed the receive without it
+        if transport != "blocking" and (receive := needed_by(program, Action(stage, kind))):
+            sources[stage, kind] = receive if done else _source(program, receive)
     for rank, order in enumerate(program.orders):
         waits = agents[rank].waits
         for at, action in enumerate(order):
-            conditions: list[RankDependency] = []
-            for part in (action, partner.get(action)):
-                if part is not None and (receive := needed_by(program, part)):
-                    conditions += _arrival(program, transport, position, done, receive)
+            parts = (action, partner[action]) if action in partner else (action,)
+            conditions = [
+                _arrival(program, position, done, source, i)
+                for stage, kind, i in parts
+                if (source := sources.get((stage, kind)))
+            ]
             if transport == "blocking" and action.kind.is_transfer:
                 other = _counterpart(action)
                 conditions.append(RankDependency(program.placement[other.stage], position[other], other))
@@ -111,26 +118,31 @@ def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
     return agents
 
 
+def _source(program: Program, receive: Action) -> Action:
+    """Return what a message waits for, without a microbatch: its send, or what computes it (B: or I)."""
+    stage, kind, _ = send = send_of(receive)
+    if program.lowered:
+        return send
+    # the forward of a block completes only with the block, which waits for both inputs
+    return Action(stage, ActionKind.F if kind is ActionKind.SEND_F else ActionKind.B)
+
+
 def _arrival(
     program: Program,
-    transport: str,
     position: dict[Action, int],
     done: dict[Action, RankDependency],
-    receive: Action,
-) -> list[RankDependency]:
-    """Return the conditions under which the message of `receive` has arrived."""
-    if transport == "blocking":
-        return []  # the rank has not passed the receive without it
-    if receive in done:
-        return [done[receive]]
-    source = send_of(receive)
-    if not program.lowered:
-        # the forward of a block completes only with the block, which waits for both inputs
-        stage, kind, i = source
-        source = (
-            Action(stage, ActionKind.F, i) if kind is ActionKind.SEND_F else backward_of(position, stage, i)
-        )
-    return [RankDependency(program.placement[source.stage], position[source] + 1, source)]
+    source: Action,
+    microbatch: int | None,
+) -> RankDependency:
+    """Return the condition under which a microbatch's message has arrived.
+
+    Args:
+        source: the receive, if queues carry messages and `done` has when it is done; otherwise `_source`.
+    """
+    stage, kind, _ = source
+    backward = kind is ActionKind.B
+    awaited = backward_of(position, stage, microbatch) if backward else Action(stage, kind, microbatch)
+    return done[awaited] if done else RankDependency(program.placement[stage], position[awaited] + 1, awaited)
 
 
 def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
@@ -215,7 +227,7 @@ class _Execution:
                 runnable.extend(blocked.pop(agent, ()))
         for number, agent in enumerate(self.agents):
             if self.done[number] < len(agent.steps):
-                raise ScheduleError(self._circle(number), hint="do one of the awaited actions earlier")
+                raise self._deadlock(number)
 
     def _advance(self, number: int) -> RankDependency | None:
         """Advance the agent until it has to wait; return that wait, or None at the agent's end."""
@@ -228,18 +240,25 @@ class _Execution:
         done[number] = len(agent.steps)
         return None
 
-    def _circle(self, number: int) -> str:
-        """Describe the cycle of waits that a stuck agent leads to."""
+    def _deadlock(self, number: int) -> ScheduleError:
+        """Return the error of the cycle of waits that a stuck agent leads to."""
         lines: dict[int, str] = {}
+        waits: dict[int, tuple[Action, Action]] = {}
         while number not in lines:
             agent, at = self.agents[number], self.done[number]
             wait = next(w for w in agent.waits.get(at, ()) if self.done[w.rank] < w.completed)
             other = self.agents[wait.rank]
             blocked = other.steps[self.done[wait.rank]]
+            waits[number] = agent.steps[at], wait.action
             lines[number] = (
                 f"{agent.name} {agent.verbs[0]} at {agent.steps[at]} for {wait.action}, "
                 f"which {other.name} {other.verbs[1]} only after {blocked}"
             )
             number = wait.rank
-        circle = list(lines)
-        return "deadlock: " + "; ".join(lines[n] for n in circle[circle.index(number) :])
+        order = list(lines)
+        circle = order[order.index(number) :]
+        message = "deadlock: " + "; ".join(lines[n] for n in circle)
+        error = ScheduleError(message, hint="do one of the awaited actions earlier")
+        if not any(action.kind.is_transfer for n in circle for action in waits[n]):
+            error.cycle = tuple(waits[n] for n in circle)
+        return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program, ScheduleError
@@ -114,31 +114,37 @@ def weight_versions(program: Program) -> tuple[int, ...]:
     """
     if not program.versions:
         return (1,) * program.stages
-    return tuple(_most_versions(program, stage) for stage in range(program.stages))
+    return tuple(
+        max([1, *(count for _, count in live_versions(program, stage))]) for stage in range(program.stages)
+    )
 
 
-def _most_versions(program: Program, stage: int) -> int:
+def live_versions(program: Program, stage: int) -> Iterator[tuple[Action, int]]:
+    """Yield the actions of a stage, each with the number of versions of its weights after it.
+
+    Args:
+        program: an asynchronous program that `check` accepts.
+    """
     versions = program.versions[stage]
     actions = list(_of_stage(program, stage))
     # a version is needed from its creation until the last microbatch that uses it is done
     users = Counter(versions[i] for _, kind, i in actions if kind is ActionKind.F and i is not None)
     live = {0}
     newest = 0
-    peak = 1
-    for _, kind, i in actions:
+    for action in actions:
+        _, kind, i = action
         if kind is ActionKind.UPDATE:
             if not users[newest]:
                 live.discard(newest)
             newest += 1
             live.add(newest)
-            peak = max(peak, len(live))
         elif kind in _GRADIENT:
             assert i is not None
             version = versions[i]
             users[version] -= 1
             if not users[version] and version != newest:
                 live.discard(version)
-    return peak
+        yield action, len(live)
 
 
 def _of_stage(program: Program, stage: int) -> Iterable[Action]:

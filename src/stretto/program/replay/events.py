@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from math import fsum
 from typing import NamedTuple, TypeVar
 
 from stretto.program.action import TRANSFER, Action, ActionKind
@@ -293,7 +294,7 @@ class Events:
                 now = yield from self._wait(rank, rule.need + (action.microbatch or 0), now)
         now = max(self._released(rank, action, now) for action in actions)
         assert self.costs.pair is not None
-        end = now + sum(rule.cost for rule in rules) * self.costs.pair
+        end = now + fsum(rule.cost for rule in rules) * self.costs.pair
         sent: list[int] = []
         for at, action, rule in zip(step, actions, rules, strict=True):
             self.starts[rank][at], self.ends[rank][at] = now, end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from math import fsum
 from typing import NamedTuple
 
 from stretto.errors import StrettoError
@@ -86,7 +87,7 @@ class _Bound:
         end = max([*ends, *(self._round_trip(copy) for copy in range(self.program.copies))])
         if self.program.trains and not self.inside:
             stages = [self.program.stages_of(rank) for rank in range(self.program.ranks)]
-            end += max(sum(self.prices.update[stage] for stage in held_stages) for held_stages in stages)
+            end += max(fsum(self.prices.update[stage] for stage in held_stages) for held_stages in stages)
         return end
 
     def _chains(self) -> tuple[list[float], list[float], list[float]]:
@@ -135,7 +136,7 @@ class _Bound:
             return 0.0
         head = min(self.heads[stage] for stage in held_stages)
         forward, back, weight = (
-            sum(passing[stage // depth] * self.times[stage][part] for stage in held_stages)
+            fsum(passing[stage // depth] * self.times[stage][part] for stage in held_stages)
             for part in range(3)
         )
         if not self.program.trains:
@@ -148,7 +149,7 @@ class _Bound:
         reduce = [self.prices.reduce[stage] for stage in held_stages]
         if self.inside:
             return 0.0
-        return min(reduce) if self.costs.reduce_overlaps else sum(reduce)
+        return min(reduce) if self.costs.reduce_overlaps else fsum(reduce)
 
     def _occupied(self, rank: int, held_stages: list[int], memory: float | None) -> float:
         """Return the minimum time in which a rank's microbatches can pass through its memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import fsum
 
 from stretto.program.action import Action, ActionKind
 from stretto.program.checks.check import check
@@ -93,7 +94,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         work[program.placement[stage]] += count * prices.times(stage).get(kind, 0.0)
     if costs.pair is not None:
         for pair in program.pairs:
-            alone = sum(prices.times(action.stage)[action.kind] for action in pair)
+            alone = fsum(prices.times(action.stage)[action.kind] for action in pair)
             work[program.placement[pair[0].stage]] += (costs.pair - 1.0) * alone
     if _by_events(code, prices):
         replay_ = Events(program, prices, {kind for _, kind in code.counts})

@@ -56,7 +56,9 @@ class CompiledProgram:
         self.receives: list[int] = []
         self.transfers: list[int] = []  # slots of all sends and receives
         self.transfers_before: list[int] = []  # slots of the nodes before them
-        self.complete = _Encoder(program, self).run()
+        # per rank, the actions before the first that can never start
+        self.completed = _Encoder(program, self).run()
+        self.complete = self.completed == [len(order) for order in program.orders]
         self.counts = {  # number of nodes of each (stage, kind)
             (kind // len(KINDS), _KINDS[kind % len(KINDS)]): count
             for kind, count in Counter(self.kinds).items()
@@ -112,29 +114,26 @@ class _Encoder:
         self.reached = list(code.first)  # slot that each rank waits at
         self.earlier = [0] * code.size  # for each transfer's slot, the node before it
 
-    def run(self) -> bool:
+    def run(self) -> list[int]:
         """Advance every rank as far as possible, and again when the rank that it waits for has advanced.
 
         Returns:
-            True if all ranks complete their orders.
+            For each rank, the number of actions before the first that can never start.
         """
         walks = [self._walk(rank) for rank in range(self.program.ranks)]
         runnable = list(range(self.program.ranks))
         blocked: list[list[int]] = [[] for _ in runnable]
-        left = len(runnable)
         while runnable:
             rank = runnable.pop()
             before = self.reached[rank]
             blocker = next(walks[rank], None)
-            if blocker is None:
-                left -= 1
-            else:
+            if blocker is not None:
                 blocked[blocker].append(rank)
             if self.reached[rank] > before and blocked[rank]:
                 runnable.extend(blocked[rank])
                 blocked[rank] = []
         self.code.transfers_before = list(map(self.earlier.__getitem__, self.code.transfers))
-        return left == 0
+        return [slot - first - 1 for slot, first in zip(self.reached, self.code.first, strict=True)]
 
     def _walk(self, rank: int) -> Iterator[int]:
         """Run the rank's order; yields each rank to wait for."""

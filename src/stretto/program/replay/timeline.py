@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import inf
+from functools import cache, cached_property
+from math import fsum, inf
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
+from stretto.display import render
 from stretto.program.action import COMPUTE, Action, ActionKind
 from stretto.program.checks.versions import weight_versions
 from stretto.program.memory import peak_activations
@@ -58,13 +59,16 @@ class _Allocations:
         self.trains = program.trains
         self.prices = prices
         self.repeated = {(s, i) for s, kind, i in order if kind is ActionKind.RECOMPUTE}
+        self._change_of = cache(self._change)  # actions of one class change the same
 
     def change(self, action: Action) -> tuple[float, float]:
         """Return the bytes allocated at the action's start and those freed at its end."""
         stage, kind, i = action
+        return self._change_of(stage, kind, (stage, i) in self.repeated)
+
+    def _change(self, stage: int, kind: ActionKind, repeated: bool) -> tuple[float, float]:
         full = self.prices.activations[stage]
         early = full * (1 - self.prices.costs.kept_for_w)  # freed by I
-        repeated = (stage, i) in self.repeated
         inputs = self.prices.inputs[stage] if repeated else 0.0
         if kind is ActionKind.F:
             if repeated:
@@ -367,6 +371,12 @@ class Timeline:
         bubble = f"bubble {self.bubble.rate:.1%}"
         return f"Timeline({self.program.name!r}: makespan {self.makespan:g}, {bubble})"
 
+    def _repr_html_(self) -> str | None:
+        return render("timeline_html", self)
+
+    def _repr_svg_(self) -> str | None:
+        return render("timeline_svg", self)
+
     @property
     def events(self) -> list[Event]:
         """All actions of the orders, rank after rank."""
@@ -405,7 +415,7 @@ class Timeline:
     def idle(self) -> float:
         """Idle fraction of all ranks' time; larger than the bubble's rate if ranks have unequal work."""
         rank_time = self.makespan * self.program.ranks
-        return 1.0 - sum(self.work) / rank_time if rank_time else 0.0
+        return 1.0 - fsum(self.work) / rank_time if rank_time else 0.0
 
     @cached_property
     def spans(self) -> list[tuple[float, float]]:

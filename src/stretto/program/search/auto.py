@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import isnan
+from math import fsum, isnan
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
@@ -305,7 +305,7 @@ def _barrier(problem: SchedulingProblem, ends: Times) -> float:
 
 def _work(problem: SchedulingProblem) -> float:
     """Return the work of the busiest rank."""
-    return problem.microbatches * max(sum(problem.cost[op] for op in ops) for ops in problem.operations)
+    return problem.microbatches * max(fsum(problem.cost[op] for op in ops) for ops in problem.operations)
 
 
 def _objective(timeline: Timeline, by_span: bool) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import product
+from math import fsum
 
 from stretto.program.search.evaluate import Times
 from stretto.program.search.problem import F, Orders, SchedulingProblem
@@ -177,7 +178,7 @@ def urgency(problem: SchedulingProblem, block: BuildingBlock) -> Times:
     cost = problem.cost
     delay = problem.delay
     ranks = problem.ranks
-    period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
+    period = max(fsum(cost[op] for op in ops) for ops in problem.operations) or 1.0
     offsets = [0.0] * len(cost)
     clock = 0.0
     for stage in range(problem.stages):

@@ -10,6 +10,7 @@ with controllable memory", write by hand for equal times.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from math import fsum
 from typing import NamedTuple
 
 from stretto.program.search.problem import Orders, SchedulingProblem
@@ -79,7 +80,7 @@ class _Insertion:
         self.problem, self.entry = problem, entry
         self.timelines = [_RankTimeline(limit) for limit in problem.limits]
         cost = problem.cost
-        self.period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
+        self.period = max(fsum(cost[op] for op in ops) for ops in problem.operations) or 1.0
         stages = range(problem.stages)
         self.chain = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)]
 

@@ -10,7 +10,7 @@ decreasing periods, by changing how long single passes wait.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import floor
+from math import floor, fsum
 from random import Random
 
 from stretto.program.search.problem import F, I, Orders, SchedulingProblem, W
@@ -40,7 +40,7 @@ def cyclic(problem: SchedulingProblem, tries: int, random: Random) -> list[Order
         tries: blocks to try for one period.
     """
     cost = problem.cost
-    work = max(sum(cost[op] for op in ops) for ops in problem.operations)
+    work = max(fsum(cost[op] for op in ops) for ops in problem.operations)
     if work <= 0:
         return []
     orders: list[Orders] = []
@@ -182,7 +182,7 @@ def _measured(problem: SchedulingProblem, starts: list[float], period: float) ->
     excess, life = 0, 0.0
     for rank, ops in enumerate(problem.operations):
         lives = [(starts[op], starts[op + release] + cost[op + release]) for op in ops if op % 3 == F]
-        life += sum(end - begin for begin, end in lives)
+        life += fsum(end - begin for begin, end in lives)
         peak = 0
         for moment, _ in lives:
             live = sum(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 
 from stretto.program.action import Action, ActionKind
 from stretto.program.program import Program
@@ -223,9 +224,9 @@ def lower_bound(problem: SchedulingProblem) -> float:
     for rank, ops in enumerate(problem.operations):
         stages = sorted({op // 3 for op in ops})
         head = heads[stages[0]]
-        work = m * sum(cost[op] for op in ops)
-        ahead = m * sum(cost[op] for op in ops if op % 3 in (F, I)) + tails[stages[0]]
-        area = m * sum(lifetimes[stage] for stage in stages) / problem.limits[rank]
+        work = m * fsum(cost[op] for op in ops)
+        ahead = m * fsum(cost[op] for op in ops if op % 3 in (F, I)) + tails[stages[0]]
+        area = m * fsum(lifetimes[stage] for stage in stages) / problem.limits[rank]
         bound = max(bound, head + work, head + ahead, head + area)
     return bound
 

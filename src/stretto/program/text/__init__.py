@@ -7,7 +7,17 @@ weight versions.
 
 from stretto.program.text.actions import parse_action
 from stretto.program.text.json_format import from_json, to_json
-from stretto.program.text.read import read_program
-from stretto.program.text.torch_csv import check_torch, from_csv, to_csv
+from stretto.program.text.read import read_program, read_text_program
+from stretto.program.text.torch_csv import check_torch, exact_csv, from_csv, to_csv
 
-__all__ = ["check_torch", "from_csv", "from_json", "parse_action", "read_program", "to_csv", "to_json"]
+__all__ = [
+    "check_torch",
+    "exact_csv",
+    "from_csv",
+    "from_json",
+    "parse_action",
+    "read_program",
+    "read_text_program",
+    "to_csv",
+    "to_json",
+]

@@ -1,4 +1,4 @@
-"""Programs as lossless JSON; docs/program-format.md describes every field."""
+"""Programs as lossless JSON; docs/reference/program-format.md describes every field."""
 
 from __future__ import annotations
 

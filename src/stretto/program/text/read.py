@@ -23,9 +23,22 @@ def read_program(path: Path, name: str | None = None) -> Program:
     """
     text = read_text(path)
     try:
-        if not text.lstrip("\ufeff \t\r\n").startswith("{"):
-            return from_csv(text, name=name or path.stem)
-        program = from_json(text.removeprefix("\ufeff"))
+        program = read_text_program(text, name or path.stem)
     except StrettoError as error:
         raise StrettoError(f"{path}: {error.message}", hint=error.hint) from None
     return replace(program, name=name) if name else program
+
+
+def read_text_program(text: str, name: str) -> Program:
+    """Read and check the program in a file's text.
+
+    Args:
+        name: the program's name if the text has none.
+
+    Raises:
+        StrettoError: the text does not contain a program.
+        ScheduleError: the program is invalid.
+    """
+    if text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return from_json(text.removeprefix("\ufeff"))
+    return from_csv(text, name=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
@@ -37,6 +38,26 @@ def to_csv(program: Program, waits: bool = False) -> str:
     check_pairs(program)
     rows = [",".join(_written(program, order, waits)) for order in as_blocks(program).orders]
     return "".join(row + "\n" for row in rows)
+
+
+def exact_csv(program: Program) -> str:
+    """Return the CSV of a program that is not lowered, if `from_csv` reads the same program from it.
+
+    Raises:
+        StrettoError: the CSV does not tell all of the program.
+    """
+    text = to_csv(program)
+    try:
+        again = from_csv(text, name=program.name)
+    except StrettoError:
+        again = None
+    if again is None or replace(again, parameters=program.parameters) != program:
+        raise StrettoError(
+            f"CSV holds orders only, and {program.name} has several copies of the model, or weight versions "
+            "that orders do not tell",
+            hint="JSON holds all of it",
+        )
+    return text
 
 
 _TORCH = frozenset(ActionKind) - {
