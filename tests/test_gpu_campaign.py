@@ -172,7 +172,7 @@ def test_goals_are_judged() -> None:
 
 
 def test_a_step_is_recorded(setting: Any) -> None:
-    record = campaign.do(steps.BY_NAME["machine"], setting.folder, "cpu", True)
+    record = campaign.do(steps.BY_NAME["machine"], setting.folder, "cpu", "cpu")
     assert record["state"] == "done", record.get("error")
     assert campaign.read(setting.folder, steps.BY_NAME["machine"]) == json.loads(json.dumps(record))
 
@@ -188,7 +188,7 @@ def test_cheap_steps(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "JOBS", dict(list(overlap.JOBS.items())[:1]))
     monkeypatch.setattr(memory, "jobs", lambda s: {"llama-1b": jobs.MODELS["llama-1b"].config(s)})
     for name in ("machine", "waits", "streams", "memory", "overlap", "offload-large", "host"):
-        record = campaign.do(steps.BY_NAME[name], setting.folder, "cpu", True)
+        record = campaign.do(steps.BY_NAME[name], setting.folder, "cpu", "cpu")
         assert record["state"] == "done", record.get("error")
         assert campaign.read(setting.folder, steps.BY_NAME[name]) == json.loads(json.dumps(record))
     known = {step.name: campaign.read(setting.folder, step) for step in steps.STEPS}
@@ -202,7 +202,7 @@ def test_a_step_that_fails_is_recorded_and_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(steps.BY_NAME["waits"], function="waits:nothing")
-    record = campaign.do(broken, tmp_path, "cpu", True)
+    record = campaign.do(broken, tmp_path, "cpu", "cpu")
     assert record["state"] == "failed"
     assert "AttributeError" in record["error"]
     campaign.write(tmp_path, steps.BY_NAME["machine"], {"state": "done"})
@@ -219,10 +219,10 @@ def test_a_step_whose_process_is_stopped_leaves_what_it_had(tmp_path: Path) -> N
     """Before it has imported torch."""
     step = steps.BY_NAME["memory"]
     (tmp_path / "memory.partial").write_text('{"rows": {}}')
-    record = campaign.apart(step, tmp_path, "cpu", True, limit=0.05)
+    record = campaign.apart(step, tmp_path, "cpu", "cpu", limit=0.05)
     assert record["state"] == "stopped"
     assert record["result"] == {"rows": {}}
-    assert campaign.campaign(tmp_path, [step], "cpu", False, seconds=step.seconds - 1) == []
+    assert campaign.campaign(tmp_path, [step], "cpu", None, seconds=step.seconds - 1) == []
     page = report.page({**record_of("memory", {"rows": {}}), "memory": campaign.read(tmp_path, step)})
     assert "stopped: stopped after 0 s" in page
 
@@ -240,9 +240,9 @@ def test_overlap_is_read_from_a_trace() -> None:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """docs/appendix/gpu.md, after `python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md`."""
+    """docs/evidence/gpu-campaign.md is what `python benchmarks/gpu/campaign.py --report` prints."""
     known = {step.name: campaign.read(campaign.RESULTS, step) for step in steps.STEPS}
-    assert (ROOT / "docs/appendix/gpu.md").read_text(encoding="utf-8") == report.page(known)
+    assert (ROOT / "docs/evidence/gpu-campaign.md").read_text(encoding="utf-8") == report.page(known)
 
 
 @pytest.mark.slow

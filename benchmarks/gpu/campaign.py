@@ -3,8 +3,9 @@
     python benchmarks/gpu/campaign.py --seconds 570          # as many steps as fit; again: the rest
     python benchmarks/gpu/campaign.py --only llama-1b waits   # these, done before or not
     python benchmarks/gpu/campaign.py --list                  # what there is, and what is done
-    python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md  # the page made of the results
+    python benchmarks/gpu/campaign.py --report > docs/evidence/gpu-campaign.md  # the page made of the results
     python benchmarks/gpu/campaign.py --rehearse              # tiny, on a CPU: shows that all of it runs
+    python benchmarks/gpu/campaign.py --rehearse simulated    # in full size, on a GPU that computes nothing
 
 A step is a process of its own with nine minutes at most, and writes OUT/STEP.json with its result, or with
 the traceback of its failure and what it had by then; then the next begins. Steps that are done are not done
@@ -20,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -37,6 +39,8 @@ from gpu.steps import BY_NAME, LIMIT, STEPS, Step  # noqa: E402
 
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
 RESULTS = HERE / "results"
+CPU, SIMULATED = "cpu", "simulated"  # where a rehearsal runs
+SIMULATED_BYTES = 141 * 10**9  # of a GPU: an H200's
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # models that nearly fill the device
 
 
@@ -65,7 +69,7 @@ def to_do(folder: Path, only: Sequence[str]) -> list[Step]:
     return never + [s for s in STEPS if (one := known[s.name]) is not None and one["state"] != DONE]
 
 
-def do(step: Step, folder: Path, device: str, tiny: bool) -> dict[str, Any]:
+def do(step: Step, folder: Path, device: str, rehearsal: str | None) -> dict[str, Any]:
     """One step in this process; its record, which is written too."""
     import torch
 
@@ -73,13 +77,18 @@ def do(step: Step, folder: Path, device: str, tiny: bool) -> dict[str, Any]:
     from stretto.engine import compiler
 
     setting = Setting(
-        torch.device(device, 0) if device != "cpu" else torch.device(device), tiny, folder, step.name
+        torch.device(device, 0) if device != CPU else torch.device(device),
+        rehearsal == CPU,
+        folder,
+        step.name,
+        simulated=rehearsal == SIMULATED,
     )
     compiler.BACKEND = setting.compiler
     started = time.perf_counter()
-    record: dict[str, Any] = {"step": step.name, "title": step.title, **where(device, tiny)}
+    record: dict[str, Any] = {"step": step.name, "title": step.title, **where(device, rehearsal)}
     try:
-        record |= {"state": DONE, "result": step.run(setting)}
+        with setting.choices():
+            record |= {"state": DONE, "result": step.run(setting)}
     except BaseException as error:
         record |= {"state": FAILED, "error": traceback.format_exc(), "result": left(setting.partial)}
         if not isinstance(error, Exception):
@@ -99,7 +108,7 @@ def left(partial: Path) -> Any:
         return None
 
 
-def where(device: str, tiny: bool) -> dict[str, Any]:
+def where(device: str, rehearsal: str | None) -> dict[str, Any]:
     """Date, commit, device and torch, for the record."""
     import torch
 
@@ -109,7 +118,7 @@ def where(device: str, tiny: bool) -> dict[str, Any]:
         "commit": commit(),
         "device": name,
         "torch": torch.__version__,
-        "tiny": tiny,
+        "tiny": rehearsal is not None,
     }
 
 
@@ -124,12 +133,14 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
-def apart(step: Step, folder: Path, device: str, tiny: bool, limit: float) -> dict[str, Any]:
+def apart(step: Step, folder: Path, device: str, rehearsal: str | None, limit: float) -> dict[str, Any]:
     """One step in a process of its own, so that nothing of it, a crash among the rest, meets the next."""
     command = [sys.executable, __file__, "--step", step.name, "--out", str(folder), "--device", device]
     started, before = time.perf_counter(), time.time()
     process = subprocess.Popen(
-        [*command, *(["--rehearse"] if tiny else [])], env={**ALLOCATOR, **os.environ}, start_new_session=True
+        [*command, *(["--rehearse", rehearsal] if rehearsal else [])],
+        env={**ALLOCATOR, **os.environ},
+        start_new_session=True,
     )
     try:
         code = process.wait(timeout=limit)
@@ -140,7 +151,7 @@ def apart(step: Step, folder: Path, device: str, tiny: bool, limit: float) -> di
         end_all(process)
     record, path = read(folder, step), folder / f"{step.name}.json"
     if record is None or path.stat().st_mtime < before - 1:  # none of this process
-        record = {"step": step.name, "title": step.title, **bare(tiny), "error": error}
+        record = {"step": step.name, "title": step.title, **bare(rehearsal), "error": error}
         record |= {
             "state": STOPPED if code is None else FAILED,
             "result": left(folder / f"{step.name}.partial"),
@@ -157,25 +168,32 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def bare(tiny: bool) -> dict[str, Any]:
+def bare(rehearsal: str | None) -> dict[str, Any]:
     """As `where`, without asking the device, which may have been what failed."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"time": now, "commit": commit(), "device": None, "torch": None, "tiny": tiny}
+    return {
+        "time": now,
+        "commit": commit(),
+        "device": None,
+        "torch": None,
+        "tiny": rehearsal is not None,
+    }
 
 
 def campaign(
-    folder: Path, steps: Sequence[Step], device: str, tiny: bool, seconds: float
+    folder: Path, steps: Sequence[Step], device: str, rehearsal: str | None, seconds: float
 ) -> list[dict[str, Any]]:
     """All steps that fit into the time, and a line on each."""
     folder.mkdir(parents=True, exist_ok=True)
     ends, records = time.monotonic() + seconds, list[dict[str, Any]]()
     for step in steps:
         remaining = ends - time.monotonic()
-        if not tiny and remaining < step.seconds:
+        if rehearsal is None and remaining < step.seconds:
             print(f"{step.name}: needs about {step.seconds:.0f} s, {remaining:.0f} are left", flush=True)
             continue
         # a rehearsal shares its CPU with whatever else runs there
-        record = apart(step, folder, device, tiny, min(4 * LIMIT if tiny else LIMIT, remaining))
+        limit = 4 * LIMIT if rehearsal == CPU else LIMIT
+        record = apart(step, folder, device, rehearsal, min(limit, remaining))
         records.append(record)
         last = "" if record["state"] == DONE else f": {record['error'].strip().splitlines()[-1]}"
         print(f"{step.name}: {record['state']} in {record['seconds']:.0f} s{last}", flush=True)
@@ -200,12 +218,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no step that would end later"
     )
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        const=CPU,
+        choices=[CPU, SIMULATED],
+        help="tiny sizes, on the CPU; or full ones on a simulated GPU, with torch's CUDA build",
+    )
     parser.add_argument("--list", action="store_true", help="what there is, and what is done")
     parser.add_argument("--report", action="store_true", help="print the page made of the results")
     parser.add_argument("--step", choices=list(BY_NAME), help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(words)
-    device = "cpu" if args.rehearse else args.device
+    device = CPU if args.rehearse == CPU else args.device
     if args.list:
         show(args.out)
         return 0
@@ -217,7 +241,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.step:
         args.out.mkdir(parents=True, exist_ok=True)
         return int(do(BY_NAME[args.step], args.out, device, args.rehearse)["state"] != DONE)
-    records = campaign(args.out, to_do(args.out, args.only), device, args.rehearse, args.seconds)
+    with tempfile.TemporaryDirectory(prefix="stretto-") as libraries:
+        if args.rehearse == SIMULATED:
+            from stretto.run.dryrun.simulated_gpu import preloaded
+
+            os.environ |= preloaded(Path(libraries), device_bytes=SIMULATED_BYTES)
+        records = campaign(args.out, to_do(args.out, args.only), device, args.rehearse, args.seconds)
     return int(any(record["state"] != DONE for record in records))
 
 

@@ -128,7 +128,7 @@ MODELS = {
             micro=1,
             microbatches=1,
             goal=0.57,
-            settings=(*SMALL_STATES, "recompute.mode=auto", "recompute.memory_gib=130"),
+            settings=(*SMALL_STATES, "recompute.mode=auto", "recompute.memory_gib=118"),
             plain_half=True,
         ),
         Model(

@@ -1,4 +1,4 @@
-"""The page docs/appendix/gpu.md, made of the campaign's JSON: goals, tables, and what has not run."""
+"""The page docs/evidence/gpu-campaign.md, made of the campaign's JSON: goals, tables, what has not run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Results = Mapping[str, Record]
 Lines = list[str]
 GIB = 2**30
 INTRO = """What has been measured on one GPU, and what has not. The page is made of the campaign's JSON in
-`benchmarks/gpu/results` (`python benchmarks/gpu/campaign.py --report > docs/appendix/gpu.md`), and a test
-keeps the two alike. The campaign runs with Stretto's sources or wheel, torch for CUDA, and no network:"""
+`benchmarks/gpu/results` (`python benchmarks/gpu/campaign.py --report > docs/evidence/gpu-campaign.md`), and a
+test keeps the two alike. The campaign runs with Stretto's sources or wheel, torch for CUDA and no network:"""
 COMMAND = "python benchmarks/gpu/campaign.py --seconds 570    # as many steps as fit; again: the rest"
 METHOD = """Every contestant does the same work in the same process, one after the other: forward,
 backward, clipping, AdamW, on random tokens in bf16. Its step is run until it is warm, then in
@@ -37,7 +37,7 @@ def page(results: Results) -> str:
     lines = ["# On one GPU", "", wrapped(INTRO), "", "```sh", COMMAND, "```", ""]
     done = {name: record for name, record in results.items() if record is not None and record["result"]}
     if any(record["tiny"] for record in done.values()):
-        lines += ["**A rehearsal in tiny sizes: the figures mean nothing.**", ""]
+        lines += ["**A rehearsal: the figures mean nothing.**", ""]
     lines += ["## Goals", "", *goals(results), ""]
     for title, names, show in SECTIONS:
         there = {name: done[name] for name in names if name in done}

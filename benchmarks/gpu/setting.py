@@ -6,12 +6,14 @@ import gc
 import json
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from stretto.run.dryrun.allocator import simulated_choices
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Setting:
 
     Attributes:
         tiny: sizes for a CPU: a rehearsal, whose figures mean nothing.
+        simulated: the GPU is simulated: what is computed and how long it takes mean nothing.
         folder: of the results; a step may read those of earlier ones.
         step: its name.
     """
@@ -28,6 +31,7 @@ class Setting:
     tiny: bool
     folder: Path
     step: str = "step"
+    simulated: bool = False
 
     @property
     def partial(self) -> Path:
@@ -46,7 +50,13 @@ class Setting:
     @property
     def compiler(self) -> str:
         """The backend of torch.compile: a rehearsal needs no compiler."""
-        return "eager" if self.tiny else "inductor"
+        return "eager" if self.tiny or self.simulated else "inductor"
+
+    @contextmanager
+    def choices(self) -> Generator[None]:
+        """Where the GPU is simulated: experts chosen evenly, and kernels of attention that run there."""
+        with simulated_choices() if self.simulated else nullcontext():
+            yield
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

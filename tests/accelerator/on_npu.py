@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from waits import Waits
 
 from recommender_job import config_of
 from stretto.engine import device as devices
+from stretto.engine.models.language import TransformerBlock
 from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.optim.sharded_optimizer import GradientCopies
 from stretto.engine.parallel.recompute import RandomState, recompute
@@ -243,6 +245,34 @@ def waiting_all(folder: Path) -> dict[str, Any]:
     return {name: waits_of(folder / name.replace(" ", "-"), *WAITING[name]) for name in WAITING}
 
 
+# ------------------------------------------------------------------ errors
+
+
+def failing_rank(config: TrainConfig) -> None:
+    """Train a rank of a pipeline whose first rank fails in a forward of the second step, when it has posted
+    receives.
+    """
+
+    def broken(self: Any, x: Tensor) -> Tensor:
+        raise ValueError("a broken layer")
+
+    def step(inner: Any, trainer: Any, stop: Any) -> Any:
+        if trainer.progress.step == 1 and torch.distributed.get_rank() == 0:
+            TransformerBlock.forward = broken
+        return inner(trainer, stop)
+
+    around_step(step)
+    train_language_rank(config, None, StopRequest(), True)
+
+
+def failing(folder: Path) -> dict[str, Any]:
+    """The error of the job, and the seconds until it is reported."""
+    config = job(folder, "train.device=npu", "layout.pp=2", model=GPT)
+    began = perf_counter()
+    error = error_of(lambda: run_ranks(2, failing_rank, config))
+    return {"error": error, "seconds": perf_counter() - began, "timeout": config.train.timeout_s}
+
+
 # ------------------------------------------------------------------ jobs
 
 
@@ -339,7 +369,7 @@ CASES = {
     one.__name__: one
     for one in (
         *(about, parts, calibrated, pipelines, sharded, tensors, experts, short, tables, copies, ranks),
-        *(waiting, waiting_all, graphs, graphs_all, resumed_graphs),
+        *(waiting, waiting_all, failing, graphs, graphs_all, resumed_graphs),
     )
 }
 

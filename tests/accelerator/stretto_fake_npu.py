@@ -261,11 +261,12 @@ class HostWork(dist.Work):
     ) -> None:
         super().__init__()
         self._work, self._copies, self._sent, self._done = work, copies, sent, done
+        self._completed = False
 
     def wait(self, *timeout: Any) -> bool:
         fake_graphs.forbid("a wait for work that is not captured")
         made = is_made("wait")
-        self._work.wait(*timeout)
+        self.complete(*timeout)
         if made:
             kernels.event_wait(self._done.number, ctypes.c_int64(kernels.stream_now()))
         with unobserved():
@@ -274,8 +275,14 @@ class HostWork(dist.Work):
         self._copies, self._sent = [], []
         return True
 
+    def complete(self, *timeout: Any) -> None:
+        """Wait for gloo, which lets one wait for a message only once."""
+        if not self._completed:
+            self._work.wait(*timeout)
+            self._completed = True
+
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._completed or self._work.is_completed()
 
 
 class HostGroup(dist.ProcessGroup):
@@ -290,6 +297,16 @@ class HostGroup(dist.ProcessGroup):
         backend = dist.ProcessGroupGloo(store, rank, size, how.timeout)
         self.gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         self.stream = Stream(torch.device(KIND)).stream_id
+        self.queued = list[HostWork]()
+        self._connected = self._aborted = False
+
+    def connect(self, message: bool) -> None:
+        """Wait at the first call for the other ranks' first calls: as NCCL's, a communicator is created then,
+        by all its ranks together. (Of a message it is one of two ranks, whatever the group.)
+        """
+        if not self._connected and not (message and self.size() > 2):
+            self._connected = True
+            self.gloo.barrier().wait()
 
     def rank(self) -> int:
         return self._ranks[0]
@@ -313,7 +330,13 @@ class HostGroup(dist.ProcessGroup):
         return HostWork(self.gloo.barrier(), [], [], _marked(self.stream))
 
     def shutdown(self) -> None:
+        """Complete all that is queued, as NCCL's groups do, unless they were aborted."""
+        for work in () if self._aborted else self.queued:
+            work.complete()
         self.gloo = None
+
+    def abort(self) -> None:
+        self._aborted = True
 
 
 def _marked(stream: int) -> Event:
@@ -331,6 +354,7 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
     def call(self: HostGroup, *arguments: Any, **named: Any) -> dist.Work:
         if fake_graphs.present:
             return fake_graphs.present[0].collective(partial(call, self), arguments, named)
+        self.connect(name in ("send", "recv"))
         copies, sent = list[tuple[Tensor, Tensor]](), list[Tensor]()
 
         def copied(value: Any, read: bool) -> Any:
@@ -352,10 +376,13 @@ def _through_host(name: str) -> Callable[..., dist.Work]:
         with _on(self.stream):
             reads = _READS.get(name, (False, True))
             if name == "broadcast":
-                reads = (arguments[1].rootRank == self.rank(),)
+                root = arguments[1].rootRank if len(arguments) > 1 else 0
+                reads = (root == self.rank(),)
             changed = [copied(value, read) for value, read in zip(arguments, reads, strict=False)]
         work = getattr(self.gloo, name)(*changed, *arguments[len(changed) :], **named)
-        return HostWork(work, copies, sent, _marked(self.stream))
+        started = HostWork(work, copies, sent, _marked(self.stream))
+        self.queued = [*(other for other in self.queued if not other.is_completed()), started]
+        return started
 
     return call
 

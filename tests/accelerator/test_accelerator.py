@@ -256,6 +256,15 @@ def test_where_the_host_waits_in_every_kind_of_job(report: Callable[..., Reports
 
 
 @pytest.mark.slow
+def test_an_error_is_reported_before_what_is_queued_times_out(
+    report: Callable[..., Reports],
+) -> None:
+    failing = report("failing")["failing"]
+    assert "rank 0 failed: pipeline rank 0 at 0F0: a broken layer, in step 2" in failing["error"]
+    assert failing["seconds"] < failing["timeout"]
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_devices_goes_on_elsewhere(report: Callable[..., Reports]) -> None:
     pipelines = report("pipelines")["pipelines"]
     close(pipelines["npu"], pipelines["cpu"], 1e-11)

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.engine import flex
 from stretto.engine.documents import DocumentStarts
+from stretto.engine.kernels import ScoreOptions
 from stretto.engine.models import causal
 from stretto.engine.models.causal import CausalAttention
 from stretto.errors import StrettoError
@@ -227,3 +228,28 @@ def test_it_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.Mo
     q, k = (2, 4, 140, 8), (2, 2, 140, 8)
     assert sorted(shape for shape in kept if shape[0] == 2) == sorted([q, k, k, tuple(y.shape), q[:3]])
     flex._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "options"),
+    [
+        ((9, 0), torch.bfloat16, 128, {"bwd_num_warps": 8}),
+        ((8, 0), torch.float16, 64, {"bwd_num_warps": 8}),
+        ((9, 0), torch.bfloat16, 32, None),
+        ((9, 0), torch.float32, 128, {"fwd_num_warps": 8}),
+        ((9, 0), torch.float32, 256, None),
+        ((0, 0), torch.bfloat16, 128, None),
+    ],
+)
+def test_kernels_of_wide_heads_on_gpus_use_eight_warps(
+    trains: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    width: int,
+    options: dict[str, int] | None,
+) -> None:
+    monkeypatch.setattr(flex, "compute_capability", lambda _: capability)
+    q = torch.zeros(1, 1, 4, width, dtype=dtype)
+    flex.attend(q, q, q, ScoreOptions(1.0))
+    assert [call["kernel_options"] for call in trains] == [options]

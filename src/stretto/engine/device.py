@@ -445,4 +445,4 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0, 0
-    return torch.cuda.get_device_capability(device)
+    return _module(device).get_device_capability(device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from stretto.engine.compiler import BACKEND, one_thread
+from stretto.engine.device import compute_capability
 from stretto.engine.documents import DocumentStarts
 from stretto.engine.kernels import NaiveAttention, ScoreOptions, add_sinks, sinks_gradient
 from stretto.errors import StrettoError
@@ -54,6 +55,7 @@ def attend(
         scale=scores.scale,
         enable_gqa=k.shape[1] < q.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=_kernel_options(q),
     )
     if sinks is None:
         return cast(Tensor, y)
@@ -61,6 +63,20 @@ def attend(
         aux.lse - sinks.to(aux.lse.dtype).view(-1, 1)
     )  # what the sink leaves to the keys
     return cast(Tensor, y * remaining.unsqueeze(-1).to(y.dtype))
+
+
+def _kernel_options(q: Tensor) -> dict[str, int] | None:
+    """Return options of the kernels for queries such as q; None for torch's own.
+
+    Torch runs most backwards in 16 bits, of 64 features and more, and float32 forwards of 128 in four warps,
+    whose registers then spill up to 15 kB per thread; with eight warps a few hundred bytes at most
+    (docs/evidence/gpu.md).
+    """
+    if compute_capability(q.device) < (8, 0):
+        return None
+    if q.dtype.itemsize == 2:
+        return {"bwd_num_warps": 8} if q.shape[-1] >= 64 else None
+    return {"fwd_num_warps": 8} if q.shape[-1] == 128 else None
 
 
 def check_trains_on_host() -> None:

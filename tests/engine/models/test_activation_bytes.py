@@ -227,7 +227,10 @@ def test_flex_attention(special: AttentionShape, element: int, monkeypatch: pyte
     assert bytes_ == expected(shape, compute) + shared + largest + cap
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+FOUR_RANKS = pytest.mark.slow  # what they keep follows the rules that two ranks show
+
+
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=FOUR_RANKS)])
 def test_tensor_and_sequence_parallel(tp: int):
     published = published_cases(tp)
     cases, ends = [(GPT, compute) for compute in published] + other_cases(tp), end_cases(tp)
@@ -247,7 +250,7 @@ def test_tensor_and_sequence_parallel(tp: int):
             assert last == total(layer_saved("head", shape, compute)), (shape, compute)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=FOUR_RANKS)])
 def test_context_parallel(tp: int):
     cases = context_cases(tp)
     for results, _ in on_all(Layout(tp=tp, cp=2), cases, []):

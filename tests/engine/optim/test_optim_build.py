@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,3 +132,25 @@ def test_the_decay_is_in_the_groups_after_a_step():
     optimizer = build_optimizer(net.named_parameters(), Optimiser(name="sgd", lr=0.1, weight_decay=0.5))
     train(net, optimizer, 1)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]  # as a checkpoint saves them
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Optimiser(name="lamb"),
+        Optimiser(name="adafactor"),
+        Optimiser(name="muon"),
+        Optimiser(betas=(0.9, 0.95), states="bfloat16"),
+    ],
+)
+def test_gradients_are_not_held_after_an_update(config: Optimiser) -> None:
+    """Or their copies in the masters' type, which take as much memory as the masters."""
+    matrix = nn.Parameter(torch.zeros(4, 4))
+    name = "blocks.0.mlp.up.weight"
+    optimizer = build_optimizer([(name, matrix)], config)
+    matrix.grad = torch.ones(4, 4)
+    gradient = weakref.ref(matrix.grad)
+    optimizer.step()
+    assert matrix.any()
+    matrix.grad = None
+    assert gradient() is None

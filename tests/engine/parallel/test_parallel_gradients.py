@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, buffer_of
+from stretto.engine.parallel.data.unit import FlatParameter
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.engine.parallel.tensor.vocabulary import VocabParallelEmbedding
 
@@ -134,6 +135,34 @@ def test_a_buffer_without_parameters_works():
     made.flush()
     made.wait()
     assert made.flats == []
+
+
+def test_one_rank_reports_units_while_the_backward_runs():
+    """From the second step on, as gradients of several ranks are: what is offloaded then moves meanwhile."""
+    model, reported = Model(), list[int]()
+    made = buffer(model.trained(), [model], None, bucket_bytes=8)
+    units = [gradient.unit for gradient in made.gradients]
+    wanted = dict[str, Tensor]()
+
+    def report(unit: FlatParameter) -> None:
+        for name, p in model.named_parameters():
+            if any(p is other for other in unit.parameters):
+                torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12, msg=name)
+        reported.append(units.index(unit))
+
+    made.report_to(report)
+    for step in range(3):
+        wanted = expected(1, step, 2)
+        reported.clear()
+        made.zero()
+        model(batch(0, step, 0)).backward()
+        assert not reported
+        made.arm()
+        model(batch(0, step, 1)).backward()
+        assert len(reported) == (len(units) if step else 0)
+        made.flush()
+        made.wait()
+        assert reported == list(range(len(units)))
 
 
 # ------------------------------------------------------------------ two ranks

@@ -100,8 +100,8 @@ def test_on_two_ranks():
     assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= {program.name for program in chosen}
 
 
-def test_every_second_schedule_on_four_ranks():
-    on_ranks(4, every_schedule, Layout(pp=4), programs(4, 9)[::2])
+def test_every_third_schedule_on_four_ranks():
+    on_ranks(4, every_schedule, Layout(pp=4), programs(4, 9)[::3])
 
 
 @pytest.mark.slow

@@ -41,11 +41,12 @@ CASES = [
     f"1 {GPT} layout.tp=2",
     f"3 {LLAMA} layout.tp=4 {SP} recompute.mode=full",
     f"1 {LLAMA} layout.cp=4 recompute.mode=selective",
-    f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1",
     f"5 {LLAMA} layout.dp=4 layout.pp=2 dp.mode=zero3",
     f"3 {MOE} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
 ]
 MORE = [
+    f"3 {GPT} layout.pp=4 layout.dp=2 schedule.name=zb-h1",
+    f"3 model.family=gpt_oss {GQA} {ROUTED} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
     f"1 model.family=mistral {GQA} model.attention.window=16 layout.cp=2",
     f"1 {LLAMA} layout.cp=2 layout.context=ulysses",
     f"2 {GPT} layout.dp=4 dp.mode=zero2",
@@ -85,7 +86,6 @@ NARROW = "model.attention.latent.q_rank=20"
 WINDOW = "model.attention.window=48"
 FAMILIES = [
     f"1 model.family=gemma2 {GQA} layout.tp=2 {SP}",
-    f"3 model.family=gpt_oss {GQA} {ROUTED} layout.tp=2 layout.dp=2 layout.ep=2 {SP}",
     f"1 model.family=deepseek_v3 {LATENT} {ROUTED} model.moe.dense_layers=1 layout.tp=2 {SP}",
 ]
 MORE_FAMILIES = [
@@ -198,6 +198,16 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
     check(case)
 
 
+def test_a_head_holds_its_inputs_while_its_gradient_is_packed() -> None:
+    """Whose product with the gradient of some tokens' logits at a time is the last of the head's backward."""
+    job = described(
+        f"{LLAMA} layout.dp=2 dp.mode=zero3 recompute.mode=full train.loss_chunk=16 data.sequence=512 "
+        "model.hidden=256 model.vocab=20011 data.vocab=20011 model.tied=false"
+    )
+    ran = dry_run(job, 0, quick=True)
+    assert one_rank(memory_of(job), 0).total == pytest.approx(ran.peak, rel=0.002)
+
+
 LORA = "lora.rank=4"
 ADAPTED = [
     pytest.param(f"1 {LLAMA} {LORA} layout.pp=2 layout.dp=2 dp.mode=zero3", marks=pytest.mark.slow),
@@ -208,29 +218,17 @@ ADAPTED = [
     pytest.param(f"3 {LLAMA} {GQA} {LORA} layout.tp=4 {SP} recompute.mode=full", marks=pytest.mark.slow),
     f"1 {LLAMA} lora.rank=4 lora.targets=[q_proj,down_proj] layout.tp=2 {SP}",
     f"0 {GPT} finetune.freeze=[blocks.*.mlp.*] layout.tp=2 recompute.mode=full recompute.shard_inputs=true",
+    # blocks that no gradient reaches keep nothing; what a stage receives has a gradient
+    f"1 {LLAMA} finetune.freeze=[embed.*,blocks.0.*] layout.tp=2 {SP}",
+    f"1 {GPT} finetune.freeze=[embed.*,blocks.*] layout.tp=2 {SP}",
+    f"0 {LLAMA} finetune.freeze=[embed.*,blocks.0.*,blocks.2.*] layout.pp=2",
+    f"1 {LLAMA} finetune.freeze=[embed.*,blocks.0.*,blocks.2.*] layout.pp=2",
 ]
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_adapters_beside_frozen_weights_are_counted(case: str) -> None:
+def test_adapters_and_frozen_weights_are_counted(case: str) -> None:
     check(case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        f"1 {LLAMA} finetune.freeze=[embed.*,blocks.0.*] layout.tp=2 {SP}",
-        f"1 {GPT} finetune.freeze=[embed.*,blocks.*] layout.tp=2 {SP}",
-    ],
-)
-def test_blocks_that_no_gradient_reaches_do_the_operations_counted(case: str) -> None:
-    """Their activations, which nothing keeps, are still counted: the planner's peak is above the rank's."""
-    job = described(case.split(maxsplit=1)[1])
-    ran, held = dry_run(job, 1), memory_of(job)
-    said = counts(job, 1, held)
-    assert {key: count for key, count in ran.flops.items() if count} == said.flops
-    assert (ran.calls, ran.bytes) == (said.calls, said.bytes)
-    assert one_rank(held, 0).total > ran.peak
 
 
 KEPT = [
@@ -373,7 +371,7 @@ def test_progress_reaches_the_end_of_both_steps() -> None:
 
 def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
     job = described(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
-    job = replace(job, shape=replace(job.shape, layers=6))
+    job = replace(job, shape=replace(job.shape, layers=4))
     ran, said = dry_run(job, 1), one_rank(memory_of(job), 0)
     assert ran.peak_action.startswith("0B")
     assert said.total == pytest.approx(ran.peak, rel=MEMORY)

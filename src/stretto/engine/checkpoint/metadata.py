@@ -137,12 +137,12 @@ def model_shape(meta: Mapping[str, Any]) -> ModelShape | None:
     if model["family"] not in FAMILIES and "layers" not in model:
         _check_bounds(model)
         return None
-    _record().model_validate_json(dump_json(model))
+    record_schema().model_validate_json(dump_json(model))
     return shape_from_record(model)
 
 
 @cache
-def _record() -> type[BaseModel]:
+def record_schema() -> type[BaseModel]:
     """Return a schema of `shape_to_record`, from the types of `ModelShape`; left-out fields are defaults."""
     fields: dict[str, Any] = {name: (kind, None) for name, kind in get_type_hints(ModelShape).items()}
     return create_model("model", __config__=_NO_OTHERS, **fields)

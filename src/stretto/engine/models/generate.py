@@ -75,7 +75,7 @@ def stream(
                 token = torch.where(ended, window[:, -1], token)
                 ended = ended | torch.isin(token, stops)
             yield token
-            if bool(ended.all()):
+            if len(stops) and bool(ended.all()):  # which waits for the device
                 return
             window = torch.cat([window, token[:, None]], dim=1)
 

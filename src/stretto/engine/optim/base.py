@@ -81,6 +81,12 @@ class FragmentOptimizer(torch.optim.Optimizer):
         self.fragments = {fragment.parameter: fragment for fragment in fragments}
         self._cached_key, self._batches = list[int](), list[TensorGroup]()
         self._scratch: dict[torch.dtype, Tensor] = {}
+        # between updates, copies in the parameters' type would take as much memory as the masters
+        self.register_step_post_hook(lambda *_: self._drop_gradients())
+
+    def _drop_gradients(self) -> None:
+        for batch in self._batches:
+            batch.gradients = []
 
     def new_state(self, fragment: ParameterFragment) -> dict[str, Tensor]:
         """Return zero states, for the first update or to be loaded from a checkpoint."""

@@ -20,7 +20,7 @@ from stretto.engine.optim.base import (
     member_shape,
     members_of,
 )
-from stretto.engine.optim.tensor_sums import is_whole, sendable
+from stretto.engine.optim.tensor_sums import sendable
 from stretto.engine.parallel.collectives import start_exchange, start_gather
 from stretto.engine.parallel.fragment import ParameterFragment
 from stretto.engine.parallel.tensor.matmul import product as matrix_product
@@ -92,22 +92,16 @@ class MatrixExchange:
             matrix: tensors[0].new_zeros(member_shape(self._fragments[matrix[0]]))
             for matrix in self._matrices
         }
-        at = 0
-        for box in (b for part in self._arriving for b in part):
-            size = prod(box.sizes)
-            box.of(matrices[box.matrix]).copy_(received[at : at + size].view(box.sizes))
-            at += size
+        for box, values in zip((b for part in self._arriving for b in part), received, strict=True):
+            box.of(matrices[box.matrix]).copy_(values.reshape(box.sizes))
         return matrices
 
     def scatter(self, matrices: dict[tuple[int, tuple[int, ...]], Tensor], tensors: Sequence[Tensor]) -> None:
         """Scatter the results into every rank's part of the tensors; padding is unchanged."""
         leaving = [b.of(matrices[b.matrix]) for part in self._leaving_back for b in part]
         received = self._move(leaving, tensors[0], back=True)
-        at = 0
-        for box in (b for part in self._arriving_back for b in part):
-            size = prod(box.sizes)
-            self._view(box, tensors).copy_(received[at : at + size].view(box.sizes))
-            at += size
+        for box, values in zip((b for part in self._arriving_back for b in part), received, strict=True):
+            self._view(box, tensors).copy_(values.reshape(box.sizes))
 
     def _view(self, box: MatrixPart, tensors: Sequence[Tensor]) -> Tensor:
         fragment = self._fragments[box.tensor]
@@ -115,18 +109,18 @@ class MatrixExchange:
         local_member = tuple(m - o for m, o in zip(box.member, piece.offsets, strict=False))
         return piece.of_local(tensors[box.tensor])[local_member]
 
-    def _move(self, views: Sequence[Tensor], like: Tensor, back: bool) -> Tensor:
-        """Run one all-to-all of the views, which are ordered by receiver; return the received data, flat, by
-        sender.
+    def _move(self, views: Sequence[Tensor], like: Tensor, back: bool) -> Sequence[Tensor]:
+        """Run one all-to-all of the views, which are ordered by receiver; return the received ones, ordered
+        by sender. Alone, these are the views.
         """
-        flat = torch.cat([v.reshape(-1) for v in views]) if views else like.new_empty(0)
         if self._group is None:
-            return flat
+            return views
+        flat = torch.cat([v.reshape(-1) for v in views]) if views else like.new_empty(0)
         send, receive = (self._leaving_back, self._arriving_back) if back else (self._leaving, self._arriving)
         flat = sendable(flat, self._group)
         out, work = start_exchange(flat, _elements(send), _elements(receive), self._group)
         work.wait()
-        return out.to(like.device)
+        return out.to(like.device).split([prod(box.sizes) for part in receive for box in part])
 
 
 def _elements(parts: Sequence[Sequence[MatrixPart]]) -> list[int]:
@@ -252,22 +246,31 @@ class Muon(FragmentOptimizer):
         updates = [_directions(batch) for batch in batches]
         fragments = [fragment for batch in batches for fragment in batch.fragments]
         flat = [update for of_batch in updates for update in of_batch]
-        if all(map(is_whole, fragments)):
-            matrices = [matrix for update in flat for matrix in update.view(-1, *update.shape[-2:])]
-            torch._foreach_copy_(matrices, orthogonal_all(matrices))
+        if all(map(_is_plain, fragments, flat)):
+            shapes = [fragment.placed.shape[-2:] for fragment in fragments]
+            orthogonalise([m for u, shape in zip(flat, shapes, strict=True) for m in u.view(-1, *shape)])
         else:
             key = tuple(map(id, fragments))
             if key not in self._exchanges:
                 self._exchanges[key] = MatrixExchange(fragments)
             exchange = self._exchanges[key]
             gathered = exchange.gather(flat)
-            results = orthogonal_all(list(gathered.values()))
-            exchange.scatter(dict(zip(gathered, results, strict=True)), flat)
+            orthogonalise(list(gathered.values()))
+            exchange.scatter(gathered, flat)
         for batch, of_batch in zip(batches, updates, strict=True):
             lr = batch.group["lr"]
             torch._foreach_mul_(of_batch, [-RMS * lr * sqrt(max(member_shape(f))) for f in batch.fragments])
             torch._foreach_mul_(batch.parameters, 1.0 - lr * batch.group["weight_decay"])
             torch._foreach_add_(batch.parameters, of_batch)
+
+
+def _is_plain(fragment: ParameterFragment, update: Tensor) -> bool:
+    """True if the local tensor has all elements of the plain one, in its order."""
+    placed = fragment.placed
+    if fragment.holders is not None or update.numel() != prod(placed.shape) or not update.is_contiguous():
+        return False
+    pairs = [(piece.of_local(update), piece.of_full(update.view(placed.shape))) for piece in placed.pieces]
+    return all(a.storage_offset() == b.storage_offset() and a.stride() == b.stride() for a, b in pairs)
 
 
 def _directions(batch: TensorGroup) -> list[Tensor]:
@@ -278,25 +281,20 @@ def _directions(batch: TensorGroup) -> list[Tensor]:
     return list(torch._foreach_lerp(batch.gradients, buffers, momentum))
 
 
-def orthogonal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return `orthogonal` of every matrix, computed in the precision of `products_in` and returned in the
-    matrix's type. On an accelerator, matrices of one shape are stacked, since single ones would not fill it.
+def orthogonalise(matrices: Sequence[Tensor]) -> None:
+    """Replace every matrix by its `orthogonal`, computed in the precision of `products_in`. On an
+    accelerator, matrices of one shape are stacked, since single ones would not fill it.
     """
-    results = list(matrices)
-    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
-    for at, matrix in enumerate(matrices):
-        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(at)
-    for (shape, dtype, device), places in alike.items():
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(matrix)
+    for (shape, dtype, device), of_shape in alike.items():
         batch_size = max(1, STACKED // shape.numel()) if on_accelerator(device) else 1
-        for first in range(0, len(places), batch_size):
-            batch = places[first : first + batch_size]
-            stack = torch.stack([matrices[at] for at in batch]) if len(batch) > 1 else matrices[batch[0]]
-            orthogonalised = orthogonal(stack.to(products_in(device, dtype))).to(dtype)
-            for at, result in zip(
-                batch, orthogonalised.unbind() if len(batch) > 1 else [orthogonalised], strict=True
-            ):
-                results[at] = result
-    return results
+        for first in range(0, len(of_shape), batch_size):
+            batch = of_shape[first : first + batch_size]
+            stack = torch.stack(batch) if len(batch) > 1 else batch[0]
+            result = orthogonal(stack.to(products_in(device, dtype)))
+            torch._foreach_copy_(batch, list(result.unbind()) if len(batch) > 1 else [result])
 
 
 def products_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -207,7 +207,7 @@ def start_scatter_sum(
     if out is None:
         out = pieces.new_empty(pieces.shape[1:])
     if _native or pieces.device.type != "cpu":
-        return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
+        return out, group._reduce_scatter_base(out.view(-1), pieces.contiguous().view(-1), _SCATTER)
     arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
     return out, _SumOnArrival(
         _all_to_all(out=arriving, x=pieces, receive=[], send=[], group=group, options=_SCATTER_BY_EXCHANGE),

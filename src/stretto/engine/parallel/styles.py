@@ -214,11 +214,10 @@ class GatherBatch(ParallelStyle):
 
     Attributes:
         schedule: when the ranks' parts are gathered (Krizhevsky 2014, section 4, schemes a, b and c).
-            "all": at once, before the module computes.
-            "turns": the ranks take turns to broadcast their parts, each while the module computes on the
-                previous one.
-            "shares": in each round, one per rank, every rank sends an equal share of its part, while the
-                module computes on the shares of the previous round. No rank's link is the bottleneck.
+            "all" gathers at once, before the module computes. With "turns", the ranks take turns to broadcast
+            their parts, each while the module computes on the previous one. With "shares", in each round, one
+            per rank, every rank sends an equal share of its part, while the module computes on the shares of
+            the previous round: no rank's link is the bottleneck.
     """
 
     schedule: Schedule = "all"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from stretto.engine.device import carrier
 from stretto.engine.parallel.mesh import make_group
 from stretto.engine.pipeline.rank_buffers import Boundaries, Boundary, Bundle, Call, RankBuffers
 from stretto.errors import StrettoError
@@ -63,6 +64,19 @@ class Transfer:
                 group = make_group(ends, timeout)
                 if group is not None:
                     self._ends[channel] = (group, 1 - ends.index(me))
+                    self._connect(group, channel, sends=me == ranks[channel[0]])
+
+    def _connect(self, group: ProcessGroup, channel: Channel, sends: bool) -> None:
+        """Pass a first message on a channel.
+
+        NCCL and its relatives create the communicator of a channel in its first message, and both ends wait
+        there for each other. In a step they would deadlock: a receive posted ahead on one channel would wait
+        for a sender that waits in its own first message, on another channel. Here all ranks take the channels
+        in one order. Gloo's groups connect when they are created.
+        """
+        if dist.get_backend(group) != "gloo":
+            first = torch.zeros(1, device=carrier(group))
+            (self.send if sends else self.receive)(first, channel).wait()
 
     def send(self, tensor: Tensor, channel: Channel) -> Work:
         """Start sending; `tensor` must not change until the work is done."""

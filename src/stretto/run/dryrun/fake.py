@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.engine import kernels
 from stretto.engine.models import rotary
+from stretto.engine.models.norms import RMSNorm1p
 from stretto.engine.models.rotary import Rotary
+from stretto.engine.optim import sharded_optimizer
 from stretto.engine.parallel.collectives import native_collectives
 from stretto.engine.parallel.expert.dispatch import even_routing
 from stretto.engine.parallel.mesh import Mesh
@@ -50,10 +54,12 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
         stack.callback(dist.destroy_process_group)
         if native:
             stack.enter_context(native_collectives())
+            stack.enter_context(patch.object(RMSNorm1p, "forward", _fused_norm))
         stack.enter_context(even_routing())
         stack.enter_context(_plain_products())
         stack.enter_context(_tables_once())
         stack.enter_context(_large_tiles())
+        stack.enter_context(patch.object(sharded_optimizer, "ThreadPoolExecutor", AtOnce))
         mesh = Mesh(layout)
         stack.callback(mesh.close)
         yield mesh
@@ -107,6 +113,36 @@ def _large_tiles() -> Generator[None]:
         kernels.SCORES = before
 
 
+class _FusedNorm(torch.autograd.Function):
+    """What one kernel of an accelerator keeps of an RMSNorm; on CPUs it is composed of torch's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-1]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        x, gain, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(gain)
+
+
+def _fused_norm(self: RMSNorm1p, x: Tensor) -> Tensor:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return cast(Tensor, _FusedNorm.apply(x.to(exact), 1.0 + self.weight.to(exact))).to(x.dtype)
+
+
+class AtOnce(Executor):
+    """Runs what is submitted in the calling thread: a mode of tensors without values is a thread's."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 Kind = Literal["products", "attention"]
 _aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
@@ -146,10 +182,6 @@ _BATCHES: dict[Any, Callable[..., int]] = {
 _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: 2 * _pairs(q, k),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
-    _aten._scaled_dot_product_flash_attention: lambda q, k, *_: 2 * _pairs(q, k),
-    _aten._scaled_dot_product_flash_attention_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
-    _aten._scaled_dot_product_efficient_attention: lambda q, k, *_: 2 * _pairs(q, k),
-    _aten._scaled_dot_product_efficient_attention_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
 }
 
 

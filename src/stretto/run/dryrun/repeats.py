@@ -152,7 +152,10 @@ def tiles_once(following: Following) -> Generator[None]:
                 following.flops[following.phase, kind] += count
             following.change(at_peak)
             following.change({kind: -size for kind, size in at_peak.items()})
-            return tuple(torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in results)
+            return tuple(
+                torch.empty_strided(size, stride, dtype=dtype, device=device)
+                for size, stride, dtype, device in results
+            )
 
         return call
 
@@ -182,7 +185,7 @@ def _measured(
 
 
 def _described(x: Any) -> Any:
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 def _since(now: Counter[T], was: Counter[T]) -> Counter[T]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from stretto.engine.parallel.data.reduction import Reduction, one_group, reduce_to, reduce_to_first
 from stretto.engine.parallel.data.unit import FlatParameter
@@ -215,9 +216,9 @@ class GradientBuffer:
         self.gradients = [
             FlatGradient(unit, dtype or unit.dtype, per_microbatch, persistent) for unit in units
         ]
-        self.on_reduced: Callable[[FlatParameter], None] | None = (
-            None  # called with each unit that is reduced
-        )
+        self.on_reduced: Callable[[FlatParameter], None] | None = None  # see `report_to`
+        self._modules, self._hooks = modules, list[RemovableHandle]()
+        self._watched = False
         self._of = {
             id(p): (at, i)
             for at, gradient in enumerate(self.gradients)
@@ -231,18 +232,34 @@ class GradientBuffer:
         self._launched = 0
         self._finished = False
         if any(unit.groups.copies > 1 for unit in units):
-            fused = set[int]()
-            for module in modules:
-                for layer in module.modules():
-                    if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
-                        fused_parameters = [p for p in layer.fused if id(p) in self._of]
-                        if fused_parameters:  # all of a layer's parameters are in one stage's buffer
-                            layer.on_gradient = self._ready
-                        fused.update(id(p) for p in fused_parameters)
-            for gradient in self.gradients:
-                for parameter in gradient.unit.parameters:
-                    if id(parameter) not in fused:
-                        parameter.register_post_accumulate_grad_hook(self._ready)
+            self._watch()
+
+    def report_to(self, on_reduced: Callable[[FlatParameter], None]) -> None:
+        """Call `on_reduced` with each unit whose gradients are complete: reduced, or on one rank added up."""
+        self.on_reduced = on_reduced
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have `_ready` called with each parameter that gets a gradient."""
+        if self._watched:
+            return
+        self._watched, fused = True, set[int]()
+        for module in self._modules:
+            for layer in module.modules():
+                if isinstance(layer, AccumulatesOwnGradients | VocabParallelEmbedding):
+                    fused_parameters = [p for p in layer.fused if id(p) in self._of]
+                    if fused_parameters:  # all of a layer's parameters are in one stage's buffer
+                        layer.on_gradient = self._ready
+                    fused.update(id(p) for p in fused_parameters)
+        for gradient in self.gradients:
+            for parameter in gradient.unit.parameters:
+                if id(parameter) not in fused:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._ready))
+
+    def close(self) -> None:
+        """Let go of the parameters: Python's garbage collection does not see the hooks that they hold."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _all(self, at: int) -> set[int]:
         return {id(p) for p in self.gradients[at].unit.parameters}
@@ -278,6 +295,8 @@ class GradientBuffer:
                     return
                 if gradient.unit.groups.copies > 1:
                     self._works.append((self._launched, gradient.reduce()))
+                elif gradient.accumulated is None:
+                    self._report(gradient.unit)
             self._launched += 1
             while self.on_reduced is not None and len(self._works) > MAX_IN_FLIGHT:
                 self._finish(*self._works.pop(0))

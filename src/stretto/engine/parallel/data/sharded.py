@@ -306,7 +306,9 @@ class ShardedStates:
             unit.release()
 
     def close(self) -> None:
-        """Remove the files of offloaded parameters."""
+        """Remove the hooks of parameters, and the files of those that are offloaded."""
+        for buffer in self.buffers.values():
+            buffer.close()
         if self._store is not None:
             self._store.close()
 

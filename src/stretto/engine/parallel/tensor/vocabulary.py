@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         if dy.device.type == "cpu":
             weight.grad.index_add_(0, ids, dy)
         else:  # it sorts by row: atomic additions would not be bitwise reproducible
-            weight.grad += torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
+            weight.grad.index_put_((ids,), dy, accumulate=True)
         if self.on_gradient is not None:
             self.on_gradient(weight)
 
@@ -81,7 +81,8 @@ class VocabParallelEmbedding(nn.Module):
             ids = cut(ids, self.group.size(), 1)  # rows then come as the pieces that ranks scatter
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = cast(Tensor, _Rows.apply(self.weight, local.masked_fill(elsewhere, 0), self))
+        # any row, but not one for all: the sums of their zero gradients would be one long row of additions
+        rows = cast(Tensor, _Rows.apply(self.weight, local.remainder(self.weight.shape[0]), self))
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return scatter_to(rows, self.group, 0).squeeze(0) if self.sequence else reduce_from(rows, self.group)
 
