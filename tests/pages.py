@@ -20,7 +20,7 @@ from stretto.cli import main
 
 ROOT = Path(__file__).parents[1]
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```([\w{}]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # overrides that make any training job as small as possible
 TINY = (
@@ -50,10 +50,17 @@ def blocks(text: str, *kinds: str) -> list[str]:
 
 def scripts() -> dict[str, str]:
     """Texts of the scripts that pages have the reader write, by file name."""
-    hooks, load = blocks(text_of("docs/training.md"), "python")
-    (proof,) = blocks(text_of("docs/proof.md"), "python")
-    (loop,) = blocks(text_of("docs/library.md"), "python")
-    return {"my_hooks.py": hooks, "my_load.py": load, "my_proof.py": proof, "my_loop.py": loop}
+    (hooks,) = blocks(text_of("docs/do/watching.md"), "python")
+    (load,) = blocks(text_of("docs/do/models.md"), "python")
+    (proof,) = blocks(text_of("docs/do/prove.md"), "python")
+    loop, *_notebook = blocks(text_of("docs/do/library.md"), "python")
+    lessons = {
+        name[1]: text
+        for page in sorted((ROOT / "docs" / "learn").glob("*.md"))
+        for text in blocks(page.read_text(encoding="utf-8"), "python")
+        if (name := re.match(r"# (\w+\.py)\n", text))
+    }
+    return lessons | {"my_hooks.py": hooks, "my_load.py": load, "my_proof.py": proof, "my_loop.py": loop}
 
 
 @dataclass(frozen=True)
@@ -175,15 +182,18 @@ def shortened(words: list[str]) -> list[str]:
     """The command with overrides that make its job tiny; its layout, text and name stay."""
     if words[:2] == ["stretto", "data"]:
         return swapped(words, vocab="512", samples="2000")
+    if words[:2] == ["stretto", "plan"] and "--fix" not in words:
+        return [*words, "--seconds=0.5"]
     if words[:2] == ["stretto", "compare"] and "--predict" not in words:
-        small = [word for word in TINY if not word.startswith(("train.steps=", "eval."))]
+        given = ("train.steps", "eval.every", *(word.partition("=")[0] for word in words))
+        small = [word for word in TINY if word.partition("=")[0] not in given]
         return [*swapped(words, steps="2"), *small, "--warmup=0", "--no-memory", "data.source=text/"]
     if words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return words
     if words[2].endswith("tiny-llama/config.yaml"):  # it is tiny, and its model is that of the weights
         return [*(word for word in words if "steps" not in word), "train.steps=2", "batch.global_size=2"]
     overridden = {word.split(".")[0] for word in words}
-    if "configs/dlrm.yaml" in words:
+    if words[2] in ("configs/dlrm.yaml", "dlrm"):
         some = [word for word in words if word not in ("--layouts", "all")]  # every placement takes a minute
         drawn = () if "data" in overridden else ("data.synthetic.samples=5000",)
         return [*some, *TINY_TABLES, *drawn]

@@ -14,7 +14,7 @@ from stretto.program import Program, lower, names
 from stretto.program.replay import Costs, Timeline
 from stretto.view import panel as drawn
 from stretto.view.panel_svg import compare_svg, timeline_svg
-from stretto.view.terminal import compare_text, timeline_text
+from stretto.view.terminal import timelines_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -24,7 +24,7 @@ def replay(name: str, ranks: int, microbatches: int, costs: Costs | None = None,
 
 
 def rows(timeline: Timeline, width: int = 120) -> list[str]:
-    return timeline_text(timeline, width=width, colour=False).plain.splitlines()
+    return timelines_text([timeline], width=width, colour=False).plain.splitlines()
 
 
 def test_plain_rows_of_1f1b() -> None:
@@ -46,30 +46,63 @@ def test_a_rank_with_several_stages_names_the_stage() -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (8, 64), (3, 200)])
 def test_rows_fit_the_width(width: int, colour: bool, ranks: int, microbatches: int) -> None:
     timeline = replay("1f1b", ranks, microbatches, Costs(F=0.7, I=1.1, W=0.9, hop=0.1))
-    text = timeline_text(timeline, width=width, colour=colour)
+    text = timelines_text([timeline], width=width, colour=colour)
     lines = text.plain.splitlines()[:ranks]
     assert all(len(line) <= width for line in lines)
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_a_long_timeline_in_few_columns_shows_its_beginning_without_aliases(colour: bool) -> None:
-    """237 units of time in 71 columns: blocks have the columns of their time, and a line says what is cut."""
-    timeline = replay("1f1b", 16, 64)
-    lines = timeline_text(timeline, width=80, colour=colour).plain.splitlines()
-    assert lines[-1].strip() == "the first 71 of 237: the rest does not fit"
-    assert {len(line) for line in lines[:16]} == {80}
-    assert "does not fit" not in rows(replay("1f1b", 4, 8))[-1]
-    if not colour:  # with colour, a block of one column is a coloured space
-        row = lines[0].removeprefix("rank 0").lstrip()
-        assert row.startswith("F" * 16 + "·" * 30 + "B0FB1F")
-        assert sum(cell in "FB" for cell in row) == sum(start < 71 for start in timeline.starts[0])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 32), (16, 64)])
+def test_in_80_columns_every_column_has_the_action_of_its_time(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    timeline = replay(name, ranks, microbatches)
+    lines = rows(timeline, width=80)
+    cells = [line[len(f"rank {ranks - 1}") + 2 :] for line in lines[:ranks]]
+    assert all(len(line) <= 80 for line in lines)
+    ends = timeline.makespan
+    if cut := re.fullmatch(r" +⋯ leaves out (\S+) to (\S+) \(--from, --to\); 1 column = (\S+)", lines[-1]):
+        stop, start, column = map(float, cut.groups())
+        assert {len(line) for line in lines[:ranks]} == {80}
+        times = [(i + 0.5) * column for i in range(cells[0].index("⋯"))]
+        assert times[-1] + column / 2 == stop
+        times += [0.0] + [start + (i + 0.5) * column for i in range(len(cells[0]) - len(times) - 1)]
+        assert times[-1] + column / 2 == ends
+    else:
+        assert "idle" in lines[-1]
+        times = [(i + 0.5) * ends / len(cells[0]) for i in range(len(cells[0]))]
+    for rank, row in enumerate(cells):
+        events = [e for e in timeline.events if e.rank == rank and e.action.kind.is_compute]
+        for time, cell in zip(times, row, strict=True):
+            if time:  # a label may be longer than a letter: its first column is enough
+                at = [e for e in events if e.start < time < e.end]
+                assert (cell == "·") == (not at)
+                assert cell == str(at[0].action.kind) if cell in "FBIW" else True
+    assert ("⋯" in cells[0]) == (ranks > 4)
+
+
+def test_a_part_of_a_timeline() -> None:
+    timeline = replay("1f1b", 2, 3)
+    part = timelines_text([timeline], width=120, colour=False, start=3, end=9).plain.splitlines()
+    whole = rows(timeline)
+    assert part[0][8:] == whole[0][8 + 9 : 8 + 27]
+    assert part[1][8:] == "B0-" + whole[1][8 + 9 + 3 : 8 + 27]  # the second half of a block has its name
+    assert part[2].split() == ["3", "5"]
+
+
+def test_actions_without_a_column_are_counted() -> None:
+    costs = Costs(per_stage=((1, 1, 1),) * 3 + ((0.01, 0.01, 0.01),))
+    lines = rows(replay("gpipe", 4, 1, costs), width=30)
+    assert lines[-1].strip() == "2 actions shorter than half a column, not drawn"
+    assert lines[-2].strip() == "1 column = 0.4105, edges rounded"
+    assert lines[3].split()[-1] == "·" * 22
 
 
 def test_colours_mark_kinds() -> None:
     timeline = replay("1f1b", 2, 12)
     out = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)
-    out.print(timeline_text(timeline, width=200, colour=True))
+    out.print(timelines_text([timeline], width=200, colour=True))
     shown = out.file.getvalue()  # type: ignore[attr-defined]
     assert len(set(re.findall(r"48;2;(\d+;\d+;\d+)", shown))) == 4  # two kinds, each in two shades
     assert all(f"{number}" in shown for number in range(12))
@@ -147,7 +180,7 @@ def test_comparison_lays_all_on_one_axis() -> None:
 
 
 def test_terminal_compares_on_one_axis() -> None:
-    text = compare_text([replay("gpipe", 2, 4), replay("naive", 2, 4)], width=60, colour=False).plain
+    text = timelines_text([replay("gpipe", 2, 4), replay("naive", 2, 4)], width=60, colour=False).plain
     lines = text.splitlines()
     assert lines[0].startswith("gpipe: 2 ranks")
     assert lines[1] == "rank 0  F0F1F2F3······B0--B1--B2--B3--"

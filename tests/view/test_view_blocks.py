@@ -13,7 +13,7 @@ from stretto.program.replay import Costs
 from stretto.program.transforms.activations import offload, recompute
 from stretto.view.panel import Phase, TimelineBlock, activation_curves, blocks, panel, peak, stacked, window
 from stretto.view.panel_svg import timeline_svg
-from stretto.view.terminal import timeline_text
+from stretto.view.terminal import timelines_text
 
 NAMES = [name for name in names() if name != "auto"]
 
@@ -120,7 +120,7 @@ def test_windows_are_drawn() -> None:
         assert f">{name}</text>" in svg
     assert svg.count('stroke-dasharray="5 3"') == 3  # two ends of steps, one in the legend
     assert "stroke-dasharray" not in timeline_svg(simulate(schedule("pipedream", 4, 8)))
-    text = timeline_text(line, width=240, colour=False).plain.splitlines()
+    text = timelines_text([line], width=240, colour=False).plain.splitlines()
     steps, phases = text[4:6]
     assert [part.strip() for part in steps.strip(" |").split("|")] == ["step 0", "step 1", "step 2"]
     assert [part.strip() for part in phases.strip(" |").split("|")] == ["fill", "steady state", "drain"]

@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def gallery() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_gallery", DOCS / "make_gallery.py")
+    spec = importlib.util.spec_from_file_location("make_gallery", DOCS / "_generators" / "make_gallery.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,8 +31,8 @@ def shown(gallery: ModuleType) -> list[Timeline]:
 
 
 def test_the_page_is_up_to_date(gallery: ModuleType, shown: list[Timeline]) -> None:
-    written = (DOCS / "gallery.md").read_text(encoding="utf-8").splitlines()
-    assert written == gallery.page(shown).splitlines(), "run python docs/make_gallery.py"
+    written = (DOCS / "reference" / "gallery.md").read_text(encoding="utf-8").splitlines()
+    assert written == gallery.page(shown).splitlines(), "run python docs/_generators/make_gallery.py"
 
 
 def test_the_pictures_are_up_to_date_and_small(gallery: ModuleType, shown: list[Timeline]) -> None:
@@ -41,7 +41,7 @@ def test_the_pictures_are_up_to_date_and_small(gallery: ModuleType, shown: list[
     for name, fresh in gallery.pictures(shown).items():
         written = (folder / name).read_text(encoding="utf-8")
         assert len(written.encode()) < 60_000
-        assert written == fresh, f"{name}: run python docs/make_gallery.py"
+        assert written == fresh, f"{name}: run python docs/_generators/make_gallery.py"
         ET.fromstring(written)
 
 

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def scaling() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_scaling", DOCS / "make_scaling.py")
+    spec = importlib.util.spec_from_file_location("make_scaling", DOCS / "_generators" / "make_scaling.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,8 +27,8 @@ def scaling() -> ModuleType:
 @pytest.mark.slow
 def test_the_page_and_its_picture_are_up_to_date(scaling: ModuleType) -> None:
     drawn = scaling.drawn_jobs()
-    written = (DOCS / "scaling.md").read_text(encoding="utf-8")
-    assert written == scaling.text(drawn), "run python docs/make_scaling.py"
+    written = (DOCS / "evidence" / "scaling.md").read_text(encoding="utf-8")
+    assert written == scaling.text(drawn), "run python docs/_generators/make_scaling.py"
     assert (DOCS / "pictures" / "scaling.svg").read_text(encoding="utf-8") == scaling.picture(drawn)
 
 
@@ -36,7 +36,8 @@ def test_the_page_has_every_published_run_of_its_jobs(scaling: ModuleType) -> No
     """Each is a ring, of weak or of strong scaling."""
     jobs = scaling.published_jobs()
     utilisations = {f"{100 * scaling._published(run):.1f}%" for job in jobs for run in job.runs}
-    rows = [line.split("|") for line in (DOCS / "scaling.md").read_text(encoding="utf-8").splitlines()]
+    written = (DOCS / "evidence" / "scaling.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in written.splitlines()]
     assert len(utilisations) > 10
     assert utilisations == {row[4].strip() for row in rows if len(row) > 4} - {"", "published", "---"}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 from stretto.program.action import Action, ActionKind
 from stretto.program.text import parse_action
-from stretto.view.html import panels_html, table_html
+from stretto.view.page import timeline_page
 from stretto.view.panel import NAMES, Panel, PanelRow, TimelineBlock, aligned, stacked
 
 if TYPE_CHECKING:
@@ -211,10 +211,12 @@ def measured_html(
     kinds of action.
     """
     comparison = compare(predicted, measured)
-    panel = measured_panel(predicted, measured, name, comparison)
-    title = f"{name}: predicted and measured"
-    above = table_html(parts_table(parts), "Parts of the step") if parts else ""
-    return panels_html([panel], title, measured_table(comparison), above)
+    return timeline_page(
+        f"{name}: predicted and measured",
+        [measured_panel(predicted, measured, name, comparison)],
+        above=[("Parts of the step", parts_table(parts))] if parts else [],
+        below=[("Figures", measured_table(comparison))],
+    )
 
 
 def seconds(time: float) -> str:

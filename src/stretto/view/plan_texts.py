@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import fsum, inf
 from typing import TYPE_CHECKING
 
 from stretto.job.parameters import count_parameters
@@ -52,8 +52,10 @@ def search_text(plan: Plan) -> str:
     text += f", {plan.seconds:.1f} s"
     if not plan.complete:
         text += ", cut short by its limit"
-    if plan.ranking and 0 < plan.gap < inf:
+    if plan.ranking and 0.005 <= plan.gap < inf:
         text += f"; one that was not examined could be up to {1 + plan.gap:.2f}x as fast"
+    elif plan.ranking and not plan.complete and not plan.gap:
+        text += "; the fastest is proved, the others may not be the next"
     return text
 
 
@@ -85,7 +87,7 @@ def differences(ranking: Sequence[Ranked]) -> list[tuple[str, ...]]:
         step, parts = ranked.estimate.seconds - best.seconds, [change[name] for name in large]
         cells = (
             "0" if round(seconds, digits) == 0 else f"{seconds:+.{digits}f}"
-            for seconds in (step, *parts, step - sum(parts))
+            for seconds in (step, *parts, step - fsum(parts))
         )
         rows.append((str(rank), ranked.layout, *cells))
     return rows
