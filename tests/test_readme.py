@@ -17,7 +17,19 @@ import pytest
 from torch.distributed.run import parse_args
 
 from compared_here import command_here
-from pages import ROOT, Command, commands, run, run_here, scripts, sections, shortened, text_of, unprinted
+from pages import (
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    run,
+    run_here,
+    scripts,
+    sections,
+    shortened,
+    text_of,
+    unprinted,
+)
 from stretto import run_ranks
 from stretto.cli.main import COMMANDS
 from stretto.run.compare import runs
@@ -25,14 +37,30 @@ from stretto.run.compare import runs
 pytestmark = pytest.mark.apart
 
 # pages of which every command is run, and sections of others
-PAGES = ("README.md", "docs/training.md", "docs/schedules.md", "docs/library.md")
+PAGES = (
+    "README.md",
+    "docs/do/training.md",
+    "docs/do/cluster.md",
+    "docs/do/data.md",
+    "docs/do/data-parallel.md",
+    "docs/do/own-model.md",
+    "docs/do/schedules.md",
+    "docs/do/library.md",
+    "docs/do/planning.md",
+)
 SECTIONS = [
-    (
-        "CONTRIBUTING.md",
-        "Run the tests",
-    ),  # test_contributing.py runs the others, with what they add to the package
-    ("docs/proof.md", "Proving your own model"),
-    ("docs/dlrm.md", "From a log to probabilities"),
+    ("CONTRIBUTING.md", "Run the tests"),  # test_contributing.py runs what extends the package
+    ("docs/do/prove.md", "Proving your own model"),
+    ("docs/do/does-not-fit.md", "See what is in the way"),
+    ("docs/do/does-not-fit.md", "Let the planner choose"),
+    ("docs/do/does-not-fit.md", "Or change one thing at a time"),
+    ("docs/do/migrating.md", "Plan for another framework"),
+    ("docs/do/models.md", "Start from a published model"),
+    ("docs/do/watching.md", "Hooks"),
+    ("docs/do/watching.md", "Profile"),
+    ("docs/do/long-runs.md", "Save often, and in the background"),
+    ("docs/do/long-runs.md", "Guard against bad numbers"),
+    ("docs/do/dlrm.md", "From a log to probabilities"),
 ]
 
 
@@ -45,6 +73,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
+    (table,) = blocks(text_of("docs/do/planning.md"), "csv")
+    (folder / "runs.csv").write_text(table, encoding="utf-8")
     for name, code in scripts().items():
         (folder / name).write_text(code, encoding="utf-8")
     return folder
@@ -99,7 +129,11 @@ def follow(command: Command, place: Path) -> None:
 # ------------------------------------------------------------------ sections
 
 SECTIONS += [(page, name) for page in PAGES for name, text in sections(page).items() if [*commands(text)]]
-LONG = {"From a log to probabilities", "Start from a published model"}  # run by hand
+LONG = {  # run by hand
+    *("From a log to probabilities", "Start from a published model", "What to change", "This machine"),
+    *("Let the planner choose", "Plan for another framework"),
+    *("Plan", "Compare settings", "One rank of a huge layout, uneven layers, your own network"),
+}
 MINE = "run.name=mine"  # the run that later sections resume
 
 
@@ -130,8 +164,24 @@ def test_all_pages_have_commands() -> None:
     assert all([*commands(sections(page)[heading])] for page, heading in SECTIONS)
 
 
+def test_the_page_of_planning_is_short() -> None:
+    assert len(text_of("docs/do/planning.md").split()) < 1000, "the rest belongs into planning-evidence.md"
+
+
+def test_what_layouts_take_on_the_page_of_what_does_not_fit(tmp_path: Path) -> None:
+    """Every row's memory and step time, as the command above them predicts."""
+    page = text_of("docs/do/does-not-fit.md")
+    rows = re.findall(r"^\| [^|]+ \| `(tp=[^`]+)` \| ([\d.]+) GiB \| ([\d.]+) s \|$", page, re.MULTILINE)
+    common = "stretto predict --model llama3-70b --cluster h100:64 batch=512 seq=8192 micro=1"
+    assert len(rows) == page.count("GiB | ") == 7
+    for layout, memory, seconds in rows:
+        printed = run_here([*common.split(), *layout.split()], tmp_path)
+        for name, figure in (("memory, device", f"{memory} GiB"), ("step time", f"{seconds} s")):
+            assert re.search(rf"{name} +{re.escape(figure)} ", printed), f"{layout}:\n{printed}"
+
+
 def test_every_command_is_on_the_page_of_commands() -> None:
-    page = text_of("docs/commands.md")
+    page = text_of("docs/reference/commands.md")
     assert not [name for name in COMMANDS if f"| `stretto {name}" not in page]
 
 
@@ -145,7 +195,7 @@ def test_the_training_loop_of_a_page_runs(place: Path) -> None:
 
 @pytest.mark.slow
 def test_the_exported_model_of_a_page_loads_in_transformers(place: Path) -> None:
-    for command in commands(sections("docs/training.md")["Start from a published model"]):
+    for command in commands(sections("docs/do/models.md")["Start from a published model"]):
         if not (place / "tuned").exists():
             follow(command, place)
     assert run(["python", "my_load.py"], place).startswith("def")
@@ -158,7 +208,7 @@ def script_output(path: Path) -> str:
     return out.getvalue()
 
 
-GENERATED = {"docs/config.md", "docs/appendix/gpu.md"}
+GENERATED = {"docs/reference/config.md", "docs/evidence/gpu-campaign.md"}
 DOCS = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
 PROSE = [
     "README.md",

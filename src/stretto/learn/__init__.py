@@ -1,0 +1,1 @@
+"""Exercises that are graded on the reader's own file."""
