@@ -95,14 +95,11 @@ def lease(folder: Path | None) -> Generator[None]:
         raise _unusable(folder, error) from None
     descriptor = -1
     try:
-        machine = socket.gethostname()
-        with contextlib.suppress(OSError):
-            machine += "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         names = (_TORCHRUN, "SLURM_JOB_ID")
         jobs = [f"{name} {os.environ[name]}" for name in names if os.environ.get(name, "none") != "none"]
         now = datetime.now(UTC)
         this_job = Holder(
-            machine=machine,
+            machine=this_machine(),
             process=os.getpid(),
             since=f"{now:%Y-%m-%d %H:%M:%S} UTC",
             job=jobs[0] if jobs else None,
@@ -125,7 +122,7 @@ def lease(folder: Path | None) -> Generator[None]:
                 del os.environ[_TOKEN]
             else:
                 os.environ[_TOKEN] = before
-            if _read(folder) == this_job:
+            if read_lease(folder) == this_job:
                 (folder / LEASE).unlink(missing_ok=True)
     finally:
         if descriptor >= 0:
@@ -156,7 +153,7 @@ def share_folder(folder: Path) -> Generator[None]:
 def check_lease(folder: Path) -> None:
     """Raise StrettoError if another job has taken this job's lease over; also what `check_folder` raises."""
     check_folder(folder)
-    token, holder = os.environ.get(_TOKEN, "").partition(" ")[0], _read(folder)
+    token, holder = os.environ.get(_TOKEN, "").partition(" ")[0], read_lease(folder)
     if token and holder is not None and holder.token != token:
         raise StrettoError(
             f"{folder} was taken over by {holder.text}: this job gave no sign of life for {STALE_S:.0f} s",
@@ -190,7 +187,7 @@ def lost_folder(folder: Path, before: str = "") -> str | None:
             return f"run folder {folder} was removed while the job wrote to it"
         if now != (leased or now) or now != (before or now):
             return f"run folder {folder} was replaced by another while the job wrote to it"
-        if not token or _read(folder) is not None:
+        if not token or read_lease(folder) is not None:
             return None
         if time.monotonic() > end:
             return f"{folder / LEASE}, by which the job holds its run's folder, was removed or cannot be read"
@@ -234,7 +231,7 @@ def _acquire(folder: Path, this_job: Holder) -> int:
                 os.fsync(descriptor)
                 if stale:
                     time.sleep(_SETTLE_S)
-                if stale and (holder := _read(folder)) != this_job:
+                if stale and (holder := read_lease(folder)) != this_job:
                     raise _in_use(folder, holder)
                 return descriptor
         except BaseException as error:
@@ -267,7 +264,7 @@ def _obstacle(folder: Path, descriptor: int, this_job: Holder, stale: str) -> St
         stale: last sign of life from a job of another machine that has given no other for STALE_S.
     """
     locks = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    holder = _read(folder)
+    holder = read_lease(folder)
     if locks is False:
         return _in_use(folder, holder)
     try:
@@ -330,7 +327,32 @@ def _lock(descriptor: int, operation: int) -> bool | None:
     return True
 
 
-def _read(folder: Path) -> Holder | None:
+def this_machine() -> str:
+    """Return this host's name, with its boot id if it has one."""
+    machine = socket.gethostname()
+    with contextlib.suppress(OSError):
+        machine += "/" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return machine
+
+
+def local_launcher(folder: Path) -> int | None:
+    """Return the process of this machine that holds the folder, by which the job can be asked to stop, or
+    None if there is none. The lock on the lease tells its holder from a later process of the same number.
+    """
+    holder = read_lease(folder)
+    if holder is None or holder.machine != this_machine() or not is_running(holder.process):
+        return None
+    try:
+        descriptor = os.open(folder / LEASE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return None if _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB) else holder.process
+    finally:
+        os.close(descriptor)
+
+
+def read_lease(folder: Path) -> Holder | None:
     """Return the job that holds the folder, or None if there is none or its lease cannot be read."""
     path = folder / LEASE
     try:
@@ -350,7 +372,7 @@ def _renew(folder: Path, this_job: Holder, ended: threading.Event) -> None:
     """Renew the file's modification time until the job ends or another job has the lease. A lease that cannot
     be read for a moment counts as this job's.
     """
-    while not ended.wait(BEAT_S) and _read(folder) in (this_job, None):
+    while not ended.wait(BEAT_S) and read_lease(folder) in (this_job, None):
         with contextlib.suppress(OSError):
             os.utime(folder / LEASE)
 

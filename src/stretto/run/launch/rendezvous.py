@@ -36,7 +36,7 @@ from stretto.run.launch.stop import Stopped
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-_PROBE_S, _CONNECT_S = 2.0, 10.0  # time limits for a connection to any program, and to a store
+_PROBE_S, _CONNECT_S = 5.0, 10.0  # time limits for a connection to any program, and to a store
 _AGAIN_S = 0.2  # between attempts to connect
 _READY, _READ = "stretto/ready", "stretto/ready/read"  # rank 0 has prepared the job, or why it has not
 _POLL_S, _READ_S = 0.05, 3.0  # between polls; for the other ranks to read why rank 0 failed
@@ -236,7 +236,8 @@ def _port_taken(rendezvous: RendezvousInfo, me: RankProcess) -> StrettoError:
     """Return the error that says what has the store's port."""
     with contextlib.suppress(RuntimeError, StrettoError):
         store = _client(rendezvous, _PROBE_S)
-        if store is not None and store.check([RANK_0]):
+        if store is not None:
+            store.wait([RANK_0], timedelta(seconds=_PROBE_S))  # the other rank 0 may have just opened it
             return started_twice(me, RankProcess.read(store.get(RANK_0)))
     return StrettoError(
         f"rank 0 on {me.place} cannot open the rendezvous store: another program has port {rendezvous.port}",
