@@ -26,6 +26,8 @@ from stretto.run.launch import local
 
 ROOT = Path(__file__).parents[1]
 
+pytest_plugins = ["browser"]
+
 # The time of an example depends on the load of the machine; no property is about speed. `pytest_configure`
 # tries more of them where slow tests run too.
 settings.register_profile("quick", deadline=None, max_examples=30)
@@ -43,6 +45,7 @@ local.PRELOAD = (
     "stretto.run.train.async_step",
     "stretto.run.train.companions",
     "stretto.run.train.language_job",
+    "stretto.run.train.warm",
     "stretto.verify.language.prove",
     "stretto.recommender.train.task",
     "stretto.recommender.train.job",
@@ -50,6 +53,7 @@ local.PRELOAD = (
     "stretto.recommender.train.registered",
     "stretto.cli.main",
     "torch._dynamo",  # imported by the first optimiser of a process
+    "torch.export._trace",  # by layers of a split batch, 0.4 s a rank
     "numpy.random",
     "numpy.ma",
     "hypothesis",

@@ -1,4 +1,4 @@
-"""The keys of `--json`, as docs/appendix/json.md lists them.
+"""The keys of `--json`, as docs/reference/json.md lists them.
 
 `conftest.py` checks the object of every command that a test runs in its own process.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from stretto.cli.main import UsageError
 
-PAGE = Path(__file__).parents[1] / "docs" / "appendix" / "json.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 
 Listing = dict[str, frozenset[str]]  # keys by the path of their object; a key that may be absent ends in ?
 

@@ -17,7 +17,14 @@ import stretto
 from stretto.errors import PackageMissing, StrettoError
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("CONTRIBUTING.md", "docs/training.md", "docs/proof.md", "docs/library.md", "docs/schedules.md")
+PAGES = (
+    "docs/do/extending.md",
+    "docs/do/watching.md",
+    "docs/do/models.md",
+    "docs/do/prove.md",
+    "docs/do/library.md",
+    "docs/do/schedules.md",
+)
 
 # PyTorch as it is where it was never installed
 WITHOUT_TORCH = """

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from stretto.run.calibrate.modules import profile_layers
     from stretto.run.launch.local import RankFailed, run_ranks
     from stretto.versions import __version__
+    from stretto.view.widget import timeline_widget
 
 __all__ = [
     "Action",
@@ -98,6 +99,7 @@ __all__ = [
     "schedule",
     "simulate",
     "sum_gradients",
+    "timeline_widget",
     "traffic",
 ]
 
@@ -140,6 +142,7 @@ _MODULES = {
     "stretto.run.calibrate.modules": ("profile_layers",),
     "stretto.run.launch.local": ("RankFailed", "run_ranks"),
     "stretto.versions": ("__version__",),
+    "stretto.view.widget": ("timeline_widget",),
 }
 _MODULE_OF = {name: module for module, exported in _MODULES.items() for name in exported}
 

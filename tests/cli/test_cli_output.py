@@ -13,7 +13,7 @@ from stretto import schedule, simulate
 from stretto.cli import plan, predict, train
 from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
 from stretto.cli.report import CommandReport
-from stretto.cli.schedule import _add_timeline
+from stretto.cli.schedule import ReplayOptions, _add_timeline
 from stretto.job.presets import preset
 from stretto.planner.estimate import estimate
 from stretto.planner.machines.catalogue import find_cluster
@@ -55,7 +55,7 @@ def test_blocks_are_lettered_where_colours_are_not_shown() -> None:
     assert not coloured(Console(file=io.StringIO()))
     plain = terminal(colours=False)
     report = CommandReport({})
-    _add_timeline(report, timeline)
+    _add_timeline(report, timeline, ReplayOptions())
     report.render(plain)
     assert "F0" in printed(plain)
     assert "B1" in printed(plain)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -141,13 +143,16 @@ def test_nothing_is_cut_on_a_narrow_terminal(
 def test_the_page_has_the_commands_that_go_on(tmp_path: Path, stretto: CommandLine) -> None:
     page, config = tmp_path / "plan.html", tmp_path / "planned.yaml"
     stretto(*BIG, *FIXED, "--top", "1", "--html", str(page), "--write", str(config))
-    text = page.read_text(encoding="utf-8")
+    carried = re.search(
+        r'<script id="answers" type="application/json">(.*?)</script>', page.read_text(), re.S
+    )
+    assert carried is not None
+    plan = json.loads(carried[1])["plan"]
     again = " ".join([*BIG, *FIXED, "--top", "1", "--write", str(config)])
-    assert f"<code>stretto {again}</code>" in text
     predict = f"stretto predict {config} --cluster h100:64"
-    assert f"<code>{predict}</code>" in text
+    assert {f"stretto {again}", predict} <= {*plan["commands"].values()}
     seconds = stretto.json(*predict.split()[1:])["rows"][0]["step_time_s"]
-    assert f"<b>{seconds:.4g} s</b> a step" in text
+    assert plan["ranking"][0]["step_time_s"] == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -242,15 +247,18 @@ def test_changes_are_lines_of_the_plan(stretto: CommandLine, monkeypatch: pytest
 def test_a_plan_is_for_one_framework(stretto: CommandLine) -> None:
     few = [*BIG, *FIXED[2:], "--top", "1"]
     assert stretto.json(*few, "--for", "torchtitan")["framework"].startswith("torchtitan")
-    assert "FSDP: excluded by what torchtitan has and is fixed" in stretto(*few, "--for", "torchtitan")
+    assert "FSDP: forbidden by --fix pp=2" in stretto(*few, "--for", "torchtitan")
     wrong = stretto.error(*few, "--for", "torchtitan", "--emit", "megatron")
     assert "--for is torchtitan and --emit is megatron: a plan is for one framework" in wrong
     assert "--row is for --emit" in stretto.error(*few, "--for", "megatron", "--row", "2")
 
 
-def test_a_search_that_is_cut_short_never_says_that_nothing_fits(stretto: CommandLine) -> None:
+def test_a_search_that_is_cut_short_never_says_that_nothing_fits(
+    stretto: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.planner.search.work._FIRST_ROUND", 0.06)
     large = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h800:2048", "--batch", "15360"]
-    large += ["--fix", "tp=4"]  # which excludes the plain alternatives
+    large += ["--fix", "tp=4", "--fix", "cp=2"]  # which forbid the plain alternatives
     said = stretto(*large, "--seconds", "0.1", code=3)
     assert "cut short after" in said
     assert "nothing was found that fits" in said
@@ -266,10 +274,15 @@ def test_the_safe_and_the_plain_layouts_are_beside_the_fastest(stretto: CommandL
     safe = facts["safe"]["memory"]
     assert safe["device"]["high_gib"] + 20 <= safe["capacity_gib"]
     said = stretto(*BIG, *FIXED, "--room", "20")
-    assert "fastest that certainly fits with 20 GiB free: " in said
-    assert "FSDP: excluded by what is fixed" in said
+    assert "best that certainly fits with 20 GiB free: " in said
+    assert "hybrid FSDP: forbidden by --fix tp=4" in said
     absent = [name for name, plain in facts["plain"].items() if plain is None]
-    assert facts["missing"] == dict.fromkeys(absent, "excluded by what is fixed")
+    assert absent[:3] == ["DDP", "FSDP", "hybrid FSDP"]
+    reasons = {facts["missing"][name] for name in absent}
+    assert all(
+        reason.startswith(("forbidden by --fix tp=4", "forbidden by --fix pp=2")) for reason in reasons
+    )
+    assert facts["plain_safe"].keys() == facts["plain"].keys()
 
 
 def test_a_batch_without_data_parallelism_is_refused(stretto: CommandLine) -> None:

@@ -116,6 +116,9 @@ def test_times_as_text() -> None:
         ([], "no schedule named", "--list"),
         ([*SMALL, "--times", "G=1"], "'G'", "F=1,I=1,W=1,hop=0"),
         (["--file", "absent.csv"], "cannot read absent.csv", "name"),
+        ([*SMALL, "--from", "9", "--to", "7"], "between --from 9 and --to 7", "--from below --to"),
+        ([*SMALL, "--from", "90"], "between --from 90 and", "below "),
+        ([*SMALL, "--to", "0"], "between --from 0 and --to 0", "--from below --to"),
     ],
 )
 def test_bad_input(arguments: list[str], error: str, hint: str, stretto: CommandLine) -> None:
@@ -135,3 +138,8 @@ def test_a_window_of_steps(stretto: CommandLine) -> None:
     assert "4 ranks, 40 microbatches in 5 steps: makespan 129, bubble 7.0%" in text
     assert "bubble until all meet 9 (1.8 a step)" in text
     assert "steps is 5, but schedule '1f1b' takes no steps" in stretto.error("schedule", "1f1b", *size)
+
+
+def test_a_part_of_the_timeline(stretto: CommandLine) -> None:
+    text = stretto("schedule", "1f1b", "--ranks", "2", "--microbatches", "3", "--from", "3", "--to", "9")
+    assert "rank 0  ···B0----F2-B1----\nrank 1  B0-F1-B1----F2-B2-\n" in text

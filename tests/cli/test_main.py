@@ -106,10 +106,13 @@ TYPER = {"typer", "shellingham", "annotated_doc", "click", "typing_extensions"} 
 IMPORT_BUDGET = {
     "--help": (TYPER, {"cli", "errors", "job", "user_file", "versions"}),
     "layout --help": (TYPER, {"cli", "errors", "versions"}),
-    "layout --world 16 --pp 4": (TYPER | {"rich"}, {"cli", "errors", "layout", "versions", "view"}),
+    "layout --world 16 --pp 4": (
+        TYPER | {"rich"},
+        {"cli", "display", "errors", "layout", "versions", "view"},
+    ),
     "schedule 1f1b --ranks 4 --microbatches 8": (
         TYPER | {"rich"},
-        {"cli", "errors", "layout", "program", "user_file", "versions", "view"},
+        {"cli", "display", "errors", "layout", "program", "user_file", "versions", "view"},
     ),
 }
 

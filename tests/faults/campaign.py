@@ -5,7 +5,7 @@
 --check: run nothing; see in a second whether each quoted line still stands once in its module.
 WORD: only faults with one of the words in their room, name, module or test. Results are kept in
 `results.json`, so that a campaign that was interrupted goes on where it was; a result is out of date when
-the fault, its module, or what must see it has changed. At the end docs/appendix/faults.md is written.
+the fault, its module, or what must see it has changed. At the end docs/evidence/faults.md is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from faults import FAULTS, ROOT, Fault, misquotations, problems
 sys.path.insert(0, str(ROOT / "tests"))  # as pytest has it
 from jobs import write_job
 
-RESULTS, PAGE = Path(__file__).with_name("results.json"), ROOT / "docs" / "appendix" / "faults.md"
+RESULTS, PAGE = Path(__file__).with_name("results.json"), ROOT / "docs" / "evidence" / "faults.md"
 BEGIN = "<!-- written by tests/faults/campaign.py; change the faults, not this table -->"
 END = "<!-- end of the table -->"
 SECONDS = 600  # tests and proofs that hang end themselves before

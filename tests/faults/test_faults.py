@@ -1,4 +1,4 @@
-"""Faults can be planted and are listed in docs/appendix/faults.md; with -m slow, each is planted and seen."""
+"""Faults can be planted and are listed in docs/evidence/faults.md; with -m slow, each is planted and seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the campaign counted, one entry a torture in counts.json; its table is docs/appendix/torture.md.
+"""What the campaign counted, one entry a torture in counts.json; its table is docs/evidence/torture.md.
 
 python tests/torture/counts.py    # writes the table
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-COUNTS, PAGE = HERE / "counts.json", ROOT / "docs" / "appendix" / "torture.md"
+COUNTS, PAGE = HERE / "counts.json", ROOT / "docs" / "evidence" / "torture.md"
 BEGIN = "<!-- written by tests/torture/counts.py; run the campaign, do not edit this table -->"
 END = "<!-- end of the table -->"
 

@@ -251,7 +251,11 @@ def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case
             "it is 2 times the reference, summed twice over the 2 stages that share it",
             marks=pytest.mark.slow,
         ),
-        (average_ties, "it is 0.5 times the reference, averaged over the 2 stages that share it"),
+        pytest.param(
+            average_ties,
+            "it is 0.5 times the reference, averaged over the 2 stages that share it",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_tied_sum_names_its_parameter(folder: Path, fault: Callable[[], None], says: str) -> None:

@@ -64,7 +64,7 @@ def prove(config: TrainConfig, cases: list[Job], steps: int = 2) -> list[Verdict
 @pytest.mark.parametrize(
     ("ranks", "model", "schedules", "overrides"),
     [
-        (4, GPT, (1, 6), ("data.sequence=14", "batch.global_size=16", "batch.micro_size=2")),
+        (4, GPT, (1, 6), ("data.sequence=14", "batch.global_size=8", "batch.micro_size=2")),
         (3, LLAMA, (2, 6), (*THREE, "batch.global_size=6")),
         (2, LLAMA, (3, 6), (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
         (1, GPT, (0, 5), ("optim.clip=null",)),

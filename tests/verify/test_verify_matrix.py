@@ -8,11 +8,11 @@ from stretto.program import names
 from stretto.user_file import load_module
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, modes = DOCS / "data-parallel.md", load_module(DOCS / "mode_table.py")
+PAGE, modes = DOCS / "reference" / "data-parallel.md", load_module(DOCS / "_generators" / "mode_table.py")
 
 
 def test_the_table_is_as_the_rules_have_it():
-    fix = "run: python docs/mode_table.py docs/data-parallel.md"
+    fix = "run: python docs/_generators/mode_table.py docs/reference/data-parallel.md"
     assert f"{modes.START}\n\n{modes.matrix()}\n\n{modes.END}" in PAGE.read_text(encoding="utf-8"), fix
 
 

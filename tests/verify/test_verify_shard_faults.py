@@ -215,7 +215,7 @@ ALL = [
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[int, Verdict]:
     config = job(tmp_path_factory.mktemp("faults"), EIGHT, model=LLAMA)
-    return prove_planted(config, __name__, selected(request))
+    return prove_planted(config, __name__, selected(request), steps=1)
 
 
 @pytest.mark.parametrize("at", parameters(ALL, lambda p: f"{name_of(p.case)}-{p.fault.__name__}"))

@@ -23,10 +23,16 @@ from stretto.layout.shards import ShardSizes
 from stretto.run.train.rank_model import RankModel
 from stretto.verify.compare import TOLERANCE
 from stretto.verify.evidence import Verdict
-from tiny_job import EIGHT, LLAMA, changes, job, name_of
+from tiny_job import LLAMA, changes, job, name_of
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
-JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15", EIGHT)
+JOB = (
+    "model.moe.experts=4",
+    "model.moe.shared_ffn=32",
+    "data.sequence=15",
+    "model.positions=15",
+    "batch.global_size=4",
+)
 
 
 class Done:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from stretto.recommender.config.load import AnyConfig
     from stretto.run.compare.combinations import Combination
     from stretto.run.compare.result import CombinationResult, RunComparison
-    from stretto.view.compare_page import Figure
 
 app = command_app()
 
@@ -362,19 +361,21 @@ def _report(comparison: RunComparison, html: Path | None) -> CommandReport:
         report.line(f"* baseline: {base.name}")
     report.lines([*untimed, *lines])
     if html is not None:
-        from stretto.view.compare_page import compare_page
+        from stretto.view.page import recorded_page
 
         cells = [[column.cell(cell) for column, cell in zip(columns, row, strict=True)] for row in rows]
         filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
-        page = compare_page(
-            title=f"Comparison of {comparison.title}",
-            lines=lines,
-            figures=_figures(comparison),
-            table=[[line[index] for index in filled] for line in [[c.title for c in columns], *cells]]
+        title = f"Comparison of {comparison.title}"
+        answer = {
+            "title": title,
+            "lines": lines,
+            "rows": [[line[index] for index in filled] for line in [[c.title for c in columns], *cells]]
             if rows
             else [],
-            others=untimed,
-        )
+            "figures": _figures(comparison),
+            "untimed": untimed,
+        }
+        page = recorded_page(title, "comparison", {"comparison": answer})
         report.write(html, page)
     return report
 
@@ -436,58 +437,53 @@ def _predicted_size(predicted: int | None, measured: int | None) -> str | None:
     return memory_size(predicted) + error
 
 
-def _figures(comparison: RunComparison) -> list[Figure]:
-    """Bars of step times, memory and traffic."""
-    from stretto.view.compare_page import ComparisonBar, Figure
+def _figures(comparison: RunComparison) -> list[dict[str, Any]]:
+    """Bars of step times, memory and traffic, as the page draws them (view/front/recorded.js)."""
 
-    def label(result: CombinationResult) -> str:
-        return result.name + (" (baseline)" if comparison.base is result else "")
-
-    def values(measured: str | None, predicted: str | None) -> str:
-        pairs = ((measured, "measured"), (predicted, "predicted"))
-        return ", ".join(f"{value} {kind}" for value, kind in pairs if value is not None)
-
-    def seconds(value: float | None) -> str | None:
-        return None if value is None else f"{value:.4g} s"
-
-    def memory(value: int | None) -> str | None:
-        return None if value is None else memory_size(value)
+    def bar(
+        result: CombinationResult,
+        value: float | None,
+        predicted: float | None,
+        show: Callable[[Any], str],
+        interval: tuple[float | None, float | None] = (None, None),
+    ) -> dict[str, Any]:
+        pairs = ((value, "measured"), (predicted, "predicted"))
+        return {
+            "name": result.name + (" (baseline)" if comparison.base is result else ""),
+            "text": ", ".join(f"{show(number)} {kind}" for number, kind in pairs if number is not None),
+            "value": value,
+            "predicted": predicted,
+            "low": interval[0],
+            "high": interval[1],
+        }
 
     ranked = comparison.ranked
-    times = [
-        ComparisonBar(
-            name=label(result),
-            value=result.median,
-            low=result.low if result.median is None else result.fastest,
-            high=result.high if result.median is None else result.slowest,
-            predicted=result.predicted,
-            text=values(seconds(result.median), seconds(result.predicted)),
-        )
-        for result in ranked
-    ]
-    memories = [
-        ComparisonBar(
-            name=label(result),
-            value=result.memory,
-            predicted=result.predicted_memory,
-            text=values(memory(result.memory), memory(result.predicted_memory)),
-        )
-        for result in ranked
-    ]
-    traffic = [
-        ComparisonBar(
-            name=label(result),
-            value=result.sent,
-            predicted=result.traffic,
-            text=values(memory(result.sent), memory(result.traffic)),
-        )
-        for result in ranked
-        if result.sent is not None or result.traffic is not None
-    ]
     measured = any(result.median is not None for result in ranked)
-    span = "all runs" if measured else "interval of nine in ten"
+    ranges = [
+        (result.low, result.high) if result.median is None else (result.fastest, result.slowest)
+        for result in ranked
+    ]
     return [
-        Figure(title="Seconds of a step", bars=times, span=span),
-        Figure(title="Memory of the fullest rank", bars=memories),
-        Figure(title="Bytes that the busiest rank sends in a step", bars=traffic),
+        {
+            "title": "Seconds of a step",
+            "span": "all runs" if measured else "interval of nine in ten",
+            "bars": [
+                bar(result, result.median, result.predicted, lambda value: f"{value:.4g} s", interval)
+                for result, interval in zip(ranked, ranges, strict=True)
+            ],
+        },
+        {
+            "title": "Memory of the fullest rank",
+            "span": "",
+            "bars": [bar(result, result.memory, result.predicted_memory, memory_size) for result in ranked],
+        },
+        {
+            "title": "Bytes that the busiest rank sends in a step",
+            "span": "",
+            "bars": [
+                bar(result, result.sent, result.traffic, memory_size)
+                for result in ranked
+                if result.sent is not None or result.traffic is not None
+            ],
+        },
     ]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stretto.cli.options import ConfigFile, Json, Overrides
-from stretto.cli.output import command_app
+from stretto.cli.output import command_app, say_no
 from stretto.cli.report import Cell, CommandReport, number, size, text
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from stretto.job.job import Job
     from stretto.layout.layout import Layout
     from stretto.planner.rank_step.counts import Counts
     from stretto.run.dryrun.run import DryRun
@@ -36,6 +38,17 @@ def dryrun(
             help="Run few microbatches, and count the others as those that they repeat: the same counts.",
         ),
     ] = False,
+    allocator: Annotated[
+        bool,
+        typer.Option(
+            "--allocator",
+            help="Run on a simulated GPU with torch's own allocator (docs/evidence/gpu.md).",
+        ),
+    ] = False,
+    device_gib: Annotated[
+        float | None,
+        typer.Option(min=1, help="With --allocator: memory of the device; default: an H100's, 79.11."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the code of one rank of a layout of any size here, on tensors without values.
@@ -46,6 +59,10 @@ def dryrun(
 
     No other rank exists and no text is read. Tokens are spread evenly over experts; bytes are the whole
     tensor's that a collective works on; groups are named by the axes along which their ranks differ.
+
+    With --allocator, the rank runs on a simulated GPU instead, on which kernels compute nothing: torch's own
+    allocator and process groups show the memory that tensors take, what the allocator reserves for them, and
+    where memory runs out (exit code 1); and what a step asks of the device.
     """
     from stretto.cli.jobs import load_language
     from stretto.job.rules import problems
@@ -54,11 +71,19 @@ def dryrun(
     from stretto.planner.rank_step.counts import countable, counts
     from stretto.run.config.job import job_of
 
+    if device_gib is not None and not allocator:
+        raise StrettoError("--device-gib needs --allocator", hint="add --allocator")
+    if quick and allocator:
+        raise StrettoError("--quick and --allocator exclude each other", hint="leave one out")
     job = job_of(load_language(path, overrides or []))
     if wrong := problems(job):
         raise wrong[0]
     job.layout.coordinates(rank)  # raises for a rank outside the layout
     memory = memory_of(job, job.program())  # of one step, as it will run
+    if allocator:
+        predicted_peak = one_rank(memory, job.layout.coordinates(rank)["pp"]).total
+        _run_on_allocator(job, rank, device_gib, predicted_peak, as_json)
+        return
     title = f"dry run of rank {rank} of {job.layout.world}, {job.microbatches} microbatches"
     with _progress(title, as_json) as progress:  # before torch is imported, which takes seconds
         from stretto.run.dryrun.run import dry_run
@@ -69,6 +94,49 @@ def dryrun(
         predicted = counts(job, rank, memory) if countable(job, memory) else None
         predicted_peak = one_rank(memory, ran.coordinates["pp"]).total
     _report(job.layout, ran, predicted, predicted_peak).print(as_json)
+
+
+def _run_on_allocator(job: Job, rank: int, device_gib: float | None, predicted: int, as_json: bool) -> None:
+    from stretto.run.dryrun.simulated_gpu import SimulatedGpu
+
+    gpu = SimulatedGpu(None if device_gib is None else int(device_gib * 2**30))  # before torch
+    with _progress(f"rank {rank} of {job.layout.world} on a simulated GPU", as_json) as progress:
+        from stretto.run.dryrun.allocator import run_on_allocator
+
+        ran = run_on_allocator(gpu, job, rank, progress=progress)
+    report = CommandReport(
+        {
+            "rank": ran.rank,
+            "coordinates": ran.coordinates,
+            "allocated_bytes": ran.allocated,
+            "reserved_bytes": ran.reserved,
+            "predicted_bytes": predicted,
+            "retries": ran.retries,
+            "work": ran.work,
+            "host_s": ran.host_s,
+            "out_of_memory": ran.out_of_memory,
+        }
+    )
+    coordinates = ", ".join(f"{axis} {position}" for axis, position in ran.coordinates.items())
+    report.line(f"rank {ran.rank} of {job.layout.world} ({job.layout.describe()}): {coordinates}\n")
+    failed = ran.out_of_memory is not None
+    difference = None if failed else predicted / ran.allocated - 1
+    report.table(
+        [text("memory, at most"), size("allocator"), size("predicted"), number("difference", "+.2%")],
+        [("tensors", ran.allocated, predicted, difference), ("reserved", ran.reserved, None, None)],
+    )
+    report.table(
+        [text("asked of the device"), number("the last step", ",")],
+        [(name.replace("_", " "), count) for name, count in ran.work.items()],
+    )
+    report.line(f"the host ran the step in {ran.host_s:.2f} s; the allocator tried again {ran.retries} times")
+    if job.compile != "off" or job.attention == "flex":
+        report.line("blocks ran uncompiled and without FlexAttention, so the job's own memory may differ")
+    if failed:
+        report.line(f"does not fit: {ran.out_of_memory}")
+    report.print(as_json)
+    if failed:
+        raise say_no()
 
 
 _EVERY = 10.0  # seconds between lines if stderr is no terminal

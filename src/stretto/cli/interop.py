@@ -54,10 +54,12 @@ def load(name: str) -> Any:
 if TYPE_CHECKING:
     from stretto_interop.commands import checkpoint as checkpoint
     from stretto_interop.commands import emit as emit
+    from stretto_interop.frameworks import planned as planned
     from stretto_interop.frameworks.mapping import ExternalFramework
 else:
     checkpoint = _Loaded(f"{PACKAGE}.commands.checkpoint")
     emit = _Loaded(f"{PACKAGE}.commands.emit")
+    planned = _Loaded(f"{PACKAGE}.frameworks.planned")
 
 
 Emit = Annotated[

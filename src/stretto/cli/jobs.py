@@ -125,7 +125,7 @@ def job_type(config: AnyConfig) -> JobType[Any, Any]:
 
 
 def reference() -> str:
-    """Every field of every kind of job, as Markdown: `docs/config.md`."""
+    """Every field of every kind of job, as Markdown: `docs/reference/config.md`."""
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.reference import reference as text_of
     from stretto.run.config.schema import TrainConfig

@@ -119,10 +119,11 @@ def layout(
         picture = grid_svg(layout, ranks_per_node=node, groups=messages, encoder_pp=encoder)
         report.write(svg, picture)
     if html is not None:
-        from stretto.view.layout_page import layout_page
+        from stretto.view.page import recorded_page
+        from stretto.web.layouts import layout_record
 
-        page = layout_page(layout, messages, ranks_per_node=node, cluster=machine, encoder_pp=encoder)
-        report.write(html, page)
+        record = layout_record(layout, messages, ranks_per_node=node, cluster=machine, encoder_pp=encoder)
+        report.write(html, recorded_page(f"Layout {layout}", "layout", {"layout": record}))
     report.print(as_json)
 
 

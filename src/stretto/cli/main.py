@@ -34,6 +34,7 @@ COMMANDS = (
     "train",
     "verify",
     "prove",
+    "learn",
     "compare",
     "evaluate",
     "score",
@@ -44,6 +45,7 @@ COMMANDS = (
     "dryrun",
     "plan",
     "predict",
+    "page",
     "partition",
     "split",
     "data",
@@ -54,6 +56,7 @@ COMMANDS = (
     "catalogue",
     "diagnose",
     "calibrate",
+    "studio",
 )
 
 # recent versions of typer vendor click, so its class is reached through one that typer exports

@@ -101,7 +101,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
     from stretto.planner.counts.published_activations import published_formula
     from stretto.planner.memory.alternatives import memory_suggestions
     from stretto.planner.memory.layer import layer_saved, total
-    from stretto.planner.memory.ranks import rank_memory
+    from stretto.planner.memory.ranks import rank_memory, rank_record
 
     ranks = rank_memory(predicted)
     fullest = max(ranks, key=lambda rank: rank.total)
@@ -118,7 +118,7 @@ def _rank_report(predicted: MemoryJob, measured: Sequence[MeasuredMemory] | None
             "block": [{"name": t.name, "bytes": t.bytes, "formula": t.formula} for t in saved],
             "published": None if published is None else asdict(published),
             "modes": list(predicted.modes),
-            "ranks": [_rank_record(rank) for rank in ranks],
+            "ranks": [rank_record(rank) for rank in ranks],
             "fullest": ranks.index(fullest),
             "advice": [asdict(setting) for setting in settings],
             "measured": None if measured is None else compared,
@@ -233,12 +233,6 @@ def _recommender_report(config: RecommenderConfig, measure: bool) -> CommandRepo
         f"predicted: {plan.seconds:.3g} s a step, {memory_size(round(plan.sent))} sent by the busiest rank"
     )
     return report
-
-
-def _rank_record(rank: RankMemory) -> dict[str, Any]:
-    record = asdict(rank)
-    between = record.pop("between_actions")
-    return {**record, "held": between, "states": rank.states, "total": rank.total}
 
 
 def _measured_record(measured: MeasuredMemory, predicted: RankMemory) -> dict[str, Any]:

@@ -44,8 +44,8 @@ Software = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Kernels, launches and overlap of unfused, eager, fused, today, compiled, engine or tuned "
-        "software; default: today, or what the framework has.",
+        help="Kernels, launches and overlap of serial, unfused, eager, fused, today, compiled, engine or "
+        "tuned software; default: today, or what the framework has.",
     ),
 ]
 PipelineRanks = Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")]

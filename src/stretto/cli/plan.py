@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from stretto.job.data_parallel import Dtype
     from stretto.job.job import Job
-    from stretto.planner.search.ranking import Plan, Ranked
+    from stretto.planner.search.ranking import Baseline, Plan, Ranked
     from stretto.planner.search.task import Objective, SearchTask
     from stretto.planner.what_if import Answer
     from stretto.run.config.schema import TrainConfig
@@ -42,7 +42,6 @@ GIB = 2**30
 _CUT_SHORT = 3  # exit code: nothing was found, and it is not known that nothing fits
 _BAR = 12  # characters of a full device
 _VARIANTS = 4  # of a layout that are printed
-_FIXED = "excluded by what is fixed"
 
 
 @app.command(
@@ -57,8 +56,8 @@ def plan(options: PlanOptions) -> None:
     --fix then takes split=row,data, place=device, optimizer=adagrad and others; --placement evaluates a file
     that --write wrote.
 
-    Beside the fastest layouts it shows the fastest safe one and what people run without a search: FSDP, and
-    tensor parallelism in a node x a pipeline.
+    Beside the best layouts it shows the best that certainly fits and what people run without a search: DDP,
+    FSDP, hybrid FSDP, experts x FSDP or a pipeline, tensor parallelism in a node x FSDP or a pipeline.
 
     With --for only layouts that the framework has are searched, at the costs that they have there, and --emit
     prints the first as its config; for a recommender --emit torchrec writes TorchRec's sharding plan.
@@ -100,7 +99,7 @@ def plan(options: PlanOptions) -> None:
     task, run = _task(options, base), None
     if framework is not None:
         run = None if base is None else interop.emit.run_values(base)
-        task = interop.emit.task_for(framework, task, options.fix or [], run)
+        task = interop.planned.task_for(framework, task, options.fix or [], run)
     if options.software is not None:
         software = software_named(options.software)
         task = replace(task, assumptions=replace(task.assumptions, software=software))
@@ -132,14 +131,10 @@ def plan(options: PlanOptions) -> None:
             with show_search(f"what if {count} of {len(listed)}, {change.name}") as progress:
                 answers.append(answer(change, result, task, progress))
     emitted = None
-    if framework is not None:
-        fewer = f"excluded by what {target} has" + " and is fixed" * bool(options.fix)
-        missing = {name: reason.replace(_FIXED, fewer) for name, reason in result.missing.items()}
-        result = replace(result, missing=missing)
-        if options.emit is not None and result.ranking:
-            emitted = interop.emit.emitted_row(framework, result, options.row, run)
-            if options.output is not None or not options.as_json:
-                interop.print_emitted(emitted, options.output)
+    if framework is not None and options.emit is not None and result.ranking:
+        emitted = interop.planned.emitted_row(framework, result, options.row, run)
+        if options.output is not None or not options.as_json:
+            interop.print_emitted(emitted, options.output)
     title = None if framework is None else framework.title
     report = _report(options, task, base, result, answers=answers, framework=title, emitted=emitted)
     report.print(options.as_json)
@@ -244,6 +239,7 @@ def _report(
     emitted: str | None,
 ) -> CommandReport:
     from stretto.run.config.written import required_fields, written
+    from stretto.view.plan_record import plan_record, what_if_record
     from stretto.view.plan_texts import plan_setting
 
     required = list(required_fields(base))
@@ -261,25 +257,9 @@ def _report(
         setting["batch"] += f" (no --{' and no --'.join(unsaid)}: as in {source})"
     if framework is not None:
         setting["framework"] = framework
-    binds = dict[str, float]()
-    if answers and plan.ranking:
-        from stretto.planner.what_if import binding
-
-        binds = binding(plan, task, answers)
-    changed = [
-        {
-            "change": item.change.name,
-            "layout": item.best and item.best.layout,
-            "step_time_s": item.best and item.best.estimate.seconds,
-            "tokens_per_s": item.best and item.best.estimate.tokens_per_s,
-            "gain": item.gain,
-            "unchanged": item.unchanged,
-            "error": item.reason or None,
-        }
-        for item in answers
-    ]
+    changed = what_if_record(plan, task, answers)
     question = {
-        "what_if": {"binds": binds, "changes": changed} if answers else None,
+        "what_if": changed,
         "required": required,
         "emitted": emitted,
         "framework": framework,
@@ -288,19 +268,23 @@ def _report(
         "sequence": task.sequence,
         "defaults": dict.fromkeys(unsaid, source),
     }
-    report = CommandReport(lambda: {**_record(plan, options.write), **question})
+    written_to = str(options.write) if options.write and plan.ranking else None
+    report = CommandReport(lambda: {**plan_record(plan), "written": written_to, **question})
     if options.html is not None:
-        from stretto.view.plan_page import plan_page
+        from stretto.view.page import recorded_page
+        from stretto.view.plan_record import drawn_plan
 
         commands = _next_commands(options, required, setting["software"])
         commands = {} if task.job.shape.unsupported_parts else commands
-        report.write(options.html, plan_page(plan, model, commands), quiet=True)
+        record = drawn_plan(plan, model, commands)
+        page = recorded_page(record["title"], "plan", {"plan": {**record, "what_if": changed}})
+        report.write(options.html, page, quiet=True)
     if emitted is None or options.output is not None:
         for name, value in setting.items():
             report.value(name, value)
         add_plan(report, plan, task)
-        if answers:
-            _add_what_if(report, plan, task, answers=answers, binds=binds)
+        if changed is not None:
+            _add_what_if(report, plan, task, answers=answers, binds=changed["binds"])
     elif unsaid and not options.as_json:
         print(f"note: planned for {setting['batch']}", file=sys.stderr)
     if options.write is not None and plan.ranking:
@@ -344,55 +328,6 @@ def _next_commands(options: PlanOptions, required: list[str], software: str) -> 
     }
 
 
-def _record(plan: Plan, write: Path | None) -> dict[str, Any]:
-    return {
-        "candidates": plan.candidates,
-        "replayed": plan.replayed,
-        "feasible": plan.feasible,
-        "seconds": plan.seconds,
-        "complete": plan.complete,
-        "gap": None if plan.gap == inf else plan.gap,
-        "widened": plan.widened,
-        "objective": plan.objective,
-        "ranking": [_ranked_record(ranked) for ranked in plan.ranking],
-        "safe": None if plan.safe is None else _ranked_record(plan.safe),
-        "plain": {
-            name: None if ranked is None else _ranked_record(ranked)
-            for name, ranked in plan.baselines.items()
-        },
-        "missing": dict(plan.missing),
-        "rejected": {
-            name: {"count": refusals.count, "example": refusals.example}
-            for name, refusals in plan.rejected.items()
-        },
-        "nearest": None if plan.nearest is None else _ranked_record(plan.nearest),
-        "written": str(write) if write and plan.ranking else None,
-    }
-
-
-def _ranked_record(ranked: Ranked) -> dict[str, Any]:
-    from stretto.cli.predict import measures_record
-
-    job = ranked.estimate.job
-    return {
-        "layout": ranked.layout,
-        "sizes": dict(job.layout.sizes),
-        "gpus": job.layout.world,
-        "micro_batch": job.micro_batch,
-        "microbatches": job.microbatches,
-        "schedule": job.schedule,
-        "options": dict(job.options),
-        "sequence_parallel": job.sequence_parallel,
-        "context": job.context,
-        "dp": {"mode": job.dp.mode, **job.dp.shards, "offload": job.dp.offload},
-        "recompute": {"mode": job.recompute.mode, "blocks": job.recompute.blocks},
-        "tokens_per_dollar": ranked.tokens_per_dollar,
-        "variants": list(ranked.variants),
-        "why": ranked.reason,
-        **measures_record(ranked.estimate),
-    }
-
-
 def add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
     """Add the ranking as a table, and the reasons."""
     from stretto.view.plan_texts import search_text
@@ -409,11 +344,10 @@ def add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
         free = f" with {task.memory_headroom / GIB:.4g} GiB free" if task.memory_headroom else ""
         safe = f"none was found{free}"
         if plan.safe is not None:
-            safe = f"fastest that certainly fits{free}: {_distance(plan.safe, plan)}"
+            safe = f"best that certainly fits{free}: {_distance(plan.safe, plan)}"
         report.value("safe", safe)
-        for name, ranked in plan.baselines.items():
-            distance = plan.missing.get(name, "none") if ranked is None else _distance(ranked, plan)
-            report.value("plain", f"{name}: {distance}")
+        for error in plan.ranking[0].estimate.known_errors:
+            report.value("wrong", error)
     else:
         if plan.complete:
             report.line("nothing fits")
@@ -425,8 +359,11 @@ def add_plan(report: CommandReport, plan: Plan, task: SearchTask) -> None:
             )
         if plan.nearest is not None:
             report.value("nearest", f"{plan.nearest.layout}: {plan.nearest.reason}")
+    for name, plain in plan.baselines.items():
+        report.value("plain", f"{name}: {_baseline_text(plain, plan)}")
     for reason, refusals in plan.rejected.items():
-        report.value("rejected,", f"{reason}: {refusals.count:,}, such as {refusals.example}")
+        example = f", such as {refusals.example}" * bool(refusals.example)
+        report.value("rejected,", f"{reason}: {refusals.count:,}{example}")
     if task.job.shape.unsupported_parts:
         parts = ", ".join(task.job.shape.unsupported_parts)
         report.value("training", f"cannot build this model yet: it has {parts}")
@@ -528,6 +465,22 @@ def _add_what_if(
         more = without.get(name, "if twice as fast")
         smaller = ", ".join(f"{other} {saved:.1%}" for other, saved in others)
         report.value("binds", f"{name}: {share:.1%} of the step would go {more}; then {smaller}")
+
+
+def _baseline_text(plain: Baseline, plan: Plan) -> str:
+    """The fastest layout of a kind, and the fastest safe one if it is another."""
+    if plain.fastest is None:
+        return plain.missing
+    if not plan.ranking:
+        return f"{plain.fastest.layout}: {plain.fastest.estimate.seconds:.4g} s"
+    text = _distance(plain.fastest, plan)
+    if plain.safe is None:
+        return f"{text}; none was found that certainly fits"
+    if plain.safe.layout == plain.fastest.layout:
+        return text
+    seconds = plain.safe.estimate.seconds
+    slower = seconds / plan.ranking[0].estimate.seconds - 1
+    return f"{text}; certainly fits: {plain.safe.layout}: {seconds:.4g} s ({slower:+.1%})"
 
 
 def _distance(ranked: Ranked, plan: Plan) -> str:

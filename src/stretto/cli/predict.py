@@ -106,7 +106,7 @@ def predict(options: PredictOptions) -> None:
     if options.seconds is not None and options.source is None:
         raise StrettoError("--seconds is for --from", hint="without it nothing is searched")
     if options.table_columns and options.source is None:
-        from stretto.planner.runs import column_reference
+        from stretto.planner.columns import column_reference
 
         page = column_reference()
         report = CommandReport({"columns": page})
@@ -209,8 +209,9 @@ def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> Ru
             the cluster.
     """
     from stretto.job.presets import find_shape
+    from stretto.planner.columns import SECTIONS, column_name
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.planner.runs import SECTIONS, column_name, read_run
+    from stretto.planner.runs import read_run
 
     fields = {*_MORE_FIELDS, *(name for section in _FIELDS for name in SECTIONS[section])}
     cells = dict[str, str]()
@@ -234,6 +235,8 @@ def run_from_arguments(arguments: Sequence[str], model: str, cluster: str) -> Ru
 
 def estimate_record(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
     """Return an estimate as the command's JSON."""
+    from stretto.view.plan_record import measures_record
+
     job = estimate.job
     return {
         "layout": str(job.layout),
@@ -248,40 +251,8 @@ def estimate_record(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str
         "tokens_per_s_per_gpu": estimate.tokens_per_s / job.layout.world,
         "hfu": estimate.hfu,
         **measures_record(estimate),
+        "known_errors": list(estimate.known_errors),
         "defaults": dict(defaults),
-    }
-
-
-def measures_record(estimate: Estimate) -> dict[str, Any]:
-    """Return the predicted time and memory, which `stretto plan` has too; `memory_gib` is allocated, as in
-    metrics.jsonl.
-    """
-    memory = estimate.memory
-    intervals: dict[str, Any] | None = None
-    if memory is not None:
-        intervals = {
-            name: {"low_gib": used.low / GIB, "gib": used.mid / GIB, "high_gib": used.high / GIB}
-            for name, used in (
-                ("allocated", memory.allocated),
-                ("reserved", memory.reserved),
-                ("device", memory.device),
-            )
-        }
-        intervals["capacity_gib"] = memory.capacity / GIB if memory.capacity < inf else None
-    return {
-        "step_time_s": estimate.seconds,
-        "low": estimate.low,
-        "high": estimate.high,
-        "widths": dict(estimate.widths),
-        "tokens_per_s": estimate.tokens_per_s,
-        "tflops_per_gpu": estimate.tflops_per_gpu,
-        "mfu": estimate.mfu,
-        "bubble": estimate.bubble,
-        "parts": dict(estimate.parts),
-        "dominant": estimate.dominant,
-        "memory_gib": None if memory is None else memory.allocated.mid / GIB,
-        "memory": intervals,
-        "verdict": None if memory is None else memory.verdict,
     }
 
 
@@ -336,6 +307,8 @@ def add_estimate(report: CommandReport, estimate: Estimate, defaults: Mapping[st
         ],
         min_width=9,
     )
+    for error in estimate.known_errors:
+        report.line(f"known error: {error}")
     if defaults:
         report.line("defaults: " + "; ".join(f"{name}={value}" for name, value in defaults.items()))
 

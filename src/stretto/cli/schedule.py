@@ -26,6 +26,7 @@ from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from stretto.program import Program
     from stretto.program.replay import Costs, Timeline
@@ -114,6 +115,15 @@ class ReplayOptions:
             help="With --for torchtitan: layers of each stage, as in 7,7,7,5; embedding and head are layers."
         ),
     ] = None
+    start: Annotated[
+        float,
+        typer.Option(
+            "--from", min=0, help="Draw from this time on, in the unit of --times; in the terminal only."
+        ),
+    ] = 0.0
+    end: Annotated[float | None, typer.Option("--to", help="Draw until this time, in the terminal only.")] = (
+        None
+    )
     svg: Picture = None
     png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None
     html: Annotated[Path | None, typer.Option(help="Write an interactive page here.")] = None
@@ -149,18 +159,25 @@ def schedule(options: ReplayOptions) -> None:
     if options.lowered:
         programs = [program if program.lowered else lower(program) for program in programs]
     timelines = [simulate(program, costs) for program in programs]
+    last = max(timeline.makespan for timeline in timelines)
+    end = last if options.end is None else options.end
+    if (options.start or end < last) and options.start >= min(end, last):
+        raise StrettoError(
+            f"no part of the timeline, 0 to {last:g}, is between --from {options.start:g} and --to {end:g}",
+            hint=f"give --from below --to and below {last:g}",
+        )
     export = None if options.framework is None else _export(options, options.framework, programs)
     if export is None and (options.layers is not None or options.stages is not None):
         raise _cut_refused()
 
     compared = options.compare is not None
     if compared:
-        report = _comparison(timelines)
+        report = _comparison(timelines, options)
     else:
         report = CommandReport(
             lambda: _record(timelines[0]) | ({} if export is None else {"for": export.record})
         )
-        _add_timeline(report, timelines[0])
+        _add_timeline(report, timelines[0], options)
     _write_files(report, options, timelines)
     if export is not None and options.write is not None:
         if export.modules is not None:
@@ -225,16 +242,15 @@ def _record(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _add_timeline(report: CommandReport, timeline: Timeline) -> None:
+def _add_timeline(report: CommandReport, timeline: Timeline, options: ReplayOptions) -> None:
     from stretto.view.panel import headline
-    from stretto.view.terminal import timeline_text
 
     program, bubble = timeline.program, timeline.bubble
     a_step = f" ({bubble.barrier / program.steps:g} a step)" if program.steps > 1 else ""
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations[:24])
     more = ", ..." if len(timeline.peak_activations) > 24 else ""
     report.line(f"{program.name}: {headline(timeline)}\n")
-    report.draw(lambda to: timeline_text(timeline, width=_width(to), colour=coloured(to)))
+    report.draw(lambda to: _picture([timeline], options, to))
     report.line(
         f"\nbubble until all meet {bubble.barrier:g}{a_step}: {bubble.rate:.1%} of the makespan, "
         f"{bubble.over_ideal:.1%} of the ideal {timeline.ideal:g}, as papers count that give it as (p-1)/m\n"
@@ -247,9 +263,8 @@ def _add_timeline(report: CommandReport, timeline: Timeline) -> None:
             report.line(f"rank {rank}: {' '.join(map(str, order))}")
 
 
-def _comparison(timelines: Sequence[Timeline]) -> CommandReport:
+def _comparison(timelines: Sequence[Timeline], options: ReplayOptions) -> CommandReport:
     from stretto.view.panel import aligned, figures, figures_table
-    from stretto.view.terminal import compare_text
 
     report = CommandReport(
         lambda: {
@@ -257,13 +272,16 @@ def _comparison(timelines: Sequence[Timeline]) -> CommandReport:
             "schedules": [_record(timeline) for timeline in timelines],
         }
     )
-    report.draw(lambda to: compare_text(timelines, width=_width(to), colour=coloured(to)))
+    report.draw(lambda to: _picture(timelines, options, to))
     report.draw(lambda to: to.print("\n" + aligned(figures_table(timelines)), soft_wrap=True, markup=False))
     return report
 
 
-def _width(to: Console) -> int:
-    return to.width if to.is_terminal else _PLAIN_WIDTH
+def _picture(timelines: Sequence[Timeline], options: ReplayOptions, to: Console) -> Text:
+    from stretto.view.terminal import timelines_text
+
+    width = to.width if to.is_terminal else _PLAIN_WIDTH
+    return timelines_text(timelines, width=width, colour=coloured(to), start=options.start, end=options.end)
 
 
 def _training_text(path: Path, program: Program) -> str:
@@ -495,9 +513,16 @@ def _write_files(report: CommandReport, options: ReplayOptions, timelines: Seque
 
             report.write(options.png, png_of(picture))
     if options.html is not None:
-        from stretto.view.html import compare_html, timeline_html
+        from stretto.view.page import timeline_page
+        from stretto.view.panel import figures_table, with_path
 
-        report.write(options.html, compare_html(timelines) if several else timeline_html(timeline))
+        title = (
+            f"{'Schedules' if several else 'Schedule'} {', '.join(each.program.name for each in timelines)}"
+        )
+        panels = [with_path(each) for each in timelines]
+        report.write(
+            options.html, timeline_page(title, panels, below=[("Figures", figures_table(timelines))])
+        )
 
 
 def _program_text(path: Path, program: Program) -> str:
@@ -506,7 +531,7 @@ def _program_text(path: Path, program: Program) -> str:
     Raises:
         StrettoError: another ending, or CSV, which holds orders only, would be read back as another program.
     """
-    from stretto.program.text import from_csv, to_csv, to_json
+    from stretto.program.text import exact_csv, to_csv, to_json
     from stretto.program.transforms.one_order import one_order
 
     if path.suffix.lower() == ".json":
@@ -518,18 +543,12 @@ def _program_text(path: Path, program: Program) -> str:
         )
     if program.lowered:  # torch has one communicator for a pair of ranks, so its transfers need one order
         return to_csv(one_order(program))
-    text = to_csv(program)
     try:
-        again = from_csv(text, name=program.name)
-    except StrettoError:
-        again = None
-    if again is None or replace(again, parameters=program.parameters) != program:
+        return exact_csv(program)
+    except StrettoError as error:
         raise StrettoError(
-            f"--write {path}: CSV holds orders only, and {program.name} has several copies of the model, or "
-            "weight versions that orders do not tell",
-            hint=f"--write {path.with_suffix('.json')}",
-        )
-    return text
+            f"--write {path}: {error.message}", hint=f"--write {path.with_suffix('.json')}"
+        ) from None
 
 
 # ------------------------------------------------------------------ other frameworks

@@ -37,7 +37,7 @@ app = command_app()
 @app.command(epilog="Example: stretto train configs/quickstart.yaml layout.dp=1 optim.lr=3e-4 --resume auto")
 def train(
     path: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/config.md has every field.")
+        str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/reference/config.md has every field.")
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override, as optim.lr=3e-4.")

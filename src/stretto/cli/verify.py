@@ -122,7 +122,7 @@ def verify(
             proof = language_proof(config, layouts, **options)
         else:
             proof = recommender_proof(config, layouts, **options)
-        findings = run_proof(proof, quiet=as_json)
+        findings = run_proof(proof, progress="stderr" if as_json else "stdout")
     equal = all(v.equal for v in (*findings.verdicts, *findings.rounded))
     _report(proof, findings, equal=equal, seconds=time.perf_counter() - started).print(as_json)
     if not equal:

@@ -7,6 +7,7 @@ a job has and how the reference and the batches are made.
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,12 +98,12 @@ class Proof(ABC):
         """
 
 
-def run_proof(proof: Proof, on_rank: Callable[[], None] | None = None, quiet: bool = True) -> Findings:
+def run_proof(proof: Proof, on_rank: Callable[[], None] | None = None, progress: str = "") -> Findings:
     """Run the proof on as many local ranks as it needs.
 
     Args:
         on_rank: called on every rank first.
-        quiet: print no progress.
+        progress: "stdout" or "stderr", where a line for each case is printed; "" for nowhere.
 
     Raises:
         StrettoError: more ranks or memory needed than this machine has.
@@ -112,10 +113,10 @@ def run_proof(proof: Proof, on_rank: Callable[[], None] | None = None, quiet: bo
     _check_memory(*proof.needed_memory())
     prepare(proof.preload)
     with TemporaryDirectory(prefix="stretto-verify-") as folder:
-        return run_ranks(proof.ranks, _run_rank, proof, Path(folder), on_rank, quiet)[0]
+        return run_ranks(proof.ranks, _run_rank, proof, Path(folder), on_rank, progress)[0]
 
 
-def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, quiet: bool) -> Findings:
+def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, progress: str) -> Findings:
     import torch  # the launching process does not need it
     import torch.distributed as dist
 
@@ -125,7 +126,7 @@ def _run_rank(proof: Proof, folder: Path, on_rank: Callable[[], None] | None, qu
     if on_rank is not None:
         on_rank()
     try:
-        return proof.find(alone, folder, Progress(quiet or dist.get_rank() > 0))
+        return proof.find(alone, folder, Progress("" if dist.get_rank() else progress))
     finally:
         dist.destroy_process_group()
 
@@ -145,12 +146,16 @@ def _check_memory(needed: float, subject: str, hint: str) -> None:
 class Progress:
     """Prints a line for each case that is done, and how many there are."""
 
-    def __init__(self, quiet: bool = False) -> None:
-        self._quiet, self._done = quiet, 0
+    def __init__(self, stream: str = "stdout") -> None:
+        self._stream, self._done = stream, 0
 
     def __call__(self, verdict: Verdict, cases: int) -> None:
         self._done += 1
-        if not self._quiet:
+        if self._stream:
             mark = "equal  " if verdict.equal else "DIFFERS"
             took = f"{verdict.seconds:.1f} s" if verdict.same_as is None else f"as {verdict.same_as}"
-            print(f"[{self._done}/{cases}] {mark} {verdict.layout}  ({took})", flush=True)
+            print(
+                f"[{self._done}/{cases}] {mark} {verdict.layout}  ({took})",
+                file=getattr(sys, self._stream),
+                flush=True,
+            )

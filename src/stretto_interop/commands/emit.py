@@ -13,7 +13,6 @@ import yaml
 from stretto.cli.interop import TABLES, check_trains_language, check_trains_recommenders
 from stretto.cli.output import labelled, show_search
 from stretto.errors import StrettoError, nearest, read_text
-from stretto.job.data_parallel import MODES, DataParallelSettings
 from stretto.job.job import Job
 from stretto.job.presets import find_shape
 from stretto.planner.estimate import Estimate, estimate
@@ -27,10 +26,9 @@ from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.planner.place import TablePlan
 from stretto.run.config.job import job_of
-from stretto.run.config.run_checks import raise_first
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.view.plan_texts import search_text
-from stretto_interop.frameworks.fields import PATHS, JobValues, run_values, values_of
+from stretto_interop.frameworks.fields import PATHS, run_values, values_of
 from stretto_interop.frameworks.mapping import ExternalFramework, ForeignJob, emit, read, refusals
 from stretto_interop.frameworks.registry import framework
 from stretto_interop.torchrec import FusedOptimizer, holds, torchrec_module
@@ -106,33 +104,6 @@ def emitted_tables(
         about=f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
         f"predicted with Stretto: {plan.samples_per_s:,.0f} samples/s",
     )
-
-
-# ------------------------------------------------------------------ plan
-
-
-def emitted_row(framework: ExternalFramework, plan: Plan, row: int | None, run: JobValues | None) -> str:
-    """Return a layout of a plan in the framework's format.
-
-    Args:
-        row: row of the ranking, from 1, or None for the first.
-        run: values of the config that was planned, or None.
-
-    Raises:
-        StrettoError: there is no such row.
-    """
-    count = len(plan.ranking)
-    if row is not None and row > count:
-        raise StrettoError(f"--row is {row}: the plan has {count} rows", hint=f"nearest: --row {count}")
-
-    ranked = plan.ranking[(row or 1) - 1]
-    estimate = ranked.estimate
-    about = (
-        f"{ranked.layout}\n"
-        f"predicted on {estimate.job.layout.world} x {estimate.cluster.device.name}: "
-        f"{estimate.seconds:.4g} s a step ({estimate.low:.4g} to {estimate.high:.4g})"
-    )
-    return emit(framework, estimate.job, run, about)
 
 
 # ------------------------------------------------------------------ predict
@@ -274,37 +245,6 @@ def _change(result: Estimate, today: Estimate) -> str:
 
 # ------------------------------------------------------------------ what jobs cost there
 
-# sections of values that a search makes
-_SEARCHED = ("batch.", "dp.", "layout.", "recompute.", "schedule.")
-
-
-def task_for(
-    framework: ExternalFramework, task: SearchTask, fix: Sequence[str] = (), run: JobValues | None = None
-) -> SearchTask:
-    """Return a search among the framework's layouts, at their cost there.
-
-    Args:
-        fix: values that the user has set, as `--fix` takes them; they take precedence.
-        run: values of the config that is planned, or None.
-
-    Raises:
-        StrettoError: the framework does not have the model, or another choice that is the same in all
-            layouts.
-    """
-    values = {**fixed(framework.plans), **fixed(fix)}
-    job = framework.as_run(task.job, {})
-    jobs = [replace(job, dp=DataParallelSettings(mode=mode)) for mode in MODES if mode != "server"]
-    wrong, *others = ({item.field: item for item in refusals(framework, each, run)} for each in jobs)
-    always = [item for name, item in wrong.items() if all(name in other for other in others)]
-    raise_first([item for item in always if not item.field.startswith(_SEARCHED)])
-    return replace(
-        task,
-        job=job,
-        assumptions=framework.assumptions,
-        fixed=values,
-        refusals=lambda item: refusals(framework, item, run),
-    )
-
 
 def price(reading: ForeignJob, cluster: Cluster, *, memory: bool = True) -> Estimate:
     """Estimate time and memory of a job as it was read, on a cluster of its size."""
@@ -328,11 +268,13 @@ def better(
         seconds: limit of the search.
         top: number of layouts.
     """
+    plans = fixed(framework.plans)
     return SearchTask(
         job=unplanned(reading.job),  # with what the framework keeps of it
         cluster=cluster,
         assumptions=replace(reading.assumptions, overlap=framework.assumptions.overlap),
-        fixed=fixed(framework.plans),
+        fixed=plans,
+        fixed_by=dict.fromkeys(plans, framework.name),
         refusals=lambda item: refusals(framework, item),
         seconds=seconds,
         top=top,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stretto.job.rules import problems
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
 from stretto.program import schedule
+from stretto.program.text.megatron import megatron_layout
 from stretto.run.config import load
 from stretto.run.config.job import job_of
 from stretto_interop.commands.migrate import run_script
@@ -29,10 +31,11 @@ from stretto_interop.frameworks.fields import JobValues, run_values, values_of
 from stretto_interop.frameworks.mapping import ForeignJob, emit, read, settings_of
 from stretto_interop.frameworks.megatron.command_line import arguments
 from stretto_interop.frameworks.megatron.framework import MEGATRON
-from stretto_interop.frameworks.megatron.ranks import shortened
 
-SIZES = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 128"
-SIZES += " --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 64"
+SIZES = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 128"
+    " --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 64"
+)
 
 
 def script_of(job: Job) -> str:
@@ -240,15 +243,17 @@ def test_shards_over_a_part_of_the_copies(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "text"),
+    ("ends", "text"),
     [
-        (["Et", "tt", "tt", "tt", "tL"], "Et|(tt|)*3tL"),
-        (["E", "t*4", "t*4", "L"], "E|t*4|t*4|L"),
-        (["Et", "t", "t", "t"], "Et|t|t|t"),
+        ([2, 4, 6, 8, 10], "Et|(tt|)*3tL"),
+        ([1, 5, 9, 10], "E|t*4|t*4|L"),
+        ([2, 3, 4, 5, 6, 7, 8, 10], "Et|(t|)*6tL"),
+        ([2, 5, 8, 10], "Et|ttt|ttt|tL"),
     ],
 )
-def test_equal_stages_are_written_once(stages: list[str], text: str) -> None:
-    assert shortened(stages) == text
+def test_equal_stages_are_written_once(ends: list[int], text: str) -> None:
+    stages = [range(start, end) for start, end in pairwise([0, *ends])]
+    assert megatron_layout(stages, layers=8) == text
 
 
 @pytest.mark.parametrize("name", ["llama", "uneven", "latent"])

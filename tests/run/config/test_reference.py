@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_in_docs_is_up_to_date() -> None:
-    fix = "run: stretto config --reference > docs/config.md"
-    assert (ROOT / "docs" / "config.md").read_text() == reference(), fix
+    fix = "run: stretto config --reference > docs/reference/config.md"
+    assert (ROOT / "docs" / "reference" / "config.md").read_text() == reference(), fix
 
 
 def test_every_field_is_described() -> None:

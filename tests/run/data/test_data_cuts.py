@@ -18,7 +18,7 @@ from stretto.run.data.readers import TextPiece, cut_pieces
 from stretto.run.data.tokenizer_files import read_tokenizer
 
 PUBLISHED = [
-    "lenml-gemma3/tokenizer.json",  # a BPE of whole texts
+    pytest.param("lenml-gemma3/tokenizer.json", marks=pytest.mark.slow),  # a BPE of whole texts, 33 MB
     "lenml-llama3/tokenizer.json",
     "lenml-qwen3/tokenizer.json",  # NFC
     "lenml-gptoss/tokenizer.json",

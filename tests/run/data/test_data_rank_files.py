@@ -55,7 +55,7 @@ BITS = [
 ]
 
 
-def texts(number: int = 600) -> Iterator[str]:
+def texts(number: int = 300) -> Iterator[str]:
     """Lines, and awkward bits in any order."""
     yield from ("", "".join(LINES), *LINES[:40])
     draw = random.Random(0)
@@ -81,12 +81,13 @@ def differing(ours: Tokenizer, theirs: Iterable[tuple[str, list[int]]]) -> list[
             ["<|endoftext|>", "<|startoftranscript|>"],
             Boundaries(50_257),
         ),
-        (
+        pytest.param(
             "llama-models/llama4.model",
             "_O200K",
             200_000,
             ["<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"],
             Boundaries(200_001, 200_000),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -130,7 +131,6 @@ def test_llama_3_in_both_of_its_files(tmp_path: Path) -> None:
     ids = [one.ids for one in theirs.encode_batch(every, add_special_tokens=False)]
     assert not differing(ranks, zip(every, ids, strict=True))
     assert ranks.boundaries == Boundaries(128_001, 128_000)
-    assert Tokenizer.load(published("lenml-llama3/tokenizer.json")).boundaries == ranks.boundaries
 
 
 @pytest.mark.slow

@@ -331,6 +331,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [(wait["rank"], wait["target"]) for wait in facts["waits"]] == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_the_record_of_calls_that_differ_and_that_do_not_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """conftest.py checks the keys of every record against the page of `--json`."""
+    ranks = job({**WORLD, "7": ("pair", [0, 1])}, 4)
+    for number, rank in enumerate(ranks):
+        rank.call("0", "all_reduce", "started", size=[2 + (number == 3)])
+    for rank in ranks[:2]:
+        rank.call("7", "all_reduce", "started")
+    found_in(ranks, tmp_path)
+    assert main.run(["diagnose", str(tmp_path), "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert [mismatch["odd"] for mismatch in record["mismatches"]] == [[3]]
+    assert [stalled["open_on"] for stalled in record["stalled"]] == [[0, 1]]
+
+
 @pytest.mark.parametrize(
     ("files", "error", "hint"),
     [

@@ -71,7 +71,6 @@ def plain_loss(checkpoint: Path, ids: Sequence[int], sequence: int) -> tuple[flo
 
 LAYOUTS = {
     "gpt": [
-        ("layout.dp=1",),
         ("layout.tp=2", "layout.sequence_parallel=true"),
         ("layout.dp=2", "dp.mode=server"),
         ("layout.pp=2", "schedule.name=dualpipe", "batch.micro_size=2"),
@@ -82,7 +81,7 @@ LAYOUTS = {
         ("layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2"),
         ("layout.pp=2", "schedule.name=pipedream"),
     ],
-    "moe": [("layout.dp=2", "layout.ep=2"), ("layout.tp=2", "layout.ep=2", "layout.expert_tp=1")],
+    "moe": [("layout.tp=2", "layout.ep=2", "layout.expert_tp=1")],
 }
 
 

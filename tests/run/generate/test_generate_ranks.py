@@ -139,7 +139,7 @@ FEW = ["one key head", "gpt", "latent", "gemma", "dynamic"]
         pytest.param(
             2, [name for name in SHAPES if name not in FEW[:2]], id="tp2 more", marks=pytest.mark.slow
         ),
-        pytest.param(4, ["one key head"], id="tp4"),
+        pytest.param(4, ["one key head"], id="tp4", marks=pytest.mark.slow),
         pytest.param(4, ["latent"], id="tp4 more", marks=pytest.mark.slow),
     ],
 )

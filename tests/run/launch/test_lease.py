@@ -181,9 +181,9 @@ def test_a_lease_that_cannot_be_read_for_a_moment_is_renewed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BEAT_S", 0.02)
-    inner, answers = module._read, iter([None, None])
+    inner, answers = module.read_lease, iter([None, None])
     with lease(tmp_path):
-        monkeypatch.setattr(module, "_read", lambda folder: next(answers, inner(folder)))
+        monkeypatch.setattr(module, "read_lease", lambda folder: next(answers, inner(folder)))
         time.sleep(0.2)
         os.utime(tmp_path / LEASE, (0, 0))
         time.sleep(0.2)

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ranks import on_ranks
+from stretto.engine.checkpoint.metadata import record_schema
 from stretto.errors import StrettoError
+from stretto.planner.machines.catalogue import clusters
+from stretto.run.config.section import config_fields
 from stretto.run.launch import local
 from stretto.run.launch.local import RankFailed, run_ranks
 
@@ -46,6 +49,14 @@ def test_what_ranks_share_with_their_server_is_frozen() -> None:
     assert [name for name in local.PRELOAD if find_spec(name) is None] == []
     (frozen,) = run_ranks(1, gc.get_freeze_count)
     assert frozen > 100_000
+
+
+def cached() -> list[int]:
+    return [function.cache_info().currsize for function in (clusters, config_fields, record_schema)]
+
+
+def test_ranks_find_tables_that_their_server_has_built() -> None:
+    assert 0 not in run_ranks(1, cached)[0]
 
 
 def gathered() -> list[int]:

@@ -61,6 +61,14 @@ def test_numbers_that_json_has_not(tmp_path: Path) -> None:
     assert lines(tmp_path / "eval.jsonl")[0]["perplexity"] == "Infinity"
 
 
+def test_shown_steps_have_the_memory_of_all_ranks(tmp_path: Path) -> None:
+    memory = {"memory/host_gib/rank_0": 1.5}
+    with Metrics(tmp_path, steps=9, every=2, out=io.StringIO()) as metrics:
+        for step in (1, 2, 3):
+            metrics.step(record(step), memory)
+    assert [row.get("memory") for row in lines(tmp_path / "metrics.jsonl")] == [memory, memory, None]
+
+
 def test_a_step_of_several_updates_has_no_norm(tmp_path: Path) -> None:
     out = io.StringIO()
     with Metrics(tmp_path, steps=1, out=out) as metrics:

@@ -37,7 +37,8 @@ for module, needed in {needed}.items():
         os.wait()
         continue
     for name in importlib.import_module(module).PRELOAD:
-        importlib.import_module(name)
+        if not name.startswith("torch"):  # its parts take seconds, and none is needed by name
+            importlib.import_module(name)
     print(module, *(set(needed) - set(sys.modules)), flush=True)
     os._exit(0)
 """

@@ -216,7 +216,6 @@ def has_steps(config: TrainConfig, steps: int) -> Callable[[], bool]:
     ("numbers", "code"),
     [
         ((signal.SIGTERM,), 75),
-        ((signal.SIGINT,), 130),
         ((signal.SIGINT, signal.SIGTERM), 130),
         ((signal.SIGHUP,), 75),
     ],

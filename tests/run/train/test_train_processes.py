@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from stretto.run.config import TrainConfig
 from stretto.run.launch.local import run_ranks
 from stretto.run.train.language_job import LANGUAGE
@@ -121,20 +122,17 @@ def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
 
 
 def test_a_second_job_is_refused_and_a_killed_launcher_leaves_no_ranks_behind(
-    folder: Path, started: list[subprocess.Popen[bytes]]
+    folder: Path, started: list[subprocess.Popen[bytes]], stretto: CommandLine
 ) -> None:
     """Not even one that is stopped."""
-    command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
+    process = subprocess.Popen([*TRAIN, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started.append(process)
     wait_until(lambda: steps_of(folder, "orphans") > 2, "the first steps")
     below = children_of(process.pid)
     assert len(below) >= 3  # two ranks and what they were forked from
-    second = subprocess.run([*command, "--resume", "auto"], capture_output=True, text=True, check=False)
-    assert second.returncode == 2
-    assert (
-        f"orphans is in use by a job on host {socket.gethostname()}, process {process.pid}" in second.stderr
-    )
+    holder = f"orphans is in use by a job on host {socket.gethostname()}, process {process.pid}"
+    assert holder in stretto.error("train", *words, "--resume", "auto")
     os.kill(below[-1], signal.SIGSTOP)  # a rank: those come after what they were forked from
     process.kill()
     process.wait()

@@ -80,7 +80,7 @@ CASES = [
     ("removed", 3, ()),
     ("replaced", 3, ()),
     ("lease", 6, ("checkpoint.every=2",)),
-    ("removed", 6, ()),
+    pytest.param("removed", 6, (), marks=pytest.mark.slow),
     ("removed", 4, ("checkpoint.every=2", "checkpoint.async_save=true", "metrics.to=[]")),
 ]
 

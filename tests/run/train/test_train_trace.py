@@ -141,7 +141,7 @@ def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
     measured = read_trace((run / "trace" / "step-2.json").read_text()).events
     expected = prediction.predict(job_of(config), config.train.device, config.train.threads)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["bubble"] == expected.bubble
-    assert f"<td>{seconds(expected.seconds)}</td>" in (run / "report.html").read_text()
+    assert f'"{seconds(expected.seconds)}"' in (run / "report.html").read_text()
     for rank in {event.rank for event in measured}:
         events = [event for event in measured if event.rank == rank]
         parts = {part.name: part for part in step_parts(events, expected)}
@@ -157,6 +157,24 @@ def test_the_parts_of_a_traced_step_are_the_step_and_the_run_s_prediction(
     if "schedule.name=pipedream" not in words:  # its updates come within the program
         outside = sum(expected.parts.get(name, 0.0) for name in ("data", "optimiser", "offload"))
         assert max(e.end for e in shown) == pytest.approx(expected.seconds - outside)
+
+
+def test_measured_parts_are_of_the_rank_whose_parts_are_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    config = job(tmp_path, "layout.pp=2", "schedule.name=1f1b", model=LLAMA)
+    expected = prediction.predict(job_of(config), config.train.device, config.train.threads)
+    program = lower(schedule("1f1b", 2, 4))
+    slow_first = Costs(per_stage=[(9.0, 9.0, 9.0), (1.0, 1.0, 1.0)])
+    events = trace_of(simulate(program, slow_first), second=1.0).events
+    assert busiest(events) == 0
+    text = write("a test", tmp_path, 2, program, [events], expected).text
+    assert text.startswith("pipeline rank 1, predicted busiest:\n"), "it has the output layer"
+    assert "forward" in text.splitlines()[2]
+    assert " 4 s " in text.splitlines()[2]
+    text = write("a test", tmp_path, 2, program, [events]).text
+    assert text.startswith("pipeline rank 0, the busiest:\n")
 
 
 def test_the_busiest_rank_computes_for_longest() -> None:

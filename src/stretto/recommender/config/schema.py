@@ -1,6 +1,6 @@
 """Every field of a recommender's training job, with its meaning, unit, default and limits beside it.
 
-The reference in `docs/config.md` is made from this file.
+The reference in `docs/reference/config.md` is made from this file.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class DataConfig:
             "package), a Megatron dataset by its `PREFIX`, or a list of these; or a mixture of any of these "
             "by weights, as `{web/: 0.7, code/: 0.3}`. Files and tokens may be at URLs, such as "
             "`s3://bucket/tokens`. `FILE.py:NAME` is a function of your own that returns texts: see "
-            "docs/library.md."
+            "docs/do/own-model.md."
         ),
     ] = "python-stdlib"
     phases: Annotated[

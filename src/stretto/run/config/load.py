@@ -62,7 +62,7 @@ def values_of(text: str, source: str) -> tuple[dict[str, Any], Source]:
     if not isinstance(values, dict):
         raise StrettoError(
             f"{source}: holds {_kind(values)}, must hold sections such as model and data",
-            hint="see docs/config.md, or `stretto config --reference`",
+            hint="see docs/reference/config.md, or `stretto config --reference`",
         )
     # a section whose fields are all commented out is an empty one
     return {key: {} if value is None else value for key, value in values.items()}, read

@@ -208,7 +208,7 @@ class ModelConfig:
         str | None,
         Field(
             "In place of all sizes: `FILE.py:NAME` of a function that returns the layers of your model, as "
-            "an `nn.Sequential` or a list; see docs/library.md.",
+            "an `nn.Sequential` or a list; see docs/do/own-model.md.",
             pattern=IN_A_FILE,
             examples=("mine.py:build",),
         ),

@@ -1,6 +1,6 @@
 """The reference of every field, made from the schemas of all kinds of jobs.
 
-`stretto config --reference` prints it; `docs/config.md` is its output.
+`stretto config --reference` prints it; `docs/reference/config.md` is its output.
 """
 
 from __future__ import annotations

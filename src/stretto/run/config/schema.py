@@ -1,6 +1,6 @@
 """Every field of a training job, with its meaning, unit, default and limits beside it.
 
-The reference in `docs/config.md` is made from this file and those of its larger sections.
+The reference in `docs/reference/config.md` is made from this file and those of its larger sections.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ScheduleConfig:
         Field(
             "Name of a schedule; `stretto schedule --list` shows them; or one of your own in a file, which "
             "is relative to the working directory: FILE.py:FUNCTION, whose file is run, with options as in "
-            "mine.py:lifo:depth=2, or the program in FILE.csv or FILE.json. See docs/schedules.md."
+            "mine.py:lifo:depth=2, or the program in FILE.csv or FILE.json. See docs/do/schedules.md."
         ),
     ] = PLAIN
     file: Annotated[
@@ -176,7 +176,7 @@ class LoopConfig:
         str,
         Field(
             "The kind of device of all ranks, by torch's name; `auto`: the accelerator that torch sees, else "
-            "the CPU. See docs/accelerators.md.",
+            "the CPU. See docs/evidence/accelerators.md.",
             examples=(", ".join((AUTO, *KINDS)),),
             check=check_device,
         ),
@@ -194,7 +194,7 @@ class LoopConfig:
         list[str],
         Field(
             "Own code that every rank calls at points of the loop: FILE.py:CLASS, or FILE.py:FUNCTION with "
-            "the name of a hook, such as on_step_end. See docs/training.md.",
+            "the name of a hook, such as on_step_end. See docs/do/watching.md.",
             examples=("[mine.py:MyHooks]",),
         ),
     ] = field(default_factory=list[str])
@@ -215,7 +215,8 @@ class LoopConfig:
         Field(
             "Seconds without progress in a step after which a rank is taken to hang and the job fails, "
             "naming it; null: 3 times the 99th percentile of the steps, and at least 10; 0: never. The first "
-            "two steps, compilation, evaluations and saves may take `timeout_s`. See docs/reliability.md.",
+            "two steps, compilation, evaluations and saves may take `timeout_s`. See "
+            "docs/evidence/reliability.md.",
             ge=0,
         ),
     ] = None
@@ -223,7 +224,7 @@ class LoopConfig:
         int,
         Field(
             "How often local ranks are started again from the newest whole checkpoint after one of them has "
-            "failed; torchrun has its own --max-restarts. See docs/reliability.md.",
+            "failed; torchrun has its own --max-restarts. See docs/do/long-runs.md.",
             ge=0,
         ),
     ] = 0
@@ -418,14 +419,14 @@ class ReportConfig:
         bool,
         Field(
             "Send OpenTelemetry spans of the run, its steps and their phases, from every rank; needs the "
-            "extra `stretto[opentelemetry]`. See docs/training.md#spans.",
+            "extra `stretto[opentelemetry]`. See docs/do/watching.md#spans.",
         ),
     ] = False
     profile: Annotated[
         list[int] | None,
         Field(
             "The first and the last step that torch's profiler records on every rank, into `profile/` in the "
-            "run's folder; or one step; null: none. See docs/training.md#profile.",
+            "run's folder; or one step; null: none. See docs/do/watching.md#profile.",
             examples=("[10, 13]",),
         ),
     ] = None

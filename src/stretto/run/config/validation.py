@@ -29,7 +29,7 @@ from stretto.run.config.source import Place, Source
 
 Path = tuple[Any, ...]
 T = TypeVar("T")
-REFERENCE = "see docs/config.md, or `stretto config --reference`"
+REFERENCE = "see docs/reference/config.md, or `stretto config --reference`"
 
 # what papers and other libraries call a value, in lower case without punctuation, and what it is called here
 _SYNONYMS: dict[str, tuple[str, ...]] = {

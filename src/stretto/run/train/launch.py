@@ -50,6 +50,7 @@ PRELOAD = (
     "stretto.run.train.async_step",
     "stretto.run.train.companions",
     "stretto.run.train.language_job",
+    "stretto.run.train.warm",
     "torch._dynamo",
     "numpy.random",
     "stretto.cli.main",

@@ -512,9 +512,11 @@ class Metrics:
         self._write(self._events, record)
 
     def step(self, record: AnyStep, memory: Mapping[str, float] | None = None) -> None:
-        """Report a training step; `memory` has what the trackers get of all ranks' memory."""
-        self._write(self._train, record.as_dict())
+        """Report a training step; `memory` has what files and trackers get of all ranks' memory, with every
+        `every`th step.
+        """
         shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
+        self._write(self._train, {**record.as_dict(), **({"memory": memory} if memory and shown else {})})
         self._display.step(record, shown)
         if self._trackers is not None and shown:
             self._trackers.log({**numbers_of("train", record.as_dict()), **(memory or {})}, record.step)

@@ -439,7 +439,7 @@ class StageOptimizers:
                 sharded.gradient_ready(unit.number)
 
         for buffer in self.states.buffers.values():
-            buffer.on_reduced = reduced
+            buffer.report_to(reduced)
 
     def _build(self, fragments: Sequence[ParameterFragment]) -> torch.optim.Optimizer:
         return build_optimizer(fragments, self.job.optimiser)

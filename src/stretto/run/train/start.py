@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,30 @@ def process_group(train: LoopConfig) -> Generator[torch.device]:
             dist.destroy_process_group()
     finally:
         attempt.ended.set()
+
+
+@contextmanager
+def aborted_on_error(device: torch.device) -> Generator[None]:
+    """Abort this rank's communication if the block raises.
+
+    Destroying a group of NCCL first completes all that is queued on its communicators. After an error that
+    may be a message that never comes, and the error would be reported only after the others' timeout.
+    Aborted groups are destroyed at once. Gloo's calls do not outlive their connections.
+    """
+    try:
+        yield
+    except Exception:
+        if dist.get_backend() != "gloo":
+            library: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+            grouped = hasattr(library, "_group_start")  # else aborts of several communicators may deadlock
+            if grouped:
+                library._group_start()
+            for group in tuple(dist.distributed_c10d._world.pg_names):
+                with suppress(RuntimeError):  # a library without it
+                    group.abort()
+            if grouped:
+                library._group_end()
+        raise
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """What every rank really did in one step, beside what the planner predicts for it.
 
-The parts of the step are those of the busiest rank of the first pipeline; together they are the step, and the
-prediction beside them is the one that the run begins with, as is the timeline that is drawn above the
-measured one. A replay at the measured mean times of each stage's actions leaves only waiting to differ: the
-schedule, messages and the machine. The latency of a message is the shortest time from the start of a send to
-the end of a wait which began before it.
+The parts of the step are those of the rank of the first pipeline that is predicted to be the busiest;
+together they are the step, and the prediction beside them is the one that the run begins with, as is the
+timeline that is drawn above the measured one. A replay at the measured mean times of each stage's actions
+leaves only waiting to differ: the schedule, messages and the machine. The latency of a message is the
+shortest time from the start of a send to the end of a wait which began before it.
 """
 
 from __future__ import annotations
@@ -203,14 +203,16 @@ def write(
     predicted = trace_of(shown, second=second)
     predicted_path = place / f"step-{step}.predicted.json"
     predicted_path.write_text(write_trace(predicted), encoding="utf-8")
-    rank = busiest(measured)
+    rank, choice = busiest(measured), "the busiest"
+    if expected is not None:  # whose parts are those of one rank
+        rank, choice = max(range(program.ranks), key=lambda rank: shown.work[rank]), "predicted busiest"
     parts = step_parts([event for event in measured if event.rank == rank], expected)
     page = folder / "report.html"
     work = _work(predicted.events), _work(measured)
     page.write_text(measured_html(*work, f"{title}: {program.name}, step {step}", parts), encoding="utf-8")
     differences = compare(*work)
     text = [
-        f"pipeline rank {rank}, the busiest:",
+        f"pipeline rank {rank}, {choice}:",
         aligned(parts_table(parts)),
         "",
         measured_text(differences),

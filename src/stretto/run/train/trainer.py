@@ -44,7 +44,7 @@ from stretto.run.train.metrics import EVALUATIONS, Metrics, recorded_steps
 from stretto.run.train.profiler import StepProfiler
 from stretto.run.train.resume import is_fresh_run
 from stretto.run.train.spans import Spans
-from stretto.run.train.start import new_run_folder, process_group
+from stretto.run.train.start import aborted_on_error, new_run_folder, process_group
 from stretto.run.train.task import (
     Evaluate,
     Fault,
@@ -500,6 +500,7 @@ def train_rank(
         cleanup.enter_context(hang_record(hang, pipeline))
         cleanup.enter_context(watched_together(hang, train.hang_s))
         run = open_run(data, device, cleanup, notes.append)
+        cleanup.enter_context(aborted_on_error(device))  # before the run is closed
         cleanup.enter_context(share_folder(folder))
         metrics = None
         if dist.get_rank() == 0:

@@ -7,6 +7,7 @@ from math import prod
 
 from stretto.errors import StrettoError
 from stretto.program import PLAIN
+from stretto.program.text.megatron import megatron_layout
 from stretto_interop.frameworks.fields import EXPERTS, JOB, MODEL, RATE, RUN, JobValues
 from stretto_interop.frameworks.mapping import (
     Rule,
@@ -123,27 +124,7 @@ def _write_stages(values: JobValues, pp: int, chunks: int) -> Settings:
     even = layers % depth == 0 and blocks == [layers // depth] * depth
     if even:
         return {"num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}
-    letters = [
-        "E" * (0 in stage) + ("t" * n if n < 4 else f"t*{n}") + "L" * (layers + 1 in stage)
-        for stage, n in zip(stages, blocks, strict=True)
-    ]
-    return {"pipeline-model-parallel-layout": shortened(letters)}
-
-
-def shortened(stages: list[str]) -> str:
-    """Join stages by |, with runs of equal ones as (...|)*n."""
-    parts, at = list[str](), 0
-    while at < len(stages):
-        count = 1
-        while at + count < len(stages) and stages[at + count] == stages[at]:
-            count += 1
-        last = at + count == len(stages)
-        if count > 2 and not last:
-            parts.append(f"({stages[at]}|)*{count}")
-        else:
-            parts.append("|".join([stages[at]] * count) + "|" * (not last))
-        at += count
-    return "".join(parts)
+    return {"pipeline-model-parallel-layout": megatron_layout(stages, layers)}
 
 
 def _read_pipeline(settings: Settings) -> Values:
