@@ -106,6 +106,16 @@ def sum_in_16_bits() -> None:
     engine._Bucket.reduce = rounded
 
 
+def test_16_bit_messages_are_compared_before_their_rounding_opens_a_relu() -> None:
+    """After one step of this case a row of C9 has made a whole step the other way, and the gradient of C2 is
+    off by a fifth."""
+    config = small(parse_config(_TABLES, overrides=("tables.wire=bfloat16",)), 2)
+    tables = config.table_specs()
+    case = next(c for c in AllCases(tables, 2).cases if str(c) == "mix 2 adagrad+lamb dot multi-hot overlap")
+    (verdict,) = run_proof(recommender_proof(config, tables, [case], 2, own_types=True), None).rounded
+    assert verdict.equal, verdict.diagnosis
+
+
 @pytest.mark.parametrize("overrides", [(), ("tables.wire=bfloat16",)])
 def test_right_placements_are_equal_in_their_own_types(overrides: tuple[str, ...]) -> None:
     found = of_tables(None, *overrides)
