@@ -95,7 +95,7 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
     )
     trainer.checkpointer = cast("Any", SimpleNamespace(background=background, advance=lambda: None))
     background._memory = memory = TimedCopy(torch.device("cpu"))
-    what: dict[str, Any] = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}
+    arguments: dict[str, Any] = {"folder": Path(folder), "meta": {}, "keep": Retention(last=2)}
     times, draw = Times(), random.Random(0)
 
     def step() -> bool:
@@ -107,11 +107,11 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
 
     def waits(number: int) -> None:
         step()
-        times.waited.append(timed(lambda: save(step=number, tensors=tensors_of(replica), **what)))
+        times.waited.append(timed(lambda: save(step=number, tensors=tensors_of(replica), **arguments)))
 
     def goes_on(number: int) -> None:
         step()
-        stopped = timed(lambda: background.start(step=number, tensors=tensors_of(replica), **what))
+        stopped = timed(lambda: background.start(step=number, tensors=tensors_of(replica), **arguments))
         during = list[float]()
         while background.busy:
             started = time.perf_counter()
@@ -129,7 +129,8 @@ def run(ranks: int, rounds: int, hidden: int, folder: str) -> dict[str, list[flo
     slowest = gather_json({name: each[1:] for name, each in vars(times).items()})
     replica.close()
     return {
-        name: [max(row) for row in zip(*(one[name] for one in slowest), strict=True)] for name in vars(times)
+        name: [max(row) for row in zip(*(rank_times[name] for rank_times in slowest), strict=True)]
+        for name in vars(times)
     }
 
 
@@ -148,7 +149,7 @@ def main() -> None:
     }
     print(f"| {args.ranks} ranks, hidden {args.hidden} | ms, median (quartiles) | of a step |\n|---|---|---|")
     for name, seconds in rows.items():
-        low, middle, high = (1000 * one for one in quantiles(seconds, n=4))
+        low, middle, high = (1000 * second for second in quantiles(seconds, n=4))
         print(f"| {name} | {middle:.2f} ({low:.2f} to {high:.2f}) | {middle / 1000 / step:.1%} |")
     low, middle, high = quantiles(beyond, n=4)
     print(f"| stop beyond the copy; goal: 5% | | {middle:.1%} ({low:.1%} to {high:.1%}) |\n\n{where()}")

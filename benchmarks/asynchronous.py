@@ -79,9 +79,10 @@ def sleeping(ranks: int, microbatches: int, unit: float) -> None:
         *((name, windows) for name in ASYNCHRONOUS for windows in ([1] * STEPS, [STEPS])),
     ):
         took = on_ranks(ranks, sleep, name, microbatches, unit, windows)[0] / unit
-        said = busy + fill * len(windows)
+        predicted = busy + fill * len(windows)
         print(
-            f"| {name} | {len(windows)} | {busy} | {said} | {took:.1f} | {took / busy - 1:+.1%} |", flush=True
+            f"| {name} | {len(windows)} | {busy} | {predicted} | {took:.1f} | {took / busy - 1:+.1%} |",
+            flush=True,
         )
 
 
@@ -104,8 +105,8 @@ class _Contestant:
     """A schedule's replica of the small GPT."""
 
     def __init__(self, name: str) -> None:
-        words = {"schedule__name": name, "layout__pp": 2}
-        self._replica = small_gpt.replica(small_gpt.config(**words))
+        overrides = {"schedule__name": name, "layout__pp": 2}
+        self._replica = small_gpt.replica(small_gpt.config(**overrides))
         self._batch = small_gpt.batch()
 
     def window(self, steps: int) -> float:
@@ -164,19 +165,21 @@ def loss(steps: int, optimizer: str, factors: Sequence[float]) -> None:
     print("| schedule | learning rate | loss of the last 20 steps | over 1f1b | held-out loss | over 1f1b |")
     print("|---|---|---|---|---|---|")
     first = list[tuple[float, float]]()
-    for name, words, share in UPDATES:
+    for name, overrides, share in UPDATES:
         results = list[tuple[float, float]]()
         for factor in factors:
             rate = RATES[optimizer] * factor * share
             train = [f"optim.name={optimizer}", f"optim.lr={rate}", f"train.steps={steps}"]
-            results.append(_losses(name, steps, [*train, *words]))
-            best = [min(one) for one in zip(*(first or results), strict=True)]
-            beside = [f"{own:.4f} | {own / one - 1:+.2%}" for own, one in zip(results[-1], best, strict=True)]
-            print(f"| {name} | {rate:g} | {' | '.join(beside)} |", flush=True)
+            results.append(_losses(name, steps, [*train, *overrides]))
+            best = [min(losses) for losses in zip(*(first or results), strict=True)]
+            columns = [
+                f"{own:.4f} | {own / lowest - 1:+.2%}" for own, lowest in zip(results[-1], best, strict=True)
+            ]
+            print(f"| {name} | {rate:g} | {' | '.join(columns)} |", flush=True)
         first = first or results
 
 
-def _losses(name: str, steps: int, words: Sequence[str]) -> tuple[float, float]:
+def _losses(name: str, steps: int, overrides: Sequence[str]) -> tuple[float, float]:
     """The mean loss of a run's last 20 steps, and its held-out loss."""
     from stretto.run.config.load import load
     from stretto.run.train.language_job import LANGUAGE
@@ -189,7 +192,7 @@ def _losses(name: str, steps: int, words: Sequence[str]) -> tuple[float, float]:
                 *("layout.pp=2", "layout.dp=1", "model.layers=2", "model.hidden=128", "model.tied=false"),
                 *(f"schedule.name={name}", "optim.rate.warmup=60", "optim.clip=null"),
                 *("checkpoint.every=null", "sample.tokens=0", f"eval.every={steps}"),
-                *(f"run.dir={folder}", *words),
+                *(f"run.dir={folder}", *overrides),
             ],
         )
         run_job(LANGUAGE, config, quiet=True)

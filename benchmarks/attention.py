@@ -87,11 +87,11 @@ class Sizes:
     def drawn(self, style: Style) -> list[Tensor]:
         """Leaves q, k and v of one sample, and sinks, in memory as projections give them."""
         draw, n = torch.Generator().manual_seed(0), self.sequence
-        made = [
+        tensors = [
             torch.randn(1, n, heads, self.head_dim, generator=draw)
             for heads in (self.heads, *2 * (self.heads // style.kv_share,))
         ]
-        there = [t.to(self.device, self.dtype).transpose(1, 2) for t in made]
+        there = [t.to(self.device, self.dtype).transpose(1, 2) for t in tensors]
         if style.sinks:
             there.append(torch.zeros(self.heads, dtype=self.dtype, device=self.device))
         return [t.requires_grad_() for t in there]

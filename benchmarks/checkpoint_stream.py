@@ -121,7 +121,9 @@ def main() -> None:
         "| 2 GiB in bfloat16 | s, median | GB/s | of the copy's rate, median (quartiles) |\n|---|---|---|---|"
     )
     for name, times in taken.items():
-        ratios = [one / other for one, other in zip(taken["copy"][1:], times[1:], strict=True)]
+        ratios = [
+            copy_seconds / other for copy_seconds, other in zip(taken["copy"][1:], times[1:], strict=True)
+        ]
         low, middle, high = quantiles(ratios, n=4)
         share = f"{100 * middle:.0f}% ({100 * low:.0f} to {100 * high:.0f})"
         print(f"| {name} | {median(times[1:]):.2f} | {size / median(times[1:]) / 1e9:.2f} | {share} |")

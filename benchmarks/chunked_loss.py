@@ -58,7 +58,7 @@ HEAD = (
 )
 
 
-def held(job: Job) -> MeasuredMemory:
+def measure_memory(job: Job) -> MeasuredMemory:
     """What this rank held in a step of training."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -75,24 +75,24 @@ def memory(micro: int) -> None:
     peaks = dict[str, tuple[float, float, float]]()
     for name, chunk in (("all at once", 0), ("in chunks", None)):
         chosen = replace(job, loss_chunk=chunk)
-        last = next(one for one in run_ranks(2, held, chosen) if one.pipeline == 1)
+        last = next(measured for measured in run_ranks(2, measure_memory, chosen) if measured.pipeline == 1)
         lasting = sum(last.kinds.get(kind, 0) for kind in LASTING)
         predicted = one_rank(memory_of(chosen), 1).total
         peaks[name] = last.peak / MIB, (last.peak - lasting) / MIB, predicted / MIB
-    whole, chunks = peaks.values()
+    full, chunks = peaks.values()
     print(f"\n### Last stage, {micro} samples of {LENGTH} tokens in a microbatch, MiB\n")
     print("| logits | peak | predicted | beside weights, gradients, states |\n|---|---|---|---|")
-    for name, (peak, beside, predicted) in peaks.items():
-        print(f"| {name} | {peak:.0f} | {predicted:.0f} | {beside:.0f} |")
-    print(f"| ratio | {chunks[0] / whole[0]:.2f} | | {chunks[1] / whole[1]:.2f} |")
+    for name, (peak, activations, predicted) in peaks.items():
+        print(f"| {name} | {peak:.0f} | {predicted:.0f} | {activations:.0f} |")
+    print(f"| ratio | {chunks[0] / full[0]:.2f} | | {chunks[1] / full[1]:.2f} |")
 
 
 def main() -> None:
     args = arguments(__doc__, rounds=11)
     torch.set_num_threads(1)
-    whole = step(0)
+    full = step(0)
     for chunk in CHUNKS:
-        torch.testing.assert_close(step(chunk), whole, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(step(chunk), full, rtol=1e-5, atol=0.0)
     contestants = {"all at once": lambda: step(0)}
     contestants |= {f"{chunk} tokens": (lambda chunk=chunk: step(chunk)) for chunk in CHUNKS}
     title = f"head and loss of {SAMPLES * LENGTH} tokens, {HIDDEN} features, vocabulary {VOCAB}"

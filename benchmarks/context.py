@@ -102,20 +102,20 @@ def needed(name: str, size: Size) -> tuple[int, int]:
     if name == ALONE and dist.get_rank():
         return 0, 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    held = dict[int, int]()
+    saved = dict[int, int]()
     weights = {p.untyped_storage().data_ptr() for p in stack.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         memory = t.untyped_storage()
         if memory.data_ptr() not in weights:
-            held[memory.data_ptr()] = memory.nbytes()
+            saved[memory.data_ptr()] = memory.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = stack()
     y.backward(torch.ones_like(y))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return sum(held.values()), grown * 1024
+    return sum(saved.values()), grown * 1024
 
 
 def only_first(step: Step) -> Step:
@@ -130,14 +130,14 @@ def compete(size: Size, rounds: int) -> list[Timing]:
 
 def table(memories: list[Memory]) -> str:
     """Memory as Markdown."""
-    whole = memories[0]
+    first = memories[0]
     rows = [
         "| | activations, MiB | of one process's | process grew, MiB | of one process's |",
         "|---|---|---|---|---|",
     ]
     rows += [
-        f"| {m.name} | {m.activations / 2**20:.1f} | {m.activations / whole.activations:.3f} "
-        f"| {m.grown / 2**20:.1f} | {m.grown / whole.grown:.3f} |"
+        f"| {m.name} | {m.activations / 2**20:.1f} | {m.activations / first.activations:.3f} "
+        f"| {m.grown / 2**20:.1f} | {m.grown / first.grown:.3f} |"
         for m in memories
     ]
     return "\n".join(rows)
@@ -159,8 +159,8 @@ def memory(size: Size, out: Path | None) -> None:
 def main() -> None:
     args = arguments(__doc__, rounds=5, sequence=8192, hidden=256, heads=4, layers=4)
     size = Size(args.sequence, args.hidden, args.heads, args.layers)
-    what = f"{size.layers} GPT blocks of width {size.hidden}, sequence {size.sequence}"
-    title = f"{RANKS} context-parallel ranks, {what}"
+    model = f"{size.layers} GPT blocks of width {size.hidden}, sequence {size.sequence}"
+    title = f"{RANKS} context-parallel ranks, {model}"
     print(f"### {title}: memory\n")
     memory(size, args.out)
     if args.rounds:

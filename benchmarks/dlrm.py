@@ -174,12 +174,12 @@ def torchrec(rule: str, sharding: str, rank: int, world: int, data: list[Raw]) -
 def _cycle(data: list[Raw], step: Any) -> harness.Step:
     at = 0
 
-    def one() -> None:
+    def run_step() -> None:
         nonlocal at
         step(*data[at % BATCHES])
         at += 1
 
-    return one
+    return run_step
 
 
 def compete(options: Mapping[str, Any]) -> list[harness.Timing]:

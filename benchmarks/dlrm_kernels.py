@@ -39,8 +39,8 @@ def main() -> None:
         return
     contestants: dict[str, Step | None] = {
         "plain PyTorch": _torch(args.rule, rows, ids, gradient),
-        "Stretto": _ours(args.rule, rows, ids, gradient, kernels_for("cpu", torch.float32)),
-        "Stretto without numba": _ours(args.rule, rows, ids, gradient, Kernels()),
+        "Stretto": _stretto(args.rule, rows, ids, gradient, kernels_for("cpu", torch.float32)),
+        "Stretto without numba": _stretto(args.rule, rows, ids, gradient, Kernels()),
     }
     if find_spec("fbgemm_gpu") is not None and args.rule in _OF_FBGEMM:
         contestants["FBGEMM"] = _fbgemm(args.rule, rows, ids, gradient)
@@ -49,7 +49,7 @@ def main() -> None:
     report(f"lookup and update: {title}", race(steps, reference, rounds=args.rounds), reference, args.out)
 
 
-def _made(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> tuple[Any, ...]:
+def _make_inputs(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> tuple[Any, ...]:
     """Rule, store, slots, offsets, flat gradient."""
     rule = build_rule(rule_name)
     store = DeviceStore(
@@ -64,8 +64,8 @@ def _made(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) 
     return rule, store, slots, offsets, gradient.view(-1, gradient.shape[2])
 
 
-def _ours(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor, kernels: Kernels) -> Step:
-    rule, store, slots, offsets, flat = _made(rule_name, rows, ids, gradient)
+def _stretto(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor, kernels: Kernels) -> Step:
+    rule, store, slots, offsets, flat = _make_inputs(rule_name, rows, ids, gradient)
 
     def step() -> None:
         kernels.lookup(store.weight, slots, offsets)
@@ -84,7 +84,7 @@ def _ours(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor, 
 
 
 def _parts(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> dict[str, Step]:
-    rule, store, slots, offsets, flat = _made(rule_name, rows, ids, gradient)
+    rule, store, slots, offsets, flat = _make_inputs(rule_name, rows, ids, gradient)
     kernels = kernels_for("cpu", torch.float32)
     grouped = kernels.group(slots)
     return {

@@ -74,7 +74,7 @@ class Run:
     """A measured row: its cells, its job under each program, and its placement."""
 
     number: int
-    what: str
+    description: str
     program: str
     measured: float
     job: TableJob
@@ -127,9 +127,9 @@ def _run(number: int, row: dict[str, str]) -> Run:
         device_bytes=room,
         places=("device", "cpu") if cluster not in ("cpu", "epyc-7742-2x") else ("device",),
     )
-    words = f"{row['system']}, {row['model']} {row['params_b']}, {row['hardware']} {row['accelerators']}"
+    system = f"{row['system']}, {row['model']} {row['params_b']}, {row['hardware']} {row['accelerators']}"
     return Run(
-        number, f"{words}, {row['precision']}, {batch}", program, float(row["samples_per_s"]), job, splits
+        number, f"{system}, {row['precision']}, {batch}", program, float(row["samples_per_s"]), job, splits
     )
 
 
@@ -161,7 +161,7 @@ def _cluster(row: dict[str, str]) -> tuple[str, int]:
         return "cpu", int(row["notes"].split()[0])
     if "CPU only" in hardware:
         return "epyc-7742-2x", 1
-    for words, name in (
+    for text, name in (
         ("DGX A100", "dgx-a100-80gb"),
         ("A100-80", "dgx-a100-80gb"),
         ("p4d", "aws-p4d"),
@@ -171,7 +171,7 @@ def _cluster(row: dict[str, str]) -> tuple[str, int]:
         ("DGX-2", "dgx-2-v100-32gb"),
         ("8x V100", "dgx-1-v100-32gb"),
     ):
-        if words in hardware:
+        if text in hardware:
             return name, count
     raise LookupError(f"hardware {hardware!r}")
 

@@ -149,7 +149,7 @@ def _large(gib: int, limit: int, steps: int, folder: Path) -> dict[str, Any]:
         step()
         times.append(time.perf_counter() - began)
     store.release(step.ahead)
-    facts = {
+    report = {
         "rows": rows,
         "file_gib": round(store.backing.rows * store.backing.record / 2**30, 2),
         "written_s": round(written, 1),
@@ -159,7 +159,7 @@ def _large(gib: int, limit: int, steps: int, folder: Path) -> dict[str, Any]:
         "finite": bool(middle.isfinite().all()),
     }
     store.close()
-    return facts
+    return report
 
 
 def _watched(gib: int, limit: int, steps: int, folder: str) -> None:

@@ -40,14 +40,14 @@ class Case:
 
 def case(name: str, rank: int, preset: str, sequence: int, batch: int, **sections: dict[str, Any]) -> Case:
     """A job in bfloat16 for accelerators."""
-    whole: dict[str, dict[str, Any]] = {
+    all_sections: dict[str, dict[str, Any]] = {
         "model": {"preset": preset, **sections.pop("model", {})},
         "data": {"sequence": sequence, "tokenizer": "tokenizer.json"},
         "batch": {"global_size": batch, "micro_size": sections.pop("micro", {}).get("size", 1)},
         "train": {"dtype": "bfloat16", "device": "cuda", "vocab_multiple": 128},
         **sections,
     }
-    return Case(name, rank, whole)
+    return Case(name, rank, all_sections)
 
 
 CASES = [
@@ -116,23 +116,23 @@ class Row:
     process_mib: int
 
 
-def measure(one: Case) -> Row:
+def measure(case: Case) -> Row:
     """Run a rank and compare it with the planner's counts."""
-    config = read_section(TrainConfig, one.sections)
+    config = read_section(TrainConfig, case.sections)
     job = job_of(config)
     for problem in problems(job):
         raise problem
-    ran, held = dry_run(job, one.rank), memory_of(job)
-    planned = counts(job, one.rank, held)
+    ran, predicted = dry_run(job, case.rank), memory_of(job)
+    planned = counts(job, case.rank, predicted)
     return Row(
-        one.name,
+        case.name,
         job.layout.world,
         sum(ran.flops.values()),
         sum(abs(ran.flops.get(key, 0) - planned.flops.get(key, 0)) for key in {*ran.flops, *planned.flops}),
         sum(ran.bytes.values()),
         sum(abs(ran.bytes.get(key, 0) - planned.bytes.get(key, 0)) for key in {*ran.bytes, *planned.bytes}),
         ran.peak,
-        one_rank(held, ran.coordinates["pp"]).total / ran.peak - 1,
+        one_rank(predicted, ran.coordinates["pp"]).total / ran.peak - 1,
         ran.operators,
         ran.seconds,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
@@ -147,9 +147,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = list[Row]()
-    for one in CASES:
-        if args.only in one.name:
-            rows.append(measure(one))
+    for case in CASES:
+        if args.only in case.name:
+            rows.append(measure(case))
             if not args.json:
                 show(rows[-1])
     if args.json:

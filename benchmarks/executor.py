@@ -125,8 +125,8 @@ def compete(rounds: int) -> list[Timing]:
     targets = [torch.randn(SAMPLES, WIDTH) for _ in range(MICROBATCHES)]
     contestants = {"torch Schedule1F1B": torchs, "Stretto": stretto_step}
     contestants |= {"bare autograd": bare} if dist.get_world_size() == 1 else {"by hand": by_hand}
-    made = {name: make(inputs, targets) for name, make in contestants.items()}
-    return race(made, "torch Schedule1F1B", rounds=rounds, inner=5)
+    steps = {name: make(inputs, targets) for name, make in contestants.items()}
+    return race(steps, "torch Schedule1F1B", rounds=rounds, inner=5)
 
 
 def main() -> None:

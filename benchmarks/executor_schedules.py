@@ -104,9 +104,9 @@ def torchs(name: str, program: Program, batch: Batch) -> Step:
     """torch's class, with stages placed as in Stretto."""
     mine = program.stages_of(dist.get_rank())
     stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), s, program.stages, torch.device("cpu")) for s in mine]
-    made = getattr(schedules, name)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
-    runner = made(stages[0] if single else stages, MICROBATCHES, loss_fn=squares, scale_grads=False)
+    schedule = getattr(schedules, name)
+    single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    runner = schedule(stages[0] if single else stages, MICROBATCHES, loss_fn=squares, scale_grads=False)
     x, t = torch.cat(batch.inputs), torch.cat(batch.targets)
     first, last = 0 in mine, program.stages - 1 in mine
 

@@ -72,21 +72,21 @@ CONFIGS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def theirs(kind: str, attention: str) -> nn.Module:
+def transformers_model(kind: str, attention: str) -> nn.Module:
     """A model of `transformers` with random weights, the same for the same kind."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **CONFIGS[kind])
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
-def ours(model: nn.Module) -> LanguageModel:
+def stretto_model(model: nn.Module) -> LanguageModel:
     """Stretto's model with the weights of theirs."""
     config: Any = model.config
     shape = shape_from_huggingface(config.to_dict())
-    made = build(shape)
-    made.load_state_dict(from_huggingface(model.state_dict(), shape), strict=False)  # not tied ones
-    made.tie()
-    return made
+    built = build(shape)
+    built.load_state_dict(from_huggingface(model.state_dict(), shape), strict=False)  # not tied ones
+    built.tie()
+    return built
 
 
 def trained(model: LanguageModel) -> LanguageModel:
@@ -116,11 +116,11 @@ def contestants(kind: str, sequence: int) -> dict[str, Step]:
     runs: dict[str, tuple[Any, Any]] = {}
     for attention in ("eager", "sdpa"):
         try:
-            runs[f"transformers, {attention}"] = their_blocks, theirs(kind, attention)
+            runs[f"transformers, {attention}"] = their_blocks, transformers_model(kind, attention)
         except ValueError:  # the family has no such attention there
             continue
-    runs["Stretto"] = our_blocks, ours(runs["transformers, eager"][1])
-    runs["Stretto, trained"] = our_blocks, trained(ours(runs["transformers, eager"][1]))
+    runs["Stretto"] = our_blocks, stretto_model(runs["transformers, eager"][1])
+    runs["Stretto, trained"] = our_blocks, trained(stretto_model(runs["transformers, eager"][1]))
     with torch.no_grad():
         outputs = {name: blocks(model, x) for name, (blocks, model) in runs.items()}
     plain = outputs["transformers, eager"]

@@ -121,12 +121,12 @@ def fitted(
 
     best = by(rows)
     sizes = sorted({r.size for r in rows})
-    held = [r for r in rows if sizes.index(r.size) % 2]
+    every_second = [r for r in rows if sizes.index(r.size) % 2]
     print(summary(f"{name}, fitted", wrong(best, rows), 70))
-    if held:
-        at = by([r for r in rows if r not in held])
-        print(summary(f"{name}, every second size by the others", wrong(at, held), 70))
-        large = [r for r in held if r.size >= LARGE]
+    if every_second:
+        at = by([r for r in rows if r not in every_second])
+        print(summary(f"{name}, every second size by the others", wrong(at, every_second), 70))
+        large = [r for r in every_second if r.size >= LARGE]
         print(summary(f"{name}, every second size by the others, from 1 MiB", wrong(at, large), 70))
     odd = [r for r in rows if r.ranks in (3, 5, 6, 7)]
     if odd and len(odd) < len(rows) and len(start) < 10:
@@ -219,7 +219,7 @@ def host_bus(rows: list[Row]) -> dict[str, float]:
         these = sums(rows, (system,), range(4, 5))
         at = fitted(f"{kind}: all-reduce", these, predict, START[[0, 2, 3]], BOUNDS[[0, 2, 3]])
         entries.append(_entry(np.array([at[0], 2.0, at[1], at[2], 0.0]), latency))
-    return rounded({name: float(np.mean([one[name] for one in entries])) for name in entries[0]})
+    return rounded({name: float(np.mean([entry[name] for entry in entries])) for name in entries[0]})
 
 
 def sends(rows: list[Row]) -> dict[str, dict[str, float]]:

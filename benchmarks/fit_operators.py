@@ -93,8 +93,8 @@ class Predictor:
         compute, memory, fixed, tile, wave, prologue, droop = at
         reached = memory * self.bandwidth
         rate = compute * self.sustained / self.units * (self.area / LARGEST) ** tile
-        one = 2 * self.area * (self.rows.k[None] / self.split + prologue) / rate
-        work = (self.waves + wave * self.gap) * one + self.sums / reached + self.extra
+        wave_seconds = 2 * self.area * (self.rows.k[None] / self.split + prologue) / rate
+        work = (self.waves + wave * self.gap) * wave_seconds + self.sums / reached + self.extra
         best = work.min(axis=0) * self.large**droop
         return (best**6 + (self.moved / reached) ** 6) ** (1 / 6) + fixed * 1e-6
 

@@ -117,13 +117,13 @@ def with_constants(row: RunRecord, values: Values) -> RunRecord:
 
 def log_errors(rows: Sequence[RunRecord], values: Values) -> Column:
     """Logarithms of the ratio of predicted to measured seconds."""
-    known = dict[object, float]()  # rows that repeat a job share its prediction
+    predictions = dict[object, float]()  # rows that repeat a job share its prediction
     logs = list[float]()
     for row in (with_constants(row, values) for row in rows):
         key = (row.group, row.repeat)
-        if key not in known:
-            known[key] = estimate(row.job, row.cluster, row.assumptions, memory=False).seconds
-        logs.append(np.log(known[key] / (row.measured.seconds or np.nan)))
+        if key not in predictions:
+            predictions[key] = estimate(row.job, row.cluster, row.assumptions, memory=False).seconds
+        logs.append(np.log(predictions[key] / (row.measured.seconds or np.nan)))
     return np.array(logs)
 
 

@@ -50,11 +50,11 @@ def fit(runs: Mapping[int, Run]) -> dict[str, dict[str, float]]:
     """The constants with the smallest mean logarithmic error, by program."""
     fitted = dict[str, dict[str, float]]()
     for name, fields, rows in PLAN:
-        known = replace(program_of(name), **fitted.get(name, {}))
+        program_before = replace(program_of(name), **fitted.get(name, {}))
         best, least = dict[str, float](), float("inf")
         for values in itertools.product(*(GRIDS[field] for field in fields)):
             tried = dict(zip(fields, values, strict=True))
-            program = replace(known, **tried)
+            program = replace(program_before, **tried)
             error = mean(abs(log(runs[row].predicted(program) / runs[row].measured)) for row in rows)
             if error < least - 1e-9:
                 best, least = tried, error

@@ -48,7 +48,7 @@ class Costs:
     comparison: float
     checksums: float
     compared: int
-    held: int
+    state_bytes: int
 
 
 def measure(ranks: int, rounds: int) -> Costs:
@@ -72,7 +72,7 @@ def measure(ranks: int, rounds: int) -> Costs:
             steps.append(stepped - started)
             comparisons.append(compared - stepped)
             checksums.append(time.process_time() - compared)
-    held = sum(tensor.nbytes for tensor, _ in replicated_tensors(replica).values())
+    state_bytes = sum(tensor.nbytes for tensor, _ in replicated_tensors(replica).values())
     replica.close()
     dist.destroy_process_group()
     return Costs(
@@ -80,7 +80,7 @@ def measure(ranks: int, rounds: int) -> Costs:
         comparison=median(comparisons),
         checksums=median(checksums),
         compared=copies.compared,
-        held=held,
+        state_bytes=state_bytes,
     )
 
 
@@ -90,7 +90,8 @@ def main() -> None:
     print(
         f"step {1000 * costs.step:.1f} ms, comparison {1000 * costs.comparison:.2f} ms, checksums "
         f"{1000 * costs.checksums:.2f} ms of the processor ({costs.compared} tensors, "
-        f"{costs.held / 1e6:.1f} MB, compared at {costs.held / costs.comparison / 1e9:.1f} GB/s)"
+        f"{costs.state_bytes / 1e6:.1f} MB, compared at "
+        f"{costs.state_bytes / costs.comparison / 1e9:.1f} GB/s)"
     )
     for name, cost in (("check_replicas", costs.comparison), ("check_memory", costs.checksums)):
         for every in (1, 10, 100):

@@ -54,27 +54,29 @@ INSIDE = 0.95
 def predicted(rows: Sequence[TimedRow], values: Values) -> list[PredictedRow]:
     """All rows with predictions by software with these constants."""
     estimates = dict[object, Estimate]()  # rows that repeat a job share its prediction
-    made = list[PredictedRow]()
+    predictions = list[PredictedRow]()
     for number, (cells, run) in enumerate(rows, 1):
         run = with_constants(run, values)
         key = (run.group, run.repeat)
         if key not in estimates:
             estimates[key] = estimate(run.job, run.cluster, run.assumptions, memory=False)
-        made.append(PredictedRow(number=number, cells=cells, run=run, estimate=estimates[key]))
-    return made
+        predictions.append(PredictedRow(number=number, cells=cells, run=run, estimate=estimates[key]))
+    return predictions
 
 
 def needed_scales(rows: Sequence[PredictedRow]) -> list[float]:
     """The scale of all widths with which each measured run would be at the edge of its interval."""
     scales = list[float]()
-    for one in rows:
-        assert one.run is not None
-        assert one.estimate is not None
-        assert one.run.measured.seconds is not None
-        off = abs(log(one.estimate.seconds / one.run.measured.seconds))
-        made = one.estimate
-        software = one.run.assumptions.software
-        unit = interval(made.job, made.cluster, made.precision, made.parts, software, scale=1.0)
+    for row in rows:
+        assert row.run is not None
+        assert row.estimate is not None
+        assert row.run.measured.seconds is not None
+        off = abs(log(row.estimate.seconds / row.run.measured.seconds))
+        estimate = row.estimate
+        software = row.run.assumptions.software
+        unit = interval(
+            estimate.job, estimate.cluster, estimate.precision, estimate.parts, software, scale=1.0
+        )
         scales.append(off / log(unit.high))
     return scales
 
@@ -88,15 +90,17 @@ def calibrated_scale(tables: Sequence[Sequence[float]]) -> float:
     return float(scales[order][np.searchsorted(passed, INSIDE - 1e-9)])
 
 
-def scaled(one: PredictedRow, scale: float) -> PredictedRow:
+def scaled(row: PredictedRow, scale: float) -> PredictedRow:
     """A prediction with its interval at that scale."""
-    made = one.estimate
-    assert made is not None
-    software = one.run.assumptions.software if one.run else SoftwareAssumptions()
-    around = interval(made.job, made.cluster, made.precision, made.parts, software, scale=scale)
-    seconds = made.seconds
+    estimate = row.estimate
+    assert estimate is not None
+    software = row.run.assumptions.software if row.run else SoftwareAssumptions()
+    around = interval(
+        estimate.job, estimate.cluster, estimate.precision, estimate.parts, software, scale=scale
+    )
+    seconds = estimate.seconds
     low, high = around.low * seconds, around.high * seconds
-    return replace(one, estimate=replace(made, low=low, high=high, widths=around.widths))
+    return replace(row, estimate=replace(estimate, low=low, high=high, widths=around.widths))
 
 
 def constants_line(name: str, values: Values, scale: float) -> str:
@@ -110,14 +114,17 @@ def write_rows(path: Path, tables: Mapping[str, Sequence[PredictedRow]]) -> None
         writer = csv.writer(file)
         writer.writerow(["table", "name", "measured", "predicted", "error_pct", "low", "high", "parts"])
         for table, rows in tables.items():
-            for one in rows:
-                made, run = one.estimate, one.run
-                if made is None or run is None or run.measured.seconds is None:
+            for row in rows:
+                estimate, run = row.estimate, row.run
+                if estimate is None or run is None or run.measured.seconds is None:
                     continue
-                error = 100 * (made.seconds / run.measured.seconds - 1)
-                parts = " ".join(f"{k}={v / made.seconds:.3f}" for k, v in made.parts.items() if v)
-                times = (f"{x:.4g}" for x in (run.measured.seconds, made.seconds, error, made.low, made.high))
-                writer.writerow([table, one.name.partition(": ")[2], *times, parts])
+                error = 100 * (estimate.seconds / run.measured.seconds - 1)
+                parts = " ".join(f"{k}={v / estimate.seconds:.3f}" for k, v in estimate.parts.items() if v)
+                times = (
+                    f"{x:.4g}"
+                    for x in (run.measured.seconds, estimate.seconds, error, estimate.low, estimate.high)
+                )
+                writer.writerow([table, row.name.partition(": ")[2], *times, parts])
 
 
 def write_scale(scale: float) -> None:
@@ -142,17 +149,19 @@ def main() -> None:
         name: values_at(minimised([table for other, table in linear.items() if other != name], point))
         for name in rows
     }
-    made = {name: predicted(of_table, values[name]) for name, of_table in rows.items()}
-    scales = {name: needed_scales(of_table) for name, of_table in made.items()}
+    predictions = {name: predicted(of_table, values[name]) for name, of_table in rows.items()}
+    scales = {name: needed_scales(of_table) for name, of_table in predictions.items()}
     scale = {name: calibrated_scale([s for other, s in scales.items() if other != name]) for name in rows}
-    made = {name: [scaled(one, scale[name]) for one in of_table] for name, of_table in made.items()}
+    predictions = {
+        name: [scaled(row, scale[name]) for row in of_table] for name, of_table in predictions.items()
+    }
     print(f"{HEAD}")
-    for name, of_table in made.items():
+    for name, of_table in predictions.items():
         if options.only in name:
             print(line(name, of_table))
-    every = [one for of_table in made.values() for one in of_table]
+    every = [row for of_table in predictions.values() for row in of_table]
     print(line("all", every))
-    totals = [summary(of_table).model for of_table in made.values()]
+    totals = [summary(of_table).model for of_table in predictions.values()]
     means = [t.mape for t in totals if t is not None]
     inside = [t.coverage for t in totals if t is not None and t.coverage is not None]
     print(
@@ -162,12 +171,12 @@ def main() -> None:
     print(f"\n| left out | {' | '.join(CONSTANTS)} | width |\n|---|{'---|' * (len(CONSTANTS) + 1)}")
     for name in rows:
         print(constants_line(name, values[name], scale[name]))
-    whole = calibrated_scale(list(scales.values()))
-    print(constants_line("none", shipped(), whole))
+    scale_of_all = calibrated_scale(list(scales.values()))
+    print(constants_line("none", shipped(), scale_of_all))
     if options.csv:
-        write_rows(options.csv, made)
+        write_rows(options.csv, predictions)
     if options.write:
-        write_scale(whole)
+        write_scale(scale_of_all)
     print(f"{perf_counter() - start:.0f} s", file=sys.stderr)
 
 

@@ -99,14 +99,14 @@ def compete(size: Size, path: str, rounds: int) -> tuple[int, list[Timing], File
         "batch__global_size": size.microbatches * SAMPLES * ranks,
     }
     contestant = {name: replica(config(**fixed, dp__offload=where)) for name, where in WHERE.items()}
-    steps = {name: one_step(one, size) for name, one in contestant.items()}
+    steps = {name: one_step(method, size) for name, method in contestant.items()}
     before = counters(contestant["files"])
     walls = laps(steps, rounds, warmup=2)
     after = counters(contestant["files"])
     files = Files(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
     parameters = sum(p.numel() for p in contestant[MEMORY].parameters.values())
-    for one in contestant.values():
-        one.close()
+    for method in contestant.values():
+        method.close()
     return parameters, compare(walls, MEMORY), files
 
 

@@ -46,14 +46,14 @@ def rows(
     """All measured layouts."""
     runs = measured(layouts, path, out, rounds, steps=2, limit=limit)
     results = list[Row]()
-    for one in layouts:
-        if one.name not in runs:
+    for layout in layouts:
+        if layout.name not in runs:
             continue
-        config = one.config(path)
+        config = layout.config(path)
         predicted = estimate(job_of(config), cluster, memory=False).seconds
-        times = [run["seconds"] for run in runs[one.name]]
-        cpu = median(run["cpu"] for run in runs[one.name]) / (cluster.computing or RANKS)
-        results.append(Row(one.name, predicted, median(times), cpu))
+        times = [run["seconds"] for run in runs[layout.name]]
+        cpu = median(run["cpu"] for run in runs[layout.name]) / (cluster.computing or RANKS)
+        results.append(Row(layout.name, predicted, median(times), cpu))
     return results
 
 
@@ -62,7 +62,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     a, b = _ranks(first), _ranks(second)
     middle = (len(a) + 1) / 2
     both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    alone = [sum((x - middle) ** 2 for x in one) for one in (a, b)]
+    alone = [sum((x - middle) ** 2 for x in ranks) for ranks in (a, b)]
     return both / (alone[0] * alone[1]) ** 0.5
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.profile.exists():
         save_cluster(calibrate(RANKS), args.profile)
-    chosen = [one for one in layouts(args.config) if args.only in one.name]
+    chosen = [layout for layout in layouts(args.config) if args.only in layout.name]
     cluster = read_cluster(args.profile).sized(RANKS)
     print(report(rows(chosen, args.config, cluster, args.runs, args.rounds, args.limit)))
 

@@ -50,7 +50,7 @@ def layouts(path: Path) -> list[Laid]:
     """The legal candidates: all sizes of axes, each with several microbatches; then schedules,
     modes of data parallelism, ways of context and sequence parallelism, recomputation.
     """
-    return [one for one in _looked_at() if not find_problems(one.config(path))]
+    return [layout for layout in _looked_at() if not find_problems(layout.config(path))]
 
 
 def _looked_at() -> list[Laid]:
@@ -102,10 +102,10 @@ def measured(
     """
     done = {(row["layout"], row["round"]) for row in _rows(out)}
     todo = [
-        (at, one.name, one.config(path))
+        (at, layout.name, layout.config(path))
         for at in range(rounds)
-        for one in layouts
-        if (one.name, at) not in done
+        for layout in layouts
+        if (layout.name, at) not in done
     ]
     if todo:
         on_ranks(RANKS, _measure, todo, steps, out, limit)

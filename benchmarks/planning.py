@@ -31,15 +31,15 @@ HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"
 
 
-def is_fitted(split: dict[str, Any], table: str, one: PredictedRow) -> bool:
+def is_fitted(split: dict[str, Any], table: str, row: PredictedRow) -> bool:
     """Whether the row was used for fitting."""
     rule = split["runs"].get(table)
     if rule is None:
         return False
     if rule.get("half"):
-        group = ":".join(one.cells.get(name, "") for name in rule["half"])
+        group = ":".join(row.cells.get(name, "") for name in rule["half"])
         return hashlib.sha256(group.encode()).digest()[0] % 2 == 0
-    return any(word in one.cells.get("source", "") for word in rule["match"])
+    return any(word in row.cells.get("source", "") for word in rule["match"])
 
 
 # ------------------------------------------------------------------ markdown
@@ -81,27 +81,27 @@ HEAD = (
 
 def by(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> dict[str, list[PredictedRow]]:
     groups: dict[str, list[PredictedRow]] = {}
-    for one in rows:
-        if one.run is not None:
-            groups.setdefault(key(one), []).append(one)
+    for row in rows:
+        if row.run is not None:
+            groups.setdefault(key(row), []).append(row)
     return dict(sorted(groups.items()))
 
 
-def family(one: PredictedRow) -> str:
-    assert one.run is not None
-    name = one.cells.get("model", "").lower()
+def family(row: PredictedRow) -> str:
+    assert row.run is not None
+    name = row.cells.get("model", "").lower()
     return next((f for f in ("llama", "nemotron", "mpt", "mixtral", "qwen") if f in name), "gpt")
 
 
-def hardware(one: PredictedRow) -> str:
-    assert one.run is not None
-    return one.run.cluster.device.name
+def hardware(row: PredictedRow) -> str:
+    assert row.run is not None
+    return row.run.cluster.device.name
 
 
 def table_of_scores(tables: dict[str, list[PredictedRow]], split: dict[str, Any]) -> str:
     fitted = {t: [o for o in rows if is_fitted(split, t, o)] for t, rows in tables.items()}
     never = {t: [o for o in rows if not is_fitted(split, t, o)] for t, rows in tables.items()}
-    every = [one for rows in never.values() for one in rows]
+    every = [row for rows in never.values() for row in rows]
     lines = [
         "In parentheses: the two-line baseline model on the same rows.",
         "",
@@ -128,16 +128,16 @@ def published(title: str, rows: Iterable[PredictedRow]) -> str:
         "|---|---|---|---|---|---|",
     ]
     errors = list[float]()
-    for one in rows:
-        if one.run is None or one.estimate is None or one.run.measured.seconds is None:
+    for row in rows:
+        if row.run is None or row.estimate is None or row.run.measured.seconds is None:
             continue
-        job, measured = one.run.job, one.run.measured.seconds
-        error = one.estimate.seconds / measured - 1
+        job, measured = row.run.job, row.run.measured.seconds
+        error = row.estimate.seconds / measured - 1
         errors.append(error)
         how = f"{job.layout}, {job.schedule}, {job.recompute.mode}"
         lines.append(
-            f"| {one.cells['params_b']}B | {how} | {measured:.2f} | {one.estimate.seconds:.2f} | "
-            f"{percent(error, sign=True)} | {one.estimate.dominant} |"
+            f"| {row.cells['params_b']}B | {how} | {measured:.2f} | {row.estimate.seconds:.2f} | "
+            f"{percent(error, sign=True)} | {row.estimate.dominant} |"
         )
     mean = sum(map(abs, errors)) / max(1, len(errors))
     return "\n".join([*lines, "", f"Mean error {percent(mean)}."])
@@ -150,11 +150,11 @@ def memory_scores(tables: dict[str, list[PredictedRow]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for table, rows in tables.items():
-        held = summary(rows).memory
-        failed = " / ".join(str(n) for n in held.out_of_memory.values())
+        memory = summary(rows).memory
+        failed = " / ".join(str(n) for n in memory.out_of_memory.values())
         lines.append(
-            f"| {table} | {held.rows} | {percent(held.mape)} | {percent(held.bias, sign=True)} | {failed} | "
-            f"{held.ran_does_not_fit} of {held.ran} |"
+            f"| {table} | {memory.rows} | {percent(memory.mape)} | {percent(memory.bias, sign=True)} "
+            f"| {failed} | {memory.ran_does_not_fit} of {memory.ran} |"
         )
     return "\n".join(lines)
 
@@ -175,30 +175,30 @@ def write_rows(path: Path, tables: dict[str, list[PredictedRow]], split: dict[st
     with path.open("w", encoding="utf-8", newline="") as file:
         writer: csv.DictWriter[str] | None = None
         for table, rows in tables.items():
-            for one in rows:
-                parts = {} if one.estimate is None else one.estimate.parts
-                facts = {
+            for row in rows:
+                parts = {} if row.estimate is None else row.estimate.parts
+                cells = {
                     "table": table,
-                    "number": one.number,
-                    "fitted": int(is_fitted(split, table, one)),
-                    "name": one.name,
-                    **_job(one),
-                    **added_columns(one),
+                    "number": row.number,
+                    "fitted": int(is_fitted(split, table, row)),
+                    "name": row.name,
+                    **_job(row),
+                    **added_columns(row),
                     **{f"part_{name}": parts.get(name, 0.0) for name in PARTS},
-                    "notes": one.cells.get("notes", ""),
+                    "notes": row.cells.get("notes", ""),
                 }
-                writer = writer or _writer(file, facts)
-                writer.writerow(facts)
+                writer = writer or _writer(file, cells)
+                writer.writerow(cells)
 
 
-def _job(one: PredictedRow) -> dict[str, Any]:
-    if one.run is None:
+def _job(row: PredictedRow) -> dict[str, Any]:
+    if row.run is None:
         return dict.fromkeys(
             ("gpu", "gpus", "layers", "hidden", "sequence", "microbatches", "micro", "schedule")
         )
-    job = one.run.job
+    job = row.run.job
     return {
-        "gpu": one.run.cluster.device.name,
+        "gpu": row.run.cluster.device.name,
         "gpus": job.layout.world,
         "layers": job.shape.layers,
         "hidden": job.shape.hidden,
@@ -209,8 +209,8 @@ def _job(one: PredictedRow) -> dict[str, Any]:
     }
 
 
-def _writer(file: Any, facts: dict[str, Any]) -> csv.DictWriter[str]:
-    writer = csv.DictWriter(file, list(facts))
+def _writer(file: Any, cells: dict[str, Any]) -> csv.DictWriter[str]:
+    writer = csv.DictWriter(file, list(cells))
     writer.writeheader()
     return writer
 

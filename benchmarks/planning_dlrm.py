@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
     runs, refused = read_runs(args.tables / "dlrm.csv")
     if args.seed:
-        runs = [run for run in runs if run.job.tables[0].rows > 2e8 and "synthetic" not in run.what]
+        runs = [run for run in runs if run.job.tables[0].rows > 2e8 and "synthetic" not in run.description]
     print("| row | what | measured/s | predicted/s | error | fitted on |\n|---|---|---|---|---|---|")
     errors = dict[bool, dict[str, list[float]]]()
     for fitted in (True, False):
@@ -44,7 +44,7 @@ def main() -> None:
         errors[fitted][run.program].append(log(predicted / run.measured))
         error = f"{predicted / run.measured - 1:+.1%}"
         print(
-            f"| {run.number} | {run.what} | {run.measured:,.0f} | {predicted:,.0f} | {error} "
+            f"| {run.number} | {run.description} | {run.measured:,.0f} | {predicted:,.0f} | {error} "
             f"| {'yes' * fitted} |"
         )
     for fitted in (True, False):

@@ -75,9 +75,9 @@ def torchs(name: str, program: Program) -> Step:
         PipelineStage(module, s, program.stages, torch.device("cpu"))
         for s, module in zip(mine, split(layers, cut_of(program), mine), strict=True)
     ]
-    made = getattr(schedules, name)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
-    runner = made(stages[0] if single else stages, MICROBATCHES, loss_fn=mean_loss)
+    schedule = getattr(schedules, name)
+    single = issubclass(schedule, schedules.PipelineScheduleSingle)
+    runner = schedule(stages[0] if single else stages, MICROBATCHES, loss_fn=mean_loss)
     optimizer = adamw(p for s in stages for p in s.submod.parameters())
     x, y = (torch.cat(part) for part in batch())
     first, last = 0 in mine, program.stages - 1 in mine

@@ -32,7 +32,7 @@ class Timed:
 
     install: float
     first_loss: float  # from the end of the installation
-    whole: float  # from the same
+    to_end: float  # from the same
     train: list[float]
     held_out: list[float]
 
@@ -48,7 +48,7 @@ def run(fresh: bool) -> Timed:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         train, held_out = list[float](), list[float]()
-        whole = 0.0
+        to_end = 0.0
         for line in process.stdout:
             now = time.perf_counter() - started
             print(line, end="", file=sys.stderr)
@@ -62,13 +62,13 @@ def run(fresh: bool) -> Timed:
             if line.startswith(
                 "next:"
             ):  # the last that takes time; its end is only seen when all ranks have gone
-                whole = now
+                to_end = now
         assert process.wait() == 0, f"{' '.join(command)} failed"
-        assert whole, "its last line has changed"
+        assert to_end, "its last line has changed"
         return Timed(
             install=install,
             first_loss=first - install,
-            whole=whole - install,
+            to_end=to_end - install,
             train=train,
             held_out=held_out,
         )
@@ -85,9 +85,12 @@ def main() -> None:
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     runs = [run(args.fresh) for _ in range(args.rounds)]
-    rows = {"to the first loss": [one.first_loss for one in runs], "whole": [one.whole for one in runs]}
+    rows = {
+        "to the first loss": [timed.first_loss for timed in runs],
+        "whole": [timed.to_end for timed in runs],
+    }
     if args.fresh:
-        rows = {"to install": [one.install for one in runs], **rows}
+        rows = {"to install": [timed.install for timed in runs], **rows}
     print("| make train | s, median | s, worst |\n|---|---|---|")
     for name, column in rows.items():
         print(f"| {name} | {median(column):.1f} | {max(column):.1f} |")

@@ -91,13 +91,13 @@ class InMemory:
 
     def __init__(self, samples: WindowSamples, number: int) -> None:
         self._samples, self._number = samples, number
-        self._known = dict[tuple[int, ...], Batch]()
+        self._batches = dict[tuple[int, ...], Batch]()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         key = tuple(i % self._number for i in indices)
-        if key not in self._known:
-            self._known[key] = self._samples.batch(key)
-        return self._known[key]
+        if key not in self._batches:
+            self._batches[key] = self._samples.batch(key)
+        return self._batches[key]
 
 
 def epoch(url: str, cache: Path) -> float:
@@ -139,10 +139,10 @@ def main() -> None:
             f"batch: {{global_size: {BATCH}}}"
         )
         job, seed = job_of(config), config.train.seed
-        whole = folder(Path(name, "whole"), args.tokens, len(sources))
+        single = folder(Path(name, "whole"), args.tokens, len(sources))
         mixture = Mixture(sources, {"a": 0.7, "b": 0.2, "c": 0.1})
         contestants = {
-            "one source": reader(training_samples(whole, config.data, job, seed)),
+            "one source": reader(training_samples(single, config.data, job, seed)),
             "mixture of three": reader(training_samples(mixture, config.data, job, seed)),
         }
         title = f"{BATCHES} batches of {BATCH} samples of {SEQUENCE} tokens"

@@ -36,7 +36,7 @@ class Rank:
     """Bytes of one rank: sent per step by kind of communication, and held at the peak by kind."""
 
     sent: dict[str, int]
-    held: dict[str, int]
+    kinds: dict[str, int]
     peak: int
 
 
@@ -65,8 +65,8 @@ def one_rank(mode: str, hidden: int) -> Rank:
     dist.barrier()
     contestant.close()
     described = job_of(job(mode, ranks))
-    held = measure(described, Mesh(described.layout))
-    return Rank({kind: n for kind, n in sent.bytes.items() if n}, held.kinds, held.peak)
+    memory = measure(described, Mesh(described.layout))
+    return Rank({kind: n for kind, n in sent.bytes.items() if n}, memory.kinds, memory.peak)
 
 
 def main() -> None:
@@ -80,10 +80,10 @@ def main() -> None:
             rows[name] = on_ranks(ranks, one_rank, mode, args.hidden)
             for rank, outcome in enumerate(rows[name]):
                 kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in outcome.sent.items())
-                held = " | ".join(f"{outcome.held.get(kind, 0) / MIB:.1f}" for kind in KINDS)
+                columns = " | ".join(f"{outcome.kinds.get(kind, 0) / MIB:.1f}" for kind in KINDS)
                 sent = sum(outcome.sent.values()) / MIB
                 print(
-                    f"| {name} | {rank} | {sent:.1f} | {kinds} | {held} | {outcome.peak / MIB:.1f} |",
+                    f"| {name} | {rank} | {sent:.1f} | {kinds} | {columns} | {outcome.peak / MIB:.1f} |",
                     flush=True,
                 )
     print(f"\n{where()}")

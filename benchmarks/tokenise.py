@@ -77,25 +77,25 @@ def write(folder: Path, megabytes: int) -> tuple[Path, Path]:
     """The same text as rows, and as plain files."""
     rows, plain = folder / "rows.jsonl", folder / "plain"
     plain.mkdir()
-    held, size, number = list[str](), 0, 0
+    documents, size, number = list[str](), 0, 0
     with rows.open("w") as file:
         for text in texts(megabytes):
             file.write(json.dumps({"text": text}) + "\n")
-            held.append(text)
+            documents.append(text)
             size += len(text)
             if size >= PLAIN:
-                (plain / f"{number:03}.txt").write_text("\n".join(held))
-                held, size, number = [], 0, number + 1
-    (plain / f"{number:03}.txt").write_text("\n".join(held) + "\n")
+                (plain / f"{number:03}.txt").write_text("\n".join(documents))
+                documents, size, number = [], 0, number + 1
+    (plain / f"{number:03}.txt").write_text("\n".join(documents) + "\n")
     return rows, plain
 
 
-def ours(source: Path, tokenizer: Path) -> None:
+def build_data(source: Path, tokenizer: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         build(source, Path(name, "tokens"), tokenizer=tokenizer)
 
 
-def theirs(source: Path, tokenizer: Path) -> None:
+def encode_batch(source: Path, tokenizer: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(tokenizer))
     end = inner.token_to_id("<|endoftext|>")
     with tempfile.TemporaryFile() as out:
@@ -138,8 +138,8 @@ def main() -> None:
         for source in (rows, plain):
             size = find_corpus(source).size / 1e6
             contestants: dict[str, Step] = {
-                "encode_batch": partial(theirs, source, tokenizer),
-                "data build": partial(ours, source, tokenizer),
+                "encode_batch": partial(encode_batch, source, tokenizer),
+                "data build": partial(build_data, source, tokenizer),
             }
             timings = race(contestants, "encode_batch", rounds=args.rounds, warmup=1)
             title = f"{size:.0f} MB of {'JSONL' if source is rows else 'plain text'}"

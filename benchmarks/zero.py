@@ -39,18 +39,18 @@ def stretto(mode: str, each: bool) -> Step:
 
 def torch_own(mode: str) -> dict[str, Callable[[], Step]]:
     """torch's counterparts of a mode."""
-    whole, each = "torch FSDP2, once a step", "torch FSDP2, each microbatch"
+    once, each = "torch FSDP2, once a step", "torch FSDP2, each microbatch"
     match mode:
         case "ddp":
             return {"torch DDP": peers.ddp}
         case "zero1":
             return {
                 "torch DDP, ZeRO optimiser": partial(peers.ddp, True),
-                whole: partial(peers.fsdp, False, False),
+                once: partial(peers.fsdp, False, False),
             }
         case _:
             sharded = mode == "zero3"
-            return {whole: partial(peers.fsdp, sharded, False), each: partial(peers.fsdp, sharded, True)}
+            return {once: partial(peers.fsdp, sharded, False), each: partial(peers.fsdp, sharded, True)}
 
 
 def contestants(mode: str, with_deepspeed: bool) -> dict[str, Callable[[], Step]]:

@@ -44,9 +44,9 @@ def on_one_rank(mode: str) -> tuple[list[float], int]:
     model = data_parallel(build(), Mesh(Layout(dp=RANKS)), mode=mode)
     optimizer = model.optimizer("adamw", lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0)
     losses = train(model, optimizer, dist.get_rank(), RANKS)
-    kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    state_elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     dist.destroy_process_group()
-    return losses, kept
+    return losses, state_elements
 
 
 if __name__ == "__main__":
@@ -56,5 +56,5 @@ if __name__ == "__main__":
         ranks = run_ranks(RANKS, on_one_rank, mode)
         together = [sum(step) / RANKS for step in zip(*(losses for losses, _ in ranks), strict=True)]
         off = max(abs(a - b) for a, b in zip(alone, together, strict=True))
-        kept = ", ".join(str(kept) for _, kept in ranks)
-        print(f"{mode}: loss {together[0]:.4f} to {together[-1]:.4f}, off by {off:.1e}, states of {kept}")
+        per_rank = ", ".join(str(elements) for _, elements in ranks)
+        print(f"{mode}: loss {together[0]:.4f} to {together[-1]:.4f}, off by {off:.1e}, states of {per_rank}")

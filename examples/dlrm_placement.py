@@ -68,6 +68,6 @@ if __name__ == "__main__":
     placements = ["table", "column", "row", "data", MIXED]
     for placement, *ranks in zip(placements, *run_ranks(2, on_one_rank, placements), strict=True):
         losses = [sum(parts) for parts in zip(*(losses for losses, _ in ranks), strict=True)]
-        logits = [one for _, of_rank in ranks for one in of_rank]
+        logits = [logit for _, of_rank in ranks for logit in of_rank]
         off = max(abs(a - b) for a, b in zip(losses + logits, alone + scored, strict=True))
         print(f"{placement}: loss {losses[0]:.4f} to {losses[-1]:.4f}, off by {off:.1e}")

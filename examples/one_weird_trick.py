@@ -34,8 +34,12 @@ def plan(way: str) -> dict:
     if way == "data parallel":
         return {"features": BatchParallel(), "classifier": BatchParallel()}
     # the classifier's last layer has no style of its own: it is replicated
-    whole = {"classifier": GatherBatch(way), "classifier.0": ColumnParallel(), "classifier.2": RowParallel()}
-    return {"features": BatchParallel(), **whole}
+    classifier = {
+        "classifier": GatherBatch(way),
+        "classifier.0": ColumnParallel(),
+        "classifier.2": RowParallel(),
+    }
+    return {"features": BatchParallel(), **classifier}
 
 
 def loss(model, batch):
@@ -76,5 +80,9 @@ if __name__ == "__main__":
     for way in WAYS:
         report, sent = stretto.run_ranks(RANKS, on_rank, way)[0]
         report.raise_for_difference()
-        off = ", ".join(f"{one.name} {one.error:.0e}" for one in report.quantities if one.error is not None)
+        off = ", ".join(
+            f"{quantity.name} {quantity.error:.0e}"
+            for quantity in report.quantities
+            if quantity.error is not None
+        )
         print(f"{way}: a rank sends {sent:,} bytes in a step; off by {off}")

@@ -50,12 +50,12 @@ def on_one_rank() -> tuple[float, float, str]:
         for name, parameter in model.named_parameters()
         for piece in table[name].placed.pieces
     ]
-    held = ", ".join(f"{name} {list(p.shape)}" for name, p in model.named_parameters())
+    shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in model.named_parameters())
     dist.destroy_process_group()
-    return float((parallel_y - y).detach().abs().max()), float(max(gradients)), held
+    return float((parallel_y - y).detach().abs().max()), float(max(gradients)), shapes
 
 
 if __name__ == "__main__":
-    for rank, (output, gradient, held) in enumerate(run_ranks(RANKS, on_one_rank)):
-        print(f"rank {rank} holds {held}")
+    for rank, (output, gradient, shapes) in enumerate(run_ranks(RANKS, on_one_rank)):
+        print(f"rank {rank} holds {shapes}")
         print(f"  largest difference from one process: output {output:.1e}, gradients {gradient:.1e}")

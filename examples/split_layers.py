@@ -49,11 +49,11 @@ def check():
     """Train it beside one process, under the plan, and compare."""
     ranks, batch = dist.get_world_size(), (torch.zeros(32, 3, 64, 64), torch.arange(32))
     batch[0].normal_(generator=torch.Generator().manual_seed(0))
-    made = stretto.plan_module(small(), batch[0], cluster="v100-32gb-pcie", devices=ranks)
+    planned = stretto.plan_module(small(), batch[0], cluster="v100-32gb-pcie", devices=ranks)
 
     def parallel(model):
         mesh = stretto.Mesh(stretto.Layout(tp=ranks))
-        model.table = stretto.parallelize(model, made.plan, mesh, convert=True)
+        model.table = stretto.parallelize(model, planned.plan, mesh, convert=True)
         return model
 
     def step(model, optimizer, batch):
@@ -64,7 +64,7 @@ def check():
         optimizer.zero_grad()
         return mean
 
-    return made.table(), prove(small, parallel, batch, step, loss=loss, reduction="same")
+    return planned.table(), prove(small, parallel, batch, step, loss=loss, reduction="same")
 
 
 def on_rank():

@@ -65,7 +65,7 @@ def figure_svg(comparison: Comparison) -> str:
     columns = min(2, len(panels))
     width = (_WIDTH - 2 * _MARGIN - (columns - 1) * _GAP) / columns
     height = _TALL if columns == 1 else _LOW
-    whole = height + _ABOVE + _BELOW
+    panel_height = height + _ABOVE + _BELOW
     parts = [
         text_line(figure.title, _MARGIN, 28, 16, font_weight="bold"),
         text_line(summary_line(comparison), _MARGIN, 48, 12, class_="quiet"),
@@ -76,7 +76,7 @@ def figure_svg(comparison: Comparison) -> str:
         low, high = _range(mine)
         plot = _Plot(
             left=_MARGIN + place % columns * (width + _GAP) + _LEFT,
-            top=top + place // columns * whole + _ABOVE,
+            top=top + place // columns * panel_height + _ABOVE,
             width=width - _LEFT,
             height=height,
             places=_places(mine),
@@ -84,7 +84,7 @@ def figure_svg(comparison: Comparison) -> str:
             high=high,
         )
         parts += _panel(plot, name, mine, series, comparison)
-    bottom = top + -(-len(panels) // columns) * whole
+    bottom = top + -(-len(panels) // columns) * panel_height
     about = f"{len(points)} published measurements and their predictions; {summary_line(comparison)}"
     return page(
         width=_WIDTH,
@@ -154,11 +154,11 @@ def _panel(
     for at in plot.places:
         parts.append(text_line(at, plot.x(at), low + 16, 11, text_anchor="middle"))
     parts.append(element("path", d=f"M{plot.left} {low}H{right}", class_="axis"))
-    shown = [one for one in series if any(point.series == one for point in points)]
-    for number, one in enumerate(shown):
+    shown = [name for name in series if any(point.series == name for point in points)]
+    for number, label in enumerate(shown):
         shift = (number - (len(shown) - 1) / 2) / (len(shown) + 0.6)
-        mine = sorted((p for p in points if p.series == one), key=lambda p: plot.places.index(p.at))
-        parts += _series(plot, mine, shift=shift, look=series.index(one), many=len(shown))
+        mine = sorted((p for p in points if p.series == label), key=lambda p: plot.places.index(p.at))
+        parts += _series(plot, mine, shift=shift, look=series.index(label), many=len(shown))
     return parts
 
 

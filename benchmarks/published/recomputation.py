@@ -113,8 +113,8 @@ def parse_recomputation(text: str) -> Recomputation:
     lower = _PREFIX.sub("", text.strip().lower()).strip("() ") or "full"
     lower = re.sub(r"\s+only$", "", lower)
     to_host = re.search(r"cpu|host|offload", lower) is not None
-    words = re.findall(r"[a-z0-9]+", lower)
-    first = words[0] if words else ""
+    tokens = re.findall(r"[a-z0-9]+", lower)
+    first = tokens[0] if tokens else ""
     share = _share(lower)
     if first in _NONE:
         return Recomputation(mode="none")
@@ -124,7 +124,7 @@ def parse_recomputation(text: str) -> Recomputation:
         return Recomputation(mode="full", share=share)
     operators = _operators(lower)
     if first in _SELECTIVE:
-        if "op" in words or "ops" in words:
+        if "op" in tokens or "ops" in tokens:
             return Recomputation(mode="selective", operators=("alternate_mm",))
         return Recomputation(mode="selective", operators=operators or CORE)
     if first in ("op", "sac"):
@@ -134,7 +134,7 @@ def parse_recomputation(text: str) -> Recomputation:
     if squeezed(re.split(r"[(,;:]", lower, maxsplit=1)[0]) in _WHOLE:
         return Recomputation(mode="full", blocks=_blocks(lower, share), to_host=to_host)
     if re.match(r"\d+ (?:layers|blocks)\b", lower):
-        return Recomputation(mode="full", blocks=int(words[0]))
+        return Recomputation(mode="full", blocks=int(tokens[0]))
     near = nearest(first, (*_NONE, *_FULL, *_SELECTIVE, *_OPERATORS))
     raise StrettoError(
         f"recompute is {text!r}, allowed: none, selective, full, operators as in core_attn + mlp, "
@@ -147,8 +147,8 @@ def _operators(text: str) -> tuple[Operator, ...]:
     """Return the operators that are named, each once."""
     inner = re.sub(r"^(?:selective|sel)\b[\s:=]*", "", text)
     parts = [squeezed(part) for part in _CUT.split(inner.strip("()[] "))]
-    known: list[Operator] = [_OPERATORS[part] for part in parts if part in _OPERATORS]
-    return tuple(dict.fromkeys(known))
+    operators: list[Operator] = [_OPERATORS[part] for part in parts if part in _OPERATORS]
+    return tuple(dict.fromkeys(operators))
 
 
 def _share(text: str) -> float | None:
@@ -198,20 +198,22 @@ def stated_recomputation(cells: SpelledCells) -> Recomputation | None:
         if operators:
             return Recomputation(mode="selective", operators=operators)
         return Recomputation(mode="full", blocks=blocks, to_host=on_host) if blocks or on_host else None
-    known = parse_recomputation(text)
+    recomputation = parse_recomputation(text)
     for name, there, mode in (
         ("recompute_operators", bool(operators), "selective"),
         ("offload_inputs", on_host, "full"),
         ("recompute_layers", blocks is not None, "full"),
     ):
-        if there and known.mode != mode:
+        if there and recomputation.mode != mode:
             raise StrettoError(
-                f"{name} is {cells.text(name)}, but recompute is {known.mode}",
+                f"{name} is {cells.text(name)}, but recompute is {recomputation.mode}",
                 hint=f"recompute={mode}, or leave {name} empty",
             )
-    on_host = on_host or (known.to_host and cells.get("offload_inputs", str) is None)
-    blocks = known.blocks if blocks is None else blocks
-    return replace(known, operators=operators or known.operators, to_host=on_host, blocks=blocks)
+    on_host = on_host or (recomputation.to_host and cells.get("offload_inputs", str) is None)
+    blocks = recomputation.blocks if blocks is None else blocks
+    return replace(
+        recomputation, operators=operators or recomputation.operators, to_host=on_host, blocks=blocks
+    )
 
 
 def _listed_operators(text: str) -> tuple[Operator, ...]:
@@ -220,12 +222,12 @@ def _listed_operators(text: str) -> tuple[Operator, ...]:
     Raises:
         StrettoError: a word that is none.
     """
-    words = [word for word in re.split(r"[+,;\s\[\]'\"]+", text) if word]
-    for word in words:
+    names = [word for word in re.split(r"[+,;\s\[\]'\"]+", text) if word]
+    for word in names:
         if squeezed(word) not in _OPERATORS:
             near = nearest(word, OPERATORS)
             raise StrettoError(
                 f"recompute_operators has {word!r}, allowed: {', '.join(OPERATORS)}; several with +",
                 hint=f"did you mean {near!r}?" if near else None,
             )
-    return tuple(dict.fromkeys(_OPERATORS[squeezed(word)] for word in words))
+    return tuple(dict.fromkeys(_OPERATORS[squeezed(word)] for word in names))

@@ -89,7 +89,7 @@ def read_row(
     cells.values["gpus"] = layout.world
     machine = sized_cluster(cells, machine, layout.world)
     software = fill_software(cells, machine.device, sequence)
-    _fill_habits(cells, software, model, layout, machine.device, known=shape is not None)
+    _fill_habits(cells, software, model, layout, machine.device, known_shape=shape is not None)
     _fill_schedule(cells, model, layout.pp)
     tokens = cells.get("batch_tokens", float)
     if tokens is not None and "global_batch" not in cells.values:
@@ -125,7 +125,7 @@ def _fill_habits(
     model: ModelShape,
     layout: Layout,
     device: Device,
-    known: bool,
+    known_shape: bool,
 ) -> None:
     """Fill in what Megatron of 2020 to 2022 did, if the software is as early.
 
@@ -134,7 +134,7 @@ def _fill_habits(
     """
     if not software.early:
         return
-    if not known and not model.rotary and not model.dropout and "dropout" not in cells.values:
+    if not known_shape and not model.rotary and not model.dropout and "dropout" not in cells.values:
         cells.fill("dropout", _DROPOUT, "of GPT with that software")
     half = "fp16" if usual_dtype(device) == "float16" else "bf16"
     if (cells.get("precision", str) or half) == "fp16" and "gradients" not in cells.values:
@@ -156,10 +156,10 @@ def _fill_schedule(cells: SpelledCells, shape: ModelShape, pp: int) -> None:
     """
     text, behind = cells.text("chunks"), cells.text("schedule").lower()
     match = re.match(r"(?:vpp?\s*[=:]?\s*)?(\d+)(?:\.0)?\b", text.lower())
-    words = re.search(
+    stated_chunks = re.search(
         r"\b(?:v|vp|vpp|chunks|stages)\s*[=:]?\s*(\d+)|\b(\d+)\s*(?:chunks|virtual|model)", behind
     )
-    in_words = int(words[1] or words[2]) if words else None
+    in_words = int(stated_chunks[1] or stated_chunks[2]) if stated_chunks else None
     cells.values.pop("chunks", None)
     if text.lower().startswith("max"):
         cells.fill("chunks", max(1, (shape.layers + 2) // pp), f"read from {text!r}: one layer each")
@@ -199,8 +199,8 @@ def _fill_sharing(
     if layout.cp * layout.dp > 1 and "zero" not in cells.values:
         gradients = "same" if cells.values.get("gradients") == "same" else "float32"
         least = _MODES.index(least_sharing(model, layout, machine, Precision(gradients=gradients)))
-        usual = 0 if software.early else 1
-        cells.fill("zero", str(max(usual, least)), "what fits" if least > usual else "")
+        default = 0 if software.early else 1
+        cells.fill("zero", str(max(default, least)), "what fits" if least > default else "")
     sharding = cells.text("zero").lower()
     if "shard" not in cells.values and re.search(r"hsdp|hybrid", sharding) and layout.dp > machine.node:
         cells.fill("shard", machine.node, "hybrid: within a node")
@@ -262,8 +262,8 @@ def _fill_framework(cells: SpelledCells) -> None:
         return
     text = f"{cells.text('software')} {cells.text('source')}".lower()
     name = next((framework for word, framework in _FRAMEWORKS.items() if word in text), None)
-    if name is None and (words := re.search("megatron|nemo", cells.text("software").lower())):
-        name = words[0]
+    if name is None and (framework := re.search("megatron|nemo", cells.text("software").lower())):
+        name = framework[0]
     sharded = cells.get("zero", str) == "3"
     chosen = name or ("fsdp" if sharded else "megatron")
     cells.values["framework"] = chosen

@@ -83,8 +83,8 @@ def _old(device: Device) -> bool:
 
 def _named(text: str) -> str | None:
     """Return the profile that a text starts with."""
-    words = re.split(r"[\s(,;:]", text.strip().lower(), maxsplit=1)
-    return words[0] if words[0] in software_profiles() else None
+    tokens = re.split(r"[\s(,;:]", text.strip().lower(), maxsplit=1)
+    return tokens[0] if tokens[0] in software_profiles() else None
 
 
 def _of_date(cells: SpelledCells, date: str, device: Device, sequence: int, kernel: str | None) -> str:
@@ -117,13 +117,15 @@ def _dated(cells: SpelledCells, device: Device) -> tuple[str, str]:
         if month >= device.released and month:
             return month, f"{month}, from {column} {_short(text)}"
     pattern = cells.text("model").lower().replace("_", "-").replace(" ", "-")
-    model = next((month for known, month in _releases()["models"] if re.search(known, pattern)), "")
+    model = next(
+        (month for model_pattern, month in _releases()["models"] if re.search(model_pattern, pattern)), ""
+    )
     text = cells.text("software") or cells.text("date")
     missing = f"{_short(text)} gives no date" if text else "no date"
-    usual = _later(device.released, 1) if device.released else FLASH_2
-    if model > usual:
+    default = _later(device.released, 1) if device.released else FLASH_2
+    if model > default:
         return model, f"{missing}; its model is of {model}"
-    return usual, f"{missing}; usual on this device in {usual}"
+    return default, f"{missing}; usual on this device in {default}"
 
 
 def _short(text: str) -> str:
@@ -156,8 +158,8 @@ def _calendar(text: str) -> str:
     turned = re.search(r"(?<!\d)(0?[1-9]|1[0-2])/(20[12]\d)(?!\d)", text)
     if turned:
         return f"{turned[2]}-{int(turned[1]):02}"
-    words = re.search(rf"\b({'|'.join(_MONTHS)})[a-z]*\.?,?\s*(?:\d{{1,2}},\s*)?(20[12]\d)\b", text)
-    return f"{words[2]}-{_MONTHS.index(words[1]) + 1:02}" if words else ""
+    date = re.search(rf"\b({'|'.join(_MONTHS)})[a-z]*\.?,?\s*(?:\d{{1,2}},\s*)?(20[12]\d)\b", text)
+    return f"{date[2]}-{_MONTHS.index(date[1]) + 1:02}" if date else ""
 
 
 def _version(text: str) -> str:

@@ -61,8 +61,8 @@ def read_number(cell: str, units: Mapping[str, float] | None = None) -> tuple[fl
 
 def read_flag(cell: str) -> bool | None:
     """Return whether the first word says yes; None: it says neither yes nor no."""
-    words = re.split(r"[\s(,;:]", cell.strip().lower(), maxsplit=1)
-    return _FLAGS.get(words[0])
+    tokens = re.split(r"[\s(,;:]", cell.strip().lower(), maxsplit=1)
+    return _FLAGS.get(tokens[0])
 
 
 def squeezed(text: str) -> str:

@@ -30,11 +30,11 @@ function splitQuery(query) {
 
     def split(self, input: str) -> list[str]:
         """The words of a text."""
-        words = list[str]()
+        terms = list[str]()
         for run in _RUNS.findall(input):
             chinese = len(run) > 2 and "\u3400" <= run[0] <= "\u9fff"
-            words += [run[at : at + 2] for at in range(len(run) - 1)] if chinese else [run]
-        return words
+            terms += [run[at : at + 2] for at in range(len(run) - 1)] if chinese else [run]
+        return terms
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

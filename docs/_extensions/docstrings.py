@@ -10,19 +10,19 @@ from sphinx.application import Sphinx
 _FIELD = re.compile(r"[a-z_]\w*(, [a-z_]\w*)*: ")
 
 
-def rewrite(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def rewrite(app: Sphinx, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Escape asterisks, which are products and not emphasis; begin a section at a paragraph of fields."""
     rewritten, in_fields = list[str](), False
     for before, line in zip(["", *lines], lines, strict=False):
         if not before.strip() and _FIELD.match(line):
-            rewritten += ["Attributes:" if what in ("class", "exception") else "Args:"]
+            rewritten += ["Attributes:" if kind in ("class", "exception") else "Args:"]
             in_fields = True
         elif not line.strip():
             in_fields = False
         escaped = re.sub(r"(`[^`]*`)|\*", lambda match: match[1] or r"\*", line)
         rewritten.append(f"    {escaped}" if in_fields else escaped)
     lines[:] = rewritten
-    if what in ("attribute", "property") and lines:  # whose first line napoleon takes for `type: text`
+    if kind in ("attribute", "property") and lines:  # whose first line napoleon takes for `type: text`
         lines[0] = lines[0].replace(": ", ":\u00a0", 1)
 
 

@@ -88,10 +88,10 @@ def still(command: str, cache_folder: Path) -> Path:
         return path
     cache_folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    words = [sys.executable, "-m", "stretto.cli.main", *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", "stretto.cli.main", *shlex.split(command)[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "COLUMNS": "100"}
     done = subprocess.run(
-        [*words, str(unfinished)] if draws else words,
+        [*arguments, str(unfinished)] if draws else arguments,
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -107,18 +107,18 @@ def still(command: str, cache_folder: Path) -> Path:
 
 
 def visit_live(self: HTML5Translator, node: live) -> None:
-    made = still(node["command"], Path(self.builder.srcdir) / "_cache" / STILLS)
+    picture = still(node["command"], Path(self.builder.srcdir) / "_cache" / STILLS)
     root = "../" * self.builder.current_docname.count("/")
     alt, config = escape(node.astext()), self.config
     page = f"{root}{'../' if config.language.startswith('zh') else ''}page/index.html"
     address = escape(f"{page}#{node['address']}")
-    if made.suffix == ".svg":
+    if picture.suffix == ".svg":
         folder = Path(self.builder.outdir) / STILLS
         folder.mkdir(exist_ok=True)
-        shutil.copyfile(made, folder / made.name)
-        shown = f'<img src="{root}{STILLS}/{made.name}" alt="{alt}">'
+        shutil.copyfile(picture, folder / picture.name)
+        shown = f'<img src="{root}{STILLS}/{picture.name}" alt="{alt}">'
     else:
-        shown = f"<pre>{escape(made.read_text(encoding='utf-8'))}</pre>"
+        shown = f"<pre>{escape(picture.read_text(encoding='utf-8'))}</pre>"
     self.body.append(
         f'<figure class="live" data-address="{address}" data-height="{node["height"]}" data-title="{alt}">\n'
         f'<div class="live-still" role="group" aria-label="{alt}">{shown}</div>\n<figcaption>\n'

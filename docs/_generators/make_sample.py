@@ -26,8 +26,8 @@ SOURCES = ("README.md", "docs/**/*.md", "src/stretto/engine/**/*.py", "src/stret
 VOCAB = 4096
 
 
-def git(*words: str) -> bytes:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True).stdout
 
 
 def describe(folder: TokenFolder, commit: str) -> str:
@@ -55,10 +55,10 @@ def make(folder: Path, commit: str) -> None:
 def main() -> None:
     commit = git("rev-parse", sys.argv[1] if len(sys.argv) > 1 else "HEAD").decode().strip()
     with tempfile.TemporaryDirectory(dir=SAMPLE_FOLDER.parent) as new:
-        made = Path(new, "sample")
-        make(made, commit)
+        sample = Path(new, "sample")
+        make(sample, commit)
         SAMPLE_FOLDER.mkdir(exist_ok=True)
-        for path in made.iterdir():
+        for path in sample.iterdir():
             os.replace(path, SAMPLE_FOLDER / path.name)
     size = sum(path.stat().st_size for path in SAMPLE_FOLDER.iterdir())
     print(f"wrote {SAMPLE_FOLDER.relative_to(ROOT)}: {size:,} bytes")

@@ -100,7 +100,7 @@ def published_jobs() -> list[Published]:
         }
         for devices, batch, rate in MPT_RUNS
     ]
-    one, two = (read_table(TABLES / f"sc21_table_{number}.csv") for number in (1, 2))
+    first, two = (read_table(TABLES / f"sc21_table_{number}.csv") for number in (1, 2))
 
     def runs(panel: str, series: str) -> list[Cells]:
         return [cells for cells in two if (cells["x_panel"], cells["x_series"]) == (panel, series)]
@@ -110,7 +110,7 @@ def published_jobs() -> list[Published]:
         Published("GPT 175B, ZeRO-3", runs("175B", "ZeRO-3"), 0),
         Published("GPT 175B, PTD-P: tensor 8, pipeline 12", runs("175B", "PTD-P"), 0),
         Published("GPT 530B, PTD-P: tensor 8, pipeline 35", runs("530B", "PTD-P"), 0),
-        Published("GPT 1T, PTD-P: tensor 8, pipeline 64 x 2", one[-1:], 0),
+        Published("GPT 1T, PTD-P: tensor 8, pipeline 64 x 2", first[-1:], 0),
     ]
 
 
@@ -123,23 +123,23 @@ def points(job: Published, weak: bool) -> list[Point]:
     base = job.runs[job.base]
     replica = int(base["tp"]) * int(base["pp"])
     batch, copies, micro = int(base["global_batch"]), int(base["dp"]), int(base["micro_batch"])
-    known = {int(run["dp"]): run for run in job.runs}
+    measured_runs = {int(run["dp"]): run for run in job.runs}
     found: list[Point] = []
-    for dp in _copies(batch, [*known], weak):
+    for dp in _copies(batch, [*measured_runs], weak):
         if not FEWEST <= dp * replica <= MOST:
             continue
-        whole = batch // copies * dp if weak else batch
-        share = whole // dp
+        global_batch = batch // copies * dp if weak else batch
+        share = global_batch // dp
         size = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
         cells = base | {"gpus": str(dp * replica), "dp": str(dp)}
-        cells |= {"global_batch": str(whole), "micro_batch": str(size)}
-        (one,) = predict_rows([cells], read_run)
-        if one.estimate is None or one.estimate.memory is None:
+        cells |= {"global_batch": str(global_batch), "micro_batch": str(size)}
+        (prediction,) = predict_rows([cells], read_run)
+        if prediction.estimate is None or prediction.estimate.memory is None:
             continue  # the schedule has no such number of microbatches
-        if one.estimate.memory.verdict != "does not fit":
-            run = known.get(dp)
-            same = run is not None and run["global_batch"] == str(whole)
-            found.append(Point(dp * replica, one.estimate, _published(run) if run and same else None))
+        if prediction.estimate.memory.verdict != "does not fit":
+            run = measured_runs.get(dp)
+            same = run is not None and run["global_batch"] == str(global_batch)
+            found.append(Point(dp * replica, prediction.estimate, _published(run) if run and same else None))
     return found
 
 
@@ -155,11 +155,11 @@ def _copies(batch: int, published: list[int], weak: bool) -> Iterator[int]:
 
 def _published(run: Cells) -> float:
     """Model FLOPs utilisation of a published run."""
-    (one,) = predict_rows([run], read_run, memory=False)
-    assert one.estimate is not None
-    assert one.run is not None
-    assert one.run.measured.seconds is not None
-    return one.estimate.mfu * one.estimate.seconds / one.run.measured.seconds
+    (prediction,) = predict_rows([run], read_run, memory=False)
+    assert prediction.estimate is not None
+    assert prediction.run is not None
+    assert prediction.run.measured.seconds is not None
+    return prediction.estimate.mfu * prediction.estimate.seconds / prediction.run.measured.seconds
 
 
 # --- picture

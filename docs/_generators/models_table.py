@@ -97,9 +97,9 @@ def prove(name: str, ranks: int) -> str:
         path.write_text(yaml.safe_dump(config_of(shape_of(name))), encoding="utf-8")
         command = [sys.executable, "-m", "stretto", "verify", str(path), "--layouts", "all", "--json"]
         done = subprocess.run([*command, "--ranks", str(ranks)], capture_output=True, text=True, check=False)
-    facts = json.loads(done.stdout)
-    wrong = [one["layout"] for one in facts["layouts"] if not one["equal"]]
-    return f"{len(facts['layouts'])} layouts in {facts['seconds']:.0f} s, {len(wrong)} differ {wrong[:3]}"
+    report = json.loads(done.stdout)
+    wrong = [case["layout"] for case in report["layouts"] if not case["equal"]]
+    return f"{len(report['layouts'])} layouts in {report['seconds']:.0f} s, {len(wrong)} differ {wrong[:3]}"
 
 
 def main() -> None:
