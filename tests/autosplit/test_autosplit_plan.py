@@ -45,7 +45,11 @@ class Build:
         return name
 
     def conv(self, name: str, channels: int, kernel: int, side: int, inputs: tuple[str, ...] = ()) -> str:
-        read = self.last if not inputs else next(one for one in self.operators if one.name == inputs[0])
+        read = (
+            self.last
+            if not inputs
+            else next(operator for operator in self.operators if operator.name == inputs[0])
+        )
         batch, before = read.shape[:2]
         return self.add(
             name,
@@ -214,11 +218,13 @@ def test_plans_equal_brute_force(
     costs = [
         cost
         for some in product(*network.choices(ranks))
-        if (cost := whole(prices, dict(zip(prices.by_name, some, strict=True)))) is not None
+        if (cost := total_cost(prices, dict(zip(prices.by_name, some, strict=True)))) is not None
     ]
     free = plan_splits(network, on)
     assert free.cost.seconds == pytest.approx(min(cost.seconds for cost in costs), rel=1e-12)
-    assert free.cost == pytest.approx(whole(prices, {line.operator.name: line.choice for line in free.lines}))
+    assert free.cost == pytest.approx(
+        total_cost(prices, {line.operator.name: line.choice for line in free.lines})
+    )
     assert sum(free.parts.values()) == pytest.approx(free.cost.seconds)
     limit = share * free.cost.bytes
     fitting = [cost.seconds for cost in costs if cost.bytes <= limit]
@@ -231,9 +237,9 @@ def test_plans_equal_brute_force(
     assert tight.cost.bytes <= limit
 
 
-def whole(prices: SplitCosts, choices: Mapping[str, Choice]) -> Cost | None:
+def total_cost(prices: SplitCosts, choices: Mapping[str, Choice]) -> Cost | None:
     """Time and memory of one combination; None: it is impossible."""
-    seconds = held = 0.0
+    seconds = size = 0.0
     for operator in prices.network.operators:
         parts: list[Cost | None] = [prices.node(operator, choices[operator.name])]
         for name in dict.fromkeys(operator.inputs):
@@ -241,8 +247,8 @@ def whole(prices: SplitCosts, choices: Mapping[str, Choice]) -> Cost | None:
         for part in parts:
             if part is None:
                 return None
-            seconds, held = seconds + part.seconds, held + part.bytes
-    return Cost(seconds, held)
+            seconds, size = seconds + part.seconds, size + part.bytes
+    return Cost(seconds, size)
 
 
 def test_layers_too_large_to_replicate_are_split() -> None:
@@ -284,10 +290,10 @@ def test_memory_of_a_rank_by_hand() -> None:
     assert prices.node(first, batch).bytes == 16 * (16 * 32 + 32) + 4 * 2 * 32
     assert prices.node(second, column).bytes == 16 * (32 * 64 + 64) / 4 + 4 * 8 * 16
     assert prices.node(second, row).bytes == 16 * (32 * 64 / 4 + 64) + 4 * 8 * 64
-    kept = [prices.edge(first, batch, second, after) for after in (batch, column, row)]
-    assert [cost and cost.bytes for cost in kept] == [0, 4 * 8 * 32, 4 * 8 * 8]
+    conversions = [prices.edge(first, batch, second, after) for after in (batch, column, row)]
+    assert [cost and cost.bytes for cost in conversions] == [0, 4 * 8 * 32, 4 * 8 * 8]
     plan = plan_splits(network, on, fix={"first": "batch", "second": "column"})
-    parts = (prices.node(first, batch), prices.node(second, column), kept[1])
+    parts = (prices.node(first, batch), prices.node(second, column), conversions[1])
     assert plan.cost.bytes == sum(cost.bytes for cost in parts if cost)
 
 
@@ -335,7 +341,7 @@ def test_what_conversions_send(
 ) -> None:
     """100 bytes over 4 ranks; without a gradient, the forward's."""
     some = conversion_calls(before, after, 100, 4, gradient=True, partial=partial)
-    assert [(one.kind, one.sent(4)) for one in some] == sent
+    assert [(message.kind, message.sent(4)) for message in some] == sent
     forward = conversion_calls(before, after, 100, 4, gradient=False, partial=partial)
     assert forward == (() if before == "whole" else some[:1])
 

@@ -19,10 +19,10 @@ def problems(draw: st.DrawFn) -> OptionGraph:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     nodes = [{at: draw(COSTS) for at in range(size)} for size in sizes]
     edges = {
-        (one, other): {
-            pair: draw(COSTS) for pair in product(nodes[one], nodes[other]) if draw(st.integers(0, 5))
+        (node, other): {
+            pair: draw(COSTS) for pair in product(nodes[node], nodes[other]) if draw(st.integers(0, 5))
         }
-        for one, other in combinations(range(len(nodes)), 2)
+        for node, other in combinations(range(len(nodes)), 2)
         if draw(st.booleans())
     }
     return OptionGraph(nodes, edges)
@@ -71,8 +71,8 @@ def chain(length: int, options: int = 3) -> OptionGraph:
     ]
     edges = {
         (node, node + 1): {
-            (one, other): Cost(0.003 * (node % 5) * abs(one - other), 0.0)
-            for one, other in product(range(options), repeat=2)
+            (option, other): Cost(0.003 * (node % 5) * abs(option - other), 0.0)
+            for option, other in product(range(options), repeat=2)
         }
         for node in range(length - 1)
     }
@@ -90,10 +90,10 @@ def test_chains_of_hundreds_of_operators_fit_exactly() -> None:
     }
     for node in range(1, 60):
         after: dict[tuple[int, float], float] = {}
-        for (one, size), seconds in reached.items():
+        for (option, size), seconds in reached.items():
             for other, cost in problem.nodes[node].items():
                 key = other, size + cost.bytes
-                total = seconds + cost.seconds + problem.edges[node - 1, node][one, other].seconds
+                total = seconds + cost.seconds + problem.edges[node - 1, node][option, other].seconds
                 after[key] = min(after.get(key, inf), total)
         reached = after
     least = min(seconds for (_, size), seconds in reached.items() if size <= limit)

@@ -79,9 +79,9 @@ PLANS: list[dict[str, StyleName]] = [
 def test_plans_run_as_one_process_does() -> None:
     """Loss and gradients in float64, and what each rank sends to the byte."""
     for fix, (sent, worst) in zip(PLANS, on_ranks(2, _train)[0], strict=True):
-        made = plan(fix)
+        planned = plan(fix)
         assert worst < 1e-12, fix
-        assert sent == made.splits.sent, (fix, made.table())
+        assert sent == planned.splits.sent, (fix, planned.table())
 
 
 def _train() -> list[tuple[int, float]]:
@@ -89,7 +89,7 @@ def _train() -> list[tuple[int, float]]:
     return [_step(plan(fix)) for fix in PLANS]
 
 
-def _step(made: ModulePlan) -> tuple[int, float]:
+def _step(planned: ModulePlan) -> tuple[int, float]:
     torch.manual_seed(3)
     plain = Convolutions().double()
     x, y = torch.randn(BATCH, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (BATCH,))
@@ -97,20 +97,20 @@ def _step(made: ModulePlan) -> tuple[int, float]:
     expected.backward()
     torch.manual_seed(3)
     model = Convolutions().double()
-    table = parallelize(model, made.plan, Mesh(Layout(tp=2)), convert=True)
+    table = parallelize(model, planned.plan, Mesh(Layout(tp=2)), convert=True)
     with traffic() as counted:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         sum_gradients(model, table)
     errors = [abs(float((loss - expected) / expected))]
-    wanted = {name: one.grad for name, one in plain.named_parameters()}
-    for name, one in model.named_parameters():
-        whole = wanted[name]
-        assert whole is not None
-        assert one.grad is not None
-        part = torch.empty_like(one)
-        table[name].placed.fill(part, whole)
-        errors.append(float((part - one.grad).abs().max() / whole.abs().max()))
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        gradient = wanted[name]
+        assert gradient is not None
+        assert parameter.grad is not None
+        part = torch.empty_like(parameter)
+        table[name].placed.fill(part, gradient)
+        errors.append(float((part - parameter.grad).abs().max() / gradient.abs().max()))
     return counted.total, max(errors)
 
 
@@ -120,7 +120,9 @@ def network(model: nn.Module, *example: Tensor, **more: Any) -> OperatorGraph:
 
 def test_tracing_finds_operators_shapes_and_parameters() -> None:
     """By hand: kernels of 3 x 3 over 3 channels are sums of 27; 4 channels of 4 x 4 are 64 features."""
-    by_name = {one.name: one for one in network(Convolutions(), torch.empty(BATCH, 3, 8, 8)).operators}
+    by_name = {
+        operator.name: operator for operator in network(Convolutions(), torch.empty(BATCH, 3, 8, 8)).operators
+    }
     assert list(by_name)[:6] == ["x", "first", "norm", "relu()", "second", "add()"]
     first, add, view = by_name["first"], by_name["add()"], by_name["view()"]
     assert first.product is not None
@@ -141,12 +143,12 @@ def test_tracing_finds_operators_shapes_and_parameters() -> None:
 
 def test_models_are_neither_changed_nor_computed_with() -> None:
     model = Convolutions()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.random.get_rng_state()
     plan_module(model, torch.empty(BATCH, 3, 8, 8), cluster="a100:2")
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 class Centred(nn.Module):
@@ -166,11 +168,11 @@ class Scaled(nn.Module):
 
 
 def test_modules_that_are_not_known_are_tried_on_random_samples() -> None:
-    made = network(nn.Sequential(Scaled(), Centred(), nn.Linear(16, 16)), torch.empty(8, 16))
-    scaled, centred = made.operators[1:3]
+    traced = network(nn.Sequential(Scaled(), Centred(), nn.Linear(16, 16)), torch.empty(8, 16))
+    scaled, centred = traced.operators[1:3]
     assert (scaled.splits, scaled.styles) == (("whole", "batch"), ("replicate", "batch"))
     assert centred.splits == ("whole",)
-    assert made.notes == (
+    assert traced.notes == (
         "'0' may be split by batch: it computes random samples alone",
         "'1' is replicated: its samples depend on one another",
     )
@@ -190,33 +192,33 @@ class FixedView(nn.Module):
 
 
 def test_a_view_with_the_number_of_samples_is_not_split() -> None:
-    made = plan_module(FixedView(), torch.empty(8, 16), cluster="a100:2", fix={"first": "batch"})
-    lines = {line.operator.name: line.choice for line in made.splits.lines}
+    planned = plan_module(FixedView(), torch.empty(8, 16), cluster="a100:2", fix={"first": "batch"})
+    lines = {line.operator.name: line.choice for line in planned.splits.lines}
     assert lines["view()"].takes == "whole"
-    assert made.plan["first"] == BatchParallel(output="whole")
+    assert planned.plan["first"] == BatchParallel(output="whole")
 
 
 def test_shared_parameters_are_split_alike_and_counted_once() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.other, self.act = nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU()
-            self.other.weight = self.one.weight
+            self.first, self.other, self.act = nn.Linear(16, 16), nn.Linear(16, 16), nn.ReLU()
+            self.other.weight = self.first.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.other(self.act(self.one(self.act(self.one(x)))))
+            return self.other(self.act(self.first(self.act(self.first(x)))))
 
-    made = network(Twice(), torch.empty(8, 16))
-    names = [one.name for one in made.operators]
-    assert names == ["x", "one", "act", "one (call 2)", "act (call 2)", "other", "output"]
-    assert {frozenset(tie) for tie in made.ties} == {
-        frozenset(("one", "one (call 2)")),
+    traced = network(Twice(), torch.empty(8, 16))
+    names = [operator.name for operator in traced.operators]
+    assert names == ["x", "first", "act", "first (call 2)", "act (call 2)", "other", "output"]
+    assert {frozenset(tie) for tie in traced.ties} == {
+        frozenset(("first", "first (call 2)")),
         frozenset(("act", "act (call 2)")),
-        frozenset(("one", "one (call 2)", "other")),
+        frozenset(("first", "first (call 2)", "other")),
     }
-    assert [one.shared for one in made.operators if one.styles] == [False, True, True]
+    assert [operator.shared for operator in traced.operators if operator.styles] == [False, True, True]
     styles = plan_module(Twice(), torch.empty(8, 16), cluster="a100:2").plan
-    assert styles["one"] == styles["other"]
+    assert styles["first"] == styles["other"]
 
 
 def test_a_module_of_several_calls_converts_alike_each_time() -> None:
@@ -235,11 +237,11 @@ def test_a_module_of_several_calls_converts_alike_each_time() -> None:
         {"first": "column", "encoder": "batch"},
     ]
     for fix in plans:
-        made = plan_module(model, example, cluster="a100:2", fix=fix)
-        assert made.plan["first"].output in ("whole", None)  # as y comes
+        planned = plan_module(model, example, cluster="a100:2", fix=fix)
+        assert planned.plan["first"].output in ("whole", None)  # as y comes
         propagate_splits(
             model,
-            {name: (model.get_submodule(name), made.plan[name]) for name in made.plan},
+            {name: (model.get_submodule(name), planned.plan[name]) for name in planned.plan},
             "whole",
             "whole",
         )
@@ -286,14 +288,16 @@ def test_what_cannot_be_traced_is_one_operator_where_it_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Branching())
     with pytest.raises(StrettoError, match="cannot be traced"):
         network(model, torch.empty(8, 4))
-    made = network(model, torch.empty(8, 4), leaves=["1"])
-    assert [one.kind for one in made.operators] == ["input", "Linear", "Branching", "output"]
+    traced = network(model, torch.empty(8, 4), leaves=["1"])
+    assert [operator.kind for operator in traced.operators] == ["input", "Linear", "Branching", "output"]
 
 
 def test_tables_and_pictures_show_every_operator_and_conversion() -> None:
-    made = plan({"first": "batch", "norm": "batch", "second": "batch", "linear.0": "column", "last": "row"})
-    table, svg = made.table(), made.svg()
-    for line in made.splits.lines:
+    planned = plan(
+        {"first": "batch", "norm": "batch", "second": "batch", "linear.0": "column", "last": "row"}
+    )
+    table, svg = planned.table(), planned.svg()
+    for line in planned.splits.lines:
         assert f"\n{line.operator.name}" in f"\n{table}"
         assert line.operator.name in svg
     assert "all-gather + reduce-scatter" in table
@@ -301,6 +305,6 @@ def test_tables_and_pictures_show_every_operator_and_conversion() -> None:
     for rule in ("data parallel", "tensor parallel", "one weird trick", "replicated"):
         assert rule in table
         assert rule in svg
-    assert made._repr_svg_() == svg
+    assert planned._repr_svg_() == svg
     styles = "3 BatchParallel, 1 ColumnParallel, 2 Replicate, 1 RowParallel"
-    assert repr(made) == f"ModulePlan({styles} on 2 x v100-32gb-pcie: {made.seconds:.3g} s a step)"
+    assert repr(planned) == f"ModulePlan({styles} on 2 x v100-32gb-pcie: {planned.seconds:.3g} s a step)"

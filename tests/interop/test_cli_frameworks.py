@@ -23,8 +23,18 @@ def test_a_plan_is_printed_as_a_script_and_read_back(
     assert text.startswith("#!/usr/bin/env bash\n# Megatron-LM core_v0.19.0 on 8 processes")
     path = tmp_path / "run.sh"
     path.write_text(text)
-    words = ["predict", "--from", "megatron", str(path), "--cluster", "h100:8", "--seconds", "2", "--json"]
-    assert run(words) == 0
+    arguments = [
+        "predict",
+        "--from",
+        "megatron",
+        str(path),
+        "--cluster",
+        "h100:8",
+        "--seconds",
+        "2",
+        "--json",
+    ]
+    assert run(arguments) == 0
     today = json.loads(capsys.readouterr().out)["rows"][0]
     predicted = float(text.split("predicted on 8 x h100-80gb-sxm: ")[1].split(" s a step")[0])
     assert today["step_time_s"] == pytest.approx(predicted, rel=1e-3)
@@ -67,7 +77,7 @@ def test_a_job_that_does_not_fit_is_a_no(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "message"),
     [
         ("plan --model gpt2 --cluster h100:8 --batch 8 --row 2", "--row is for --emit"),
         ("config configs/llama-tiny-tp2.yaml --output x.sh", "--output is for --emit"),
@@ -87,6 +97,6 @@ def test_a_job_that_does_not_fit_is_a_no(
         ),
     ],
 )
-def test_bad_input_is_one_error(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(words.split()) == 2
-    assert said in capsys.readouterr().err
+def test_bad_input_is_one_error(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.split()) == 2
+    assert message in capsys.readouterr().err

@@ -15,9 +15,9 @@ DCN = ["plan", "--model", "dlrm-dcnv2", "--cluster", "dgx-a100:16", "--batch", "
 
 def shardings(text: str) -> dict[str, tuple[str, str, float | None, object]]:
     """The constant of that name in a module for TorchRec."""
-    for one in ast.parse(text).body:
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "SHARDINGS":
-            return ast.literal_eval(one.value)
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "SHARDINGS":
+            return ast.literal_eval(statement.value)
     raise AssertionError("no SHARDINGS")
 
 
@@ -51,7 +51,7 @@ def test_a_recommenders_config_says_its_optimiser(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("command", "said", "hint"),
+    ("command", "message", "hint"),
     [
         (["config", "configs/dlrm.yaml"], "tables.placement is auto", "stretto plan configs/dlrm.yaml"),
         (
@@ -68,11 +68,11 @@ def test_a_recommenders_config_says_its_optimiser(capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_torchrec_is_not_for(
-    command: list[str], said: str, hint: str, capsys: pytest.CaptureFixture[str]
+    command: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*command, "--emit", "torchrec"]) == 2
     text = capsys.readouterr().err
-    assert said in text
+    assert message in text
     assert hint in text
 
 
@@ -96,11 +96,11 @@ def test_a_deepspeed_json_is_priced(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(json.dumps(TODAY))
     command = ["predict", "--from", "deepspeed", str(path), "--model", "llama3-8b", "--cluster", "h100:16"]
     assert run([*command, "data.sequence=2048", "--seconds", "2", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    row = facts["rows"][0]
+    report = json.loads(capsys.readouterr().out)
+    row = report["rows"][0]
     assert (row["global_batch"], row["sequence"], row["zero"]) == (64, 2048, "zero2")
-    assert facts["overlapped_s"] < row["step_time_s"]  # stage 2 overlaps nothing unless it is told to
-    assert facts["ignored"] == {"logging, profiling and checks": ["steps_per_print"]}
+    assert report["overlapped_s"] < row["step_time_s"]  # stage 2 overlaps nothing unless it is told to
+    assert report["ignored"] == {"logging, profiling and checks": ["steps_per_print"]}
     assert run([*command[:4], "--cluster", "h100:16"]) == 2
     assert "say it with --model" in capsys.readouterr().err
 

@@ -33,8 +33,16 @@ def test_a_script_becomes_a_config_that_is_checked(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "gpt.yaml"
-    words = ["migrate", str(script), str(tmp_path / "runs/tiny"), "TP=2", "train.steps=7", "--out", str(out)]
-    assert run(words) == DONE
+    command = [
+        "migrate",
+        str(script),
+        str(tmp_path / "runs/tiny"),
+        "TP=2",
+        "train.steps=7",
+        "--out",
+        str(out),
+    ]
+    assert run(command) == DONE
     shown = capsys.readouterr().out
     assert shown.startswith(f"{script}: 16 arguments mapped, 0 needless here, 0 not mapped\n")
     assert "--tensor-model-parallel-size 2 -> layout.tp=2\n" in shown
@@ -46,11 +54,11 @@ def test_a_script_becomes_a_config_that_is_checked(
 
 def test_json_has_every_argument(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["migrate", str(script), "runs/tiny", "--json"]) == DONE
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["config"]["model"]["layers"] == 2
-    assert {"arguments": {"lr": 0.001}, "fields": {}} not in facts["mapped"]
-    assert sum(len(one["arguments"]) for one in facts["mapped"]) == 17  # with the processes
-    assert facts["not_mapped"] == facts["needless"] == {}
+    report = json.loads(capsys.readouterr().out)
+    assert report["config"]["model"]["layers"] == 2
+    assert {"arguments": {"lr": 0.001}, "fields": {}} not in report["mapped"]
+    assert sum(len(mapping["arguments"]) for mapping in report["mapped"]) == 17  # with the processes
+    assert report["not_mapped"] == report["needless"] == {}
 
 
 def test_what_is_not_mapped_ends_with_no(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,13 +114,13 @@ def test_a_script_is_run_only_if_that_is_asked_for(
     """With loops and functions it is refused; with --run its launchers print their arguments."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.sh").write_text(f"{LOOPS}touch was-run\n{launch}\n")
-    words = ["migrate", "run.sh", "--tp", "2", "DIR=/runs/looped", "--out", "made.yaml"]
-    assert run(words) == BAD_INPUT
+    command = ["migrate", "run.sh", "--tp", "2", "DIR=/runs/looped", "--out", "made.yaml"]
+    assert run(command) == BAD_INPUT
     assert "error: run.sh:5: `while` is not read" in (error := capsys.readouterr().err)
     assert "hint: " in error
     assert "--run" in error
     assert not (tmp_path / "was-run").exists()
-    assert run([*words, "--run"]) == DONE
+    assert run([*command, "--run"]) == DONE
     config = load(tmp_path / "made.yaml")
     assert (config.layout.tp, config.layout.dp, config.train.seed) == (2, dp, 42)
     assert str(config.run.folder) == "runs/looped"
@@ -130,7 +138,7 @@ def test_a_script_that_launches_nothing_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["none.sh"], "none.sh"),
         (["--num-layers", "2"], "the command line lacks --hidden-size, --num-attention-heads"),
@@ -139,9 +147,9 @@ def test_a_script_that_launches_nothing_is_an_error(
     ],
 )
 def test_what_is_wrong_is_one_error(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["migrate", *words]) == BAD_INPUT
+    assert run(["migrate", *arguments]) == BAD_INPUT
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error

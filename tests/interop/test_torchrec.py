@@ -25,14 +25,14 @@ PLACEMENTS = {
 
 
 def module(rule: FusedOptimizer | None = None) -> str:
-    made = rule or FusedOptimizer()
-    return torchrec_module(TABLES, PLACEMENTS, world=WORLD, local=LOCAL, rule=made, about="a plan")
+    fused_rule = rule or FusedOptimizer()
+    return torchrec_module(TABLES, PLACEMENTS, world=WORLD, local=LOCAL, rule=fused_rule, about="a plan")
 
 
 def test_each_split_is_a_sharding_type() -> None:
     shardings = torchrec_tables(TABLES, PLACEMENTS, world=WORLD, local=LOCAL)
-    words = [(each.sharding_type, each.compute_kernel, each.load_factor) for each in shardings]
-    assert words == [
+    kernels = [(each.sharding_type, each.compute_kernel, each.load_factor) for each in shardings]
+    assert kernels == [
         ("table_wise", "fused", None),
         ("column_wise", "fused", None),
         ("row_wise", "fused_uvm_caching", 0.05),
@@ -71,7 +71,7 @@ PLAIN = TableSpec(name="C", rows=100, dim=16)
 
 
 @pytest.mark.parametrize(
-    ("table", "placement", "said", "hint"),
+    ("table", "placement", "message", "hint"),
     [
         (
             TableSpec(name="C", rows=100, dim=16, ids="hash"),
@@ -103,25 +103,25 @@ PLAIN = TableSpec(name="C", rows=100, dim=16)
     ],
 )
 def test_what_torchrec_cannot_hold_is_refused_by_name(
-    table: TableSpec, placement: TablePlacement, said: str, hint: str
+    table: TableSpec, placement: TablePlacement, message: str, hint: str
 ) -> None:
     with pytest.raises(StrettoError) as caught:
         placed(table, placement)
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
     assert hint in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         (FusedOptimizer(name="split_sgd"), "optim.tables.name is split_sgd"),
         (FusedOptimizer(element=2), "tables is 2 bytes"),
     ],
 )
-def test_rules_of_updates_that_it_lacks_are_refused(rule: FusedOptimizer, said: str) -> None:
+def test_rules_of_updates_that_it_lacks_are_refused(rule: FusedOptimizer, message: str) -> None:
     with pytest.raises(StrettoError) as caught:
         module(rule)
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
 
 
 # ------------------------------------------------------------------ TorchRec's own classes
@@ -139,7 +139,7 @@ def test_torchrec_makes_the_same_plan(wire: Any) -> None:
     exec(compile(module(FusedOptimizer(lr=0.1, eps=1e-8, wire=wire)), "plan.py", "exec"), names)
     configs = names["table_configs"]()
     collection = importlib.import_module("torchrec").EmbeddingBagCollection
-    theirs = plans.construct_module_sharding_plan(
+    torchrec_plan = plans.construct_module_sharding_plan(
         collection(tables=configs, device=torch.device("meta")),
         {
             "C0": plans.table_wise(rank=3, compute_kernel="fused"),
@@ -153,12 +153,12 @@ def test_torchrec_makes_the_same_plan(wire: Any) -> None:
         world_size=WORLD,
         device_type="cuda",
     )
-    ours = names["sharding_plan"]("here").get_plan_for_module("here")
-    assert list(ours) == list(theirs)
-    for name, sharding in theirs.items():
-        sharding.cache_params = ours[name].cache_params
+    stretto_plan = names["sharding_plan"]("here").get_plan_for_module("here")
+    assert list(stretto_plan) == list(torchrec_plan)
+    for name, sharding in torchrec_plan.items():
+        sharding.cache_params = stretto_plan[name].cache_params
         if name == "C3":  # its function has no argument for the kernel
             sharding.compute_kernel = "fused"
-        assert ours[name] == sharding, name
-    assert ours["C2"].cache_params.load_factor == 0.05
+        assert stretto_plan[name] == sharding, name
+    assert stretto_plan["C2"].cache_params.load_factor == 0.05
     assert names["sharder"]().fused_params["learning_rate"] == 0.1

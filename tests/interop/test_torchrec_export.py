@@ -99,27 +99,27 @@ def _torchrec(
         torchrec.EmbeddingBagConfig(**{**table, "pooling": pooling[table["pooling"]]})
         for table in arguments["tables"]
     ]
-    made = getattr(importlib.import_module("torchrec.models.dlrm"), arguments["model"])(
+    model = getattr(importlib.import_module("torchrec.models.dlrm"), arguments["model"])(
         embedding_bag_collection=torchrec.EmbeddingBagCollection(tables=configs), **arguments["arguments"]
     )
-    made.load_state_dict(state)
+    model.load_state_dict(state)
     names = [table["feature_names"][0] for table in arguments["tables"]]
     keyed = torchrec.KeyedJaggedTensor(keys=names, values=ids, lengths=lengths.flatten())
     with torch.no_grad():
-        return made(numbers, keyed).squeeze(1)
+        return model(numbers, keyed).squeeze(1)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["model.tables=[{rows: 40}, {rows: 60, ids: hash}]"], "ids: hash"),
         (["model.top=[1]"], "model.top"),
     ],
 )
 def test_what_torchrec_cannot_express_is_refused_by_field(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
-    run_job(RECOMMENDER, config_of(tmp_path, *words, "layout.ranks=1", "train.steps=2"), quiet=True)
+    run_job(RECOMMENDER, config_of(tmp_path, *overrides, "layout.ranks=1", "train.steps=2"), quiet=True)
     trained, out = tmp_path / "runs/tiny", tmp_path / "out"
     assert run(["checkpoint", "export", str(trained), "--format", "torchrec", "--out", str(out)]) == 2
     assert message in capfd.readouterr().err

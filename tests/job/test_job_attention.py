@@ -71,9 +71,9 @@ def test_deepseek_v3_written_out() -> None:
     scores = 2 * s * 128 * (192 + 128)
     dense = 2 * (attention + 3 * 7168 * 18432) + scores
     routed = 2 * (attention + 7168 * 256 + 9 * 3 * 7168 * 2048) + scores
-    whole = 3 * dense + 58 * routed + 2 * 7168 * 129280
-    assert forward_flops_per_token(shape, s) == whole
-    half = 3 * (whole - 61 * scores / 2)
+    full = 3 * dense + 58 * routed + 2 * 7168 * 129280
+    assert forward_flops_per_token(shape, s) == full
+    half = 3 * (full - 61 * scores / 2)
     assert model_flops_per_token(shape, s, causal=True) == pytest.approx(half, rel=1e-12)
     assert 14.8e12 * half / (2.664e6 * 3600 * 989e12) == pytest.approx(0.38, abs=0.03)
 
@@ -133,14 +133,14 @@ def test_what_is_kept_before_heads() -> None:
     how = ComputeConfig(batch=2, sequence=8, tp=2)
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
     shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
-    kept = {saved.name: saved.bytes for saved in layer_saved("block", shape, how)}
-    assert kept["attn.kv_down_norm input"] == 2 * 16 * (10 + 4)
-    assert kept["attn.kv_up input"] == 2 * 16 * 10
-    assert kept["attn.q_down_norm input"] == kept["attn.q_up input"] == 2 * 16 * 12
+    saved_bytes = {saved.name: saved.bytes for saved in layer_saved("block", shape, how)}
+    assert saved_bytes["attn.kv_down_norm input"] == 2 * 16 * (10 + 4)
+    assert saved_bytes["attn.kv_up input"] == 2 * 16 * 10
+    assert saved_bytes["attn.q_down_norm input"] == saved_bytes["attn.q_up input"] == 2 * 16 * 12
     split = {s.name: s.bytes for s in layer_saved("block", shape, replace(how, sequence_parallel=True))}
     assert split["attn.kv_up input"] == 2 * 8 * 10
-    assert kept["attn.core k, v"] == 2 * 16 * 2 * (12 + 6)
-    assert kept["attn.proj input"] == 2 * 16 * 2 * 6
+    assert saved_bytes["attn.core k, v"] == 2 * 16 * 2 * (12 + 6)
+    assert saved_bytes["attn.proj input"] == 2 * 16 * 2 * 6
     normed = replace(PLAIN, attention=AttentionShape(norm="head"))
     more = total(layer_saved("block", normed, how)) - total(layer_saved("block", PLAIN, how))
     assert more == 2 * 16 * (2 + 2 * 1) * 8 + 4 * 16 * (2 + 1)

@@ -131,8 +131,8 @@ def test_of_experts_those_that_a_token_goes_to():
 @given(s=st.integers(1, 4096))
 def test_causal_halves_attention_and_nothing_else(s: int):
     shape = SHAPES["llama, grouped"]
-    whole, half = model_flops_per_token(shape, s), model_flops_per_token(shape, s, causal=True)
-    assert whole - half == 3 * shape.layers * attention_flops(shape, s) / 2
+    full, half = model_flops_per_token(shape, s), model_flops_per_token(shape, s, causal=True)
+    assert full - half == 3 * shape.layers * attention_flops(shape, s) / 2
 
 
 def test_recomputation_only_adds():

@@ -213,8 +213,8 @@ def test_published_configurations() -> None:
     assert shape_from_huggingface(GPT2) == replace(preset("gpt2"), dropout=0.1)
     assert not differences(shape_from_huggingface(LLAMA2), preset("llama2-70b"))
     assert not differences(shape_from_huggingface(MIXTRAL), preset("mixtral-8x7b"))
-    usual = {"rope_theta", "rms_norm_eps"}
-    bare = {name: value for name, value in MIXTRAL.items() if name not in usual}
+    with_defaults = {"rope_theta", "rms_norm_eps"}
+    bare = {name: value for name, value in MIXTRAL.items() if name not in with_defaults}
     assert not differences(shape_from_huggingface(bare), preset("mixtral-8x7b"))
     assert shape_from_huggingface(LLAMA2 | {"rope_theta": 500000}).rope_theta == 500000
 
@@ -288,8 +288,8 @@ def test_every_key_that_counts_survives(config: dict[str, Any]) -> None:
     written = config_to_huggingface(shape)
     assert written["model_type"] == config["model_type"]
     older = {"rope_scaling", "rope_theta", "sliding_window", "experts_per_token", "tie_word_embeddings"}
-    kept = {key: value for key, value in config.items() if key in written and key not in older}
-    assert {key: written[key] for key in kept} == kept
+    compared = {key: value for key, value in config.items() if key in written and key not in older}
+    assert {key: written[key] for key in compared} == compared
     assert shape_from_huggingface(json.loads(json.dumps(written))) == shape
 
 
@@ -401,9 +401,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         )
     if family in ("t5", "bart"):
         return draw(stacks(family))
-    usual: AttentionShape = FAMILY_DEFAULTS[family].attention
+    default: AttentionShape = FAMILY_DEFAULTS[family].attention
     attention: dict[str, Any] = {}
-    if usual.latent is not None:
+    if default.latent is not None:
         kv_heads, head_dim = heads, 2 * draw(st.integers(5, 9))
         latent = LatentShape(kv_rank=9, rope_dim=4, value_dim=7, q_rank=draw(st.sampled_from([None, 5])))
         attention |= {"latent": latent, "interleaved": family == "deepseek_v2" or draw(_FLAG)}
@@ -440,7 +440,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         rope_theta=draw(st.sampled_from([1e4, 5e5])),
         rope=draw(ropes(sequence)),
         attention=replace(
-            usual, **{"window": None, "full_every": 0, "local_theta": None, "softcap": None} | attention
+            default, **{"window": None, "full_every": 0, "local_theta": None, "softcap": None} | attention
         ),
         moe=draw(experts(family, ffn)) if sparse else None,
         **values,
@@ -464,7 +464,7 @@ def test_shape_to_config_to_shape_is_the_identity(shape: ModelShape) -> None:
 def test_the_first_kind_that_expresses_a_shape() -> None:
     """Where that of its family does not."""
     plain = ModelShape(family="llama", layers=2, hidden=16, heads=2, vocab=9, sequence=8)
-    said = {
+    shapes_by_kind = {
         "llama": plain,
         "mistral": replace(plain, attention=AttentionShape(window=4)),
         "qwen2": replace(plain, attention=AttentionShape(qkv_bias=True)),
@@ -472,7 +472,9 @@ def test_the_first_kind_that_expresses_a_shape() -> None:
         "mixtral": replace(plain, moe=ExpertShape(experts=4)),
         "qwen3_moe": replace(plain, attention=AttentionShape(norm="head"), moe=ExpertShape(experts=4)),
     }
-    assert {name: kind_of(shape).name for name, shape in said.items()} == {name: name for name in said}
+    assert {name: kind_of(shape).name for name, shape in shapes_by_kind.items()} == {
+        name: name for name in shapes_by_kind
+    }
 
 
 @pytest.mark.parametrize(
@@ -492,12 +494,14 @@ def test_what_no_kind_can_express(change: dict[str, Any], says: str) -> None:
 
 
 def test_differences_see_what_changes_the_function_alone() -> None:
-    one = preset("mixtral-8x7b")
-    assert one.moe is not None
-    other = replace(one, family="llama", moe=replace(one.moe, balance=0.5, z=0.1, capacity=1.25, ffn=14336))
-    assert not differences(one, other)
-    changed = replace(other, rope_theta=10000.0, moe=replace(one.moe, normalise=False))
-    assert differences(one, changed) == {"rope_theta": (1e6, 10000.0), "moe.normalise": (True, False)}
+    mixtral = preset("mixtral-8x7b")
+    assert mixtral.moe is not None
+    other = replace(
+        mixtral, family="llama", moe=replace(mixtral.moe, balance=0.5, z=0.1, capacity=1.25, ffn=14336)
+    )
+    assert not differences(mixtral, other)
+    changed = replace(other, rope_theta=10000.0, moe=replace(mixtral.moe, normalise=False))
+    assert differences(mixtral, changed) == {"rope_theta": (1e6, 10000.0), "moe.normalise": (True, False)}
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_every_row_of_the_table_of_models():
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("spelling", "name"),
     [
         ("LLAMA3-70B", "llama3-70b"),
         ("Llama-3.3-70B-Instruct", "llama3.1-70b"),
@@ -139,8 +139,8 @@ def test_every_row_of_the_table_of_models():
         ("gpt-1t", "korthikanti-1000b"),
     ],
 )
-def test_other_spellings(said: str, name: str):
-    assert preset(said) == preset(name)
+def test_other_spellings(spelling: str, name: str):
+    assert preset(spelling) == preset(name)
 
 
 def test_no_two_names_are_spelt_alike():

@@ -46,30 +46,30 @@ def test_a_searched_schedule_is_searched_for_the_costs_with_recomputation() -> N
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "chimera", "dualpipe"])
 def test_sharded_parameters_of_stages_are_gathered_before_use_and_released(name: str) -> None:
     key = ProgramKey(name=name, ranks=2, microbatches=4, gathered=True)
-    plain, made = build_program(replace(key, gathered=False)), build_program(key)
-    check(lower(made))
-    for before, after in zip(plain.orders, made.orders, strict=True):
+    plain, gathered = build_program(replace(key, gathered=False)), build_program(key)
+    check(lower(gathered))
+    for before, after in zip(plain.orders, gathered.orders, strict=True):
         assert before == tuple(action for action in after if action.kind not in MOVES)
-    for rank, order in enumerate(made.orders):
+    for rank, order in enumerate(gathered.orders):
         there = most = 0
         for action in order:
             there += {ActionKind.UNSHARD: 1, ActionKind.RESHARD: -1}.get(action.kind, 0)
             most = max(most, there)
-        at_work = 2 if any(a.stage != b.stage for a, b in made.pairs) else 1
-        assert 1 <= most <= min(at_work + 1, len(made.stages_of(rank)))
-    assert made is build_program(replace(key))
+        at_work = 2 if any(a.stage != b.stage for a, b in gathered.pairs) else 1
+        assert 1 <= most <= min(at_work + 1, len(gathered.stages_of(rank)))
+    assert gathered is build_program(replace(key))
 
 
 def test_overlapped_pairs_have_both_of_their_stages() -> None:
-    made = build_program(ProgramKey(name="dualpipe-v", ranks=2, microbatches=8, gathered=True))
-    assert any(a.stage != b.stage for a, b in made.pairs)
-    check(lower(made))
+    gathered = build_program(ProgramKey(name="dualpipe-v", ranks=2, microbatches=8, gathered=True))
+    assert any(a.stage != b.stage for a, b in gathered.pairs)
+    check(lower(gathered))
 
 
 @pytest.mark.parametrize("name", ["pipedream", "forward-only"])
 def test_what_cannot_be_gathered_is_left_to_the_rules(name: str) -> None:
-    made = build_program(ProgramKey(name=name, ranks=2, microbatches=4, gathered=True))
-    assert MOVES.isdisjoint(action.kind for order in made.orders for action in order)
+    gathered = build_program(ProgramKey(name=name, ranks=2, microbatches=4, gathered=True))
+    assert MOVES.isdisjoint(action.kind for order in gathered.orders for action in order)
 
 
 STACKS = ModelShape(family="t5", layers=4, hidden=32, heads=4, vocab=64, sequence=128)

@@ -39,8 +39,8 @@ def test_w_after_i_keeps_a_stage_open() -> None:
     forward = tuple(Action(stage, ActionKind.F, 0) for stage in (0, 1))
     program = schedule("gpipe", 1, 1)
     for order, opened in ((late, 2), (soon, 1)):
-        made = replace(program, name="hand-made", placement=(0, 0), orders=(forward + order,))
-        assert most_open_stages(made, 0) == opened
+        split = replace(program, name="hand-made", placement=(0, 0), orders=(forward + order,))
+        assert most_open_stages(split, 0) == opened
 
 
 @pytest.mark.parametrize(

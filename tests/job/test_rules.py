@@ -246,7 +246,7 @@ def test_nearest_values() -> None:
     assert nearest_values(9, []) == []
 
 
-def whole(items: int, ranks: int) -> bool:
+def divides_evenly(items: int, ranks: int) -> bool:
     """True if `items` dealt out to `ranks` in turn give every rank the same number."""
     dealt = [0] * ranks
     for i in range(items):
@@ -259,7 +259,7 @@ def heads_fit(shape: ModelShape, tp: int) -> bool:
 
     With fewer K/V heads than ranks, each rank holds a copy of one head, that of all its query heads.
     """
-    if not whole(shape.heads, tp):
+    if not divides_evenly(shape.heads, tp):
         return False
     each, per_kv = shape.heads // tp, shape.heads // shape.kv_heads
     read = [{q // per_kv for q in range(r * each, (r + 1) * each)} for r in range(tp)]
@@ -333,7 +333,7 @@ def test_legal_exactly_when_the_brute_statement_holds(
     legal = (
         extra in (None, 0)
         and heads_fit(shape, tp)
-        and whole(shape.ffn, tp)
+        and divides_evenly(shape.ffn, tp)
         and shape.vocab >= tp
         and bool(microbatches)
         and stages <= shape.layers + 2
@@ -352,7 +352,7 @@ def test_fits_tp_is_the_brute_statement(heads: int, kv: int, ffn: int, tp: int) 
     shape = ModelShape(
         family="gpt", layers=1, hidden=4, heads=heads, kv_heads=kv, head_dim=4, ffn=ffn, vocab=99, sequence=1
     )
-    assert fits_tp(shape, tp) == (heads_fit(shape, tp) and whole(ffn, tp))
+    assert fits_tp(shape, tp) == (heads_fit(shape, tp) and divides_evenly(ffn, tp))
 
 
 @given(
@@ -394,12 +394,12 @@ def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
         context=context,
     )
     legal = (
-        whole(12, tp)
-        and whole(shared, tp)
-        and whole(experts, ep)
-        and whole(width, each)
+        divides_evenly(12, tp)
+        and divides_evenly(shared, tp)
+        and divides_evenly(experts, ep)
+        and divides_evenly(width, each)
         and (ep > 1 or each == tp)
-        and (context == "ring" or whole(12, tp * cp))
+        and (context == "ring" or divides_evenly(12, tp * cp))
     )
     broken = problems(job)
     assert (broken == []) == legal, broken

@@ -89,7 +89,7 @@ def test_whole_gradients_that_are_kept_between_steps_are_counted() -> None:
     """Without graphs a rank has them and its part in turns."""
     job = replace(JOB, layout=Layout(dp=4), dp=replace(ZERO2, reduce="step"))
     program, both = job.program(), [replace(job, graphs=value) for value in ("off", "microbatch")]
-    assert [StateConfig.of(one, program).lasting for one in both] == [False, True]
+    assert [StateConfig.of(job, program).lasting for job in both] == [False, True]
 
 
 def test_one_microbatch_at_a_time() -> None:

@@ -204,8 +204,8 @@ def test_what_is_not(changes: dict[str, Any], field: str, rule: str, fix: str) -
 
 
 def test_one_wrong_size_is_one_problem() -> None:
-    made = dp("zero3", shard_states=5, shard_gradients=7, shard_parameters=11)
-    assert [p.field for p in problems(replace(JOB, dp=made))] == ["dp.shard_states"]
+    settings = dp("zero3", shard_states=5, shard_gradients=7, shard_parameters=11)
+    assert [p.field for p in problems(replace(JOB, dp=settings))] == ["dp.shard_states"]
 
 
 def test_an_unknown_schedule_is_one_problem() -> None:

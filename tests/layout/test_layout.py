@@ -22,8 +22,8 @@ def test_pipeline_outermost_puts_a_stage_on_neighbouring_ranks() -> None:
     layout = Layout(dp=4, pp=4)
     assert layout.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
     for stage in range(4):
-        held = [rank for rank in range(16) if layout.coordinates(rank)["pp"] == stage]
-        assert held == list(range(stage * 4, stage * 4 + 4))
+        stage_ranks = [rank for rank in range(16) if layout.coordinates(rank)["pp"] == stage]
+        assert stage_ranks == list(range(stage * 4, stage * 4 + 4))
 
 
 def test_replicas_outermost_keep_a_pipeline_together() -> None:
@@ -82,7 +82,7 @@ def test_expert_layouts_share_pipelines_or_are_refused(
     tp: int, cp: int, ep: int, dp: int, pp: int, expert_tp: int | None, order: tuple[str, ...]
 ) -> None:
     inner = tp if expert_tp is None else expert_tp
-    whole = (tp * cp * dp) % (inner * ep) == 0
+    divides = (tp * cp * dp) % (inner * ep) == 0
     refused = ""
     layout = None
     try:
@@ -90,8 +90,8 @@ def test_expert_layouts_share_pipelines_or_are_refused(
     except StrettoError as error:
         refused = error.message
     if layout is None:
-        assert ("does not divide" in refused) == (not whole)
-        assert whole <= (pp > 1 and "different ranks" in refused)
+        assert ("does not divide" in refused) == (not divides)
+        assert divides <= (pp > 1 and "different ranks" in refused)
     elif ep > 1 or expert_tp is not None:
         assert layout.expert_grid.world == layout.world
         experts = {tuple(group) for group in layout.expert_grid.groups("pp")}

@@ -40,5 +40,5 @@ def test_known_errors_are_printed(stretto: CommandLine) -> None:
     assert "known error: dense models in bf16 on Blackwell" in stretto(*layout, "--cluster", "dgx-b200:8")
     assert "known error" not in stretto(*layout, "--cluster", "dgx-h100:8")
     plan = ["plan", "--model", "llama3-8b", "--batch", "8", "--fix", "tp=8", "--seconds", "0.5"]
-    facts = stretto.json(*plan, "--cluster", "dgx-b200:8")
-    assert facts["known_errors"][0] in " ".join(stretto(*plan, "--cluster", "dgx-b200:8").split())
+    report = stretto.json(*plan, "--cluster", "dgx-b200:8")
+    assert report["known_errors"][0] in " ".join(stretto(*plan, "--cluster", "dgx-b200:8").split())

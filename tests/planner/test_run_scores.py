@@ -130,7 +130,7 @@ def rows(*changes: dict[str, str], memory: bool = False) -> list[PredictedRow]:
 def measured(*layouts: dict[str, str], factor: float = 1.0) -> list[PredictedRow]:
     """Rows that were measured as they are predicted, times a factor."""
     first = rows(*layouts)
-    seconds = [str(one.estimate.seconds * factor) for one in first if one.estimate is not None]
+    seconds = [str(row.estimate.seconds * factor) for row in first if row.estimate is not None]
     return rows(*({**layout, "iter_time_s": time} for layout, time in zip(layouts, seconds, strict=True)))
 
 
@@ -159,11 +159,11 @@ def test_a_common_factor_is_bias_without_regret() -> None:
 
 def test_refused_rows_are_counted_and_the_others_predicted() -> None:
     predicted = rows({"tp": "8"}, {"gpu": "Quantum9000"}, {"zero": "7"}, {"gpu": "Quantum9000"})
-    assert [one.number for one in predicted] == [1, 2, 3, 4]
-    assert [bool(one.refused) for one in predicted] == [False, True, True, True]
+    assert [row.number for row in predicted] == [1, 2, 3, 4]
+    assert [bool(row.refused) for row in predicted] == [False, True, True, True]
     assert sum(summary(predicted).refused.values()) == 3
-    for one in predicted:
-        assert set(added_columns(one)) == set(ADDED)
+    for row in predicted:
+        assert set(added_columns(row)) == set(ADDED)
     assert added_columns(predicted[1])["predicted_step_time_s"] is None
     assert "Quantum9000" in added_columns(predicted[1])["refused"]
 
@@ -194,9 +194,9 @@ def test_predicted_memory_is_compared_with_recorded_memory() -> None:
     (plain,) = rows({"tp": "8"}, memory=True)
     assert plain.estimate is not None
     assert plain.estimate.memory is not None
-    held = plain.estimate.memory
-    twice = str(2 * held.allocated.mid / 2**30)
-    device = str(held.device.mid / 2**30)
+    memory = plain.estimate.memory
+    twice = str(2 * memory.allocated.mid / 2**30)
+    device = str(memory.device.mid / 2**30)
     predicted = rows(
         {"tp": "8", "peak_mem_gib": twice},
         {"tp": "8", "peak_mem_gib": device, "memory_count": "device"},

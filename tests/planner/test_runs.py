@@ -367,8 +367,8 @@ def test_the_94_gib_of_some_sites_are_the_card_of_96_gb() -> None:
 
 
 def test_an_empty_zero_shards_as_much_as_fits() -> None:
-    one = {"model": "llama3-8b", "gpu": "dgx-h100", "gpus": "8"}
-    assert (row(one).job.dp.mode, row(one, lora_rank="16").job.dp.mode) == ("zero2", "zero1")
+    cells = {"model": "llama3-8b", "gpu": "dgx-h100", "gpus": "8"}
+    assert (row(cells).job.dp.mode, row(cells, lora_rank="16").job.dp.mode) == ("zero2", "zero1")
     """Llama 3 70B on 16 devices of 80 GB with tp 2: 14 bytes a parameter would not fit."""
     read = row(LLAMA, gpus="16", tp="2", pp="1", cp="1", chunks="", precision="")
     assert read.job.dp.mode == "zero3"

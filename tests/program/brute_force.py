@@ -36,7 +36,7 @@ class Machine:
         self.gathered = {a.stage: False for a in actions if a.kind.value in ("UNSHARD", "RESHARD")}
         self.host: dict[tuple[int, int], bool] = {}  # offloaded microbatches: still there?
         self.repeating: dict[int, tuple[int, int]] = {}  # by rank, what RECOMPUTE made for the next backward
-        self.made = Counter[int]()  # updates of each stage
+        self.updates = Counter[int]()  # updates of each stage
         self.newest = Counter[int]()  # version of each stage's last forward
         self.unapplied: dict[int, list[int]] = {s: [] for s in range(program.stages)}
         self.reduced_now: dict[int, int] = {}  # by rank, the stage whose REDUCE_GRAD was the last action
@@ -201,7 +201,7 @@ class Machine:
             self.have[rank].add(f"y{s}.{i}")
             if self.program.versions:
                 version = self.program.versions[s][i]
-                if not self.newest[s] <= version <= self.made[s]:
+                if not self.newest[s] <= version <= self.updates[s]:
                     raise WrongError
                 self.newest[s] = version
             return True
@@ -263,16 +263,16 @@ class Machine:
         if self.program.lowered and self.reduced_now.pop(rank, None) != s:
             raise WrongError
         last.clear()
-        self.made[s] += 1
+        self.updates[s] += 1
         return True
 
     def note_versions(self) -> None:
         """Count the versions of each stage that are still needed, the newest included."""
         for s, versions in enumerate(self.program.versions):
-            needed = {self.made[s]}
+            needed = {self.updates[s]}
             for i, version in enumerate(versions):
                 over = self.count[f"{s}B{i}"] + self.count[f"{s}W{i}"]
-                if not over and version <= self.made[s]:
+                if not over and version <= self.updates[s]:
                     needed.add(version)
             self.most_versions[s] = max(self.most_versions[s], len(needed))
 
@@ -341,8 +341,8 @@ class Machine:
         if program.versions:
             return program.copies == 1 and not program.tied and not self.reduced_now
         for s in range(program.stages):
-            whole = self.gradients[s]
-            if self.reduced[s] != ([whole] if whole else []):
+            gradients = self.gradients[s]
+            if self.reduced[s] != ([gradients] if gradients else []):
                 return False
         for s in range(self.depth):
             copies = {s + c * self.depth for c in range(program.copies)}

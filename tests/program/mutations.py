@@ -112,7 +112,7 @@ def by_hand() -> list[Program]:
         "0UNSHARD 0F0 0F1 0RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
         "1F0 1B0 1F1 1B1",
     )
-    kept = program(
+    recomputing = program(
         (0, 1),
         2,
         "0F0 0F1 0OFFLOAD1 0RECOMPUTE0 0B0 0RELOAD1 0B1",
@@ -123,7 +123,7 @@ def by_hand() -> list[Program]:
         crossed,
         late,
         gathered,
-        kept,
+        recomputing,
         pipedream(2, 3),
         pipedream(3, 4),
         two_ways(),
@@ -184,9 +184,9 @@ def seeds() -> tuple[list[Program], list[Program]]:
 
 def mutate(program: Program, random: Random) -> Program:
     """One swap, drop, duplicate, move or shuffle, of actions or of what else the program says."""
-    facts = [fact for fact in _FACTS if getattr(program, fact)]
-    if facts and random.random() < 0.25:
-        return _mutate_facts(program, random.choice(facts), random)
+    fields = [fact for fact in _FACTS if getattr(program, fact)]
+    if fields and random.random() < 0.25:
+        return _mutate_facts(program, random.choice(fields), random)
     orders = [list(order) for order in program.orders]
     row = random.choice([order for order in orders if len(order) > 1])
     at = random.randrange(len(row))

@@ -138,8 +138,8 @@ class Paired(Network):
         for (here, there), line in list(self.lines.items()):
             other = self.lines[there, here]
             if line and other and line[0][4] and not other[0][4]:
-                mine, theirs = line.popleft(), other.popleft()
-                if mine[3] != theirs[3]:
+                mine, peer = line.popleft(), other.popleft()
+                if mine[3] != peer[3]:
                     raise WrongError
                 self.have[there].add(mine[3])
                 return True
@@ -175,12 +175,12 @@ class Batched(Network):
         ranks = list(self.groups)
         for source in ranks:
             for to in ranks:
-                mine, theirs = self.under_way(source, to, True), self.under_way(to, source, False)
-                if mine and theirs:
-                    if mine[3] != theirs[3]:
+                mine, peer = self.under_way(source, to, True), self.under_way(to, source, False)
+                if mine and peer:
+                    if mine[3] != peer[3]:
                         raise WrongError
                     self.matched[source].append(mine)
-                    self.matched[to].append(theirs)
+                    self.matched[to].append(peer)
                     return True
         for rank in ranks:
             if self.groups[rank] and len(self.matched[rank]) == len(self.groups[rank][0]):

@@ -35,7 +35,7 @@ def test_any_placement_and_limits_run_within_them(seed: int):
     played = tighten(placement, orders, limits)
     program = Program(name="x", placement=placement, microbatches=m, orders=played.orders)
     check(program)
-    assert all(held <= limit for held, limit in zip(peak_held(program), limits, strict=True))
+    assert all(peak <= limit for peak, limit in zip(peak_held(program), limits, strict=True))
     assert [sorted(order) for order in played.orders] == [sorted(order) for order in orders]
 
 

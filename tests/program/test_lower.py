@@ -195,13 +195,13 @@ def before(lowered: Program, program: Program) -> dict[Action, set[Action]]:
         if action not in past:
             order = program.orders[program.placement[action.stage]]
             at = order.index(action)
-            known = {action}
+            earlier = {action}
             if at:
-                known |= of(order[at - 1])
+                earlier |= of(order[at - 1])
             if needed_by(program, action):
                 source = action.stage + (-1 if action.kind is ActionKind.F else 1)
-                known |= of(Action(source, action.kind, action.microbatch))
-            past[action] = known
+                earlier |= of(Action(source, action.kind, action.microbatch))
+            past[action] = earlier
         return past[action]
 
     for order in program.orders:

@@ -33,24 +33,24 @@ def ways(name: str, pp: int) -> list[dict[str, Any]]:
 def test_a_short_step_is_a_program_that_holds_as_much(name: str, pp: int) -> None:
     for choice in ways(name, pp):
         for microbatches in (24 * pp, 24 * pp + 1):
-            whole = schedule(name, pp, microbatches, **choice)
-            short = shorten(whole)
-            assert peak_held(short) == peak_held(whole)
+            full = schedule(name, pp, microbatches, **choice)
+            short = shorten(full)
+            assert peak_held(short) == peak_held(full)
             if name in HOLDS_ALL:
-                assert short is whole
+                assert short is full
                 continue
             if microbatches == 24 * pp:  # a short last group may change an order far into the step
                 assert short.microbatches <= 14 * pp
             check(lower(short))
             gone = microbatches - short.microbatches
-            assert len(whole.pairs) - len(short.pairs) == (whole.depth * gone if whole.pairs else 0)
+            assert len(full.pairs) - len(short.pairs) == (full.depth * gone if full.pairs else 0)
 
 
 @pytest.mark.parametrize("name", STEADY)
 def test_a_short_step_is_left_as_it_is(name: str) -> None:
     for microbatches in (1, 2, 5):
-        whole = schedule(name, 4, microbatches)
-        assert shorten(whole) is whole
+        full = schedule(name, 4, microbatches)
+        assert shorten(full) is full
 
 
 def test_traits_of_programs_are_those_of_the_papers() -> None:
@@ -62,5 +62,5 @@ def test_traits_of_programs_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "forward-only"])
 def test_programs_that_are_no_synchronous_step_stay_whole(name: str) -> None:
-    whole = schedule(name, 2, 40)
-    assert shorten(whole) is whole
+    full = schedule(name, 2, 40)
+    assert shorten(full) is full

@@ -122,7 +122,7 @@ def test_a_window_of_pipedream_never_drains(p: int, m: int, k: int, vertical_syn
     late = [p - 1 if vertical_sync else p - 1 - rank for rank in range(p)]
     assert report.weight_delays == tuple(tuple(min(i, late[r]) for i in range(k * m)) for r in range(p))
     versions = [p] * p if vertical_sync else [p - rank for rank in range(p)]
-    assert all(held <= most for held, most in zip(report.weight_versions, versions, strict=True))
+    assert all(count <= most for count, most in zip(report.weight_versions, versions, strict=True))
     assert k * m < 2 * p or report.weight_versions == tuple(versions)
     assert simulate(program).bubble.rate == pytest.approx((p - 1) / (k * m + p - 1))
 
@@ -140,7 +140,7 @@ def test_a_window_of_2bw_is_late_by_one_across_steps(p: int, m: int, k: int, gro
     batch = [i // m * a_step + i % m // group for i in range(k * m)]
     assert report.weight_delays == (tuple(min(1, t) for t in batch),) * p
     assert report.weight_versions == (min(2, batch[-1] + 1),) * p
-    assert all(held <= p - rank for rank, held in enumerate(report.peak_held))
+    assert all(peak <= p - rank for rank, peak in enumerate(report.peak_held))
 
 
 @given(p=st.integers(1, 6), k=st.integers(1, 6), groups=st.integers(1, 3), more=st.integers(0, 3))
@@ -166,8 +166,8 @@ def test_2bw_waits_behind_groups_shorter_than_the_pipeline(p: int, m: int, group
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 8)])
 def test_memory_does_not_grow_with_the_window(name: str, p: int, m: int):
-    one, five = (simulate(schedule(name, p, m, steps=k), Costs(activations=[1.0] * p)) for k in (1, 5))
-    assert one.peak_bytes == five.peak_bytes == [float(p - rank) for rank in range(p)]
+    single, five = (simulate(schedule(name, p, m, steps=k), Costs(activations=[1.0] * p)) for k in (1, 5))
+    assert single.peak_bytes == five.peak_bytes == [float(p - rank) for rank in range(p)]
     assert max(five.weight_versions) == (p if name == "pipedream" else 2)
 
 

@@ -19,10 +19,10 @@ def flat(order: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (2, 7), (4, 8), (4, 13), (3, 9)])
 def test_dualpipe_v_is_torchs(p: int, m: int):
-    theirs = multi(ScheduleDualPipeV, p, 2, m).pipeline_order
+    torch_schedule = multi(ScheduleDualPipeV, p, 2, m).pipeline_order
     program = schedule("dualpipe-v", p, m)
-    assert [list(map(str, order)) for order in program.orders] == [flat(theirs[r]) for r in range(p)]
-    blocks = {tuple(map(str, a.sub_actions)) for r in range(p) for a in theirs[r] if a.sub_actions}
+    assert [list(map(str, order)) for order in program.orders] == [flat(torch_schedule[r]) for r in range(p)]
+    blocks = {tuple(map(str, a.sub_actions)) for r in range(p) for a in torch_schedule[r] if a.sub_actions}
     assert {(str(f), str(b)) for f, b in program.pairs} == blocks
 
 
@@ -42,13 +42,13 @@ def whole_stages(p: int, f: float = 1, i: float = 1, w: float = 1) -> Costs:
 def test_memory_is_the_formula():
     for p in range(1, 9):
         for m in sorted({1, 2, p - 1 or 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p + 1}):
-            held = max(check(schedule("dualpipe-v", p, m)).peak_held)
-            assert held == min(2 * m, 2 * p + 1)
+            peak = max(check(schedule("dualpipe-v", p, m)).peak_held)
+            assert peak == min(2 * m, 2 * p + 1)
             if p % 2 == 0:
-                held = max(check(schedule("dualpipe", p, m)).peak_held)
-                assert held <= min(m, p + 1)
+                peak = max(check(schedule("dualpipe", p, m)).peak_held)
+                assert peak <= min(m, p + 1)
                 if m >= 2 * p:
-                    assert held == p + 1
+                    assert peak == p + 1
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
@@ -93,6 +93,6 @@ def test_chimera_has_the_papers_bubble_and_memory(p: int):
     for m in (p, 2 * p, 3 * p, 5 * p):
         program = schedule("chimera", p, m)
         assert simulate(program, whole_stages(p, 1, 0.5, 0.5)).makespan == 2 * m + p - 2
-        held = check(program).peak_held
-        assert held == tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p)) if p > 2 else (2, 2)
+        peaks = check(program).peak_held
+        assert peaks == tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p)) if p > 2 else (2, 2)
     assert simulate(schedule("chimera", p, p), whole_stages(p)).makespan == 3 * p + 2 * (p - 2)

@@ -28,10 +28,10 @@ def test_a_deadlock_is_shown_as_the_circle_of_waits():
 
 def test_a_circle_does_not_name_ranks_that_only_wait_for_it():
     example = program((0, 1, 2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
-    said = fault(example)
-    assert "rank 0" not in said
-    assert "rank 1 waits at 1B0" in said
-    assert "rank 2 waits at 2F1" in said
+    message = fault(example)
+    assert "rank 0" not in message
+    assert "rank 1 waits at 1B0" in message
+    assert "rank 2 waits at 2F1" in message
 
 
 def test_reductions_of_tied_parameters_in_two_orders():

@@ -78,12 +78,12 @@ def completes_within_its_peak(p: int, m: int, v: int, group: int | None) -> None
     size = min(p if group is None else group, m)
     assert program.parameters == {"chunks": v, "group": size}
     assert report.transfers == (2 * (v * p - 1) * m if p > 1 else 0)
-    for r, held in enumerate(report.peak_held):
+    for r, peak in enumerate(report.peak_held):
         bound = min(m * v, (v - 1) * size + 2 * (p - 1 - r) + 1)
         # a list schedule may do with less; the textbook order takes all of it
-        assert held <= bound
+        assert peak <= bound
         if not 0 < m % size < p:
-            assert held == bound
+            assert peak == bound
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -127,9 +127,9 @@ def test_the_textbook_order_with_a_short_last_group_is_a_deadlock():
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 3, 2), (4, 10, 3), (3, 9, 4), (2, 6, 1)])
 def test_interleaved_is_torchs(p: int, m: int, v: int):
-    theirs = multi(ScheduleInterleaved1F1B, p, v, m)
+    torch_schedule = multi(ScheduleInterleaved1F1B, p, v, m)
     program = schedule("interleaved", p, m, chunks=v, group=m // max(1, m // p))
-    assert rows(to_csv(program)) == rows(dump(theirs.pipeline_order))
+    assert rows(to_csv(program)) == rows(dump(torch_schedule.pipeline_order))
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8), (4, 5)])
@@ -137,11 +137,11 @@ def test_gpipe_and_1f1b_are_torchs(p: int, m: int):
     gpipe = single(ScheduleGPipe, p, m)
     assert rows(to_csv(schedule("gpipe", p, m))) == rows(dump(gpipe.pipeline_order))
     # torch 2.13 lists the last rank's forwards one off; it runs them rightly
-    theirs = rows(dump(single(Schedule1F1B, p, m).pipeline_order))
-    assert rows(to_csv(schedule("1f1b", p, m)))[:-1] == theirs[:-1]
+    torch_schedule = rows(dump(single(Schedule1F1B, p, m).pipeline_order))
+    assert rows(to_csv(schedule("1f1b", p, m)))[:-1] == torch_schedule[:-1]
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 3, 3), (1, 2, 2)])
 def test_bfs_is_torchs(p: int, m: int, v: int):
-    theirs = multi(ScheduleLoopedBFS, p, v, m)
-    assert rows(to_csv(schedule("bfs", p, m, chunks=v))) == rows(dump(theirs.pipeline_order))
+    torch_schedule = multi(ScheduleLoopedBFS, p, v, m)
+    assert rows(to_csv(schedule("bfs", p, m, chunks=v))) == rows(dump(torch_schedule.pipeline_order))

@@ -82,8 +82,8 @@ def test_completes_for_all_ranks_and_microbatches(name: str):
 def test_pairs_are_neighbours_in_the_order(name: str):
     for m in (3, 9, 17):
         program = schedule(name, 4, m)
-        beside = {pair for order in program.orders for pair in pairwise(order)}
-        assert program.pairs <= beside
+        neighbours = {pair for order in program.orders for pair in pairwise(order)}
+        assert program.pairs <= neighbours
         assert all(f.kind is ActionKind.F and b.kind is ActionKind.B for f, b in program.pairs)
         assert all(f.microbatch != b.microbatch for f, b in program.pairs)
 

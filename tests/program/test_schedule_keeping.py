@@ -33,9 +33,9 @@ def without(program: Program, kinds: set[ActionKind]) -> tuple[tuple[Action, ...
 @pytest.mark.parametrize("program", BARE, ids=lambda p: p.name)
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_the_work_stays_and_lowering_leaves_the_rest_in_place(program: Program, ahead: int):
-    kept = offload(recompute(program), stages=range(0, program.stages, 2), ahead=ahead)
-    assert without(kept, {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD}) == program.orders
-    check(kept)
+    offloaded = offload(recompute(program), stages=range(0, program.stages, 2), ahead=ahead)
+    assert without(offloaded, {ActionKind.RECOMPUTE, ActionKind.OFFLOAD, ActionKind.RELOAD}) == program.orders
+    check(offloaded)
     placed = {
         ActionKind.REDUCE_GRAD,
         ActionKind.REDUCE_TIED,
@@ -44,8 +44,8 @@ def test_the_work_stays_and_lowering_leaves_the_rest_in_place(program: Program, 
         ActionKind.RECV_F,
         ActionKind.RECV_B,
     }
-    lowered = lower(kept)
-    assert without(lowered, placed) == without(kept, placed)
+    lowered = lower(offloaded)
+    assert without(lowered, placed) == without(offloaded, placed)
     check(lowered)
 
 

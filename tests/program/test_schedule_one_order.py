@@ -21,11 +21,11 @@ def test_every_transport_carries_it(program: Program):
     for transport in TRANSPORTS:
         check(ordered, transport)
         assert completes(ordered, 5, transport)
-    for mine, theirs in zip(ordered.orders, as_blocks(program).orders, strict=True):
+    for mine, block_order in zip(ordered.orders, as_blocks(program).orders, strict=True):
         assert [a for a in mine if not a.kind.value.startswith("RECV")] == [
-            a for a in theirs if not a.kind.value.startswith("RECV")
+            a for a in block_order if not a.kind.value.startswith("RECV")
         ]
-        assert sorted(map(str, mine)) == sorted(map(str, theirs))
+        assert sorted(map(str, mine)) == sorted(map(str, block_order))
 
 
 def test_lowering_itself_does_not_give_that():

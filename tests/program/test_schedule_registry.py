@@ -62,8 +62,8 @@ def test_bad_requests_name_the_field_and_the_nearest_that_is_legal(
 ):
     with pytest.raises(StrettoError) as caught:
         schedule(*arguments)  # type: ignore[arg-type]
-    for words in says:
-        assert words in str(caught.value)
+    for phrase in says:
+        assert phrase in str(caught.value)
 
 
 def test_no_torch_or_numpy_is_imported():

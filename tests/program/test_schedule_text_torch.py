@@ -40,8 +40,8 @@ def test_torch_parses_what_we_write(program: Program):
         for line, order in zip(
             text.splitlines(), (program, lower(program))[text != to_csv(program)].orders, strict=True
         ):
-            theirs = [_Action.from_str(cell) for cell in line.split(",")]
-            assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in theirs] == [
+            torch_actions = [_Action.from_str(cell) for cell in line.split(",")]
+            assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in torch_actions] == [
                 (a.stage, str(a.kind), a.microbatch) for a in order
             ]
 
@@ -54,8 +54,8 @@ def test_torchs_runtime_loads_what_we_write(tmp_path: Path, lowered: bool):
     path.write_text(to_csv(written, waits=lowered and HAS_WAITS))
     runtime = _PipelineScheduleRuntime(stages(2, 2), 5)
     runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
-    theirs = runtime.pipeline_order_with_comms
-    compute = [[str(a) for a in theirs[rank] if a.is_compute_op] for rank in range(2)]
+    torch_orders = runtime.pipeline_order_with_comms
+    compute = [[str(a) for a in torch_orders[rank] if a.is_compute_op] for rank in range(2)]
     assert compute == [[str(a) for a in order] for order in program.orders]
     assert runtime.stage_index_to_group_rank == dict(enumerate(program.placement))
 
@@ -71,12 +71,12 @@ def test_torchs_runtime_loads_what_we_write(tmp_path: Path, lowered: bool):
     ],
 )
 def test_torchs_own_programs_are_read_and_pass(kind: type, chunks: int):
-    theirs = multi(kind, 4, chunks, 8)
-    plain = from_csv(dump(theirs.pipeline_order))
+    torch_schedule = multi(kind, 4, chunks, 8)
+    plain = from_csv(dump(torch_schedule.pipeline_order))
     assert (plain.ranks, plain.stages, plain.microbatches) == (4, 8, 8)
-    assert plain.placement == tuple(theirs.stage_index_to_group_rank[s] for s in range(8))
+    assert plain.placement == tuple(torch_schedule.stage_index_to_group_rank[s] for s in range(8))
     check(lower(plain))
-    comms = from_csv(dump(theirs.pipeline_order_with_comms))
+    comms = from_csv(dump(torch_schedule.pipeline_order_with_comms))
     assert comms.lowered
     assert check(comms).transfers == check(plain).transfers
 
@@ -99,16 +99,18 @@ def test_torchs_lowered_programs_complete_under_every_transport(kind: type):
 
 
 def test_torchs_overlapped_pairs():
-    theirs = multi(ScheduleDualPipeV, 4, 2, 10)
-    text = dump(theirs.pipeline_order)
+    torch_schedule = multi(ScheduleDualPipeV, 4, 2, 10)
+    text = dump(torch_schedule.pipeline_order)
     plain = from_csv(text)
-    cells = [action for order in theirs.pipeline_order.values() for action in order if action.sub_actions]
+    cells = [
+        action for order in torch_schedule.pipeline_order.values() for action in order if action.sub_actions
+    ]
     assert {tuple(map(str, cell.sub_actions)) for cell in cells} == {
         (str(first), str(second)) for first, second in plain.pairs
     }
     assert len(plain.pairs) == len(cells) > 20
     assert to_csv(plain).split() == text.split()
-    comms = dump(theirs.pipeline_order_with_comms)
+    comms = dump(torch_schedule.pipeline_order_with_comms)
     assert from_csv(comms).pairs == plain.pairs
     assert to_csv(from_csv(comms)).split() == re.sub(r",\d+WAIT_[A-Z_]+\d*", "", comms).split()
 
@@ -128,14 +130,14 @@ def test_an_overlapped_pair_is_one_cell_and_back():
 
 def test_the_order_that_torchs_1f1b_exports_for_its_last_rank():
     """Its export counts the last rank's forwards from 1; what it runs is right, and is our 1f1b."""
-    theirs = single(Schedule1F1B, 3, 5)._get_pipeline_order()
+    torch_schedule = single(Schedule1F1B, 3, 5)._get_pipeline_order()
     with pytest.raises(
         ScheduleError, match="line 3 has forwards of microbatches 1 to 5, but backwards of 0 to 4"
     ):
-        from_csv(dump(theirs))
+        from_csv(dump(torch_schedule))
     with pytest.raises(ScheduleError, match="line 1 has forwards of microbatches 1 to 5"):
         from_csv(dump(single(Schedule1F1B, 1, 5)._get_pipeline_order()))
-    rows = dump(theirs).splitlines()
+    rows = dump(torch_schedule).splitlines()
     for i in range(5):
         rows[2] = rows[2].replace(f"2F{i + 1}", f"2F{i}")
     mended = from_csv("\n".join(rows))
@@ -153,8 +155,8 @@ def test_torch_validates_pairs_and_vees(tmp_path: Path, name: str, microbatches:
     path.write_text(to_csv(written, waits=lowered and HAS_WAITS))
     runtime = _PipelineScheduleRuntime(stages(2, program.stages // 2), microbatches)
     runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
-    theirs = runtime.pipeline_order_with_comms
-    cells = [[str(a) for a in theirs[rank] if a.is_compute_op] for rank in range(2)]
+    torch_orders = runtime.pipeline_order_with_comms
+    cells = [[str(a) for a in torch_orders[rank] if a.is_compute_op] for rank in range(2)]
     assert cells == [row.split(",") for row in to_csv(program).split()]
     assert runtime.stage_index_to_group_rank == dict(enumerate(program.placement))
 

@@ -17,8 +17,8 @@ from stretto.program.text import to_csv
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 3), (4, 6), (3, 7), (8, 16)])
 def test_zb_v_is_torchs(p: int, m: int):
-    theirs = dump(multi(ScheduleZBVZeroBubble, p, 2, m).pipeline_order)
-    cells = [[cell for cell in line.split(",") if cell] for line in theirs.splitlines()]
+    torch_csv = dump(multi(ScheduleZBVZeroBubble, p, 2, m).pipeline_order)
+    cells = [[cell for cell in line.split(",") if cell] for line in torch_csv.splitlines()]
     assert [line.split(",") for line in to_csv(schedule("zb-v", p, m)).splitlines()] == cells
 
 
@@ -51,10 +51,10 @@ def test_memory_is_the_formula_whatever_the_microbatches(name: str):
     for p in range(1, 11):
         limit = LIMITS[name](p)
         for m in (1, 2, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1, 6 * p):
-            held = max(check(schedule(name, p, m)).peak_held)
-            assert held <= min(2 * m, limit)
+            peak = max(check(schedule(name, p, m)).peak_held)
+            assert peak <= min(2 * m, limit)
             if m >= 2 * p:
-                assert held == limit
+                assert peak == limit
 
 
 @pytest.mark.parametrize(("name", "part"), [("v-half", 0.61), ("v-min", 0.67)])

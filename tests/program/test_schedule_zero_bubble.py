@@ -72,9 +72,9 @@ def test_eager_and_bfs_hide_all_transfers_but_the_first_and_last():
     ("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 3, 2), (4, 10, 3), (3, 9, 4), (2, 6, 1), (8, 16, 2)]
 )
 def test_interleaved_is_torchs(p: int, m: int, v: int):
-    theirs = multi(ScheduleInterleavedZeroBubble, p, v, m)
+    torch_schedule = multi(ScheduleInterleavedZeroBubble, p, v, m)
     program = schedule("interleaved-zb", p, m, chunks=v, group=m // max(1, m // p))
-    assert rows(to_csv(program)) == rows(dump(theirs.pipeline_order))
+    assert rows(to_csv(program)) == rows(dump(torch_schedule.pipeline_order))
 
 
 def rows(text: str) -> list[list[str]]:
@@ -88,18 +88,18 @@ def test_interleaved_holds_what_its_formula_says():
                 for group in {None, min(p, m), max(p, m), (p + m) // 2}:
                     program = schedule("interleaved-zb", p, m, chunks=v, group=group)
                     bound = min(v * m, (v - 1) * program.parameters["group"] + p)
-                    held = check(program).peak_held
-                    assert max(held) <= bound
+                    peaks = check(program).peak_held
+                    assert max(peaks) <= bound
                     if m % program.parameters["group"] == 0:
-                        assert set(held) == {bound}
+                        assert set(peaks) == {bound}
 
 
 def test_a_short_last_group_costs_little():
     """Each microbatch more takes its work, and the bubble of whole groups is hardly passed."""
     for p, v in ((4, 2), (4, 3), (8, 2)):
-        whole = simulate(schedule("interleaved-zb", p, 2 * p, chunks=v)).bubble.barrier
+        two_groups = simulate(schedule("interleaved-zb", p, 2 * p, chunks=v)).bubble.barrier
         for m in range(2 * p + 1, 3 * p):
-            assert simulate(schedule("interleaved-zb", p, m, chunks=v)).bubble.barrier <= whole + p
+            assert simulate(schedule("interleaved-zb", p, m, chunks=v)).bubble.barrier <= two_groups + p
 
 
 def test_few_microbatches_are_never_slower_in_zb_h2_than_in_zb_h1():

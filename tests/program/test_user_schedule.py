@@ -82,7 +82,7 @@ def test_a_function_is_a_schedule_whose_parameters_are_options():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "phrases"),
     [
         ("fails", ["ownschedules.py, line 37: ZeroDivisionError", "hint: the line is: return 1 / 0"]),
         ("number", ["returned int, must return a Program or each rank's actions"]),
@@ -95,10 +95,10 @@ def test_a_function_is_a_schedule_whose_parameters_are_options():
         ("lifo:first", ["'first', must be OPTION=VALUE"]),
     ],
 )
-def test_a_function_that_makes_no_program_is_one_error(name: str, said: list[str]) -> None:
+def test_a_function_that_makes_no_program_is_one_error(name: str, phrases: list[str]) -> None:
     with pytest.raises(StrettoError) as raised:
         schedule(f"ownschedules.py:{name}", 3, 4)
-    assert all(text in str(raised.value) for text in said), raised.value
+    assert all(text in str(raised.value) for text in phrases), raised.value
 
 
 def test_a_file_with_a_program_is_a_schedule_of_its_sizes(folder: Path) -> None:

@@ -28,10 +28,10 @@ LAYOUTS = [
 def test_every_rank_stands_in_its_node(layout: Layout, width: int) -> None:
     lines = grid(layout, width=width).plain.splitlines()
     assert all(len(line) <= width for line in lines)
-    words = " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines).split())
     for rank in range(layout.offset, layout.offset + layout.world):
         shown = cell(layout, rank)
-        assert f"{rank} {shown.coordinates}".strip() in words
+        assert f"{rank} {shown.coordinates}".strip() in text
     assert [line.split()[1] for line in lines if line.startswith("node")] == [
         str(node) for node in range(len(nodes(layout, 8)))
     ]

@@ -85,9 +85,9 @@ def test_in_80_columns_every_column_has_the_action_of_its_time(
 def test_a_part_of_a_timeline() -> None:
     timeline = replay("1f1b", 2, 3)
     part = timelines_text([timeline], width=120, colour=False, start=3, end=9).plain.splitlines()
-    whole = rows(timeline)
-    assert part[0][8:] == whole[0][8 + 9 : 8 + 27]
-    assert part[1][8:] == "B0-" + whole[1][8 + 9 + 3 : 8 + 27]  # the second half of a block has its name
+    full = rows(timeline)
+    assert part[0][8:] == full[0][8 + 9 : 8 + 27]
+    assert part[1][8:] == "B0-" + full[1][8 + 9 + 3 : 8 + 27]  # the second half of a block has its name
     assert part[2].split() == ["3", "5"]
 
 
@@ -145,7 +145,7 @@ def test_svg_has_a_memory_curve_a_rank() -> None:
         heights = [float(v) for v in re.findall(r"V([\d.]+)", curve.get("d", ""))]
         tops.append(max(heights) - min(heights))
     # 16 pixels for the most that any rank holds
-    assert tops == pytest.approx([16 * held / 4 for held in timeline.peak_activations])
+    assert tops == pytest.approx([16 * peak / 4 for peak in timeline.peak_activations])
 
 
 def test_overlapped_pairs_share_the_height_of_their_row() -> None:

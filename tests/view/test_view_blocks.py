@@ -35,12 +35,12 @@ def test_no_two_blocks_cover_one_another(given_blocks: list[TimelineBlock]) -> N
     assert sorted((b.row, b.start, b.end) for b in laid_out) == sorted(
         (b.row, b.start, b.end) for b in given_blocks
     )
-    for at, one in enumerate(laid_out):
-        assert 0 <= one.lane < one.lanes
+    for at, block in enumerate(laid_out):
+        assert 0 <= block.lane < block.lanes
         for other in laid_out[at + 1 :]:
-            if one.row == other.row and one.start < other.end and other.start < one.end:
-                assert one.lanes == other.lanes
-                assert one.lane != other.lane
+            if block.row == other.row and block.start < other.end and other.start < block.end:
+                assert block.lanes == other.lanes
+                assert block.lane != other.lane
 
 
 def test_neighbours_with_rounding_between_them_stay_in_one_lane() -> None:

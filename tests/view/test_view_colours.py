@@ -48,9 +48,9 @@ def lab(colour: Rgb, seen: str = "normal") -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-def distance(one: Rgb, other: Rgb, seen: str) -> float:
+def distance(colour: Rgb, other: Rgb, seen: str) -> float:
     """Colour difference (CIE 1976); 2.3 is just noticeable."""
-    return sum((a - b) ** 2 for a, b in zip(lab(one, seen), lab(other, seen), strict=True)) ** 0.5
+    return sum((a - b) ** 2 for a, b in zip(lab(colour, seen), lab(other, seen), strict=True)) ** 0.5
 
 
 def shades(kind: ActionKind, chunks: int = 5) -> list[Rgb]:
@@ -67,13 +67,13 @@ def test_the_colour_distance_of_the_test_is_sound() -> None:
 
 
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize(("one", "other"), list(combinations(colours.KINDS, 2)))
-def test_kinds_part_for_every_eye(one: ActionKind, other: ActionKind, seen: str) -> None:
-    assert min(distance(a, b, seen) for a in shades(one) for b in shades(other)) >= 9
+@pytest.mark.parametrize(("kind", "other"), list(combinations(colours.KINDS, 2)))
+def test_kinds_part_for_every_eye(kind: ActionKind, other: ActionKind, seen: str) -> None:
+    assert min(distance(a, b, seen) for a in shades(kind) for b in shades(other)) >= 9
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("kind", "other"),
     [
         (ActionKind.F, ActionKind.B),
         (ActionKind.F, ActionKind.I),
@@ -81,9 +81,9 @@ def test_kinds_part_for_every_eye(one: ActionKind, other: ActionKind, seen: str)
         (ActionKind.I, ActionKind.W),
     ],
 )
-def test_kinds_of_one_schedule_part_widely(one: ActionKind, other: ActionKind) -> None:
+def test_kinds_of_one_schedule_part_widely(kind: ActionKind, other: ActionKind) -> None:
     for seen in SEEN:
-        assert min(distance(a, b, seen) for a in shades(one) for b in shades(other)) >= 30
+        assert min(distance(a, b, seen) for a in shades(kind) for b in shades(other)) >= 30
 
 
 def test_kinds_have_bands_of_lightness_of_their_own() -> None:

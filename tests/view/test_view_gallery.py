@@ -46,8 +46,8 @@ def test_the_pictures_are_up_to_date_and_small(gallery: ModuleType, shown: list[
 
 
 def test_every_schedule_has_a_text_in_the_gallery(gallery: ModuleType) -> None:
-    said = gallery.texts()
-    assert set(said) == set(names())
-    for name, entry in said.items():
+    entries = gallery.texts()
+    assert set(entries) == set(names())
+    for name, entry in entries.items():
         assert entry["source"], name
         assert entry["text"].count(".") >= 2, name

@@ -61,9 +61,9 @@ def test_the_picture_is_drawn_with_its_words() -> None:
 def test_zoom_multiplies_the_pixels() -> None:
     pytest.importorskip("resvg_py", reason="the extra png is not installed")
     svg = timeline_svg(simulate(schedule("gpipe", 1, 1)))
-    (one,) = struct.unpack(">I", png_of(svg, 1)[16:20])
+    (width,) = struct.unpack(">I", png_of(svg, 1)[16:20])
     (two,) = struct.unpack(">I", png_of(svg, 2)[16:20])
-    assert two == 2 * one
+    assert two == 2 * width
 
 
 def test_without_the_renderer_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ def test_what_is_written_is_read(events: list[TraceEvent], source: str) -> None:
     back = read_trace(write_trace(trace))
     assert (back.name, back.source) == ("any name", source)
     assert [e[:2] for e in sorted(back.events)] == [e[:2] for e in sorted(events)]
-    for ours, theirs in zip(sorted(events, key=key), sorted(back.events, key=key), strict=True):
-        assert theirs[2:4] == pytest.approx(ours[2:4], rel=1e-12, abs=1e-12)
+    for written, read in zip(sorted(events, key=key), sorted(back.events, key=key), strict=True):
+        assert read[2:4] == pytest.approx(written[2:4], rel=1e-12, abs=1e-12)
     assert sorted(e.thread for e in back.events) == sorted(e.thread for e in events)
     assert back.activations == trace.activations
 

@@ -90,8 +90,8 @@ def test_torch_loads_what_is_exported(tmp_path: Path, version: str, kind: str, t
     group = state["optimizer"]
     name = "layers.0.feed_forward.w1.weight"
     assert group[f"param_groups.{name}.lr"] == pytest.approx(1e-2 * (1 - (6 - 2) / 8))
-    kept = {key: group[f"param_groups.{name}.{key}"] for key in ("initial_lr", "betas", "eps", "fused")}
-    assert kept == {"initial_lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-7, "fused": True}
+    options = {key: group[f"param_groups.{name}.{key}"] for key in ("initial_lr", "betas", "eps", "fused")}
+    assert options == {"initial_lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-7, "fused": True}
     decays = {key: group[f"param_groups.{key}.weight_decay"] for key in (name, "norm.weight")}
     assert decays == {name: 0.05, "norm.weight": 0.0}
     assert group["param_groups.tok_embeddings.weight.weight_decay"] == 0.0

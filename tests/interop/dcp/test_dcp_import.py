@@ -50,11 +50,11 @@ def test_an_imported_model_gives_the_same_logits(tmp_path: Path, kind: str, tied
     source = titan.write(tmp_path / "dcp", model, optimiser, step=3)
     path = imported(source, tmp_path / "run", shape)
     weights, loaded = read_whole(path)
-    ours = build(shape)
-    ours.double().tie()
-    ours.load_state_dict(weights, strict=False)
+    stretto_model = build(shape)
+    stretto_model.double().tie()
+    stretto_model.load_state_dict(weights, strict=False)
     tokens = titan.batches(shape, 1, seed=5)[0][0]
-    assert torch.allclose(ours(tokens), model(tokens), atol=1e-12)
+    assert torch.allclose(stretto_model(tokens), model(tokens), atol=1e-12)
     assert (loaded.step, loaded.meta["updates"], loaded.meta["tokens"]) == (3, 3, 3000)
     states, _ = read_whole(path, "optim.")
     assert states.keys() == {f"{m}.{name}" for m in ("exp_avg", "exp_avg_sq") for name in weights}
@@ -64,13 +64,13 @@ def test_an_imported_model_gives_the_same_logits(tmp_path: Path, kind: str, tied
 
 def test_only_weights(tmp_path: Path) -> None:
     model, optimiser = trained(SHAPE)
-    whole = titan.write(tmp_path / "whole", model, optimiser, step=3)
+    with_states = titan.write(tmp_path / "whole", model, optimiser, step=3)
     alone = titan.write(tmp_path / "alone", model)
-    one = imported(whole, tmp_path / "one", states=False)
+    weights_only = imported(with_states, tmp_path / "one", states=False)
     other = imported(alone, tmp_path / "other")
-    assert [path.name for path in (one, other)] == ["step-00000000"] * 2
-    assert read_manifest(one).meta.keys() == {"model", "imported"}
-    first, second = read_whole(one, "")[0], read_whole(other, "")[0]
+    assert [path.name for path in (weights_only, other)] == ["step-00000000"] * 2
+    assert read_manifest(weights_only).meta.keys() == {"model", "imported"}
+    first, second = read_whole(weights_only, "")[0], read_whole(other, "")[0]
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -95,12 +95,15 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, kind: str, layo
     titan.train(model, optimiser, [first_batch(config)])
     titan.write(tmp_path / "there" / "step-4", model, optimiser, step=4)
     imported(there.parent, tmp_path / "next", shape)
-    ours, theirs = tensors(config, 4), read_whole(tmp_path / "next/checkpoints/step-00000004", "")[0]
-    assert ours.keys() == theirs.keys()
+    stretto_tensors, titan_tensors = (
+        tensors(config, 4),
+        read_whole(tmp_path / "next/checkpoints/step-00000004", "")[0],
+    )
+    assert stretto_tensors.keys() == titan_tensors.keys()
     before = read_whole(run, "")[0]
-    for name, tensor in ours.items():
-        moved = (theirs[name] - before[name]).abs().max()
-        assert (tensor - theirs[name]).abs().max() < 1e-3 * moved, name
+    for name, tensor in stretto_tensors.items():
+        moved = (titan_tensors[name] - before[name]).abs().max()
+        assert (tensor - titan_tensors[name]).abs().max() < 1e-3 * moved, name
 
 
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:

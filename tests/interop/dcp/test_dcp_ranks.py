@@ -35,12 +35,12 @@ def _write(folder: str) -> dict[str, Any]:
         torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
         optimiser.step()
     dcp.save(titan.state_of(model, optimiser, 2), checkpoint_id=folder)
-    weights = {name: _whole(value) for name, value in model.named_parameters()}
-    moments = {name: _whole(optimiser.state[p]["exp_avg_sq"]) for name, p in model.named_parameters()}
+    weights = {name: _full_tensor(value) for name, value in model.named_parameters()}
+    moments = {name: _full_tensor(optimiser.state[p]["exp_avg_sq"]) for name, p in model.named_parameters()}
     return {"weights": weights, "moments": moments}
 
 
-def _whole(value: Any) -> torch.Tensor:
+def _full_tensor(value: Any) -> torch.Tensor:
     assert isinstance(value, DTensor)
     return value.full_tensor().detach().clone()
 
@@ -55,12 +55,12 @@ def test_shards_of_two_ranks(tmp_path: Path) -> None:
     with DcpImport(folder, SHAPE) as opened:
         tensors, _ = read_whole(opened.write(tmp_path / "run"), "")
     weights, moments = plain["weights"], plain["moments"]
-    for theirs, ours in (
+    for titan_name, name in (
         ("tok_embeddings.weight", "embed.tok.weight"),
         ("norm.weight", "head.norm.weight"),
         ("layers.1.feed_forward.w2.weight", "blocks.1.mlp.down.weight"),
     ):
-        assert torch.equal(tensors[f"model.{ours}"], weights[theirs])
-        assert torch.equal(tensors[f"optim.exp_avg_sq.{ours}"], moments[theirs])
+        assert torch.equal(tensors[f"model.{name}"], weights[titan_name])
+        assert torch.equal(tensors[f"optim.exp_avg_sq.{name}"], moments[titan_name])
     both = [weights[f"layers.1.feed_forward.{name}.weight"] for name in ("w1", "w3")]
     assert torch.equal(tensors["model.blocks.1.mlp.gate_up.weight"], torch.cat(both))

@@ -58,16 +58,16 @@ def test_theirs_cover_ours_exactly_once(name: str) -> None:
     for rule in ruled.values():
         assert rule.shape == parameter_shapes(shape)[rule.parameter]
         for parts in (rule.parts, (rule.fused,) if rule.fused else rule.parts):
-            whole = torch.zeros(rule.shape, dtype=torch.int64)
+            full = torch.zeros(rule.shape, dtype=torch.int64)
             first = 1
             for part in parts:
                 assert part is not None
                 size = int(torch.Size(part.shape).numel())
-                theirs = torch.arange(first, first + size).reshape(part.shape)
+                part_values = torch.arange(first, first + size).reshape(part.shape)
                 for mine, other in part.views:
-                    mine(whole).copy_(other(theirs))
+                    mine(full).copy_(other(part_values))
                 first += size
-            assert torch.equal(whole.flatten().sort()[0], torch.arange(1, first)), rule.parameter
+            assert torch.equal(full.flatten().sort()[0], torch.arange(1, first)), rule.parameter
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -76,11 +76,11 @@ def test_every_model_comes_back_bit_for_bit(tmp_path: Path, name: str, version: 
     shape = SHAPES[name]
     stream = torch.Generator().manual_seed(0)
     tensors: dict[str, Any] = {}
-    for ours, sizes in parameter_shapes(shape).items():
-        states = ("optim.exp_avg", "optim.exp_avg_sq") if is_trained(ours) else ()
+    for name_in_stretto, sizes in parameter_shapes(shape).items():
+        states = ("optim.exp_avg", "optim.exp_avg_sq") if is_trained(name_in_stretto) else ()
         kinds = ("model", *states)
         for kind in kinds:
-            full = f"{kind}.{ours}"
+            full = f"{kind}.{name_in_stretto}"
             tensors[full] = (torch.rand(sizes, generator=stream), ShardPlacement.unsharded(full, sizes))
     path = save(tmp_path / "run", 5, tensors, {"model": shape_to_record(shape)})
     done = export_dcp(path, tmp_path / "out", version)
@@ -106,15 +106,15 @@ def test_qwen_turns_halves(tmp_path: Path, kind: str) -> None:
     titan.train(model, optimiser, titan.batches(shape, 2))
     with DcpImport(titan.write(tmp_path / "dcp", model, optimiser, 2), shape) as opened:
         weights, _ = read_whole(opened.write(tmp_path / "run"))
-    ours = build(shape).double()
-    ours.tie()
-    ours.load_state_dict(weights, strict=False)
+    stretto_model = build(shape).double()
+    stretto_model.tie()
+    stretto_model.load_state_dict(weights, strict=False)
     tokens = titan.batches(shape, 1, seed=3)[0][0]
-    assert torch.allclose(ours(tokens), model(tokens), atol=1e-12)
+    assert torch.allclose(stretto_model(tokens), model(tokens), atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"attention": AttentionShape(sinks=True)}, "model.attention.sinks True"),
         ({"attention": AttentionShape(window=4)}, "model.attention.window 4"),
@@ -126,10 +126,10 @@ def test_qwen_turns_halves(tmp_path: Path, kind: str) -> None:
         ({"moe": EXPERTS}, "model.attention.norm of a model with experts None"),
     ],
 )
-def test_what_torchtitan_does_not_compute_is_refused(change: dict[str, Any], said: str) -> None:
+def test_what_torchtitan_does_not_compute_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StrettoError, match="has no counterpart in torchtitan") as caught:
         list(rules(replace(SHAPES["llama3"], **change)))
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
 
 
 @pytest.mark.parametrize("name", ["llama3.1-405b", "qwen3-8b", "qwen3-235b-a22b"])

@@ -218,7 +218,7 @@ def batches(shape: ModelShape, count: int, seed: int = 0) -> list[tuple[Tensor, 
     """Random tokens and targets, (2, sequence) each."""
     stream = torch.Generator().manual_seed(seed)
     sizes = (count, 2, 2, shape.sequence)
-    return [(one[0], one[1]) for one in torch.randint(shape.vocab, sizes, generator=stream)]
+    return [(tokens[0], tokens[1]) for tokens in torch.randint(shape.vocab, sizes, generator=stream)]
 
 
 def train(

@@ -16,22 +16,24 @@ ROTARY = "--position-embedding-type rope --normalization RMSNorm --swiglu --disa
 NONE = "--hidden-dropout 0 --attention-dropout 0"
 
 
-def moved(text: str, *words: str, devices: int | None = None, overrides: tuple[str, ...] = ()) -> Migration:
-    start = Start(arguments=words, devices=devices, wins=True, variables={"HOME": "/home/me"})
+def moved(
+    text: str, *arguments: str, devices: int | None = None, overrides: tuple[str, ...] = ()
+) -> Migration:
+    start = Start(arguments=arguments, devices=devices, wins=True, variables={"HOME": "/home/me"})
     return migrate(MEGATRON, text, "run.sh", start, overrides, name="moved")
 
 
-def moved_by_run(text: str, *words: str) -> Migration:
+def moved_by_run(text: str, *arguments: str) -> Migration:
     """The config of a script that is run, in this folder, with `--run`'s launchers."""
     Path("run.sh").write_text(text)
-    return moved(run_script(Path("run.sh"), words, {"HOME": "/home/me"}), *words)
+    return moved(run_script(Path("run.sh"), arguments, {"HOME": "/home/me"}), *arguments)
 
 
 def arguments_of(more: str) -> Migration:
     return moved(f"{SIZES} {RUN} {NONE} {more}", devices=8)
 
 
-def config_of(made: Migration) -> TrainConfig:
+def config_of(migration: Migration) -> TrainConfig:
     """The config, which is also what its text says."""
-    assert made.config is not None
-    return made.config
+    assert migration.config is not None
+    return migration.config

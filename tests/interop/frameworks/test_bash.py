@@ -8,10 +8,10 @@ from stretto.errors import StrettoError
 from stretto_interop.frameworks.bash import commands, parameters, unknown_in
 
 
-def said(text: str, *words: str, **variables: str) -> list[str]:
+def command_lines(text: str, *arguments: str, **variables: str) -> list[str]:
     """The words of every command, joined."""
-    known = {**parameters(words), **variables}
-    return [" ".join(command.argv) for command in commands(text, "run.sh", known)]
+    environment = {**parameters(arguments), **variables}
+    return [" ".join(command.argv) for command in commands(text, "run.sh", environment)]
 
 
 @pytest.mark.parametrize(
@@ -34,30 +34,33 @@ def said(text: str, *words: str, **variables: str) -> list[str]:
     ],
 )
 def test_the_last_command(text: str, out: str) -> None:
-    assert said(text, "mine")[-1].removeprefix("echo ") == out
+    assert command_lines(text, "mine")[-1].removeprefix("echo ") == out
 
 
 def test_what_is_redirected_is_no_argument() -> None:
-    assert said("python x.py --a 1 > log.txt 2>&1 &> all 2> errors")[0] == "python x.py --a 1"
+    assert command_lines("python x.py --a 1 > log.txt 2>&1 &> all 2> errors")[0] == "python x.py --a 1"
 
 
 def test_positional_words_are_those_behind_the_script() -> None:
     text = 'echo "$1" ${2:-none} "${3:-none}" $#\npython x.py "$@"'
-    assert said(text, "a", "b c") == ["echo a b c none 2", "python x.py a b c"]
-    assert said('python x.py "$@" --b') == ["python x.py --b"]
+    assert command_lines(text, "a", "b c") == ["echo a b c none 2", "python x.py a b c"]
+    assert command_lines('python x.py "$@" --b') == ["python x.py --b"]
 
 
 def test_a_text_holds_commands() -> None:
     options = 'options="--lr 1e-4 \\\n  --bf16"\nrun="python pretrain_gpt.py ${options}"\n'
     once = "python pretrain_gpt.py --lr 1e-4 --bf16"
-    assert said(f'{options}srun -l --nodes=4 bash -c "${{run}}" > log')[-1] == f"srun -l --nodes=4 {once}"
-    assert said(f"{options}eval $run")[-1] == once
+    assert (
+        command_lines(f'{options}srun -l --nodes=4 bash -c "${{run}}" > log')[-1]
+        == f"srun -l --nodes=4 {once}"
+    )
+    assert command_lines(f"{options}eval $run")[-1] == once
 
 
 @pytest.mark.parametrize("value", ["$(nvidia-smi -L | wc -l)", "$((8 * NODES))", "${A%.*}", "`date`"])
 def test_what_only_running_would_tell_is_one_unknown(value: str) -> None:
-    words = list(commands(f"N={value}\ntorchrun --n $N", "run.sh"))[-1].argv
-    assert (len(words), unknown_in(words[2])) == (3, value)
+    argv = list(commands(f"N={value}\ntorchrun --n $N", "run.sh"))[-1].argv
+    assert (len(argv), unknown_in(argv[2])) == (3, value)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,9 @@ def test_what_only_running_would_tell_is_one_unknown(value: str) -> None:
 )
 def test_what_depends_on_a_test_is_an_error(text: str, test: str) -> None:
     with pytest.raises(StrettoError) as caught:
-        said(f"A=3\n{text}\necho on")
-    what = "the launch" if "pretrain" in text else "an assignment"
-    assert caught.value.message == f"run.sh:2: {what} depends on a test, and tests are not read: {test}"
+        command_lines(f"A=3\n{text}\necho on")
+    statement = "the launch" if "pretrain" in text else "an assignment"
+    assert caught.value.message == f"run.sh:2: {statement} depends on a test, and tests are not read: {test}"
     assert "put `echo` before the launch" in str(caught.value.hint)
     assert "stretto migrate --run" in str(caught.value.hint)
 
@@ -105,7 +108,7 @@ def test_what_depends_on_a_test_is_an_error(text: str, test: str) -> None:
 )
 def test_what_is_not_read_is_one_error_that_says_what_to_give(text: str, construct: str) -> None:
     with pytest.raises(StrettoError) as caught:
-        said(f"B=1\n{text}\ntorchrun pretrain_gpt.py")
+        command_lines(f"B=1\n{text}\ntorchrun pretrain_gpt.py")
     message, line = caught.value.message, text.partition("\n")[0]
     assert message.startswith(f"run.sh:2: `{construct}` is not read: ")
     assert line.endswith(message.partition("not read: ")[2])
@@ -139,6 +142,6 @@ def test_what_a_script_leaves_to_others_is_noted() -> None:
 )
 def test_a_script_that_is_none_is_one_error(text: str, message: str) -> None:
     with pytest.raises(StrettoError) as caught:
-        said(text)
+        command_lines(text)
     assert message in caught.value.message
     assert len(str(caught.value)) < 4300

@@ -63,7 +63,7 @@ JOBS = {
 }
 
 
-def beside(job: Job) -> Mapping[str, Any]:
+def settings_elsewhere(job: Job) -> Mapping[str, Any]:
     """What a JSON of DeepSpeed does not say, and a reader of it says beside it."""
     values = values_of(job).values
     return {
@@ -82,9 +82,9 @@ def decided(job: Job) -> Job:
     """The job without what a plan leaves open, the peak of the learning rate; a warm-up that says nothing of
     its first rate begins at 0 there.
     """
-    usual = 0.95 if job.optimiser.name == "muon" else job.optimiser.momentum
+    default = 0.95 if job.optimiser.name == "muon" else job.optimiser.momentum
     rate = replace(job.optimiser.rate, warmup_init=job.optimiser.rate.warmup_init or 0.0)
-    return replace(job, optimiser=replace(job.optimiser, lr=1e-3, momentum=usual, rate=rate))
+    return replace(job, optimiser=replace(job.optimiser, lr=1e-3, momentum=default, rate=rate))
 
 
 def settings(text: str) -> dict[str, Any]:
@@ -94,20 +94,20 @@ def settings(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_written_reads_back_as_the_same_job(name: str) -> None:
     job = JOBS[name]
-    reading = read(DEEPSPEED, emit(DEEPSPEED, job), "x.json", job.layout.world, beside(job))
+    reading = read(DEEPSPEED, emit(DEEPSPEED, job), "x.json", job.layout.world, settings_elsewhere(job))
     assert decided(without_ways(reading.job)) == decided(without_ways(job))
 
 
 def test_a_config_of_zero_3_with_offload() -> None:
     job = replace(JOBS["files"], optimiser=Optimiser(clip=0.5))
-    made = settings(emit(DEEPSPEED, job, about="the plan"))
-    comments = made.pop("//")
+    config = settings(emit(DEEPSPEED, job, about="the plan"))
+    comments = config.pop("//")
     assert comments[0] == "the plan"
     assert 'in the script: llama3-8b, with attn_implementation="sdpa"' in comments
     assert "fill in optimizer.params.lr (optim.lr), such as 0.0003" in comments
-    assert made["optimizer"].pop("params")["lr"] == "auto"
-    assert made.pop("scheduler")["params"]["total_num_steps"] == "auto"
-    assert made == {
+    assert config["optimizer"].pop("params")["lr"] == "auto"
+    assert config.pop("scheduler")["params"]["total_num_steps"] == "auto"
+    assert config == {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
@@ -126,7 +126,7 @@ def test_a_config_of_zero_3_with_offload() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "message"),
     [
         (replace(JOB, layout=Layout(dp=4, pp=2)), "layout.pp is 2: DeepSpeed's JSON has no pipeline"),
         (replace(JOB, layout=Layout(dp=4, cp=2)), "layout.context is ring: DeepSpeed exchanges heads"),
@@ -169,10 +169,10 @@ def test_a_config_of_zero_3_with_offload() -> None:
         ),
     ],
 )
-def test_what_deepspeed_lacks_is_refused_by_name(job: Job, said: str) -> None:
+def test_what_deepspeed_lacks_is_refused_by_name(job: Job, message: str) -> None:
     with pytest.raises(StrettoError) as caught:
         emit(DEEPSPEED, job)
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
     assert caught.value.hint is not None
 
 
@@ -199,7 +199,7 @@ def today(**changes: Any) -> str:
 
 
 def test_a_config_of_today_is_read_and_what_changes_no_price_is_listed() -> None:
-    reading = read(DEEPSPEED, today(), "ds.json", 16, beside(JOB))
+    reading = read(DEEPSPEED, today(), "ds.json", 16, settings_elsewhere(JOB))
     job = reading.job
     assert (job.global_batch, job.micro_batch, job.microbatches, job.layout.dp) == (128, 4, 2, 16)
     assert (job.dp.mode, job.precision.dtype, job.precision.gradients) == ("zero2", "bfloat16", "same")
@@ -217,13 +217,13 @@ def test_inputs_on_the_host_and_old_names_are_read() -> None:
         },
         activation_checkpointing={"cpu_checkpointing": True},
     )
-    job = read(DEEPSPEED, text, "ds.json", 16, beside(JOB)).job
+    job = read(DEEPSPEED, text, "ds.json", 16, settings_elsewhere(JOB)).job
     assert job.framework.inputs_on_host
     assert (job.recompute.mode, job.dp.offload, job.dp.shard_states) == ("full", "cpu", 4)
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "hint"),
+    ("text", "message", "hint"),
     [
         (today(train_batch_sise=3), "ds.json: DeepSpeed 0.19.8 has no train_batch_sise", "train_batch_size"),
         (json.dumps(TODAY), "ds.json: bf16.enabled is auto", "write the number"),
@@ -256,10 +256,10 @@ def test_inputs_on_the_host_and_old_names_are_read() -> None:
         (today(sequence_parallel_size=3), "ds.json: 16 devices are not a multiple of 3", "nearest: 15"),
     ],
 )
-def test_what_cannot_be_read_says_why(text: str, said: str, hint: str) -> None:
+def test_what_cannot_be_read_says_why(text: str, message: str, hint: str) -> None:
     with pytest.raises(StrettoError) as caught:
-        read(DEEPSPEED, text, "ds.json", 16, beside(JOB))
-    assert caught.value.message.startswith(said)
+        read(DEEPSPEED, text, "ds.json", 16, settings_elsewhere(JOB))
+    assert caught.value.message.startswith(message)
     assert hint in (caught.value.hint or "")
 
 
@@ -267,7 +267,7 @@ def test_the_model_and_the_devices_are_said_beside_it() -> None:
     with pytest.raises(StrettoError, match="does not say which model"):
         read(DEEPSPEED, today(), "ds.json", 16)
     with pytest.raises(StrettoError, match="how many devices"):
-        read(DEEPSPEED, today(), "ds.json", None, beside(JOB))
+        read(DEEPSPEED, today(), "ds.json", None, settings_elsewhere(JOB))
 
 
 def test_a_search_counts_of_each_mode_what_a_prediction_does() -> None:
@@ -281,8 +281,8 @@ def test_a_search_counts_of_each_mode_what_a_prediction_does() -> None:
         job = replace(JOB, dp=dp)
         (plain,) = short_step_memory(job)
         for run in (replace(job, framework=template), DEEPSPEED.as_run(job, {})):
-            (kept,) = short_step_memory(run)
-            assert kept.gradients == pytest.approx(plain.gradients + lasting, rel=1e-3)
+            (memory,) = short_step_memory(run)
+            assert memory.gradients == pytest.approx(plain.gradients + lasting, rel=1e-3)
 
 
 # ------------------------------------------------------------------ DeepSpeed's own parser
@@ -292,20 +292,22 @@ def test_a_search_counts_of_each_mode_what_a_prediction_does() -> None:
 def test_deepspeed_itself_takes_it(name: str) -> None:
     config = pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed")
     job = JOBS[name]
-    made = settings(emit(DEEPSPEED, job).replace('"auto"', "1"))
+    written = settings(emit(DEEPSPEED, job).replace('"auto"', "1"))
 
     # as its constructor does, with the number of replicas that a launch would tell it
-    theirs = config.DeepSpeedConfig.__new__(config.DeepSpeedConfig)
-    theirs._param_dict = made
-    config._reject_removed_config_keys(made)
-    theirs.global_rank, theirs.world_size = 0, job.layout.dp
-    theirs._initialize_params(made)
-    theirs._configure_train_batch_size()
-    theirs._do_sanity_check()
-    assert theirs.train_batch_size == job.global_batch
-    assert theirs.zero_optimization_stage == {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[job.dp.mode]
-    assert theirs.gradient_clipping == (job.optimiser.clip or 0)
-    assert theirs.tensor_parallel_config.autotp_size == (job.layout.tp if job.layout.tp > 1 else 0)
+    engine_config = config.DeepSpeedConfig.__new__(config.DeepSpeedConfig)
+    engine_config._param_dict = written
+    config._reject_removed_config_keys(written)
+    engine_config.global_rank, engine_config.world_size = 0, job.layout.dp
+    engine_config._initialize_params(written)
+    engine_config._configure_train_batch_size()
+    engine_config._do_sanity_check()
+    assert engine_config.train_batch_size == job.global_batch
+    assert (
+        engine_config.zero_optimization_stage == {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[job.dp.mode]
+    )
+    assert engine_config.gradient_clipping == (job.optimiser.clip or 0)
+    assert engine_config.tensor_parallel_config.autotp_size == (job.layout.tp if job.layout.tp > 1 else 0)
 
 
 def test_deepspeed_has_every_setting_of_the_sections_that_are_known_here() -> None:
@@ -323,12 +325,12 @@ def test_deepspeed_has_every_setting_of_the_sections_that_are_known_here() -> No
     here |= {name.removesuffix(".*") for name in here}
     gone = {"mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param", "pipeline"}
     for section, model in sections.items():
-        theirs = {f"{section}.{name}" for name in model.model_fields}
-        known = {name for name in here if name.rpartition(".")[0] == section and "*" not in name}
-        nested = {name for name in theirs if any(other.startswith(f"{name}.") for other in here)}
+        in_deepspeed = {f"{section}.{name}" for name in model.model_fields}
+        in_stretto = {name for name in here if name.rpartition(".")[0] == section and "*" not in name}
+        nested = {name for name in in_deepspeed if any(other.startswith(f"{name}.") for other in here)}
         old = {f"{section}.cpu_offload", f"{section}.cpu_offload_param"}
         old |= {f"{section}.stage3_gather_fp16_weights_on_model_save"}
-        assert theirs - known - nested - old == set()
-        assert {name for name in known - theirs if name.rpartition(".")[2] not in gone} <= {
+        assert in_deepspeed - in_stretto - nested - old == set()
+        assert {name for name in in_stretto - in_deepspeed if name.rpartition(".")[2] not in gone} <= {
             "zero_optimization.gather_fp16_weights_on_model_save"
         }

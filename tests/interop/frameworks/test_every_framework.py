@@ -192,13 +192,13 @@ def others(name: str, value: Any) -> Iterator[Any]:
     if value is None and name in PARTS:
         return
     if name in OTHERS:
-        yield from (one for one in OTHERS[name] if one != value)
+        yield from (other for other in OTHERS[name] if other != value)
         return
     _, field = find(TrainConfig, tuple(name.split(".")))
-    words = [word for kind in get_args(field.type) or () for word in get_args(kind)] if field else []
-    words += [word for word in (get_args(field.type) if field else ()) if isinstance(word, str)]
-    if words and isinstance(value, str | None):
-        yield from (word for word in dict.fromkeys(words) if word != value)
+    literals = [word for kind in get_args(field.type) or () for word in get_args(kind)] if field else []
+    literals += [word for word in (get_args(field.type) if field else ()) if isinstance(word, str)]
+    if literals and isinstance(value, str | None):
+        yield from (word for word in dict.fromkeys(literals) if word != value)
     elif isinstance(value, bool) or (value is None and isinstance(RUN_DEFAULTS.get(name), bool)):
         yield not value
     elif isinstance(value, int):
@@ -211,28 +211,30 @@ def others(name: str, value: Any) -> Iterator[Any]:
 
 def divides(choices: JobValues) -> bool:
     """Whether the batch makes whole microbatches; no schedule is made without."""
-    whole, micro, dp = (choices[name] for name in ("batch.global_size", "batch.micro_size", "layout.dp"))
-    return whole % (micro * dp) == 0
+    global_batch, micro, dp = (
+        choices[name] for name in ("batch.global_size", "batch.micro_size", "layout.dp")
+    )
+    return global_batch % (micro * dp) == 0
 
 
 def outcome(framework: ExternalFramework, choices: JobValues) -> list[object]:
     """What each rule writes, and notes, or its refusal; one refusal does not hide another."""
-    made: list[object] = []
+    outcomes: list[object] = []
     for rule in framework.rules:
         try:
-            made.append((dict(rule.write(choices)), list(rule.notes(choices))))
+            outcomes.append((dict(rule.write(choices)), list(rule.notes(choices))))
         except StrettoError as error:
-            made.append(error.message)
-    return made
+            outcomes.append(error.message)
+    return outcomes
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda framework: framework.name)
 def test_every_choice_has_one_rule(framework: ExternalFramework) -> None:
     assert unmapped(framework) == (set(), set())
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda framework: framework.name)
 def test_another_value_is_written_or_refused(framework: ExternalFramework, name: str) -> None:
     """In one job at least: a number of experts means nothing to a model without any."""
     values = {value for base in BASES for value in map(repr, others(name, base[name]))}
@@ -245,7 +247,7 @@ def is_told(framework: ExternalFramework, at: int, name: str) -> bool:
     refuses.
     """
     base, before = BASES[at], outcome_of_base(framework.name, at)
-    if any(isinstance(one, str) and one.startswith(f"{WITH.get(name)} is") for one in before):
+    if any(isinstance(line, str) and line.startswith(f"{WITH.get(name)} is") for line in before):
         return True
     changes = (replace(base, values={**base.values, name: value}) for value in others(name, base[name]))
     return any(divides(changed) and outcome(framework, changed) != before for changed in changes)
@@ -256,16 +258,16 @@ def outcome_of_base(framework: str, at: int) -> list[object]:
     return outcome(FRAMEWORKS[framework], BASES[at])
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda framework: framework.name)
 def test_some_of_the_jobs_are_written(framework: ExternalFramework) -> None:
     """A framework that refused all of them would pass the test above."""
-    written = [base for base in BASES if not any(isinstance(one, str) for one in outcome(framework, base))]
+    written = [base for base in BASES if not any(isinstance(line, str) for line in outcome(framework, base))]
     assert written
     for base in written:
         assert framework.render(*settings_of(framework, base)).strip()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda framework: framework.name)
 def test_no_setting_is_of_two_rules(framework: ExternalFramework) -> None:
     settings = [name for rule in framework.rules for name in rule.settings]
     assert len(settings) == len(set(settings))

@@ -25,9 +25,9 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
         return {path}
     return {
         leaf
-        for one in dataclasses.fields(value)
-        if one.name not in NOT_CHOSEN
-        for leaf in leaves(getattr(value, one.name), (*path, one.name))
+        for field in dataclasses.fields(value)
+        if field.name not in NOT_CHOSEN
+        for leaf in leaves(getattr(value, field.name), (*path, field.name))
     }
 
 

@@ -45,9 +45,9 @@ RULES = (
 
 
 def render(settings: Mapping[str, Any], notes: Sequence[str]) -> str:
-    words = {name: "?" if isinstance(value, Unset) else value for name, value in settings.items()}
+    texts = {name: "?" if isinstance(value, Unset) else value for name, value in settings.items()}
     return "\n".join(
-        [*(f"# {note}" for note in notes), *(f"{name}={value}" for name, value in words.items())]
+        [*(f"# {note}" for note in notes), *(f"{name}={value}" for name, value in texts.items())]
     )
 
 
@@ -107,17 +107,17 @@ def test_a_choice_without_a_rule_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("sizes.tensr=2", "text: Tiny 1.0 has no sizes.tensr\nhint: did you mean sizes.tensor?"),
         ("prune=1", "text: prune is 1: pruned models have no costs here\nhint: leave prune out"),
         ("zero=3", "zero is 3: not modelled here\nhint: what is: 0, 1"),
     ],
 )
-def test_what_cannot_be_read_is_refused(text: str, said: str) -> None:
+def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(StrettoError) as caught:
         read(TINY, text, "text")
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_an_unknown_framework_has_a_nearest_name() -> None:

@@ -123,8 +123,8 @@ def test_what_is_written_reads_back_as_the_same_job(name: str) -> None:
     again = written_and_read(job)
     depth = job.layout.pp * (job.options.get("chunks") or 1)
     cut = None if depth == 1 else tuple(len(stage) for stage in job.stages(depth))
-    kept = ("framework", "bucket", "stage_layers", "precision", "options", "optimiser")
-    same = {one: getattr(job, one) for one in kept}
+    carried = ("framework", "bucket", "stage_layers", "precision", "options", "optimiser")
+    same = {name: getattr(job, name) for name in carried}
     assert replace(again, **same) == job
     assert again.stage_layers == cut
     assert {k: v for k, v in again.options.items() if v is not None} == dict(job.options)
@@ -142,15 +142,15 @@ def test_what_is_written_is_taken_by_the_schema_and_by_bash(name: str, tmp_path:
     """Sourced, the script defines an array and starts nothing; each argument has values of its kind."""
     path = tmp_path / "run.sh"
     path.write_text(script_of(JOBS[name]))
-    known = {"DATA_SOURCE": "/data/tokens", "PATH": "/usr/bin:/bin"}
+    environment = {"DATA_SOURCE": "/data/tokens", "PATH": "/usr/bin:/bin"}
     code = f"source {path} && printf '%s\\n' \"${{MEGATRON_ARGS[@]}}\""
-    done = subprocess.run(["bash", "-c", code], env=known, capture_output=True, text=True, check=True)
-    words = done.stdout.splitlines()
-    starts = [at for at, word in enumerate(words) if word.startswith("--")]
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        one = arguments()[words[start].removeprefix("--")]
-        assert one.read(words[start + 1 : end], "run.sh") is not None
-    assert len({words[start] for start in starts}) == len(starts)
+    done = subprocess.run(["bash", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    arguments_given = done.stdout.splitlines()
+    starts = [at for at, word in enumerate(arguments_given) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(arguments_given)], strict=True):
+        argument = arguments()[arguments_given[start].removeprefix("--")]
+        assert argument.read(arguments_given[start + 1 : end], "run.sh") is not None
+    assert len({arguments_given[start] for start in starts}) == len(starts)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_config_is_written_in_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"schedule": "zb-h1"}, "schedule.name is zb-h1: Megatron-LM has 1F1B and interleaved 1F1B"),
         (
@@ -222,13 +222,13 @@ def test_a_config_is_written_in_full() -> None:
         ({"options": {"chunks": 2, "group": 2}}, "schedule.group is 2: Megatron-LM's groups have at least"),
     ],
 )
-def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_what_megatron_lacks_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     values = dict(values_of(replace(LLAMA, **changes)).values)
     if "custom_program" in changes:
         values["schedule.file"] = "program.csv"
     with pytest.raises(StrettoError) as caught:
         settings_of(MEGATRON, JobValues(values))
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
@@ -391,7 +391,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             changed("--swiglu", "--swiglo"),
@@ -428,11 +428,13 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (changed('"${MODEL_ARGS', "${MODEL_ARGS"), 'run.sh:48: a quote " that does not end'),
     ],
 )
-def test_what_is_wrong_with_a_script_is_said_with_its_line(change: Callable[[str], str], said: str) -> None:
+def test_what_is_wrong_with_a_script_is_said_with_its_line(
+    change: Callable[[str], str], message: str
+) -> None:
     with pytest.raises(StrettoError) as caught:
         read_script(change(SCRIPT), devices=None)
     assert re.sub(r"run\.sh:\d+", "run.sh:48", str(caught.value)).startswith(
-        re.sub(r"run\.sh:\d+", "run.sh:48", said)
+        re.sub(r"run\.sh:\d+", "run.sh:48", message)
     )
 
 
@@ -483,8 +485,8 @@ def test_a_pattern_is_never_executed() -> None:
 
 def test_every_argument_has_one_fate() -> None:
     """It is read by a rule, changes no price, or is refused."""
-    known = {one.name for one in arguments().values()}
+    names = {argument.name for argument in arguments().values()}
     mapped = set(MEGATRON.settings) - {"world-size"}
     fates = [mapped, set(MEGATRON.unpriced), set(MEGATRON.unread)]
-    assert set().union(*fates) == known
-    assert sum(map(len, fates)) == len(known)
+    assert set().union(*fates) == names
+    assert sum(map(len, fates)) == len(names)

@@ -150,9 +150,9 @@ def test_a_script_of_48_layers_converts_whole(tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("text")
     vocab = tmp_path / "vocab.json"
-    made = moved(GPT, "runs/gpt", "boards", str(vocab), str(tmp_path / "merges.txt"), str(data))
-    assert (made.lost, made.needless, made.differs, made.notes) == ({}, {}, {}, [])
-    config, job = config_of(made), job_of(config_of(made), vocab=50257)
+    migration = moved(GPT, "runs/gpt", "boards", str(vocab), str(tmp_path / "merges.txt"), str(data))
+    assert (migration.lost, migration.needless, migration.differs, migration.notes) == ({}, {}, {}, [])
+    config, job = config_of(migration), job_of(config_of(migration), vocab=50257)
     assert job.layout.sizes == {"tp": 2, "cp": 1, "ep": 1, "dp": 1, "pp": 4}
     assert (job.shape.layers, job.shape.hidden, job.shape.heads, job.shape.dropout) == (48, 1024, 16, 0.1)
     assert (job.stage_layers, job.schedule, job.microbatches) == ((13, 12, 12, 13), "1f1b", 4)
@@ -182,9 +182,11 @@ def test_with_its_files_the_config_is_right_on_this_machine(tmp_path: Path) -> N
     vocab.write_text(json.dumps(model["vocab"]))
     merges.write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]) + "\n")
     (tmp_path / "runs").mkdir()
-    made = moved(GPT, str(tmp_path / "runs/gpt"), str(tmp_path / "b"), str(vocab), str(merges), str(prefix))
-    assert (made.lost, made.missing) == ({}, [])
-    (tmp_path / "gpt.yaml").write_text(made.text)
+    migration = moved(
+        GPT, str(tmp_path / "runs/gpt"), str(tmp_path / "b"), str(vocab), str(merges), str(prefix)
+    )
+    assert (migration.lost, migration.missing) == ({}, [])
+    (tmp_path / "gpt.yaml").write_text(migration.text)
     assert run(["config", str(tmp_path / "gpt.yaml")]) == 0
 
 
@@ -203,18 +205,18 @@ def test_checkpoints_of_megatron_are_brought_over_first(tmp_path: Path) -> None:
     ],
 )
 def test_two_files_are_one_tokenizer(vocab: str, merges: str, tokenizer: str | list[str]) -> None:
-    made = moved(GPT, "runs/gpt", "boards", vocab, merges, "text")
-    fields = {name: value for one in made.mapped for name, value in one.fields.items()}
+    migration = moved(GPT, "runs/gpt", "boards", vocab, merges, "text")
+    fields = {name: value for mapping in migration.mapped for name, value in mapping.fields.items()}
     assert fields["data.tokenizer"] == tokenizer
 
 
 def test_what_is_not_said_is_left_to_fill_in() -> None:
-    made = moved(GPT)
-    assert made.required == ("data.source",)
-    assert "data.source is to be filled in" in made.notes[0]
-    assert "--data-path is $5, whose value nothing here tells" in made.lost["data-path"]
-    assert "REQUIRED  # text, JSONL" in made.text
-    assert "# not mapped: data-path: " in made.text
+    migration = moved(GPT)
+    assert migration.required == ("data.source",)
+    assert "data.source is to be filled in" in migration.notes[0]
+    assert "--data-path is $5, whose value nothing here tells" in migration.lost["data-path"]
+    assert "REQUIRED  # text, JSONL" in migration.text
+    assert "# not mapped: data-path: " in migration.text
 
 
 @pytest.fixture
@@ -234,9 +236,9 @@ def test_arguments_that_depend_on_a_test_are_not_read(script: str) -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_a_llama_by_samples_and_with_fp8() -> None:
-    made = moved_by_run(LLAMA, "ck/llama", "tokenizer.json", "text")
-    assert (made.lost, made.differs) == ({}, {})
-    config = config_of(made)
+    migration = moved_by_run(LLAMA, "ck/llama", "tokenizer.json", "text")
+    assert (migration.lost, migration.differs) == ({}, {})
+    config = config_of(migration)
     job = job_of(config)
     assert (job.shape.family, job.shape.kv_heads, job.shape.rope_theta) == ("llama", 8, 500000.0)
     assert (job.layout.dp, job.layout.cp, job.dp.mode, job.precision.fp8) == (4, 2, "zero1", "tensor")
@@ -248,7 +250,7 @@ def test_a_llama_by_samples_and_with_fp8() -> None:
         "exit-duration-in-mins",
         "calculate-per-token-loss",
         "rotary-percent",
-    } <= {name for names in made.needless.values() for name in names}
+    } <= {name for names in migration.needless.values() for name in names}
     mock = config_of(moved_by_run(LLAMA))
     assert (mock.data.source, mock.data.tokenizer, mock.model.vocab) == ("python-stdlib", None, 128256)
     assert mock.data.split == "99,1,0"
@@ -256,10 +258,10 @@ def test_a_llama_by_samples_and_with_fp8() -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_a_mixture_of_experts_under_slurm() -> None:
-    made = moved_by_run(MIXTRAL.replace("$DATA_PATH", "text"))
-    assert made.lost == {}
-    assert "balances experts" in made.differs["moe-router-load-balancing-type"]
-    config = config_of(made)
+    migration = moved_by_run(MIXTRAL.replace("$DATA_PATH", "text"))
+    assert migration.lost == {}
+    assert "balances experts" in migration.differs["moe-router-load-balancing-type"]
+    config = config_of(migration)
     job = job_of(config)
     assert job.layout.sizes == {"tp": 1, "cp": 1, "ep": 8, "dp": 16, "pp": 4}
     assert job.shape.moe is not None
@@ -281,14 +283,14 @@ def test_a_mixture_of_experts_under_slurm() -> None:
 )
 def test_what_is_written_for_megatron_comes_back(overrides: str) -> None:
     """All of the job; of the run what Megatron-LM has a word for."""
-    words = [
+    base_overrides = [
         "train.device=cuda",
         "optim.rate.warmup_init=0.0",
         "train.seed=3",
         "eval.every=50",
         "data.split=90,8,2",
     ]
-    config = load("configs/llama-tiny-tp2.yaml", [*words, *overrides.split()])
+    config = load("configs/llama-tiny-tp2.yaml", [*base_overrides, *overrides.split()])
     job = job_of(config, vocab=config.data.vocab)
     text = emit(MEGATRON, job, run_values(config)).replace(
         '"${DATA_SOURCE:?data.source, such as PREFIX}"', "prefix"
@@ -306,9 +308,9 @@ def test_what_is_written_for_megatron_comes_back(overrides: str) -> None:
 
 
 def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
-    made = moved(f"{SIZES} {RUN} {NONE}", devices=8, overrides=("layout.dp=1", "optim.rate.warmup=3"))
-    config = config_of(made)
-    values = yaml.safe_load(made.text)
+    migration = moved(f"{SIZES} {RUN} {NONE}", devices=8, overrides=("layout.dp=1", "optim.rate.warmup=3"))
+    config = config_of(migration)
+    values = yaml.safe_load(migration.text)
     assert (values["layout"]["dp"], values["optim"]["rate"]["warmup"]) == (1, 3)
     assert (config.layout.dp, config.optim.rate.warmup) == (1, 3)
     assert read_section(TrainConfig, values) == config
@@ -347,9 +349,9 @@ def test_the_text_is_the_config_with_what_is_said_beside_it() -> None:
     ],
 )
 def test_what_has_no_counterpart_is_named_with_the_reason(more: str, name: str, why: str) -> None:
-    made = arguments_of(more)
-    assert list(made.lost) == [name]
-    assert why in made.lost[name]
+    migration = arguments_of(more)
+    assert list(migration.lost) == [name]
+    assert why in migration.lost[name]
 
 
 @pytest.mark.parametrize(
@@ -366,19 +368,21 @@ def test_what_has_no_counterpart_is_named_with_the_reason(more: str, name: str, 
     ],
 )
 def test_what_is_not_as_said_is_told(more: str, name: str, why: str) -> None:
-    made = arguments_of(more)
-    assert list(made.lost) in ([], ["lr"])
-    assert why in made.differs[name]
+    migration = arguments_of(more)
+    assert list(migration.lost) in ([], ["lr"])
+    assert why in migration.differs[name]
 
 
 def test_arguments_of_megatron_deepspeed_are_read_as_megatrons() -> None:
     more = "--deepspeed --zero-stage 3 --no-pipeline-parallel --deepspeed-activation-checkpointing"
     more += " --num-key-value-heads 2"
-    made = moved(f"deepspeed --num_gpus 8 pretrain_gpt.py {SIZES} {RUN} {NONE} {more}")
-    assert made.lost == {}
-    config = config_of(made)
+    migration = moved(f"deepspeed --num_gpus 8 pretrain_gpt.py {SIZES} {RUN} {NONE} {more}")
+    assert migration.lost == {}
+    config = config_of(migration)
     assert (config.dp.mode, config.recompute.mode, config.model.kv_heads) == ("zero3", "full", 2)
-    assert made.needless["read as --group-query-attention --num-query-groups 2"] == ["num-key-value-heads"]
+    assert migration.needless["read as --group-query-attention --num-query-groups 2"] == [
+        "num-key-value-heads"
+    ]
 
 
 JSON: dict[str, Any] = {
@@ -394,10 +398,13 @@ JSON: dict[str, Any] = {
 def test_the_json_of_deepspeed_is_read_beside_the_arguments(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(JSON))
-    made = arguments_of(f"--deepspeed --deepspeed_config {path}")
-    config = config_of(made)
-    assert made.lost == {}
-    assert {name.partition(" ")[2] for name in made.differs} == {"optim.rate.schedule", "optim.rate.warmup"}
+    migration = arguments_of(f"--deepspeed --deepspeed_config {path}")
+    config = config_of(migration)
+    assert migration.lost == {}
+    assert {name.partition(" ")[2] for name in migration.differs} == {
+        "optim.rate.schedule",
+        "optim.rate.warmup",
+    }
     assert (config.dp.mode, config.dp.offload, config.train.dtype) == ("zero2", "cpu", "bfloat16")
     assert (config.optim.clip, config.optim.rate.schedule, config.optim.rate.warmup) == (0.5, "constant", 30)
 
@@ -406,15 +413,15 @@ def test_what_the_json_contradicts_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     more = {"optimizer": {"type": "Adam", "params": {"lr": 1}}, "zero_quantized_weights": False}
     path.write_text(json.dumps({**JSON, **more, "train_batch_size": 16}))
-    made = arguments_of(f"--zero-stage 1 --fp16 --deepspeed_config={path}")
-    config = config_of(made)
+    migration = arguments_of(f"--zero-stage 1 --fp16 --deepspeed_config={path}")
+    config = config_of(migration)
     assert (config.dp.mode, config.train.dtype, config.batch.global_size) == ("zero2", "bfloat16", 16)
     assert config.optim.lr == 1e-3
-    names = {name.partition(" ")[2] for name in made.differs}
+    names = {name.partition(" ")[2] for name in migration.differs}
     assert {"dp.mode", "train.dtype", "batch.global_size", "optimizer"} <= names
     path.write_text('{"train_batch_size": 8}')
     assert arguments_of(f"--deepspeed_config {path}").differs == {}  # the microbatch is the arguments'
-    assert "it is zero2 in" in made.differs["deepspeed_config dp.mode"]
+    assert "it is zero2 in" in migration.differs["deepspeed_config dp.mode"]
     path.write_text(json.dumps({**JSON, "curriculum_learning": {"enabled": True}}))
     assert "deepspeed_config curriculum_learning.enabled" in arguments_of(f"--deepspeed_config {path}").lost
 
@@ -427,13 +434,13 @@ def test_a_json_that_the_script_writes_itself_is_read() -> None:
     script += f"deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --global-batch-size $BATCH"
     with pytest.raises(StrettoError, match="a here-document is not read"):
         moved(script)
-    made = moved_by_run(script)
-    assert (made.lost, config_of(made).dp.mode) == ({}, "zero2")
+    migration = moved_by_run(script)
+    assert (migration.lost, config_of(migration).dp.mode) == ({}, "zero2")
 
 
 def test_every_argument_has_a_fate() -> None:
     """A rule reads it, it is needless, or it is lost with a reason, at any but its usual value."""
-    names = {one.name for one in arguments().values()} - set(MEGATRON.settings)
+    names = {argument.name for argument in arguments().values()} - set(MEGATRON.settings)
     for name in names:
         assert (name in with_reasons(NEEDLESS)) == (lost(name, object()) is None), name
     unread = {name for rule in MEGATRON.rules if rule.read is None for name in rule.settings}
@@ -441,39 +448,43 @@ def test_every_argument_has_a_fate() -> None:
 
 
 def test_documents_stay_apart_where_three_flags_say_so() -> None:
-    made = arguments_of("--reset-position-ids --reset-attention-mask --eod-mask-loss")
-    assert (made.lost, config_of(made).data.packing) == ({}, "documents")
+    migration = arguments_of("--reset-position-ids --reset-attention-mask --eod-mask-loss")
+    assert (migration.lost, config_of(migration).data.packing) == ({}, "documents")
 
 
 def test_data_in_object_storage() -> None:
-    made = arguments_of("--data-path s3://bucket/data/d --object-storage-cache-path /scratch")
-    assert {"data.source": "s3://bucket/data/d"} in [one.fields for one in made.mapped]
-    assert {"data.cache": "/scratch"} in [one.fields for one in made.mapped]
+    migration = arguments_of("--data-path s3://bucket/data/d --object-storage-cache-path /scratch")
+    assert {"data.source": "s3://bucket/data/d"} in [mapping.fields for mapping in migration.mapped]
+    assert {"data.cache": "/scratch"} in [mapping.fields for mapping in migration.mapped]
 
 
 def test_several_prefixes_are_a_mixture_by_weights() -> None:
-    made = arguments_of("--data-path 0.5 a 1.5 b 0.25 a")
-    assert {"data.source": {"a": 0.75, "b": 1.5}} in [one.fields for one in made.mapped]
-    assert {"data.source": ["a", "b"]} in [one.fields for one in arguments_of("--data-path a b").mapped]
+    migration = arguments_of("--data-path 0.5 a 1.5 b 0.25 a")
+    assert {"data.source": {"a": 0.75, "b": 1.5}} in [mapping.fields for mapping in migration.mapped]
+    assert {"data.source": ["a", "b"]} in [
+        mapping.fields for mapping in arguments_of("--data-path a b").mapped
+    ]
 
 
 def test_prefixes_in_files_and_of_each_split(tmp_path: Path) -> None:
-    words = SIZES + " " + RUN.replace("--data-path t", "") + " " + NONE
+    arguments = SIZES + " " + RUN.replace("--data-path t", "") + " " + NONE
     (tmp_path / "blend.txt").write_text("0.5 a\n0.5 b\n")
     (tmp_path / "splits.json").write_text('{"train": ["0.7", "a", "0.3", "b"], "valid": ["1", "c"]}')
-    config = config_of(moved(f"{words} --data-args-path {tmp_path}/blend.txt --split 90,10", devices=8))
+    config = config_of(moved(f"{arguments} --data-args-path {tmp_path}/blend.txt --split 90,10", devices=8))
     assert (config.data.source, config.data.split) == ({"a": 0.5, "b": 0.5}, "90,10,0")
-    made = moved(f"{words} --per-split-data-args-path {tmp_path}/splits.json", devices=8)
-    config = config_of(made)
+    migration = moved(f"{arguments} --per-split-data-args-path {tmp_path}/splits.json", devices=8)
+    config = config_of(migration)
     assert config.data.source == {"a": 0.7, "b": 0.3}
     assert (config.data.split, config.eval.every) == ("100,0,0", None)
-    assert "all of it is trained on" in made.differs["per-split-data-args-path"]
-    made = moved(f"{words} --train-data-path a --valid-data-path b --dataloader-type cyclic", devices=8)
-    assert (config_of(made).data.source, config_of(made).data.split) == ("a", "100,0,0")
-    assert list(made.lost) == ["valid-data-path"]
-    made = moved(f"{words} --data-args-path {tmp_path}/gone.txt", devices=8)
-    assert "cannot read" in made.lost["data-args-path"]
-    assert made.required == ("data.source",)
+    assert "all of it is trained on" in migration.differs["per-split-data-args-path"]
+    migration = moved(
+        f"{arguments} --train-data-path a --valid-data-path b --dataloader-type cyclic", devices=8
+    )
+    assert (config_of(migration).data.source, config_of(migration).data.split) == ("a", "100,0,0")
+    assert list(migration.lost) == ["valid-data-path"]
+    migration = moved(f"{arguments} --data-args-path {tmp_path}/gone.txt", devices=8)
+    assert "cannot read" in migration.lost["data-args-path"]
+    assert migration.required == ("data.source",)
 
 
 def test_indexed_datasets_and_their_mixture_are_written_and_come_back(tmp_path: Path) -> None:
@@ -510,5 +521,5 @@ def test_devices_win_over_the_script() -> None:
     ],
 )
 def test_processes_are_those_of_the_launcher(launcher: str, dp: int) -> None:
-    made = moved(f"{launcher} pretrain_gpt.py {SIZES} {RUN} {NONE}")
-    assert config_of(made).layout.dp == dp
+    migration = moved(f"{launcher} pretrain_gpt.py {SIZES} {RUN} {NONE}")
+    assert config_of(migration).layout.dp == dp

@@ -33,9 +33,9 @@ from stretto_interop.frameworks.migrate import migrate
 )
 def test_programs_that_train_something_else_are_refused_by_name(program: str, trained: str) -> None:
     script = f"torchrun --nproc-per-node 8 {program} {SIZES} {RUN} {NONE}"
-    for said in (None, "gpt"):
+    for program_name in (None, "gpt"):
         with pytest.raises(StrettoError, match=f"trains {trained}.*only scripts of pretrain_gpt.py are read"):
-            migrate(MEGATRON, script, "run.sh", Start(program=said))
+            migrate(MEGATRON, script, "run.sh", Start(program=program_name))
 
 
 def test_a_program_of_another_name_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,10 +61,10 @@ LAUNCH = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {RUN} {NONE}\n"
     ],
 )
 def test_what_stands_behind_the_launch_is_passed_over_with_a_note(behind: str) -> None:
-    made = moved(f"{LAUNCH}{behind}\n")
-    assert (made.lost, config_of(made).model.layers) == ({}, 4)
-    assert "run.sh:2: " in made.notes[0]
-    assert "after the launch, and is passed over" in made.notes[0]
+    migration = moved(f"{LAUNCH}{behind}\n")
+    assert (migration.lost, config_of(migration).model.layers) == ({}, 4)
+    assert "run.sh:2: " in migration.notes[0]
+    assert "after the launch, and is passed over" in migration.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_loop_around_a_launch_is_refused(script: str) -> None:
 
 
 def test_of_two_launches_the_last_is_read_with_a_note() -> None:
-    made = moved(LAUNCH + LAUNCH.replace("--num-layers 4", "--num-layers 6"))
-    assert config_of(made).model.layers == 6
-    assert made.notes == ["run.sh starts 2 trainings: the last is read"]
+    migration = moved(LAUNCH + LAUNCH.replace("--num-layers 4", "--num-layers 6"))
+    assert config_of(migration).model.layers == 6
+    assert migration.notes == ["run.sh starts 2 trainings: the last is read"]
 
 
 def test_without_a_length_of_samples_no_script_is_read() -> None:
@@ -102,9 +102,9 @@ GPT_OSS = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 64 --num-attentio
 
 def test_gpt_oss_is_read() -> None:
     """Its gate, sinks, windows and positions, and yarn without rounding."""
-    made = moved(f"{GPT_OSS} {RUN} {NONE}", devices=4)
-    assert made.lost == {}
-    shape = job_of(config_of(made)).shape
+    migration = moved(f"{GPT_OSS} {RUN} {NONE}", devices=4)
+    assert migration.lost == {}
+    shape = job_of(config_of(migration)).shape
     wanted = preset("gpt-oss-20b")
     assert (shape.mlp, shape.rope, shape.rope_theta) == (wanted.mlp, wanted.rope, wanted.rope_theta)
     assert (shape.bias, shape.norm, shape.tied) == (wanted.bias, wanted.norm, wanted.tied)
@@ -123,19 +123,19 @@ def test_gpt_oss_is_read() -> None:
     ],
 )
 def test_what_is_not_quite_gpt_oss_is_lost_by_name(change: tuple[str, str], name: str) -> None:
-    made = moved(f"{GPT_OSS.replace(*change)} {RUN} {NONE}", devices=4)
-    assert name in made.lost
+    migration = moved(f"{GPT_OSS.replace(*change)} {RUN} {NONE}", devices=4)
+    assert name in migration.lost
 
 
 def test_bounds_of_another_gate_are_no_part_of_a_model_here() -> None:
-    made = arguments_of(f"{ROTARY} --activation-func-clamp-value 10")
-    assert {"swiglu", "activation-func-clamp-value"} == set(made.lost)
-    assert "no such gate is here" in made.lost["swiglu"]
+    migration = arguments_of(f"{ROTARY} --activation-func-clamp-value 10")
+    assert {"swiglu", "activation-func-clamp-value"} == set(migration.lost)
+    assert "no such gate is here" in migration.lost["swiglu"]
 
 
 def test_what_predict_leaves_unread_of_the_data_is_a_remark() -> None:
     reading = read(MEGATRON, f"{SIZES} {RUN} {NONE} --per-split-data-args-path gone.json", "run.sh", 8)
     assert not any("not read" in remark for remark in reading.remarks)  # --data-path comes first
-    words = RUN.replace("--data-path t", "--per-split-data-args-path gone.json")
-    reading = read(MEGATRON, f"{SIZES} {words} {NONE}", "run.sh", 8)
+    run_arguments = RUN.replace("--data-path t", "--per-split-data-args-path gone.json")
+    reading = read(MEGATRON, f"{SIZES} {run_arguments} {NONE}", "run.sh", 8)
     assert any("no part of the price: cannot read gone.json" in remark for remark in reading.remarks)

@@ -62,17 +62,17 @@ def settings(job: Job) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_override_is_a_field(name: str) -> None:
-    made = overrides(settings(JOBS[name]))
-    fields = {f"{section}.{one}" for section, names in FIELDS.items() for one in names}
-    assert set(made) - fields == {"mixed_precision"}
+    values = overrides(settings(JOBS[name]))
+    fields = {f"{section}.{name}" for section, names in FIELDS.items() for name in names}
+    assert set(values) - fields == {"mixed_precision"}
 
 
 def test_values_are_those_of_the_job() -> None:
-    made = overrides(settings(JOBS["even"]))
-    assert made["model.virtual_pipeline_model_parallel_size"] == 2
-    assert made["model.pipeline_model_parallel_layout"] is None  # a recipe may have one
-    assert made["model.share_embeddings_and_output_weights"] is False
-    assert (made["mixed_precision"], made["model.recompute_num_layers"]) == ("bf16_mixed", 1)
+    values = overrides(settings(JOBS["even"]))
+    assert values["model.virtual_pipeline_model_parallel_size"] == 2
+    assert values["model.pipeline_model_parallel_layout"] is None  # a recipe may have one
+    assert values["model.share_embeddings_and_output_weights"] is False
+    assert (values["mixed_precision"], values["model.recompute_num_layers"]) == ("bf16_mixed", 1)
     uneven = overrides(settings(LLAMA))
     assert uneven["model.virtual_pipeline_model_parallel_size"] == 2
     assert uneven["model.pipeline_model_parallel_layout"].startswith("E")
@@ -85,16 +85,16 @@ def test_bash_takes_the_script(name: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(NEMO.render(settings(JOBS[name]), ["a note"]))
     code = f"source {path} && printf '%s\\n' \"${{OVERRIDES[@]}}\""
-    known = {"DATA_SOURCE": "/data/tokens", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-c", code], env=known, capture_output=True, text=True, check=True)
-    words = done.stdout.splitlines()
-    assert "model.num_moe_experts=null" in words or name in ("experts", "latent")
-    assert f"model.num_layers={JOBS[name].shape.layers}" in words
-    assert "dataset.blend=/data/tokens" in words
+    environment = {"DATA_SOURCE": "/data/tokens", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    arguments = done.stdout.splitlines()
+    assert "model.num_moe_experts=null" in arguments or name in ("experts", "latent")
+    assert f"model.num_layers={JOBS[name].shape.layers}" in arguments
+    assert "dataset.blend=/data/tokens" in arguments
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "message"),
     [
         (replace(LLAMA, precision=replace(BFLOAT16, gradients="same")), "precision.gradients is same"),
         (replace(LLAMA, optimiser=Optimiser(states="bfloat16")), "optim.states is bfloat16"),
@@ -104,6 +104,6 @@ def test_bash_takes_the_script(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_megatron_bridge_lacks_is_refused_by_name(job: Job, said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
+def test_what_megatron_bridge_lacks_is_refused_by_name(job: Job, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         settings(job)

@@ -53,25 +53,25 @@ def check_written(framework: ExternalFramework, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "framework", "fix"),
-    [*PLANS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+    [*PLANS, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
 )
 def test_every_row_can_be_written(model: str, cluster: str, framework: str, fix: str) -> None:
-    known = FRAMEWORKS[framework]
-    plan = search(task_for(known, task(model, cluster), ["micro_batch=1", *fix.split()]))
+    framework_rules = FRAMEWORKS[framework]
+    plan = search(task_for(framework_rules, task(model, cluster), ["micro_batch=1", *fix.split()]))
     assert plan.ranking
-    check_written(known, plan)
+    check_written(framework_rules, plan)
 
 
 def test_the_first_and_the_plain_layouts_of_a_free_search_can_be_written() -> None:
-    known = FRAMEWORKS["torchtitan"]
-    plan = search(task_for(known, task("llama3-70b", "h100:64", seconds=0.5)))
+    framework_rules = FRAMEWORKS["torchtitan"]
+    plan = search(task_for(framework_rules, task("llama3-70b", "h100:64", seconds=0.5)))
     assert plan.ranking
     assert plan.baselines["FSDP"].fastest is not None
-    check_written(known, plan)
+    check_written(framework_rules, plan)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=lambda framework: framework.name)
 @pytest.mark.parametrize("cluster", ["h100:8", "h100:64", "a100-40gb:256"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_row_of_more_models_can_be_written(
@@ -79,7 +79,7 @@ def test_every_row_of_more_models_can_be_written(
 ) -> None:
     wanted = task(model, cluster, seconds=1.0)
     wrong = refusals(framework, replace(wanted.job, dp=DataParallelSettings(mode="zero3")))
-    if any(one.field.startswith(("model.", "layout.")) for one in wrong):
+    if any(problem.field.startswith(("model.", "layout.")) for problem in wrong):
         with pytest.raises(StrettoError):
             task_for(framework, wanted)
         return
@@ -94,7 +94,10 @@ def test_torchtitan_recomputes_all_blocks_or_none() -> None:
     assert (again.mode, again.blocks) == ("full", 71)
     plan = search(task_for(FRAMEWORKS["torchtitan"], large, fix))
     recomputed = [row.estimate.job.recompute for row in plan.ranking]
-    assert {(one.mode, one.blocks) for one in recomputed} <= {("full", None), ("none", None)}
+    assert {(recompute.mode, recompute.blocks) for recompute in recomputed} <= {
+        ("full", None),
+        ("none", None),
+    }
     assert recomputed[0].mode == "full"
 
 

@@ -142,7 +142,7 @@ def test_a_config_is_written_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "message"),
     [
         (replace(JOB, shape=preset("gpt2")), "model.family is gpt: torchtitan has no GPT-2"),
         (replace(JOB, shape=preset("mixtral-8x7b")), "model.moe.experts is 8: torchtitan has"),
@@ -181,10 +181,10 @@ def test_a_config_is_written_whole() -> None:
         (replace(JOB, optimiser=Optimiser(no_decay=("*head*",))), "optim.no_decay is"),
     ],
 )
-def test_what_torchtitan_lacks_is_refused_by_name(job: Job, said: str) -> None:
+def test_what_torchtitan_lacks_is_refused_by_name(job: Job, message: str) -> None:
     with pytest.raises(StrettoError) as caught:
         emit(TORCHTITAN, job)
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
     assert caught.value.hint is not None
 
 
@@ -263,7 +263,7 @@ PYTHON = "def a() -> Trainer.Config:\n    return Trainer.Config({})\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "source", "said", "hint"),
+    ("text", "source", "message", "hint"),
     [
         ("x = 1", "x.py", "x.py has no function that returns Trainer.Config", "is it"),
         ("def f(:", "x.py", "x.py line 1: ", "is it Python?"),
@@ -320,10 +320,10 @@ PYTHON = "def a() -> Trainer.Config:\n    return Trainer.Config({})\n"
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(text: str, source: str, said: str, hint: str) -> None:
+def test_what_cannot_be_read_says_why(text: str, source: str, message: str, hint: str) -> None:
     with pytest.raises(StrettoError) as caught:
         read(TORCHTITAN, text, source, 64)
-    assert caught.value.message.startswith(said)
+    assert caught.value.message.startswith(message)
     assert hint in (caught.value.hint or "")
 
 
@@ -347,14 +347,14 @@ def test_torchtitan_itself_takes_it(name: str, tmp_path: Path, monkeypatch: pyte
         pytest.importorskip("torchao", reason="torchao is not installed")
     job = JOBS[name]
     text = emit(TORCHTITAN, job).replace("raise SystemExit(", "return 100  # ")
-    theirs = built(text, tmp_path, monkeypatch, f"planned_{sorted(JOBS).index(name)}")
-    parallelism = theirs.parallelism
+    titan_config = built(text, tmp_path, monkeypatch, f"planned_{sorted(JOBS).index(name)}")
+    parallelism = titan_config.parallelism
     assert (
         parallelism.data_parallel_shard_degree * parallelism.data_parallel_replicate_degree == job.layout.dp
     )
     assert parallelism.pipeline_parallel_degree == job.layout.pp
-    assert theirs.training.seq_len == job.sequence
-    assert len(theirs.model_spec.model.layers) == job.shape.layers
+    assert titan_config.training.seq_len == job.sequence
+    assert len(titan_config.model_spec.model.layers) == job.shape.layers
     dims = importlib.import_module("torchtitan.distributed.parallel_dims")
     dims.ParallelDims.from_config(parallelism, job.layout.world)
 
@@ -364,25 +364,25 @@ def test_a_model_of_other_sizes_has_as_many_parameters(
 ) -> None:
     torch = pytest.importorskip("torch")
     text = emit(TORCHTITAN, JOBS["small"]).replace("raise SystemExit(", "return 100  # ")
-    theirs = built(text, tmp_path, monkeypatch, "planned_small")
+    titan_config = built(text, tmp_path, monkeypatch, "planned_small")
     with torch.device("meta"):
-        model = theirs.model_spec.model.build()
+        model = titan_config.model_spec.model.build()
     assert sum(p.numel() for p in model.parameters()) == count_parameters(SMALL).total
 
 
 def test_flavours_have_the_sizes_of_their_presets() -> None:
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
     for (module, flavour), name in FLAVOURS.items():
-        theirs = importlib.import_module(f"torchtitan.models.{module}").model_registry(flavour).model
+        titan_model = importlib.import_module(f"torchtitan.models.{module}").model_registry(flavour).model
         shape = preset(name)
-        last = theirs.layers[-1]
-        assert (len(theirs.layers), theirs.dim, theirs.vocab_size) == (
+        last = titan_model.layers[-1]
+        assert (len(titan_model.layers), titan_model.dim, titan_model.vocab_size) == (
             shape.layers,
             shape.hidden,
             shape.vocab,
         )
         assert last.attention.n_heads == shape.heads
-        assert theirs.enable_weight_tying == shape.tied
+        assert titan_model.enable_weight_tying == shape.tied
         assert (last.moe is None) == (shape.moe is None)
         if last.moe is None:
             assert last.feed_forward.w1.out_features == shape.ffn

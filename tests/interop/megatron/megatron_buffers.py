@@ -67,7 +67,7 @@ def buffers(shape: ModelShape, states: dict[str, megatron.Tensors], ranks: Ranks
     Args:
         states: by kind, such as exp_avg, in the layout of the weights.
     """
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     spread = ranks.ep > 1
     for stage in range(ranks.pp):
         for tp in range(ranks.tp):
@@ -77,7 +77,7 @@ def buffers(shape: ModelShape, states: dict[str, megatron.Tensors], ranks: Ranks
                 for number in range(stage, len(ranks.stages), ranks.pp)
             ]
             name = f"{prefix}optimizer.distributed.dp_group_idx_{tp + ranks.tp * stage}."
-            made |= _rank(name, each, ranks, bucketed=stage == 0)
+            tensors |= _rank(name, each, ranks, bucketed=stage == 0)
             for ep in range(ranks.ep) if spread else ():
                 experts = [
                     {
@@ -88,20 +88,20 @@ def buffers(shape: ModelShape, states: dict[str, megatron.Tensors], ranks: Ranks
                 ]
                 place = tp + ranks.tp * (ep + ranks.ep * stage)
                 name = f"chained_1.optimizer.distributed.dp_group_idx_{place}."
-                made |= _rank(name, experts, ranks, bucketed=stage == 0)
-    return made
+                tensors |= _rank(name, experts, ranks, bucketed=stage == 0)
+    return tensors
 
 
 def _rank(prefix: str, chunks: Sequence[dict[str, Named]], ranks: Ranks, *, bucketed: bool) -> dict[str, Any]:
     """What one rank saves of one optimizer; only the first chunk of the first stage has several buckets."""
-    made: dict[str, Any] = {f"{prefix}optimizer/shard_0_1": megatron.saved([_settings()])}
+    tensors: dict[str, Any] = {f"{prefix}optimizer/shard_0_1": megatron.saved([_settings()])}
     for number, chunk in enumerate(chunks):
         for kind, named in chunk.items():
             several = _buckets(named, ranks, limit=ranks.limit if bucketed and number == 0 else 10**9)
             for i, bucket in enumerate(several):
-                made[f"{prefix}gbuf_idx_{number}.dtype_{DTYPES}.bucket_idx_{i}.{kind}"] = bucket
-    made[f"{prefix}per_bucket_numel/shard_0_1"] = megatron.saved([[{DTYPES: [0]}]])
-    return made
+                tensors[f"{prefix}gbuf_idx_{number}.dtype_{DTYPES}.bucket_idx_{i}.{kind}"] = bucket
+    tensors[f"{prefix}per_bucket_numel/shard_0_1"] = megatron.saved([[{DTYPES: [0]}]])
+    return tensors
 
 
 def _buckets(named: Named, ranks: Ranks, *, limit: int) -> list[Tensor]:

@@ -283,8 +283,8 @@ class Buffered:
 
         # torch's Adam, unlike Transformer Engine's, has no states to load into before a step, and counts each
         self.step(-1)
-        for one in self.optimiser.chained_optimizers:
-            one._set_main_param_and_optimizer_states = _with_step(one)
+        for optimiser in self.optimiser.chained_optimizers:
+            optimiser._set_main_param_and_optimizer_states = _with_step(optimiser)
         loaded = dist_checkpointing.load(self._state("fully_reshardable", loading=True), str(place))
         self.chunks[0].module.load_state_dict(loaded["model"])
         self.optimiser.load_state_dict(loaded["optimizer"])

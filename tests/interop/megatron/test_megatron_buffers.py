@@ -36,10 +36,10 @@ def written(folder: Path, shape: ModelShape, ranks: Ranks, **args: Any) -> tuple
     states["param"] = exact
     more = {"bf16": True, "consumed_train_samples": 24, **args}
     there = megatron.write(folder / "there", shape, half, beside=buffers(shape, states, ranks), args=more)
-    whole = megatron.write(
+    per_tensor = megatron.write(
         folder / "whole", shape, half, states=states, args=more, optimiser=megatron.adam(7, tensor=False)
     )
-    return there, whole
+    return there, per_tensor
 
 
 def imported(source: Path, run: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
@@ -77,29 +77,33 @@ def cut_over(ranks: Ranks, **more: Any) -> dict[str, Any]:
 def test_states_of_buffers_are_those_of_whole_tensors(
     tmp_path: Path, shape: ModelShape, ranks: Ranks
 ) -> None:
-    there, whole = written(tmp_path, shape, ranks, **cut_over(ranks))
-    ours, theirs = (imported(one, tmp_path / f"run-{one.name}", shape) for one in (there, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert sum(name.startswith("optim.") for name in ours) == 2 * sum(
-        name.startswith("model.") for name in ours
+    there, per_tensor = written(tmp_path, shape, ranks, **cut_over(ranks))
+    from_buffers, from_tensors = (
+        imported(source, tmp_path / f"run-{source.name}", shape) for source in (there, per_tensor)
+    )
+    assert from_buffers.keys() == from_tensors.keys()
+    assert all(torch.equal(from_buffers[name], from_tensors[name]) for name in from_tensors)
+    assert sum(name.startswith("optim.") for name in from_buffers) == 2 * sum(
+        name.startswith("model.") for name in from_buffers
     )
 
 
 def test_the_ranks_are_found_without_arguments(tmp_path: Path) -> None:
     """Of NeMo's checkpoints, which have none."""
     ranks = Ranks(tp=2, pp=2, stages=FOUR, limit=1500)
-    there, whole = written(tmp_path, LLAMA, ranks)
-    ours, theirs = (imported(one, tmp_path / f"run-{one.name}", LLAMA) for one in (there, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    there, per_tensor = written(tmp_path, LLAMA, ranks)
+    from_buffers, from_tensors = (
+        imported(source, tmp_path / f"run-{source.name}", LLAMA) for source in (there, per_tensor)
+    )
+    assert all(torch.equal(from_buffers[name], from_tensors[name]) for name in from_tensors)
 
 
-SWAPPED = tuple({"linear_qkv": "linear_fc2", "linear_fc2": "linear_qkv"}.get(one, one) for one in FUSED)
+SWAPPED = tuple({"linear_qkv": "linear_fc2", "linear_fc2": "linear_qkv"}.get(name, name) for name in FUSED)
 RANKS = Ranks(tp=2, pp=2, stages=FOUR, limit=1500)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "message"),
     [
         (replace(RANKS, modules=SWAPPED, limit=10**9), "float32 weights that round to the model's"),
         (replace(RANKS, aligned=32), r"gives buffers of [\d, ]+ elements"),
@@ -107,9 +111,9 @@ RANKS = Ranks(tp=2, pp=2, stages=FOUR, limit=1500)
     ],
     ids=["order", "padding", "layers"],
 )
-def test_another_order_is_refused(tmp_path: Path, ranks: Ranks, words: str) -> None:
+def test_another_order_is_refused(tmp_path: Path, ranks: Ranks, message: str) -> None:
     there, _ = written(tmp_path, LLAMA, ranks, **cut_over(ranks))
-    with pytest.raises(StrettoError, match=words) as refused:
+    with pytest.raises(StrettoError, match=message) as refused:
         MegatronImport(there, LLAMA)
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value.hint)
     with MegatronImport(there, LLAMA, states=False) as opened:
@@ -142,27 +146,27 @@ def test_float32_weights_of_another_parameter_are_refused_in_every_form(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0", "lacks buffers"),
         ("dp_group_idx_1.", "lacks buffers of the optimiser: number 1 of 3"),
         ("exp_avg_sq", "are not exp_avg, exp_avg_sq, param in float32"),
     ],
 )
-def test_missing_buffers_are_named(tmp_path: Path, name: str, words: str) -> None:
+def test_missing_buffers_are_named(tmp_path: Path, name: str, message: str) -> None:
     exact = megatron.weights(LLAMA)
-    beside = buffers(LLAMA, dict.fromkeys((*MOMENTS, "param"), exact), RANKS)
-    left = {one: value for one, value in beside.items() if name not in one}
-    assert len(left) < len(beside)
+    extra = buffers(LLAMA, dict.fromkeys((*MOMENTS, "param"), exact), RANKS)
+    left = {tensor_name: value for tensor_name, value in extra.items() if name not in tensor_name}
+    assert len(left) < len(extra)
     source = megatron.write(tmp_path / "there", LLAMA, exact, beside=left, args=cut_over(RANKS))
-    with pytest.raises(StrettoError, match=words):
+    with pytest.raises(StrettoError, match=message):
         MegatronImport(source, LLAMA)
 
 
 def test_buffers_without_their_buckets_are_refused(tmp_path: Path) -> None:
     exact = megatron.weights(LLAMA)
-    beside = {"optimizer.distributed.dp_group_idx_0.param_state/shard_0_1": megatron.saved([{}])}
-    source = megatron.write(tmp_path / "there", LLAMA, exact, beside=beside)
+    extra = {"optimizer.distributed.dp_group_idx_0.param_state/shard_0_1": megatron.saved([{}])}
+    source = megatron.write(tmp_path / "there", LLAMA, exact, beside=extra)
     with pytest.raises(StrettoError, match="as dp_zero_gather_scatter, which does not record") as refused:
         MegatronImport(source, LLAMA)
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value.hint)
@@ -171,11 +175,11 @@ def test_buffers_without_their_buckets_are_refused(tmp_path: Path) -> None:
 def test_buffers_of_several_types_are_refused(tmp_path: Path) -> None:
     """With fp8 parameters there is a buffer for them beside the other."""
     exact = megatron.weights(LLAMA)
-    beside = buffers(LLAMA, dict.fromkeys((*MOMENTS, "param"), exact), RANKS)
+    extra = buffers(LLAMA, dict.fromkeys((*MOMENTS, "param"), exact), RANKS)
     more = {
         n.replace("gbuf_idx_0.dtype_(torch.bfloat16", "gbuf_idx_1.dtype_(torch.uint8"): v
-        for n, v in beside.items()
+        for n, v in extra.items()
     }
-    source = megatron.write(tmp_path / "there", LLAMA, exact, beside={**beside, **more}, args=cut_over(RANKS))
+    source = megatron.write(tmp_path / "there", LLAMA, exact, beside={**extra, **more}, args=cut_over(RANKS))
     with pytest.raises(StrettoError, match=r"torch\.uint8, torch\.float32; those of one type"):
         MegatronImport(source, LLAMA)

@@ -72,9 +72,9 @@ def loaded(out: Path) -> megatron.Tensors:
     folder = find_iteration(out)
     index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in index.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
@@ -116,9 +116,9 @@ def test_every_bit_comes_back(tmp_path: Path, shape: ModelShape, dtype: str) -> 
         assert (settings.lr, settings.betas, settings.eps) == (1e-2, (0.8, 0.9), 1e-7)
         assert settings.weight_decay == 0.05
         path = opened.write(tmp_path / "back")
-    ours, theirs = read_whole(path, "")[0], read_whole(source, "")[0]
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    reimported, original = read_whole(path, "")[0], read_whole(source, "")[0]
+    assert reimported.keys() == original.keys()
+    assert all(torch.equal(reimported[name], original[name]) for name in original)
     kinds = {tensor.dtype for name, tensor in loaded(out).items() if not name.startswith("optimizer.")}
     assert kinds == {getattr(torch, dtype)}
 
@@ -142,22 +142,22 @@ def test_experts_have_an_optimiser_of_their_own_where_they_are_spread(
 ) -> None:
     source = written(tmp_path / "run", shape)
     done = export_megatron(source, tmp_path / "out", saved_arguments, experts_spread=spread)
-    words = "above 1, not 1" if spread else "1, not above"
+    size = "above 1, not 1" if spread else "1, not above"
     assert (done.step, done.notes) == (
         7,
-        [f"Adam's states are laid out for --expert-model-parallel-size {words}"],
+        [f"Adam's states are laid out for --expert-model-parallel-size {size}"],
     )
     common = read_common(find_iteration(tmp_path / "out"))
     assert read_saved(common.args, "common.pt").shape.moe == shape.moe
     several = list(common.optimiser.values()) if spread else [common.optimiser]
-    groups = [[group["is_expert_parallel"] for group in one["param_groups"]] for one in several]
+    groups = [[group["is_expert_parallel"] for group in optimiser["param_groups"]] for optimiser in several]
     assert groups == ([[False, False], [True]] if spread else [[False, False]])
     with MegatronImport(tmp_path / "out", shape) as opened:
         assert (opened.step, opened.updates) == (7, 6)
-        ours, _ = read_whole(opened.write(tmp_path / "back"), "")
-    theirs, _ = read_whole(source, "")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        reimported, _ = read_whole(opened.write(tmp_path / "back"), "")
+    original, _ = read_whole(source, "")
+    assert reimported.keys() == original.keys()
+    assert all(torch.equal(reimported[name], original[name]) for name in original)
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

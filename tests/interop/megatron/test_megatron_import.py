@@ -86,15 +86,18 @@ def test_states_come_as_they_are_stored(tmp_path: Path, form: str, masters: str)
         path = opened.write(tmp_path / "run")
     alone = megatron.write(tmp_path / "alone", LLAMA_SHAPE, exact)
     model, _ = read_whole(imported(alone, tmp_path / "plain", LLAMA_SHAPE))
-    whole, loaded = read_whole(path, "")
+    tensors, loaded = read_whole(path, "")
     assert (loaded.step, loaded.meta["updates"], loaded.meta["samples"]) == (3, 7, 24)
     for name, tensor in model.items():
-        assert torch.equal(whole[f"model.{name}"], tensor)
+        assert torch.equal(tensors[f"model.{name}"], tensor)
     for moment in MOMENTS:
         there = megatron.write(tmp_path / moment, LLAMA_SHAPE, states[moment])
-        ours, _ = read_whole(imported(there, tmp_path / f"of-{moment}", LLAMA_SHAPE))
-        assert all(torch.equal(whole[f"optim.{moment}.{name}"], tensor) for name, tensor in ours.items())
-    assert whole.keys() == {
+        state_of_weights, _ = read_whole(imported(there, tmp_path / f"of-{moment}", LLAMA_SHAPE))
+        assert all(
+            torch.equal(tensors[f"optim.{moment}.{name}"], tensor)
+            for name, tensor in state_of_weights.items()
+        )
+    assert tensors.keys() == {
         f"{p}.{name}" for p in ("model", *(f"optim.{m}" for m in MOMENTS)) for name in model
     }
 
@@ -105,10 +108,10 @@ def test_only_weights(tmp_path: Path) -> None:
     states = random_states(native, *MOMENTS)
     source = megatron.write(tmp_path / "there", GPT, native, states=states, optimiser=megatron.adam(3))
     path = imported(source, tmp_path / "run", GPT, states=False)
-    whole, loaded = read_whole(path, "")
+    tensors, loaded = read_whole(path, "")
     assert path.name == "step-00000000"
     assert loaded.meta.keys() == {"model", "imported"}
-    assert not any(name.startswith("optim.") for name in whole)
+    assert not any(name.startswith("optim.") for name in tensors)
 
 
 @pytest.mark.parametrize("layout", ["layout.tp=2", "layout.dp=1"])
@@ -134,12 +137,15 @@ def test_training_goes_on_as_it_would_have_there(tmp_path: Path, layout: str) ->
     assert train(config)["step"] == 4
     _step(shape, native, adamw, _first_batch(config))
     imported(_written(tmp_path / "after", shape, native, adamw, 4), tmp_path / "next", shape)
-    ours, theirs = tensors(config, 4), read_whole(tmp_path / "next/checkpoints/step-00000004", "")[0]
+    stretto_tensors, megatron_tensors = (
+        tensors(config, 4),
+        read_whole(tmp_path / "next/checkpoints/step-00000004", "")[0],
+    )
     before = read_whole(run, "")[0]
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        moved = (theirs[name] - before[name]).abs().max()
-        assert (tensor - theirs[name]).abs().max() < 1e-3 * moved, name
+    assert stretto_tensors.keys() == megatron_tensors.keys()
+    for name, tensor in stretto_tensors.items():
+        moved = (megatron_tensors[name] - before[name]).abs().max()
+        assert (tensor - megatron_tensors[name]).abs().max() < 1e-3 * moved, name
 
 
 def _step(
@@ -206,9 +212,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         ("index", ".metadata cannot be read"),
         ("truncated", "should be bytes"),
     ]
-    for case, words in cases:
+    for case, message in cases:
         place = _broken(folder, tmp_path / case, case)
-        with pytest.raises(StrettoError, match=words):
+        with pytest.raises(StrettoError, match=message):
             imported(place, tmp_path / "run", GPT)
     assert not (tmp_path / "run").exists()
 
@@ -251,13 +257,13 @@ def test_a_changed_value_in_a_stacked_tensor_is_found(tmp_path: Path) -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     native = megatron.weights(LLAMA_SHAPE)
     source = megatron.write(tmp_path / "there", LLAMA_SHAPE, native)
-    for shape, words in (
+    for shape, message in (
         (replace(LLAMA_SHAPE, ffn=32), r"linear_fc1.weight has shape \[2, 48, 16\] .* but \[2, 64, 16\]"),
         (replace(LLAMA_SHAPE, layers=3), r"layer_norm_weight has shape \[2, 16\] .* but \[3, 16\]"),
         (replace(LLAMA_SHAPE, tied=True, kv_heads=4), "has shape"),
         (replace(GPT, ffn=24), "has no tensor embedding.position_embeddings.weight"),
     ):
-        with pytest.raises(StrettoError, match=words):
+        with pytest.raises(StrettoError, match=message):
             MegatronImport(source, shape)
     more = {**native, "decoder.extra.weight": torch.ones(3)}
     source = megatron.write(tmp_path / "more", LLAMA_SHAPE, more)
@@ -266,16 +272,16 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5"),
         ({"apply_layernorm_1p": True, "normalization": "LayerNorm"}, "apply_layernorm_1p"),
         ({"num_layers": None}, "does not say which model it is of: it lacks num_layers"),
     ],
 )
-def test_arguments_that_say_another_model(more: dict[str, Any], words: str) -> None:
+def test_arguments_that_say_another_model(more: dict[str, Any], message: str) -> None:
     args = {**vars(megatron.arguments(LLAMA_SHAPE)), **more}
-    with pytest.raises(StrettoError, match=words):
+    with pytest.raises(StrettoError, match=message):
         read_saved(args, "common.pt")
 
 

@@ -68,12 +68,12 @@ def test_there_and_back(tmp_path: Path, ranks: int) -> None:
     export_megatron(path, tmp_path / "out", saved_arguments)
     on_ranks(ranks, second_run, tmp_path / "out" / "iter_0000003", tmp_path / "again")
     for step in (3, 4):
-        ours, theirs = (
+        again, original = (
             read_whole(imported(tmp_path / where / f"iter_{step:07d}", tmp_path / f"{where}{step}"), "")[0]
             for where in ("again", "there")
         )
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert again.keys() == original.keys()
+        assert all(torch.equal(again[name], original[name]) for name in original)
 
 
 FORMS = ("fully_reshardable", "dp_reshardable")
@@ -105,13 +105,13 @@ def buffered_run(folder: Path, shape: ModelShape, ranks: dict[str, int], forms: 
 )
 def test_states_in_buffers(tmp_path: Path, shape: ModelShape, world: int, ranks: dict[str, int]) -> None:
     on_ranks(world, buffered_run, tmp_path, shape, ranks, FORMS)
-    whole, states = (
+    per_tensor, states = (
         read_whole(imported_as(tmp_path / form / "iter_0000003", tmp_path / f"run-{form}", shape), "")[0]
         for form in FORMS
     )
-    assert states.keys() == whole.keys()
-    assert all(torch.equal(states[name], whole[name]) for name in whole)
-    assert whole["optim.exp_avg.head.norm.weight"].abs().min() > 0
+    assert states.keys() == per_tensor.keys()
+    assert all(torch.equal(states[name], per_tensor[name]) for name in per_tensor)
+    assert per_tensor["optim.exp_avg.head.norm.weight"].abs().min() > 0
 
 
 def test_replicas_and_padding(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_experts_there_and_back(tmp_path: Path, spread: bool) -> None:
     export_megatron(path, tmp_path / "out", saved_arguments, experts_spread=spread)
     on_ranks(2, loaded_run, tmp_path / "out" / "iter_0000003", tmp_path / "again", MOE, ranks)
     again = imported_as(tmp_path / "again" / "iter_0000003", tmp_path / "back", MOE)
-    ours, theirs = (read_whole(one, "")[0] for one in (again, path))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    reimported, original = (read_whole(folder, "")[0] for folder in (again, path))
+    assert reimported.keys() == original.keys()
+    assert all(torch.equal(reimported[name], original[name]) for name in original)
 
 
 def loaded_run(place: Path, folder: Path, shape: ModelShape, ranks: dict[str, int]) -> None:

@@ -84,12 +84,12 @@ def test_the_vocabulary_is_counted_padded():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_fused_loss_keeps_the_16_bit_logits(tp: int):
     compute = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
-    kept = {
+    loss_bytes = {
         s.name: s.bytes
         for s in layer_saved("head", replace(GPT, vocab=128), compute)
         if s.name.startswith("loss")
     }
-    assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
+    assert loss_bytes == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
 
 
 def test_the_embedding_keeps_a_mask():

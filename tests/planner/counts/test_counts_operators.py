@@ -91,10 +91,10 @@ class _Block:
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if operator is torch.ops.aten.mm.default:
                 seen[context.is_recompute] += 1
-                kept = seen[context.is_recompute] % 2 == 1
+                saves = seen[context.is_recompute] % 2 == 1
             else:
-                kept = "scaled_dot_product" in str(operator)
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+                saves = "scaled_dot_product" in str(operator)
+            return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return create_selective_checkpoint_contexts(policy)
@@ -114,8 +114,8 @@ def measured(run: Callable[[_Block], Callable[[Tensor], Tensor]]) -> int:
         memory.restart()
         before = memory.allocated
         out = run(block)(x.clone())
-        kept = memory.allocated - before
-    return kept - 4 * out.numel()
+        saved_bytes = memory.allocated - before
+    return saved_bytes - 4 * out.numel()
 
 
 def test_without_the_mlp_a_real_block_keeps_as_little() -> None:
@@ -174,8 +174,8 @@ def test_operators_of_experts_free_these_elements_of_a_token(
 def test_recomputed_experts_keep_their_input_alone() -> None:
     compute = selective("moe", compute=replace(COMPUTE, element=2))
     for moe in (MOE, replace(MOE, moe=ExpertShape(experts=8, top_k=2, ffn=96))):
-        kept = {saved.name for saved in layer_saved("block", moe, compute) if saved.name.startswith("mlp")}
-        assert kept == {"mlp input"}
+        names = {saved.name for saved in layer_saved("block", moe, compute) if saved.name.startswith("mlp")}
+        assert names == {"mlp input"}
 
 
 def test_latent_attention_keeps_narrow_vectors_in_place_of_heads() -> None:

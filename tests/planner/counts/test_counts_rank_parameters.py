@@ -46,7 +46,7 @@ class PlacedMesh:
         return (axis, parts)
 
 
-def held(shape: ModelShape, layout: Layout, rank: int, multiple: int) -> dict[str, int]:
+def sharded_elements(shape: ModelShape, layout: Layout, rank: int, multiple: int) -> dict[str, int]:
     """Elements of each parameter of the sharded model."""
     with torch.device("meta"):
         model = build(shape)
@@ -80,7 +80,7 @@ def test_elements_are_those_of_the_sharded_modules(
     shares = Shares(layout.tp, layout.ep, layout.size("expert_tp"), multiple)
     counted = elements_of(shape, range(shape.layers + 2), shares)
     for rank in range(layout.world):
-        assert held(shape, layout, rank, multiple) == counted
+        assert sharded_elements(shape, layout, rank, multiple) == counted
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])

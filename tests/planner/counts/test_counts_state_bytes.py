@@ -20,7 +20,7 @@ EXPERT = Parameter("blocks.0.mlp.experts.up", 40, (8, 2, 5), expert=True)
 HALF = {"element": 2, "keep": ("*norm*",)}
 
 
-def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **fields: Any) -> StateBytes:
+def states_of(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **fields: Any) -> StateBytes:
     state_config = StateConfig(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **fields)
     return state_bytes(cut_units(LAYERS, state_config))
 
@@ -38,8 +38,8 @@ def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **fields: 
     ],
 )
 def test_state_bytes_in_32_bits_by_mode(mode: str, weights: int, gradients: int, states: int) -> None:
-    assert kept(mode) == StateBytes(weights=weights, gradients=gradients, optimizer=states)
-    twice = kept(mode, element=8)
+    assert states_of(mode) == StateBytes(weights=weights, gradients=gradients, optimizer=states)
+    twice = states_of(mode, element=8)
     assert twice == StateBytes(weights=2 * weights, gradients=2 * gradients, optimizer=2 * (states - 16) + 16)
 
 
@@ -56,21 +56,21 @@ def test_state_bytes_in_32_bits_by_mode(mode: str, weights: int, gradients: int,
 def test_state_bytes_in_16_bits_by_mode(
     mode: str, weights: int, gradients: int, masters: int, states: int
 ) -> None:
-    assert kept(mode, **HALF) == StateBytes(
+    assert states_of(mode, **HALF) == StateBytes(
         weights=weights, gradients=gradients, optimizer=states, masters=masters
     )
-    same = kept(mode, **HALF, gradient=2)
+    same = states_of(mode, **HALF, gradient=2)
     shared = 2 if mode in ("zero2", "zero3") else 1
     assert same.gradients == (2 * 54 + 16) // shared
-    assert replace(same, gradients=gradients) == kept(mode, **HALF)
+    assert replace(same, gradients=gradients) == states_of(mode, **HALF)
 
 
 def test_units_are_padded_for_the_ranks_that_share_them() -> None:
-    assert kept("zero1", 8) == StateBytes(weights=4 * 64, gradients=4 * 64, optimizer=8 * 8 + 16)
-    assert kept("zero3", 8) == StateBytes(
+    assert states_of("zero1", 8) == StateBytes(weights=4 * 64, gradients=4 * 64, optimizer=8 * 8 + 16)
+    assert states_of("zero3", 8) == StateBytes(
         weights=4 * (4 + 4), gradients=4 * (4 + 4), optimizer=8 * (4 + 4) + 16
     )  # 28 to 32, 30 to 32
-    last = kept("zero1", 8, copy=7)
+    last = states_of("zero1", 8, copy=7)
     assert last == StateBytes(
         weights=4 * 64, gradients=4 * 64, optimizer=8 * 2 + 16
     )  # 6 of its 8 are padding
@@ -81,7 +81,7 @@ def test_units_are_padded_for_the_ranks_that_share_them() -> None:
 
 def test_parameters_gradients_and_states_may_be_sharded_differently() -> None:
     sizes = ShardSizes(2, 4, 8)
-    state = kept("zero3", 16, sizes)
+    state = states_of("zero3", 16, sizes)
     assert state == StateBytes(weights=4 * 64 // 2, gradients=4 * 64 // 4, optimizer=8 * 8 + 16)
 
 
@@ -111,12 +111,12 @@ def test_experts_with_fewer_copies_are_sharded_less() -> None:
     ],
 )
 def test_states_of_optimisers(optimiser: dict[str, Any], states: int) -> None:
-    assert kept("ddp", 1, **optimiser).optimizer == states
+    assert states_of("ddp", 1, **optimiser).optimizer == states
 
 
 def test_adafactor_s_means_are_whole_on_every_rank() -> None:
     # the first of two has the second layer, 30 elements less 1, the other one and the norm
-    assert kept("zero1", optimiser="adafactor").optimizer == 4 * (2 * (6 + 4) + 6) + 16
+    assert states_of("zero1", optimiser="adafactor").optimizer == 4 * (2 * (6 + 4) + 6) + 16
     state_config = StateConfig(optimiser="adafactor")
     stacked = cut_units(
         [(1, [EXPERT, Parameter("blocks.0.mlp.experts.up_bias", 16, (8, 2), True)])], state_config
@@ -125,8 +125,10 @@ def test_adafactor_s_means_are_whole_on_every_rank() -> None:
 
 
 def test_only_a_server_s_first_rank_has_states() -> None:
-    assert kept("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
-    assert kept("server", **HALF, copy=1) == StateBytes(weights=2 * 54 + 16, gradients=4 * 58, optimizer=16)
+    assert states_of("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
+    assert states_of("server", **HALF, copy=1) == StateBytes(
+        weights=2 * 54 + 16, gradients=4 * 58, optimizer=16
+    )
     (unit,) = cut_units(LAYERS, StateConfig(mode="server", copies=3))
     assert unit.arriving == 3 * unit.full_gradient
 
@@ -134,19 +136,19 @@ def test_only_a_server_s_first_rank_has_states() -> None:
 def test_offloaded_states_and_parameters_leave_the_device() -> None:
     states, masters = 8 * 29 + 16, 4 * 29
     away = StateBytes(weights=4 * 58, gradients=4 * 29, host=states + masters)
-    assert kept("zero2", offload="cpu") == away
+    assert states_of("zero2", offload="cpu") == away
     # where host and device are one, masters come on top
-    assert kept("zero2", offload="cpu", unified_memory=True) == StateBytes(
+    assert states_of("zero2", offload="cpu", unified_memory=True) == StateBytes(
         weights=4 * 58, gradients=4 * 29, optimizer=states, masters=masters
     )
-    files = kept("zero2", offload="nvme", bucket=1)
+    files = states_of("zero2", offload="nvme", bucket=1)
     assert files == StateBytes(
         weights=4 * 58, gradients=4 * 29, host=_ring([3, 12, 12, 2]), disk=states + masters
     )
-    moved = kept("zero3", offload_parameters="cpu")
+    moved = states_of("zero3", offload_parameters="cpu")
     assert (moved.weights, moved.host) == (0, 4 * 29)
-    assert kept("zero3", offload_parameters="nvme").disk == 4 * 29
-    assert kept("zero3", offload_parameters="cpu", unified_memory=True).weights == 4 * 29
+    assert states_of("zero3", offload_parameters="nvme").disk == 4 * 29
+    assert states_of("zero3", offload_parameters="cpu", unified_memory=True).weights == 4 * 29
 
 
 def _ring(sizes: list[int]) -> int:
@@ -168,23 +170,23 @@ def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() 
 def test_gradients_that_stay_beside_wider_ones() -> None:
     """2 bytes more for each element of 16 bits, whole on every rank; none for those of 32."""
     for mode in ("ddp", "zero1"):
-        plain, both = (kept(mode, copied=copied, **HALF) for copied in (False, True))
+        plain, both = (states_of(mode, copied=copied, **HALF) for copied in (False, True))
         assert both.gradients - plain.gradients == 2 * 54
         assert replace(both, gradients=0) == replace(plain, gradients=0)
-    assert kept("ddp", copied=True) == kept("ddp")
+    assert states_of("ddp", copied=True) == states_of("ddp")
 
 
 def test_float32_shards_need_no_masters() -> None:
     """16 bytes a parameter, in place of 18, where parameters are sharded."""
-    wide, plain = (kept("zero3", wide_shards=w, **HALF) for w in (True, False))
+    wide, plain = (states_of("zero3", wide_shards=w, **HALF) for w in (True, False))
     assert wide.masters == 0
     assert wide.weights == 2 * (plain.weights - 4 * 2) + 4 * 2  # of the norm's 4 elements, 2 are here
     assert (wide.gradients, wide.optimizer) == (plain.gradients, plain.optimizer)
-    assert kept("zero1", wide_shards=True, **HALF) == kept("zero1", **HALF)
+    assert states_of("zero1", wide_shards=True, **HALF) == states_of("zero1", **HALF)
 
 
 def test_masters_as_the_16_bits_that_weights_lack() -> None:
-    plain, halved = (kept("zero1", remainders=remainders, **HALF) for remainders in (False, True))
+    plain, halved = (states_of("zero1", remainders=remainders, **HALF) for remainders in (False, True))
     assert 2 * halved.masters == plain.masters
     assert replace(halved, masters=0) == replace(plain, masters=0)
-    assert kept("zero1", remainders=True) == kept("zero1")
+    assert states_of("zero1", remainders=True) == states_of("zero1")

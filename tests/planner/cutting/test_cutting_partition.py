@@ -59,7 +59,7 @@ def replayed(profile: ModelProfile, program: Program, cut: Cut) -> float:
     return simulate(program, costs).makespan
 
 
-def held(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
+def rank_bytes(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
     """Bytes of each rank, action by action."""
     layers, depth = profile.layers, program.depth
     ranks = []
@@ -72,8 +72,8 @@ def held(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
             for (_, stage), versions in zip(stages, _versions(program, rank), strict=True)
             for at in stage
         )
-        for one in profile.shared:
-            states -= STATES * one.bytes * max(0, sum(at in here for at in one.layers) - 1)
+        for weights in profile.shared:
+            states -= STATES * weights.bytes * max(0, sum(at in here for at in weights.layers) - 1)
         keeps = {
             s: sum(layers[at].activations for at in stage)
             + (max(0, layers[stage.start - 1].output - layers[stage.start].input) if stage.start else 0)
@@ -93,7 +93,7 @@ def _versions(program: Program, rank: int) -> list[int]:
     return [weight_versions(program)[s] for s in program.stages_of(rank)]
 
 
-whole = st.integers(0, 9)
+small_numbers = st.integers(0, 9)
 layers_ = st.lists(
     st.builds(
         lambda f, b, w, p, a, o, i: LayerProfile(
@@ -106,7 +106,7 @@ layers_ = st.lists(
             weight=w,
             input=i,
         ),
-        *[whole] * 7,
+        *[small_numbers] * 7,
     ),
     min_size=4,
     max_size=8,
@@ -132,11 +132,11 @@ def test_the_cut_equals_brute_force(
     fitting = {
         cut: replayed(profile, program, cut)
         for cut in every_cut(len(layers), program.depth)
-        if memory is None or max(held(profile, program, cut)) <= memory
+        if memory is None or max(rank_bytes(profile, program, cut)) <= memory
     }
     options = {"states": STATES, "hop": HOP, "bandwidth": BANDWIDTH}
     if not fitting:
-        least = min(max(held(profile, program, cut)) for cut in every_cut(len(layers), program.depth))
+        least = min(max(rank_bytes(profile, program, cut)) for cut in every_cut(len(layers), program.depth))
         with pytest.raises(StrettoError, match="every cut needs") as raised:
             partition(profile, program, memory=memory, **options)
         assert f"{least / 2**30:.4g} GiB or more" in raised.value.message
@@ -148,7 +148,7 @@ def test_the_cut_equals_brute_force(
     assert best.seconds == pytest.approx(min(fitting.values()))
     assert fitting[cut] == pytest.approx(best.seconds)
     assert best.proved
-    assert best.memory == pytest.approx(held(profile, program, cut))
+    assert best.memory == pytest.approx(rank_bytes(profile, program, cut))
     assert best.timeline.makespan == pytest.approx(best.seconds)
     assert min(best.start_seconds.values()) >= best.seconds * (1 - 1e-9)
 
@@ -176,9 +176,9 @@ def test_no_cut_is_faster_than_a_chain_of_another(
     assert row.suffix[0][0] == pytest.approx(least)
     there = table.replay(other)[0] * (1 + 1e-9)
     assert all(each.of(other) <= there for each in (row, *table.work()))
-    kept = table.memory(other)
+    limits = table.memory(other)
     for rank in range(program.ranks):
-        assert max(each.of(other) for each in table.memory_rows(rank)) <= kept[rank] * (1 + 1e-9)
+        assert max(each.of(other) for each in table.memory_rows(rank)) <= limits[rank] * (1 + 1e-9)
 
 
 def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:

@@ -62,14 +62,14 @@ def test_every_field_is_read(tmp_path: Path) -> None:
 
 def test_like_takes_the_values_of_a_known_cluster(tmp_path: Path) -> None:
     text = "like: dgx-h100\nnodes: 3\nouter: {bandwidth_gbs: 12.5}\ndevice: {like: h100, price: 2}\n"
-    known, described = find_cluster("dgx-h100"), find_cluster(written(tmp_path, text))
-    assert described.inner == known.inner
-    assert described.outer == replace(known.outer, bandwidth=12.5e9)
+    listed, described = find_cluster("dgx-h100"), find_cluster(written(tmp_path, text))
+    assert described.inner == listed.inner
+    assert described.outer == replace(listed.outer, bandwidth=12.5e9)
     assert described.devices == 24
-    assert (described.device.price, described.device.memory) == (2.0, known.device.memory)
+    assert (described.device.price, described.device.memory) == (2.0, listed.device.memory)
 
 
-def facts(cluster: Cluster) -> dict[str, object]:
+def flat_values(cluster: Cluster) -> dict[str, object]:
     """All values of a cluster that a file stores, flat; aliases of a device belong to the catalogue."""
     fields = asdict(cluster)
     for name in ("aliases", "pattern", "unless"):
@@ -96,7 +96,7 @@ def test_a_saved_cluster_reads_back_equal(tmp_path: Path) -> None:
     described = find_cluster(written(tmp_path, WHOLE))
     for cluster in (*clusters(), described, find_cluster("h100", 64)):
         save_cluster(cluster, file)
-        assert facts(find_cluster(file)) == pytest.approx(facts(cluster)), cluster.name
+        assert flat_values(find_cluster(file)) == pytest.approx(flat_values(cluster)), cluster.name
     with pytest.raises(StrettoError, match="cannot write"):
         save_cluster(described, tmp_path / "no" / "such.yaml")
 

@@ -52,8 +52,8 @@ def test_a_profile_takes_precedence_over_the_catalogue(place: Path) -> None:
 def test_the_driver_identifies_the_gpu(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_DRIVER", tmp_path)
     (tmp_path / "0000:00").mkdir()
-    facts = "Model: \t NVIDIA H100 80GB HBM3\nIRQ: 12\n"
-    (tmp_path / "0000:00" / "information").write_text(facts)
+    information = "Model: \t NVIDIA H100 80GB HBM3\nIRQ: 12\n"
+    (tmp_path / "0000:00" / "information").write_text(information)
     assert here.driver_name() == "NVIDIA H100 80GB HBM3"
     assert here.cluster_here(8).device.name == "h100-80gb-sxm"
     keep_profile(place)  # of the CPU, which a job for the GPU does not ask for

@@ -34,22 +34,22 @@ def test_kept_probabilities_are_not_recomputed() -> None:
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
 def test_tensor_parallel_ranks_share_all_operations(shape: ModelShape) -> None:
-    whole, part = (layer_flops(shape, "block", replace(COMPUTE, tp=tp)) for tp in (1, 4))
-    assert [4 * n for n in part.forward] == list(whole.forward)
+    full, part = (layer_flops(shape, "block", replace(COMPUTE, tp=tp)) for tp in (1, 4))
+    assert [4 * n for n in part.forward] == list(full.forward)
 
 
 def test_copied_key_heads_count_on_every_rank() -> None:
-    whole, part = (layer_flops(LLAMA, "block", replace(COMPUTE, tp=tp)) for tp in (1, 8))
-    assert 8 * part.forward[0] - whole.forward[0] == 2 * COMPUTE.tokens * 64 * (2 * 4 * LLAMA.head_dim)
+    full, part = (layer_flops(LLAMA, "block", replace(COMPUTE, tp=tp)) for tp in (1, 8))
+    assert 8 * part.forward[0] - full.forward[0] == 2 * COMPUTE.tokens * 64 * (2 * 4 * LLAMA.head_dim)
 
 
 def test_a_ring_skips_what_no_query_sees() -> None:
-    whole = layer_flops(GPT, "block", COMPUTE).forward[1]
+    full_flops = layer_flops(GPT, "block", COMPUTE).forward[1]
     part = layer_flops(GPT, "block", replace(COMPUTE, cp=4)).forward[1]
     # three of the four quarters of its own block, for lower queries see no upper keys; half of three others
-    assert part == whole // 16 * (3 / 4 + 3 / 2)
+    assert part == full_flops // 16 * (3 / 4 + 3 / 2)
     exchanged = layer_flops(GPT, "block", replace(COMPUTE, cp=4, context="ulysses")).forward[1]
-    assert 4 * exchanged == whole
+    assert 4 * exchanged == full_flops
 
 
 def test_recomputed_operations_by_mode() -> None:

@@ -80,16 +80,16 @@ def cluster(
 
 
 def task(**fields: Any) -> SearchTask:
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "cluster": cluster(),
         "assumptions": Assumptions(reserve=0.0),
         "tolerance": 0.0,
         "seconds": None,
         "top": 4,
     }
-    usual |= fields
-    job = usual.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
-    return SearchTask(job=job, cluster=usual.pop("cluster"), **usual)
+    defaults |= fields
+    job = defaults.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
+    return SearchTask(job=job, cluster=defaults.pop("cluster"), **defaults)
 
 
 def partly_frozen(job: Job, frozen: bool) -> Job:
@@ -146,10 +146,10 @@ def _climbed(
 def best(feasible: list[Feasible], wanted: SearchTask) -> list[Feasible]:
     """The first families in the order of their times, odd ones as if they were slower."""
     families: dict[object, list[Feasible]] = {}
-    for one in sorted(feasible, key=lambda f: cost(f, wanted)):
-        if one.candidate.family(wanted) not in families and len(families) == max(RANKED, wanted.top):
+    for plan in sorted(feasible, key=lambda f: cost(f, wanted)):
+        if plan.candidate.family(wanted) not in families and len(families) == max(RANKED, wanted.top):
             break
-        families.setdefault(one.candidate.family(wanted), []).append(one)
+        families.setdefault(plan.candidate.family(wanted), []).append(plan)
     return sort_feasible([best_of_family(family) for family in families.values()], wanted)[: wanted.top]
 
 
@@ -189,14 +189,14 @@ def test_the_search_equals_brute_force(
     wanted = task(fixed=fixed, cluster=cluster(memory=memory), allow_offload=True, seconds=seconds)
     plan, everything = search(wanted), all_of(wanted)
     expected = best(everything, wanted)
-    assert [round(one.estimate.seconds, 9) for one in plan.ranking] == [
-        round(one.seconds, 9) for one in expected
+    assert [round(ranked.estimate.seconds, 9) for ranked in plan.ranking] == [
+        round(plan_by_hand.seconds, 9) for plan_by_hand in expected
     ]
     if expected:
         # one that surely fits, or the simpler of two, represents a family, if the other gains little
         least = min(f.seconds for f in everything)
         most = least * (1 + TIGHT) * (1 + ODD) * (1 + TIE)
-        assert least <= min(one.estimate.seconds for one in plan.ranking) <= most
+        assert least <= min(ranked.estimate.seconds for ranked in plan.ranking) <= most
         safe = [f for f in everything if is_safe(f.fit, 0.0)]
         assert (plan.safe is None) == (not safe)
         if plan.safe is not None:
@@ -226,7 +226,7 @@ def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: fl
         weighed = [t.seconds for t in plan.evaluated if not t.lower_bound and t.memory <= memory]
         assert min(weighed) == pytest.approx(fastest)
         # a variant of its layout that is as fast within the noise may stand for it
-        assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
+        assert min(ranked.estimate.seconds for ranked in plan.ranking) <= fastest * (1 + NOISE)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,11 @@ def test_memory_bounds_are_below_exact_memory(frozen: bool) -> None:
         if at % 97 or space.illegal(candidate.job(wanted), ""):
             continue
         for again in (Recompute(), Recompute("full")):
-            one = replace(candidate, saving=Saving(again))
-            exact = short_step_fit(one.job(wanted), wanted.cluster.device, wanted.assumptions).allocated.mid
-            assert least.of(one).total <= exact, one
+            saving_candidate = replace(candidate, saving=Saving(again))
+            exact = short_step_fit(
+                saving_candidate.job(wanted), wanted.cluster.device, wanted.assumptions
+            ).allocated.mid
+            assert least.of(saving_candidate).total <= exact, saving_candidate
         seen += 1
     assert seen > 5
 
@@ -419,15 +421,17 @@ def test_bounds_hold_where_blocks_differ(shape: ModelShape, share: int) -> None:
         if at % share or space.illegal(candidate.job(wanted), ""):
             continue
         for saving in (Saving(), Saving(Recompute("full", 1)), Saving(Recompute("full"), "cpu")):
-            one = replace(candidate, saving=saving)
-            job = one.job(wanted)
+            saving_candidate = replace(candidate, saving=saving)
+            job = saving_candidate.job(wanted)
             time = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)
             memory = short_step_fit(job, wanted.cluster.device, wanted.assumptions).allocated.mid
-            assert bounds.parallelism(one.parallelism) <= time, one
-            assert bounds.schedule(one.parallelism, one.schedule, saving) <= time, one
-            assert bounds.candidate(one, job) <= time, one
-            assert bounds.ideal(job.layout) <= time, one
-            assert least.of(one).total <= memory, one
+            assert bounds.parallelism(saving_candidate.parallelism) <= time, saving_candidate
+            assert bounds.schedule(saving_candidate.parallelism, saving_candidate.schedule, saving) <= time, (
+                saving_candidate
+            )
+            assert bounds.candidate(saving_candidate, job) <= time, saving_candidate
+            assert bounds.ideal(job.layout) <= time, saving_candidate
+            assert least.of(saving_candidate).total <= memory, saving_candidate
         seen += 1
     assert seen > 10
 
@@ -508,15 +512,15 @@ def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(n
     schedule = ScheduleChoice(name, options)
     parallelism = replace(_AT, layout=Layout(pp=4), micro_batch=1)
     bounds = TimeBounds(wanted)
-    none, one, every = (
+    none, one_block, every = (
         bounds.schedule(parallelism, schedule, Saving(again))
         for again in (Recompute(), Recompute("full", 1), Recompute("full"))
     )
     least = [bounds.layers(parallelism, mode, "both").blocks for mode in ("none", "full")]
     dense, experts = (again.work - once.work for once, again in zip(*least, strict=True))
     microbatches, stages = 4 * BATCH, dict(options).get("chunks", 1)
-    assert one - none > 0.99 * microbatches * stages * experts > 2 * microbatches * stages * dense
-    assert one < every
+    assert one_block - none > 0.99 * microbatches * stages * experts > 2 * microbatches * stages * dense
+    assert one_block < every
     for saving in (Saving(Recompute("full", 1)), Saving(Recompute("full"))):
         candidate = Candidate(parallelism, schedule, DataParallelSettings(mode="ddp"), saving)
         exact = estimate(candidate.job(wanted), wanted.cluster, wanted.assumptions, memory=False)
@@ -526,11 +530,13 @@ def test_the_bound_of_partial_recomputation_counts_the_kinds_that_are_repeated(n
 def test_what_bounds_do_not_see_of_a_schedule_is_learnt_from_its_replays() -> None:
     wanted = task()
     exact = CandidateEvaluator(wanted)
-    one, two = (ScheduleChoice("hanayo", (("waves", waves),)) for waves in (1, 2))
-    before = exact.excess(one)
-    candidate = Candidate(replace(_AT, layout=Layout(pp=2)), one, DataParallelSettings(mode="ddp"), Saving())
+    one_wave, two_waves = (ScheduleChoice("hanayo", (("waves", waves),)) for waves in (1, 2))
+    before = exact.excess(one_wave)
+    candidate = Candidate(
+        replace(_AT, layout=Layout(pp=2)), one_wave, DataParallelSettings(mode="ddp"), Saving()
+    )
     ratio = exact.seconds(candidate) / exact.bounds.candidate(candidate, candidate.job(wanted))
-    assert exact.excess(one) == exact.excess(two) == pytest.approx((before + ratio) / 2) != before
+    assert exact.excess(one_wave) == exact.excess(two_waves) == pytest.approx((before + ratio) / 2) != before
     assert exact.excess(ScheduleChoice("1f1b")) == before
 
 
@@ -549,7 +555,7 @@ def test_the_first_rows_do_not_depend_on_how_many_are_wanted(
     memory: float, fixed: dict[str, tuple[Any, ...]], rows_in_all: int
 ) -> None:
     plans = [search(task(fixed=fixed, cluster=cluster(memory=memory), top=top)) for top in (1, 3, 10, 40)]
-    rows = [[one.layout for one in plan.ranking] for plan in plans]
+    rows = [[ranked.layout for ranked in plan.ranking] for plan in plans]
     longest = rows[-1]
     assert len(longest) >= rows_in_all
     assert all(of_plan == longest[: len(of_plan)] for of_plan in rows)
@@ -651,7 +657,7 @@ def test_the_first_index_is_found_from_any_guess() -> None:
 def test_a_fixed_mode_leaves_out_layouts_that_have_none_of_it() -> None:
     plan = search(task(fixed={"mode": ("zero3",), "micro_batch": (2,), "schedule": ("1f1b",)}))
     assert plan.ranking
-    assert {one.estimate.job.dp.mode for one in plan.ranking} == {"zero3"}
+    assert {ranked.estimate.job.dp.mode for ranked in plan.ranking} == {"zero3"}
 
 
 @pytest.mark.parametrize("memory", [0.312e9, 0.323e9])
@@ -660,7 +666,7 @@ def test_a_search_goes_on_until_a_layout_with_the_wanted_room_is_found(memory: f
     fixed["schedule"] = ("1f1b", "zb-h1", "hanayo", "interleaved")
     plan = search(task(fixed=fixed, cluster=cluster(memory=memory), top=14, memory_headroom=0.05e9))
     assert len(plan.ranking) == 14
-    fits = [one.estimate.memory for one in plan.ranking]
+    fits = [ranked.estimate.memory for ranked in plan.ranking]
     assert not any(fit is not None and is_safe(fit, 0.05e9) for fit in fits[:10])
     assert plan.safe is not None
     assert plan.safe.estimate.memory is not None

@@ -143,8 +143,8 @@ def feasible(layout: Layout, seconds: float, memory: float) -> Feasible:
     )
     size = Bytes(memory - 10, memory, memory + 10)
     fit = Fit(allocated=size, reserved=size, device=size, capacity=100.0, ranks=())
-    one = Candidate(parallelism, ScheduleChoice("1f1b"), DataParallelSettings(), Saving())
-    return Feasible(one, seconds, fit)
+    candidate = Candidate(parallelism, ScheduleChoice("1f1b"), DataParallelSettings(), Saving())
+    return Feasible(candidate, seconds, fit)
 
 
 def test_the_search_counts_odd_layouts_as_slower() -> None:

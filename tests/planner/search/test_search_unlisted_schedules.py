@@ -152,10 +152,10 @@ def job(name: str, shape: ModelShape, pp: int, microbatches: int) -> Job:
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 50), (4, 64), (4, 97), (5, 121)])
 def test_short_step_memory_of_unlisted_schedules_is_exact(name: str, pp: int, microbatches: int) -> None:
     check(lower(schedule(name, pp, microbatches)))
-    one = job(name, SHAPE, pp, microbatches)
-    whole = [rank.total for rank in rank_memory(memory_of(one))]
-    assert [rank.total for rank in short_step_memory(one, every=True)] == whole
-    assert max(rank.total for rank in short_step_memory(one)) == max(whole)
+    full_job = job(name, SHAPE, pp, microbatches)
+    totals = [rank.total for rank in rank_memory(memory_of(full_job))]
+    assert [rank.total for rank in short_step_memory(full_job, every=True)] == totals
+    assert max(rank.total for rank in short_step_memory(full_job)) == max(totals)
 
 
 def test_steps_are_shortened_where_they_are_periodic() -> None:
@@ -168,12 +168,12 @@ def test_steps_are_shortened_where_they_are_periodic() -> None:
 
 def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
     """4 ranks with 64 microbatches each, all of them in flight."""
-    one, device = (
+    full_job, device = (
         job("test-newest-first", preset("llama3-8b"), 4, 64),
         Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2e12),
     )
-    exact = fit(rank_memory(memory_of(one)), device).allocated.mid
-    assert short_step_fit(one, device, Assumptions()).allocated.mid == exact > 500 * 2**30
+    exact = fit(rank_memory(memory_of(full_job)), device).allocated.mid
+    assert short_step_fit(full_job, device, Assumptions()).allocated.mid == exact > 500 * 2**30
 
 
 @pytest.mark.parametrize("name", UNLISTED)
@@ -211,15 +211,15 @@ def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     )
     plan = search(task)
     assert plan.ranking
-    for ranked in (one.estimate for one in plan.ranking):
-        whole = estimate(ranked.job, cluster, task.assumptions)
+    for ranked in (ranked.estimate for ranked in plan.ranking):
+        full_step = estimate(ranked.job, cluster, task.assumptions)
         short = short_step_estimate(ranked.job, cluster, task.assumptions)
         assert ranked.memory is not None
-        assert whole.memory is not None
+        assert full_step.memory is not None
         assert short.memory is not None
-        assert ranked.seconds == short.seconds == whole.seconds
-        assert ranked.memory.allocated == short.memory.allocated == whole.memory.allocated
-        assert ranked.memory.device == short.memory.device == whole.memory.device
+        assert ranked.seconds == short.seconds == full_step.seconds
+        assert ranked.memory.allocated == short.memory.allocated == full_step.memory.allocated
+        assert ranked.memory.device == short.memory.device == full_step.memory.device
 
 
 def test_a_schedule_that_refuses_these_ranks_is_left_out_of_the_plan() -> None:
@@ -250,4 +250,4 @@ def test_a_plan_includes_registered_schedules() -> None:
             top=1000,
         )
     )
-    assert {*UNLISTED} & {one.estimate.job.schedule for one in plan.ranking}
+    assert {*UNLISTED} & {ranked.estimate.job.schedule for ranked in plan.ranking}

@@ -76,15 +76,15 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce() -> None:
 def test_all_cards_of_a_node_carry_a_ring_over_nodes() -> None:
     """4 GiB on four nodes of eight B200: 22.05 ms (stas00/ml-engineering network)."""
     cluster = find_cluster("aws-p6-b200")
-    whole = collective_seconds(cluster, "all-reduce", 4 * GIB, NodeGroup(32, 8))
-    assert whole == pytest.approx(22.05e-3, rel=0.05)
+    all_cards = collective_seconds(cluster, "all-reduce", 4 * GIB, NodeGroup(32, 8))
+    assert all_cards == pytest.approx(22.05e-3, rel=0.05)
     one_each = collective_seconds(cluster, "all-reduce", 4 * GIB, NodeGroup(4, 1))
-    assert one_each > 5 * whole
+    assert one_each > 5 * all_cards
     # eight groups of one rank a node, each with an eighth, load the cards alike, and wait for one another
     eighth = collective_seconds(cluster, "all-reduce", GIB / 2, NodeGroup(4, 1))
-    assert whole < eighth < whole / 0.7
+    assert all_cards < eighth < all_cards / 0.7
     alone = collective_seconds(replace(cluster, node=1), "all-reduce", GIB / 2, NodeGroup(4, 1))
-    assert 0.7 * whole < alone < whole
+    assert 0.7 * all_cards < alone < all_cards
 
 
 def test_trees_speed_up_small_all_reduces_over_many_nodes() -> None:
@@ -155,8 +155,8 @@ def test_published_collectives_between_nodes_of_h100() -> None:
 
 
 def test_unknown_links_use_their_bandwidth_and_latency() -> None:
-    known = find_cluster("dgx-a100-80gb")
-    slow = replace(known, inner=NetworkLink(1e9, 1e-3, "string between cans"))
+    base = find_cluster("dgx-a100-80gb")
+    slow = replace(base, inner=NetworkLink(1e9, 1e-3, "string between cans"))
     assert collective_seconds(slow, "all-gather", GIB, NodeGroup(2, 2)) == pytest.approx(
         GIB / 2 / 0.75e9, rel=0.02
     )

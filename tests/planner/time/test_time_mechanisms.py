@@ -56,14 +56,14 @@ def kernels(shape: ModelShape, compute: ComputeConfig, software: SoftwareAssumpt
 
 
 def step(software: SoftwareAssumptions = PLAIN, overlap: bool = True, **fields: object) -> Estimate:
-    usual: dict[str, object] = {
+    defaults: dict[str, object] = {
         "shape": LLAMA,
         "global_batch": 64,
         "micro_batch": 1,
         "sequence": 4096,
         "precision": Precision(dtype="bfloat16"),
     }
-    job = Job(**(usual | fields))  # type: ignore[arg-type]
+    job = Job(**(defaults | fields))  # type: ignore[arg-type]
     assumptions = Assumptions(software=software, overlap=overlap)
     return estimate(job, H100.sized(job.layout.world), assumptions, memory=False)
 
@@ -101,7 +101,7 @@ def test_attention_of_all_context_ranks_is_no_less_than_the_unsplit_one(
 def test_a_host_adds_to_kernels_where_tensor_parallel_ranks_wait_for_each_other() -> None:
     ahead, waiting = (replace(PLAIN, host=2e-5, blocking=share) for share in (0.0, 0.5))
     assert block(LLAMA, ahead).F == block(LLAMA, waiting).F
-    free, blocked = (block(LLAMA, one, Layout(tp=4)).F for one in (ahead, waiting))
+    free, blocked = (block(LLAMA, software, Layout(tp=4)).F for software in (ahead, waiting))
     assert blocked["host"] - free["host"] == pytest.approx(0.5 * 16 * 2e-5)
     assert blocked["compute"] == free["compute"]
 
@@ -140,8 +140,14 @@ def test_trials_before_bloom() -> None:
     """Every fourth; 17% too fast in the mean if DeepSpeed overlapped what Megatron-LM does."""
     table = Path(__file__).parents[3] / "benchmarks" / "memory" / "bloom.csv"
     runs = [read_run(cells) for cells in read_table(table)[::4]]
-    made = [(estimate(run.job, run.cluster, run.assumptions, memory=False), run.measured) for run in runs]
-    errors = [one.seconds / measured.seconds - 1 for one, measured in made if measured.seconds is not None]
+    predictions = [
+        (estimate(run.job, run.cluster, run.assumptions, memory=False), run.measured) for run in runs
+    ]
+    errors = [
+        prediction.seconds / measured.seconds - 1
+        for prediction, measured in predictions
+        if measured.seconds is not None
+    ]
     assert len(errors) >= 20
     assert -0.13 < sum(errors) / len(errors) < -0.05
 
@@ -175,18 +181,18 @@ def test_a_fused_softmax_takes_four_matrices_of_scores_at_a_time() -> None:
 
 def test_collectives_in_parts_run_beside_their_products() -> None:
     compute = {"layout": Layout(tp=4), "sequence_parallel": True}
-    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **compute) for share in (0.0, 0.5))
-    assert half.F["tensor"] == pytest.approx(0.5 * whole.F["tensor"])
+    in_turn, half = (block(LLAMA, replace(PLAIN, pipelined=share), **compute) for share in (0.0, 0.5))
+    assert half.F["tensor"] == pytest.approx(0.5 * in_turn.F["tensor"])
     reduced = {"layout": Layout(tp=4), "sequence_parallel": False}
-    whole, half = (block(LLAMA, replace(PLAIN, pipelined=share), **reduced) for share in (0.0, 0.5))
-    assert half.F["tensor"] == whole.F["tensor"], "an all-reduce needs the whole product"
+    in_turn, half = (block(LLAMA, replace(PLAIN, pipelined=share), **reduced) for share in (0.0, 0.5))
+    assert half.F["tensor"] == in_turn.F["tensor"], "an all-reduce needs the whole product"
 
 
 def test_without_overlap_weights_and_gradients_of_zero3_are_waited_for() -> None:
     fields: dict[str, object] = {"layout": Layout(dp=64), "dp": DataParallelSettings(mode="zero3")}
-    beside, after = (step(overlap=overlap, **fields) for overlap in (True, False))
-    assert after.parts["data"] > 2 * beside.parts["data"]
-    assert after.parts["compute"] == pytest.approx(beside.parts["compute"])
+    overlapped, after = (step(overlap=overlap, **fields) for overlap in (True, False))
+    assert after.parts["data"] > 2 * overlapped.parts["data"]
+    assert after.parts["compute"] == pytest.approx(overlapped.parts["compute"])
     layers = range(after.job.shape.layers + 2)
     each = data_time(after.job, Assumptions(software=PLAIN), after.cluster, layers)
     # a gather for the forward, one for the backward, and a reduction, of each microbatch
@@ -196,9 +202,12 @@ def test_without_overlap_weights_and_gradients_of_zero3_are_waited_for() -> None
 
 def test_a_message_in_parts_needs_a_program_that_sends_parts() -> None:
     fields: dict[str, object] = {"layout": Layout(tp=8, pp=8), "sequence_parallel": False, "global_batch": 16}
-    whole, parts = (step(replace(PLAIN, scattered=parts), **fields) for parts in (False, True))
-    assert parts.seconds < whole.seconds
-    assert [name for name, one in software_profiles().items() if one.scattered] == ["serial", "unfused"]
+    undivided, parts = (step(replace(PLAIN, scattered=parts), **fields) for parts in (False, True))
+    assert parts.seconds < undivided.seconds
+    assert [name for name, profile in software_profiles().items() if profile.scattered] == [
+        "serial",
+        "unfused",
+    ]
 
 
 # ------------------------------------------------------------------ 8 bits and 4
@@ -242,7 +251,9 @@ def test_products_of_odd_widths_are_slow() -> None:
 def test_experts_cost_their_imbalance_their_small_products_and_their_launches() -> None:
     even = replace(PLAIN, imbalance=1.0, grouped=1.0)
     at = Layout(dp=8, ep=8)
-    fair, uneven = (block(MIXTRAL, one, at).F["compute"] for one in (even, replace(even, imbalance=1.5)))
+    fair, uneven = (
+        block(MIXTRAL, software, at).F["compute"] for software in (even, replace(even, imbalance=1.5))
+    )
     slow = block(MIXTRAL, replace(even, grouped=1 / 1.5), at).F["compute"]
     assert 1.2 * fair < uneven < 1.5 * fair
     assert slow == pytest.approx(uneven)
@@ -280,28 +291,28 @@ def test_tokens_cross_to_a_node_once_and_beside_other_microbatches() -> None:
 
 
 def test_an_interval_is_as_wide_as_its_sources_together() -> None:
-    made = step(software_profile("today"), layout=Layout(tp=8, dp=8), sequence_parallel=True)
-    whole = sum(width**2 for width in made.widths.values()) ** 0.5
-    assert set(made.widths) == {"kernels", "network", "host", "noise"}
-    assert made.high / made.seconds == pytest.approx(2.718281828**whole, rel=1e-6)
-    assert made.low * made.high == pytest.approx(made.seconds**2)
+    prediction = step(software_profile("today"), layout=Layout(tp=8, dp=8), sequence_parallel=True)
+    width = sum(width**2 for width in prediction.widths.values()) ** 0.5
+    assert set(prediction.widths) == {"kernels", "network", "host", "noise"}
+    assert prediction.high / prediction.seconds == pytest.approx(2.718281828**width, rel=1e-6)
+    assert prediction.low * prediction.high == pytest.approx(prediction.seconds**2)
 
 
 def test_what_was_not_measured_is_less_certain() -> None:
     job = step(layout=Layout(dp=8)).job
     parts = {"compute": 1.0, "tensor": 0.2, "bubble": 0.5}
-    known, unknown = (find_cluster(name).sized(8) for name in ("h100", "jean-zay-v100-32gb"))
-    sure, unsure = (interval(job, cluster, "bf16", parts, PLAIN) for cluster in (known, unknown))
+    measured, unknown = (find_cluster(name).sized(8) for name in ("h100", "jean-zay-v100-32gb"))
+    sure, unsure = (interval(job, cluster, "bf16", parts, PLAIN) for cluster in (measured, unknown))
     assert unsure.widths["kernels"] > sure.widths["kernels"]
     assert unsure.widths["network"] > sure.widths["network"]
-    assert interval(job, known, "fp8", parts, PLAIN).high > sure.high
-    assert interval(job, known, "bf16", parts, replace(PLAIN, spread=0.25)).high > sure.high
-    calibrated = replace(known, device=replace(known.device, kernels={"launch": 1e-6}))
+    assert interval(job, measured, "fp8", parts, PLAIN).high > sure.high
+    assert interval(job, measured, "bf16", parts, replace(PLAIN, spread=0.25)).high > sure.high
+    calibrated = replace(measured, device=replace(measured.device, kernels={"launch": 1e-6}))
     assert interval(job, calibrated, "bf16", parts, PLAIN).high < sure.high
-    more = interval(job, known, "bf16", {**parts, "tensor": 0.8}, PLAIN)
+    more = interval(job, measured, "bf16", {**parts, "tensor": 0.8}, PLAIN)
     assert more.widths["network"] == pytest.approx(0.8 / 1.8 / (0.2 / 1.2) * sure.widths["network"])
     assert more.widths["kernels"] == pytest.approx(1.2 / 1.8 * sure.widths["kernels"])
-    idle = interval(job, known, "bf16", {**parts, "bubble": 5.0}, PLAIN)
+    idle = interval(job, measured, "bf16", {**parts, "bubble": 5.0}, PLAIN)
     assert idle.widths == sure.widths, "waiting is as uncertain as what is waited for"
 
 
@@ -370,10 +381,10 @@ def test_published_steps_of_experts(row: tuple[str | int, ...]) -> None:
     names = (*COLUMNS, "tokens_per_s_per_gpu")
     cells = {name: str(value) for name, value in zip(names, row, strict=True)}
     run = read_run(cells | {"seq": "4096", "software": "tuned", "framework": "nemo", "recompute": "none"})
-    made = estimate(run.job, run.cluster, run.assumptions, memory=False)
+    prediction = estimate(run.job, run.cluster, run.assumptions, memory=False)
     assert run.measured.seconds is not None
-    assert made.seconds == pytest.approx(run.measured.seconds, rel=0.2)
-    assert made.low < run.measured.seconds < made.high
+    assert prediction.seconds == pytest.approx(run.measured.seconds, rel=0.2)
+    assert prediction.low < run.measured.seconds < prediction.high
 
 
 def test_more_experts_a_rank_and_more_nodes_are_less_certain() -> None:

@@ -37,19 +37,19 @@ def matrix(rows: int, columns: int, tp: int = 1) -> Parameter:
 def test_holders_share_the_work() -> None:
     """Equally, or the costliest matrix goes to a rank of its own; and matrices are exchanged."""
     small, large = matrix(1024, 1024), matrix(4096, 4096)
-    one = NodeGroup(1, 1)
-    alone = muon_seconds(CLUSTER, [small], one, 8)
-    assert muon_seconds(CLUSTER, [small] * 8, one, 8) == pytest.approx(8 * alone)
+    one_rank = NodeGroup(1, 1)
+    alone = muon_seconds(CLUSTER, [small], one_rank, 8)
+    assert muon_seconds(CLUSTER, [small] * 8, one_rank, 8) == pytest.approx(8 * alone)
     shared = muon_seconds(CLUSTER, [small] * 8, NodeGroup(8, 8), 8)
     assert alone < shared < 2 * alone
-    most = muon_seconds(CLUSTER, [large], one, 8)
+    most = muon_seconds(CLUSTER, [large], one_rank, 8)
     assert muon_seconds(CLUSTER, [large, small], NodeGroup(8, 8), 8) > most
 
 
 def test_tensor_parallel_ranks_are_holders_too() -> None:
-    whole = muon_seconds(CLUSTER, [matrix(2048, 2048)] * 8, NodeGroup(1, 1), 8)
+    unsplit = muon_seconds(CLUSTER, [matrix(2048, 2048)] * 8, NodeGroup(1, 1), 8)
     split = muon_seconds(CLUSTER, [matrix(2048, 2048, tp=4)] * 8, NodeGroup(1, 1), 8)
-    assert whole / 4 < split < whole / 2
+    assert unsplit / 4 < split < unsplit / 2
 
 
 def test_what_adamw_updates_takes_no_products() -> None:

@@ -35,14 +35,14 @@ def script() -> ModuleType:
     return fit_operators
 
 
-def known(chip: str) -> Device:
+def device_of(chip: str) -> Device:
     return find_device({"a100": "a100-80gb-sxm", "h100": "h100-80gb-sxm"}[chip])
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32", "fp8"])
 def test_no_product_is_faster_than_the_device(chip: str, precision: Any) -> None:
-    device = known(chip)
+    device = device_of(chip)
     width = {"fp8": 1, "fp32": 4, "tf32": 4}.get(precision, 2)
     for m in (1, 7, 128, 1000, 16384, 10**6):
         for n, k in ((64, 64), (64, 100000), (100000, 64), (4096, 4096), (28672, 8192)):
@@ -71,7 +71,7 @@ def test_more_work_takes_no_less_time(name: str) -> None:
 
 
 def test_one_call_for_all_experts_is_faster_than_one_for_each() -> None:
-    device = known("h100")
+    device = device_of("h100")
     together = matmul_seconds(device=device, m=512, n=1408, k=2048, precision="bf16", batch=64)
     assert together < 0.8 * 64 * matmul_seconds(device, 512, 1408, 2048)
     # but never faster than their arithmetic
@@ -80,7 +80,7 @@ def test_one_call_for_all_experts_is_faster_than_one_for_each() -> None:
 
 def test_a_long_inner_dimension_is_split_where_the_result_is_small() -> None:
     """The gradient of a small weight from many tokens: few tiles, but not few multiprocessors."""
-    device = known("a100")
+    device = device_of("a100")
     fitted = products(device)
     few = matmul_seconds(device, 512, 512, 65536)
     # 8 to 16 of the largest tiles on 108 multiprocessors, one after another
@@ -89,12 +89,14 @@ def test_a_long_inner_dimension_is_split_where_the_result_is_small() -> None:
 
 
 def test_8_bits_are_faster_in_large_products_only() -> None:
-    device = known("h100")
+    device = device_of("h100")
     large, small = (16384, 12288, 4096), (256, 1024, 1024)
     assert matmul_seconds(device, *large, "fp8") < 0.75 * matmul_seconds(device, *large, "bf16")
     assert matmul_seconds(device, *small, "fp8") > matmul_seconds(device, *small, "bf16")
     # without its own units for 8 bits, a device gains nothing by them
-    assert matmul_seconds(known("a100"), *large, "fp8") > matmul_seconds(known("a100"), *large, "bf16")
+    assert matmul_seconds(device_of("a100"), *large, "fp8") > matmul_seconds(
+        device_of("a100"), *large, "bf16"
+    )
 
 
 def test_measured_peaks_and_related_chips_are_used() -> None:
@@ -119,7 +121,7 @@ def test_weight_gradients_of_stages_take_as_long_as_published(
 ) -> None:
     """Held-out products of another program, weight gradients."""
     linears = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
-    each = (matmul_seconds(known("a100"), n, k, batch * 1024, "fp16") for n, k in linears)
+    each = (matmul_seconds(device_of("a100"), n, k, batch * 1024, "fp16") for n, k in linears)
     assert 1e3 * layers * sum(each) == pytest.approx(measured, rel=0.08)
 
 
@@ -148,7 +150,7 @@ def test_a_single_measured_row_suffices() -> None:
 
 
 def test_passes_by_class_bandwidth_and_table() -> None:
-    a100, h100 = known("a100"), known("h100")
+    a100, h100 = device_of("a100"), device_of("h100")
     assert (
         pass_seconds(a100, "add", 1e9)
         < pass_seconds(a100, "gated", 1e9)
@@ -178,7 +180,7 @@ def test_the_fit_computes_what_the_model_does(chip: str) -> None:
     entry = constants("operators")["products"][chip]
     predicted = fit.Predictor(rows, chip)([entry[name] for name in fit.NAMES])
     for m, n, k, seconds in zip(rows.m, rows.n, rows.k, predicted, strict=True):
-        assert matmul_seconds(known(chip), int(m), int(n), int(k)) == pytest.approx(seconds, rel=1e-6)
+        assert matmul_seconds(device_of(chip), int(m), int(n), int(k)) == pytest.approx(seconds, rel=1e-6)
 
 
 @needs_tables

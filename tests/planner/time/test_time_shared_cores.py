@@ -31,14 +31,14 @@ def machine(cores: int = 2, tables: dict[str, Any] = TALK, **kernels: float) -> 
 
 
 def seconds(layout: Layout, cluster: Cluster, **more: Any) -> float:
-    usual: dict[str, Any] = {"precision": Precision(dtype="float32")}
+    defaults: dict[str, Any] = {"precision": Precision(dtype="float32")}
     job = Job(
         shape=SHAPE,
         layout=layout,
         global_batch=32,
         micro_batch=more.pop("micro", 4),
         sequence=128,
-        **(usual | more),
+        **(defaults | more),
     )
     return estimate(job, cluster, memory=False).seconds
 

@@ -22,10 +22,10 @@ def makespan(program: Program, processes: int, cores: int) -> float:
 def test_with_a_core_for_each_rank_it_equals_the_replay(name: str) -> None:
     options = {"chunks": 2} if name == "interleaved" else {}
     program = schedule(name, 4, 8, **options)
-    whole = simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages))
+    timeline = simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages))
     shared = shared_replay(program, lambda action: PARTS[action.kind], 1, 4)
-    assert shared.makespan == pytest.approx(whole.makespan)
-    assert [shared.busy(order) for order in program.orders] == pytest.approx(whole.work)
+    assert shared.makespan == pytest.approx(timeline.makespan)
+    assert [shared.busy(order) for order in program.orders] == pytest.approx(timeline.work)
 
 
 @pytest.mark.parametrize("processes", [1, 3])

@@ -95,8 +95,8 @@ def test_an_asynchronous_step_is_the_mean_of_its_window(
     step = step_time(at, CLUSTER, Assumptions(), "bf16")
     # the whole window replayed as one program
     assert at.window is not None
-    whole = replace(at, custom_program=at.window(int(steps_between_drains)))
-    line = step_time(whole, CLUSTER, Assumptions(), "bf16")
+    window_step = replace(at, custom_program=at.window(int(steps_between_drains)))
+    line = step_time(window_step, CLUSTER, Assumptions(), "bf16")
     assert step.seconds == pytest.approx(line.seconds / steps_between_drains, rel=2e-3)
     for part, taken in line.parts.items():
         assert step.parts[part] == pytest.approx(
@@ -156,9 +156,9 @@ def test_one_rank_takes_the_sum_of_its_layers() -> None:
         )
         for kind in layers
     ]
-    one = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
+    layers_seconds = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
     step = seconds()
-    assert step.seconds - step.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
+    assert step.seconds - step.parts["optimiser"] == pytest.approx(64 * layers_seconds, rel=1e-9)
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
@@ -245,15 +245,15 @@ def test_elements_of_stages_are_those_of_the_model() -> None:
 
 def test_reductions_depend_on_the_mode() -> None:
     layers, size = range(1, 3), 4 * stage_elements(SHAPE, (1, 2), Shares()).dense
-    whole = NodeGroup(16, 8)
+    all_ranks = NodeGroup(16, 8)
 
     def reduce(**dp: object) -> float:
         return data_time(
             job(Layout(dp=16), dp=DataParallelSettings(**dp)), Assumptions(), CLUSTER, layers
         ).reduce  # type: ignore[arg-type]
 
-    assert reduce(mode="ddp") == collective_seconds(CLUSTER, "all-reduce", size, whole)
-    assert reduce(mode="zero1") == collective_seconds(CLUSTER, "reduce-scatter", size, whole)
+    assert reduce(mode="ddp") == collective_seconds(CLUSTER, "all-reduce", size, all_ranks)
+    assert reduce(mode="zero1") == collective_seconds(CLUSTER, "reduce-scatter", size, all_ranks)
     inside = collective_seconds(CLUSTER, "reduce-scatter", size, NodeGroup(8, 8))
     between = collective_seconds(CLUSTER, "all-reduce", size / 8, NodeGroup(2, 1))
     assert reduce(mode="zero2", shard_states=8) == pytest.approx(inside + between)
@@ -327,12 +327,12 @@ def test_verdicts_follow_the_interval_of_memory() -> None:
 
 
 def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
-    beside = []
+    contexts = []
     for name in ("cpu-host", "gpu-host"):
         memory = estimate(job(), replace(CLUSTER, device=replace(DEVICE, name=name))).memory
         assert memory is not None
-        beside.append(memory.device.mid - memory.reserved.mid)
-    assert beside == pytest.approx([PROCESS[1], RESERVE[1]])
+        contexts.append(memory.device.mid - memory.reserved.mid)
+    assert contexts == pytest.approx([PROCESS[1], RESERVE[1]])
 
 
 def test_hidden_communication_shortens_the_step() -> None:
@@ -375,9 +375,9 @@ def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
     ring = [m for m in block_traffic(SHAPE, compute) if m.axis == "cp" and m.phase == "F"]
     assert all(m.overlaps for m in ring)
     link = replace(CLUSTER, inner=NetworkLink(1e9, 0.0, "NVLink 3"))
-    whole = sum(m.count * collective_seconds(link, m.kind, m.size, NodeGroup(4, 4)) for m in ring)
+    ring_seconds = sum(m.count * collective_seconds(link, m.kind, m.size, NodeGroup(4, 4)) for m in ring)
     slower = SoftwareAssumptions().slowdown - 1
-    assert slow.F["context"] == pytest.approx(whole - core + slower * core)
+    assert slow.F["context"] == pytest.approx(ring_seconds - core + slower * core)
 
 
 def test_old_attention_kernels_are_slower_on_later_devices() -> None:

@@ -197,7 +197,7 @@ class Clockwork:
                 return False
             self.spans[rank, places[0]] = (self.now, self.now)
         elif kind in STREAMS or kind is ActionKind.RESHARD:
-            self.beside(rank, places[0], actions[0])
+            self.start_on_stream(rank, places[0], actions[0])
         else:
             if (
                 kind is ActionKind.UPDATE
@@ -205,7 +205,7 @@ class Clockwork:
                 and (rank, places[0]) not in self.stream_free
             ):
                 self.stream_free[rank, places[0]] = 0.0  # its reduction has been started
-                self.beside(rank, None, Action(actions[0].stage, ActionKind.REDUCE_GRAD))
+                self.start_on_stream(rank, None, Action(actions[0].stage, ActionKind.REDUCE_GRAD))
             if not all(self.ready(rank, action) for action in actions):
                 return False
             self.work(rank, places, actions)
@@ -242,7 +242,7 @@ class Clockwork:
         if sends and self.costs.blocking:
             self.hold[rank].append(name)
 
-    def beside(self, rank: int, at: int | None, action: Action) -> None:
+    def start_on_stream(self, rank: int, at: int | None, action: Action) -> None:
         stage, kind, i = action
         if kind is ActionKind.RESHARD:
             assert at is not None

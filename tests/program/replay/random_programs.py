@@ -70,17 +70,17 @@ def with_updates(program: Program, random: Random) -> Program:
     versions = [[0] * program.microbatches for _ in program.placement]
     for order in program.orders:
         last = {a.stage: a for a in order if a.kind in (ActionKind.B, ActionKind.W)}
-        made: defaultdict[int, int] = defaultdict(int)
+        updates: defaultdict[int, int] = defaultdict(int)
         orders.append([])
         for action in order:
             stage, kind, i = action
             orders[-1].append(action)
             if kind is ActionKind.F:
                 assert i is not None
-                versions[stage][i] = made[stage]
+                versions[stage][i] = updates[stage]
             elif kind in (ActionKind.B, ActionKind.W) and (last[stage] == action or random.random() < 0.4):
                 orders[-1].append(Action(stage, ActionKind.UPDATE, i))
-                made[stage] += 1
+                updates[stage] += 1
     return replace(
         program, orders=tuple(map(tuple, orders)), versions=tuple(map(tuple, versions)), pairs=frozenset()
     )

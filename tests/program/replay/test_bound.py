@@ -91,10 +91,10 @@ def test_little_memory_makes_a_step_longer():
     program, costs = schedule("naive", 4, 16), Costs()
     # one microbatch at a time: a rank holds it from its F over the way to the loss and back
     assert simulate(program, costs).makespan == 16 * 12
-    free, one, two = (bound(program, costs, memory) for memory in (None, 1, 2))
+    free, at_one, two = (bound(program, costs, memory) for memory in (None, 1, 2))
     assert free == 51
-    assert one == 16 * (4 + 4 + 1)  # with weight gradients put off on the other ranks
-    assert two == one / 2
+    assert at_one == 16 * (4 + 4 + 1)  # with weight gradients put off on the other ranks
+    assert two == at_one / 2
     assert bound(program, costs, memory=10**9) == free
 
 

@@ -48,7 +48,7 @@ def agrees(form: Form, case: Case, lowered: bool = False) -> int:
         compared += 1
     if peak_holds and form.peak is not None:
         peaks = [form.peak(case, rank) for rank in range(case.p)]
-        assert [held / chunks(program, rank) for rank, held in enumerate(line.peak_bytes)] == peaks, case
+        assert [peak / chunks(program, rank) for rank, peak in enumerate(line.peak_bytes)] == peaks, case
         if program.copies == 1:
             assert line.peak_activations == peaks
         compared += case.p

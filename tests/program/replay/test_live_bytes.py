@@ -23,7 +23,7 @@ def test_peaks_of_every_schedule(name: str):
         assert line.peak_bytes == peak_held(program)
         for curve in line.live_bytes:
             assert all(a <= b for (a, _), (b, _) in pairwise(curve))
-            assert all(held >= 0 for _, held in curve)
+            assert all(size >= 0 for _, size in curve)
             assert curve[-1][1] == 0
 
 
@@ -38,4 +38,4 @@ def test_peaks_of_repeated_and_moved_activations():
 
 def test_bytes_of_stages_that_differ():
     line = simulate(drawn(Random(1), "gpipe"), Costs(activations=7))
-    assert line.peak_bytes == [7 * held for held in peak_held(line.program)]
+    assert line.peak_bytes == [7 * count for count in peak_held(line.program)]

@@ -250,9 +250,9 @@ def test_costs_that_do_not_fit_the_program(bad: dict[str, Any], says: str):
 
 def test_copies_of_the_weights_cost_the_same_by_default():
     program = schedule("dualpipe", 2, 4)
-    one = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)]))
+    per_stage = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)]))
     both = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)] * 2))
-    assert one.events == both.events
+    assert per_stage.events == both.events
     # a rank's share of one microbatch is its stage of one copy
     assert simulate(program).work == (12, 12)
 

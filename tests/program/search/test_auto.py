@@ -78,8 +78,8 @@ def test_the_same_input_gives_the_same_program() -> None:
 def test_limits_rank_by_rank() -> None:
     memory = [4, None, 1, 2.5]
     program = search(4, 6, uneven(8), memory, effort=0.3).program
-    for held, limit in zip(peak_activations(program), memory, strict=True):
-        assert limit is None or held <= limit
+    for peak, limit in zip(peak_activations(program), memory, strict=True):
+        assert limit is None or peak <= limit
 
 
 def test_whole_backwards_stay_whole() -> None:

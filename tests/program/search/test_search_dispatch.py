@@ -31,8 +31,8 @@ def holds_what_it_should(
 ) -> None:
     program = problem.program(orders)
     check(lower(program))
-    for held, limit in zip(peak_activations(program), memory, strict=True):
-        assert limit is None or held <= limit
+    for peak, limit in zip(peak_activations(program), memory, strict=True):
+        assert limit is None or peak <= limit
     ends = replay(problem, orders)
     assert ends is not None
     assert makespan(ends) == simulate(program, costs).makespan
