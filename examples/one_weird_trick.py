@@ -34,12 +34,8 @@ def plan(way: str) -> dict:
     if way == "data parallel":
         return {"features": BatchParallel(), "classifier": BatchParallel()}
     # the classifier's last layer has no style of its own: it is replicated
-    classifier = {
-        "classifier": GatherBatch(way),
-        "classifier.0": ColumnParallel(),
-        "classifier.2": RowParallel(),
-    }
-    return {"features": BatchParallel(), **classifier}
+    linear = {"classifier": GatherBatch(way), "classifier.0": ColumnParallel(), "classifier.2": RowParallel()}
+    return {"features": BatchParallel(), **linear}
 
 
 def loss(model, batch):
@@ -80,9 +76,5 @@ if __name__ == "__main__":
     for way in WAYS:
         report, sent = stretto.run_ranks(RANKS, on_rank, way)[0]
         report.raise_for_difference()
-        off = ", ".join(
-            f"{quantity.name} {quantity.error:.0e}"
-            for quantity in report.quantities
-            if quantity.error is not None
-        )
+        off = ", ".join(f"{q.name} {q.error:.0e}" for q in report.quantities if q.error is not None)
         print(f"{way}: a rank sends {sent:,} bytes in a step; off by {off}")
