@@ -73,7 +73,7 @@ def table() -> list[str]:
     ]
     for name in families.CASES:
         single, double = (families.compare(name, dtype) for dtype in (torch.float32, torch.float64))
-        assert single.parameters == single.theirs, name
+        assert single.parameters == single.transformers_parameters, name
         about = f"{closeness(single)} | {closeness(double)} | {single.parameters:,}, equal"
         kind, _, more = name.partition(", ")
         lines.append(f"| `{kind}`{f', {more}' if more else ''} | {WITH[name]} | {about} |")

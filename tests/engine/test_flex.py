@@ -55,9 +55,9 @@ def documents(begins: list[list[int]], n: int) -> DocumentStarts:
 def core(
     kernel: Any, window: int | None, softcap: float | None, of: DocumentStarts | None
 ) -> CausalAttention:
-    made = CausalAttention(0.0, window=window, softcap=softcap, scale=0.3)
-    made.kernel, made.packing.documents = kernel, of
-    return made
+    attention = CausalAttention(0.0, window=window, softcap=softcap, scale=0.3)
+    attention.kernel, attention.packing.documents = kernel, of
+    return attention
 
 
 def drawn(n: int, kv_heads: int, dv: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -120,19 +120,23 @@ def test_blocks_are_those_of_torch(case: tuple[Any, ...], drawn: st.DataObject) 
         near = torch.ones_like(i, dtype=torch.bool) if window is None else i - j < window
         return (j <= i) & near & (j >= first[b, i])
 
-    whole = torch_flex.create_block_mask(seen, len(first), None, n, n, device="cpu")
+    torch_mask = torch_flex.create_block_mask(seen, len(first), None, n, n, device="cpu")
     for name in ("kv", "full_kv", "q", "full_q"):
         count, columns = (getattr(mask, f"{name}_{part}") for part in ("num_blocks", "indices"))
-        wanted = getattr(whole, f"{name}_num_blocks")
+        wanted = getattr(torch_mask, f"{name}_num_blocks")
         torch.testing.assert_close(count, wanted)
         rows = zip(count.flatten(), columns.flatten(0, -2), strict=True)
-        others = zip(wanted.flatten(), getattr(whole, f"{name}_indices").flatten(0, -2), strict=True)
+        others = zip(wanted.flatten(), getattr(torch_mask, f"{name}_indices").flatten(0, -2), strict=True)
         assert [row[:size].tolist() for size, row in rows] == [row[:size].tolist() for size, row in others]
 
 
 def test_masks_are_shared_by_layers_and_microbatches() -> None:
-    one, other = documents([[3], [9]], 20), documents([[4], []], 20)
-    masks = [flex.block_mask(20, window, of, CPU) for of in (one, one, other) for window in (None, 5, 5)]
+    first_documents, other = documents([[3], [9]], 20), documents([[4], []], 20)
+    masks = [
+        flex.block_mask(20, window, of, CPU)
+        for of in (first_documents, first_documents, other)
+        for window in (None, 5, 5)
+    ]
     assert len({id(mask) for mask in masks}) == 4
     assert flex.block_mask(20, 7, None, CPU) is flex.block_mask(20, 7, None, CPU)
     assert flex.block_mask(20, 20, None, CPU) is flex.block_mask(20, None, None, CPU)
@@ -222,11 +226,11 @@ def test_it_is_compiled_once_for_all_layers_and_documents(monkeypatch: pytest.Mo
         layer.packing.documents = None
         trained(layer, tensors, sinks=True)
     assert len(graphs) == 3
-    kept = list[tuple[int, ...]]()
-    with saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    shapes = list[tuple[int, ...]]()
+    with saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         y = layers[0](*(t.requires_grad_() for t in tensors[:3]))
     q, k = (2, 4, 140, 8), (2, 2, 140, 8)
-    assert sorted(shape for shape in kept if shape[0] == 2) == sorted([q, k, k, tuple(y.shape), q[:3]])
+    assert sorted(shape for shape in shapes if shape[0] == 2) == sorted([q, k, k, tuple(y.shape), q[:3]])
     flex._compiled.cache_clear()
 
 

@@ -49,10 +49,10 @@ def strided(heads: int, n: int, batch: int, dtype: torch.dtype) -> Tensor:
     return wide[:, 2 : n + 2, 1 : heads + 1].transpose(1, 2)
 
 
-def close(ours: Tensor, plain: Tensor, tolerance: float) -> None:
+def close(computed: Tensor, plain: Tensor, tolerance: float) -> None:
     plain = plain.detach()
     scale = float(plain.abs().max()) or 1.0
-    assert float((ours.detach().double() - plain).abs().max()) <= tolerance * scale
+    assert float((computed.detach().double() - plain).abs().max()) <= tolerance * scale
 
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -81,12 +81,14 @@ def test_kernels_are_the_formula(
     exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
     y, lse = formula(exact[0], exact[1], exact[2], band)
     kernel = kernel_for(q, v, HALF, explicit)
-    ours, our_lse = kernel.forward(q, k, v, band)
-    close(ours, y, TOLERANCE[dtype])
+    output, our_lse = kernel.forward(q, k, v, band)
+    close(output, y, TOLERANCE[dtype])
     close(our_lse, lse, TOLERANCE[dtype])
     dy = strided(heads, n, 2, dtype)
     grads = torch.autograd.grad(y, exact, dy.double())
-    for ours_d, plain in zip(kernel.backward(dy, q, k, v, ours.to(dtype), our_lse, band), grads, strict=True):
+    for ours_d, plain in zip(
+        kernel.backward(dy, q, k, v, output.to(dtype), our_lse, band), grads, strict=True
+    ):
         assert ours_d.shape == plain.shape
         close(ours_d, plain, 3 * TOLERANCE[dtype])
 
@@ -133,14 +135,14 @@ def test_any_band_is_the_formula(
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
     y, lse = formula(exact[0], exact[1], exact[2], band, scores)
     kernel = kernel_for(q, v, scores)
-    ours, our_lse = kernel.forward(q, k, v, band)
-    close(ours, y, 1e-13)
+    output, our_lse = kernel.forward(q, k, v, band)
+    close(output, y, 1e-13)
     close(our_lse, lse, 1e-13)
     dy = torch.randn_like(y)
-    grads = kernel.backward(dy, q, k, v, ours, our_lse, band)
+    grads = kernel.backward(dy, q, k, v, output, our_lse, band)
     plain_terms = [float(x.detach().abs().max()) for x in exact]
-    for one, plain in zip(grads, torch.autograd.grad(y, exact, dy), strict=True):
-        error = float((one - plain).abs().max())
+    for gradient, plain in zip(grads, torch.autograd.grad(y, exact, dy), strict=True):
+        error = float((gradient - plain).abs().max())
         assert error <= 1e-13 * max(float(plain.abs().max()), *plain_terms)  # terms of one score cancel
 
 
@@ -173,16 +175,16 @@ def test_attention_over_blocks_adds_up(n: int, cut: int, explicit: bool, grouped
     if not grouped:
         k, v = (t.repeat_interleave(2, 1) for t in (k, v))
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
-    whole, whole_lse = formula(exact[0], exact[1], exact[2], FULL)
+    full, whole_lse = formula(exact[0], exact[1], exact[2], FULL)
     kernel = kernel_for(q, v, HALF, explicit)
     blocks = [slice(0, cut), slice(cut, m)]
     y, lse = kernel.forward(q, k[:, :, blocks[0]], v[:, :, blocks[0]], FULL)
     add_block(y, lse, *kernel.forward(q, k[:, :, blocks[1]], v[:, :, blocks[1]], FULL))
-    close(y, whole, 1e-13)
+    close(y, full, 1e-13)
     close(lse, whole_lse, 1e-13)
     dy = torch.randn_like(q)
     parts = [kernel.backward(dy, q, k[:, :, b], v[:, :, b], y, lse, FULL) for b in blocks]
-    dq, dk, dv = torch.autograd.grad(whole, exact, dy)
+    dq, dk, dv = torch.autograd.grad(full, exact, dy)
     close(parts[0][0] + parts[1][0], dq, 1e-13)
     close(torch.cat([p[1] for p in parts], 2), dk, 1e-13)
     close(torch.cat([p[2] for p in parts], 2), dv, 1e-13)
@@ -224,13 +226,13 @@ def test_dropout_in_a_block_is_dropout_of_its_probabilities(n: int, kv_heads: in
     y, lse = formula(q, k, v, CAUSAL, factors=dropout.mask.double() * dropout.scale)
     kernel = kernel_for(q, v, HALF, dropout=dropout)
     with torch.no_grad():
-        ours, our_lse = kernel.forward(q, k, v, CAUSAL)
-        close(ours, y, 1e-13)
+        output, our_lse = kernel.forward(q, k, v, CAUSAL)
+        close(output, y, 1e-13)
         close(our_lse, lse, 1e-13)
         dy = torch.randn_like(y)
-        grads = kernel.backward(dy, q, k, v, ours, our_lse, CAUSAL)
-    for one, plain in zip(grads, torch.autograd.grad(y, [q, k, v], dy), strict=True):
-        close(one, plain, 1e-13)
+        grads = kernel.backward(dy, q, k, v, output, our_lse, CAUSAL)
+    for gradient, plain in zip(grads, torch.autograd.grad(y, [q, k, v], dy), strict=True):
+        close(gradient, plain, 1e-13)
 
 
 def test_many_heads_in_tiles_are_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,30 +242,30 @@ def test_many_heads_in_tiles_are_the_formula(monkeypatch: pytest.MonkeyPatch) ->
     y, lse = formula(q, k, v, CAUSAL)
     kernel = kernel_for(q, v, HALF, explicit=True)
     with torch.no_grad():
-        ours, our_lse = kernel.forward(q, k, v, CAUSAL)
+        output, our_lse = kernel.forward(q, k, v, CAUSAL)
         dy = torch.randn_like(y)
-        grads = kernel.backward(dy, q, k, v, ours, our_lse, CAUSAL)
-    close(ours, y, 1e-13)
+        grads = kernel.backward(dy, q, k, v, output, our_lse, CAUSAL)
+    close(output, y, 1e-13)
     close(our_lse, lse, 1e-13)
-    for one, plain in zip(grads, torch.autograd.grad(y, [q, k, v], dy), strict=True):
-        close(one, plain, 1e-13)
+    for gradient, plain in zip(grads, torch.autograd.grad(y, [q, k, v], dy), strict=True):
+        close(gradient, plain, 1e-13)
 
 
 def scores_formed(n: int, band: Band) -> int:
     """Return the number of scores that the formula computes."""
-    made = 0
+    elements = 0
     plain = torch.Tensor.amax
 
     def count(x: Tensor, dim: int, keepdim: bool) -> Tensor:
-        nonlocal made
-        made += x.numel()
+        nonlocal elements
+        elements += x.numel()
         return plain(x, dim, keepdim)
 
     x = torch.randn(1, 1, n, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "amax", count)
         NaiveAttention(HALF).forward(x, x, x, band)
-    return made
+    return elements
 
 
 def test_scores_outside_the_band_are_not_computed() -> None:

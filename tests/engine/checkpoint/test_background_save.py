@@ -76,11 +76,11 @@ def test_the_values_are_those_of_the_moment_it_began(tmp_path: Path) -> None:
 def test_it_writes_the_files_that_a_save_that_is_waited_for_writes(tmp_path: Path) -> None:
     state = true_state(Hand(), 0)
     background = BackgroundSave(CPU)
-    one = save(tmp_path / "one", 3, state, {"a": 1}, {"cpu": torch.arange(5)})
+    waited = save(tmp_path / "one", 3, state, {"a": 1}, {"cpu": torch.arange(5)})
     background.start(tmp_path / "two", 3, state, {"a": 1}, {"cpu": torch.arange(5)})
     two = background.finish()
     for file in ("shard-00000.safetensors", "metadata.json"):
-        assert (one / file).read_bytes() == (two / file).read_bytes()
+        assert (waited / file).read_bytes() == (two / file).read_bytes()
 
 
 def test_the_memory_and_the_division_serve_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +132,13 @@ def test_a_commit_that_is_not_permitted_leaves_nothing(tmp_path: Path) -> None:
         raise StrettoError("taken over")
 
     for begin in (save, BackgroundSave(CPU).start):
-        said = attempt(
+        message = attempt(
             lambda begin=begin: (
                 begin(tmp_path, 1, true_state(Hand(), 0), {}, before_commit=refuse),
                 begin is not save and begin.__self__.finish(),
             )
         )
-        assert said == "StrettoError: taken over"
+        assert message == "StrettoError: taken over"
         assert list(tmp_path.iterdir()) == []
 
 
@@ -212,8 +212,8 @@ def fail_in_the_background(root: str) -> list[str]:
 
 
 def test_a_failure_in_the_background_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
-    zero, one = on_ranks(2, fail_in_the_background, str(tmp_path))
-    assert zero == one
+    zero, first = on_ranks(2, fail_in_the_background, str(tmp_path))
+    assert zero == first
     starts = [
         "CollectiveError: rank 1: [Errno 5] Input/output error: ",
         "CollectiveError: rank 1: the disk is full: [Errno 28] ",

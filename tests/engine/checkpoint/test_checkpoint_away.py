@@ -93,10 +93,10 @@ def test_states_in_files_go_through_a_checkpoint(saved: Offload, loaded: Offload
     results = values(other)
     assert results.keys() == want.keys()
     assert all(torch.equal(want[name], results[name]) for name in want)
-    again, ours = optimizer_of("none", tmp_path, 2)  # and goes on as one in memory does
+    again, again_fragments = optimizer_of("none", tmp_path, 2)  # and goes on as one in memory does
     again.prepare(2)
     load(path, table(again))
-    for each, fragments in ((other, others), (again, ours)):
+    for each, fragments in ((other, others), (again, again_fragments)):
         torch.manual_seed(7)
         train(each, fragments, 2)
     assert all(torch.equal(a, b) for a, b in zip(values(other).values(), values(again).values(), strict=True))

@@ -65,11 +65,11 @@ def test_exports_load_in_transformers_and_import_again(tmp_path: Path, family: s
     files = export_huggingface(path, out, limit)
     assert sorted(files) == sorted(out.iterdir())
     assert len(files) == 2 if limit == 10**9 else len(files) > 4
-    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
+    transformers_model = AutoModelForCausalLM.from_pretrained(out).eval()
     tokens = torch.arange(24).reshape(2, 12) % 31
     with torch.no_grad():
-        ours = model.eval()(tokens)
-        assert torch.allclose(theirs(tokens).logits, ours, atol=1e-5)
+        logits = model.eval()(tokens)
+        assert torch.allclose(transformers_model(tokens).logits, logits, atol=1e-5)
     back = import_huggingface(out, tmp_path / "new")
     assert back == tmp_path / "new" / "checkpoints" / "step-00000000"
     weights, loaded = read_whole(back)

@@ -104,8 +104,8 @@ def true_state(how: Cut, rank: int) -> Held:
         start, stop = sizes.span(size, at, copies, 3)
         flat, begin = unit[start:stop].to(how.dtype), 0
         for name, local, placed in entries:
-            whole = unit[begin : begin + prod(local)].view(local)
-            placed.fill(whole, full(name))
+            shard = unit[begin : begin + prod(local)].view(local)
+            placed.fill(shard, full(name))
             low, high = (min(max(edge - begin, 0), prod(local)) for edge in (start, stop))
             at_flat = begin + low - start
             part = flat[at_flat : at_flat + high - low] if low < high else flat[:0]
@@ -115,11 +115,11 @@ def true_state(how: Cut, rank: int) -> Held:
     return results
 
 
-def blank(held: Held) -> Held:
+def blank(tensors: Held) -> Held:
     """The same with other content; each tensor begins in the middle of a longer one."""
     return {
         name: (torch.full((t.numel() + 3,), 77, dtype=t.dtype)[2:-1], place)
-        for name, (t, place) in held.items()
+        for name, (t, place) in tensors.items()
     }
 
 
@@ -131,8 +131,8 @@ def cross(root: str, cuts: list[Cut], others: list[str]) -> list[str]:
     """Save under each, and read what there is under some, in turn; what differed."""
     rank, wrong, mine = dist.get_rank(), list[str](), list[str]()
     for at, how in enumerate(cuts):
-        held = true_state(how, rank)
-        mine.append(str(save(f"{root}/{len(cuts)}-{at}", at, held, {"at": at})))
+        tensors = true_state(how, rank)
+        mine.append(str(save(f"{root}/{len(cuts)}-{at}", at, tensors, {"at": at})))
     for (at, path), further in itertools.product(enumerate(mine + others), (0, 1, 3)):
         how = cuts[(at + further) % len(cuts)]
         want, got = true_state(how, rank), blank(true_state(how, rank))
@@ -189,10 +189,10 @@ def test_boxes_on_several_ranks_are_written_once(written: Path) -> None:
 
 def test_the_hand_made_shards_differ_from_the_default() -> None:
     """Some begin inside a row, some have several pieces, some none."""
-    held = [true_state(FOUR[1], rank) for rank in range(4)]
-    assert any(len(place.pieces) > 2 for one in held for _, place in one.values())
-    assert any(not place.pieces for one in held for _, place in one.values())
-    assert sum(t.numel() for one in held for t, _ in one.values()) == sum(
+    by_rank = [true_state(FOUR[1], rank) for rank in range(4)]
+    assert any(len(place.pieces) > 2 for tensors in by_rank for _, place in tensors.values())
+    assert any(not place.pieces for tensors in by_rank for _, place in tensors.values())
+    assert sum(t.numel() for tensors in by_rank for t, _ in tensors.values()) == sum(
         prod(shape) for shape in (DENSE | EXPERTS).values()
     ) + prod((1, 6))  # the padding of the embedding; the unit's own lies in no tensor
 

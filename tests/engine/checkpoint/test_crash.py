@@ -211,14 +211,14 @@ def test_invalid_steps_are_refused(tmp_path: Path, bad: Any) -> None:
 
 
 def test_pieces_that_leave_a_gap_are_refused(tmp_path: Path) -> None:
-    whole = ShardPlacement.unsharded("w", (4, 2))
-    hole = ShardPlacement("w", (5, 2), whole.pieces)
+    unsharded = ShardPlacement.unsharded("w", (4, 2))
+    hole = ShardPlacement("w", (5, 2), unsharded.pieces)
     with pytest.raises(StrettoError, match=r"tensor w of shape \[5, 2\]: pieces have 8 elements of 10"):
         save(tmp_path, 1, {"w": (torch.ones(4, 2), hole)}, {})
     with pytest.raises(
         StrettoError, match=r"tensor w: piece at \[0, 0\] of size \[4, 2\] lies outside the local"
     ):
-        save(tmp_path, 1, {"w": (torch.ones(3, 2), whole)}, {})
+        save(tmp_path, 1, {"w": (torch.ones(3, 2), unsharded)}, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,8 +285,8 @@ def failing_rename(*_: Any) -> None:
 
 
 def test_a_failure_on_one_rank_is_the_same_failure_on_all(tmp_path: Path) -> None:
-    zero, one = on_ranks(2, fail_in_many_ways, str(tmp_path))
-    assert zero == one
+    zero, first = on_ranks(2, fail_in_many_ways, str(tmp_path))
+    assert zero == first
     expected = [
         "CollectiveError: rank 1: [Errno 5] Input/output error: ",
         "CollectiveError: rank 0: [Errno 5] Input/output error: ",

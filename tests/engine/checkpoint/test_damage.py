@@ -131,8 +131,8 @@ def test_what_is_no_file_is_damage_and_is_not_waited_for(run: Path, name: str, k
     else:
         here = Path.cwd()
         os.chdir(file.parent)  # a socket's path is limited to some hundred characters
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(name)
+        with socket.socket(socket.AF_UNIX) as bound_socket:
+            bound_socket.bind(name)
         os.chdir(here)
     falls_back(run, f"{name} is not a plain file")
     save(run, 3, true_state(Hand(), 0), {}, keep=Retention(last=1))

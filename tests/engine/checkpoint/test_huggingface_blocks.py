@@ -37,8 +37,8 @@ def test_four_bits_are_what_transformers_reads() -> None:
 def test_eight_bits_are_what_transformers_reads() -> None:
     weight = torch.randn(256, 384, generator=GENERATOR).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=GENERATOR)
-    theirs = Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16)
-    assert torch.equal(from_float8(weight, scales), theirs)
+    by_transformers = Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16)
+    assert torch.equal(from_float8(weight, scales), by_transformers)
 
 
 @pytest.mark.parametrize("shape", [(200, 130), (576, 128), (1, 300)])
@@ -138,11 +138,11 @@ def test_a_model_in_8_bit_blocks_is_imported(tmp_path: Path) -> None:
     with Importing(tmp_path / "in") as model:
         assert any("8-bit" in note for note in model.notes)
         assert model.dtype == "bfloat16"
-    made, _ = read_whole(import_huggingface(tmp_path / "in", tmp_path / "run"))
+    tensors, _ = read_whole(import_huggingface(tmp_path / "in", tmp_path / "run"))
     down = want["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(made["blocks.1.mlp.down.weight"], down)
+    assert torch.equal(tensors["blocks.1.mlp.down.weight"], down)
     parts = [want[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(made["blocks.0.attn.qkv.weight"], torch.cat(parts))
+    assert torch.equal(tensors["blocks.0.attn.qkv.weight"], torch.cat(parts))
 
 
 def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,20 +194,20 @@ def test_a_gpt_oss_folder_in_4_bit_blocks_is_imported_and_exported(tmp_path: Pat
         assert 0.01 < float(coarse.abs().mean() / weight.float().abs().mean()) < 0.2, "rounded to 4 bits"
     save_file(weights, file, {"format": "pt"})
     described = json.loads((source / "config.json").read_text())
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    described["quantization_config"] = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    unquantised = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    described["quantization_config"] = {"modules_to_not_convert": unquantised, "quant_method": "mxfp4"}
     (source / "config.json").write_text(json.dumps(described))
-    theirs = AutoModelForCausalLM.from_pretrained(
+    transformers_model = AutoModelForCausalLM.from_pretrained(
         source, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
     ).eval()
-    made = import_model(source, tmp_path / "run")
-    assert made.dtype == "bfloat16"
+    imported = import_model(source, tmp_path / "run")
+    assert imported.dtype == "bfloat16"
     ids = torch.randint(0, 53, (2, 20), generator=GENERATOR)
     with torch.no_grad():
-        want = theirs(ids).logits
-        ours = load_model(made.checkpoint)(ids)
-        assert float((ours - want).abs().max() / want.abs().max()) < 1e-5
-        export_huggingface(made.checkpoint, tmp_path / "out")
+        want = transformers_model(ids).logits
+        logits = load_model(imported.checkpoint)(ids)
+        assert float((logits - want).abs().max() / want.abs().max()) < 1e-5
+        export_huggingface(imported.checkpoint, tmp_path / "out")
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
         assert torch.equal(back(ids).logits, want)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

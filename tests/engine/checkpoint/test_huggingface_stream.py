@@ -71,26 +71,26 @@ WIDE = ModelShape(family="llama", layers=24, hidden=256, heads=4, ffn=1024, voca
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     """48 MiB of weights, the largest tensor 1 MiB; a whole copy in memory would be seen."""
-    whole = sum(torch.Size(sizes).numel() for sizes in parameter_shapes(WIDE).values()) * 2
+    full_bytes = sum(torch.Size(sizes).numel() for sizes in parameter_shapes(WIDE).values()) * 2
     largest = max(torch.Size(sizes).numel() for sizes in parameter_shapes(WIDE).values()) * 2
-    assert whole > 40 * MIB > 20 * largest
+    assert full_bytes > 40 * MIB > 20 * largest
     checkpoint = saved(tmp_path / "run", WIDE, ranks=4)
     allowed = 4 * largest + 8 * MIB  # ours, what it is split into, and what the allocator keeps
     out = tmp_path / "out"
     assert peak(lambda look: export_huggingface(checkpoint, out, 10 * MIB, progress=look)) < allowed
     with Importing(out) as model:
         assert peak(lambda look: model.write(tmp_path / "new", progress=look)) < allowed
-    theirs, _ = read_whole(tmp_path / "new" / "checkpoints" / "step-00000000")
+    tensors, _ = read_whole(tmp_path / "new" / "checkpoints" / "step-00000000")
     with StoredTensors(checkpoint) as stored:
-        assert all(torch.equal(stored.read(name), tensor) for name, tensor in theirs.items())
-    del theirs
-    held = list[object]()
-    assert peak(lambda look: (held.append(read_whole(checkpoint)), look(0, 1))) > 40 * MIB
+        assert all(torch.equal(stored.read(name), tensor) for name, tensor in tensors.items())
+    del tensors
+    results = list[object]()
+    assert peak(lambda look: (results.append(read_whole(checkpoint)), look(0, 1))) > 40 * MIB
 
 
 def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that ranks can verify them side by side."""
-    whole, _ = read_whole(saved(tmp_path / "one", LLAMA))
+    tensors, _ = read_whole(saved(tmp_path / "one", LLAMA))
     monkeypatch.setattr("stretto.engine.checkpoint.storage.LARGEST_FILE", 2500)
     checkpoint = saved(tmp_path / "run", LLAMA, ranks=2)
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -99,7 +99,7 @@ def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest
     assert files[-1].name == "shard-00000.safetensors"
     assert not problems(checkpoint)
     again, _ = read_whole(checkpoint)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_an_interrupted_import_leaves_nothing_and_can_be_run_again(tmp_path: Pat
         model.write(tmp_path / "new", progress=stop)
     assert not checkpoints(tmp_path / "new" / "checkpoints")
     assert not list((tmp_path / "new" / "checkpoints").iterdir())
-    made = import_huggingface(tmp_path / "out", tmp_path / "new")
-    assert not problems(made)
+    folder = import_huggingface(tmp_path / "out", tmp_path / "new")
+    assert not problems(folder)
 
 
 def test_a_killed_import_does_not_look_whole(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ class TestHostileFolders:
         last = sorted(set(body["weight_map"].values()))[-1]
         for name, tensor in tensors.items():
             file = source / body["weight_map"].setdefault(name, last)
-            kept = {name: kept.clone() for name, kept in load_file(file).items()}
-            save_file({**kept, name: tensor}, file, {"format": "pt"})
+            stored = {name: stored_tensor.clone() for name, stored_tensor in load_file(file).items()}
+            save_file({**stored, name: tensor}, file, {"format": "pt"})
         index.write_text(json.dumps(body))
 
     def test_a_billion_layers(self, source: Path) -> None:

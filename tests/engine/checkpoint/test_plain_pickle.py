@@ -187,9 +187,9 @@ def test_limits() -> None:
 
 def test_damaged_pickles_are_plain_or_refused() -> None:
     stream = random.Random(0)
-    whole = pickle.dumps(PLAIN, 4)
+    undamaged = pickle.dumps(PLAIN, 4)
     for _ in range(3000):
-        damaged = bytearray(whole)
+        damaged = bytearray(undamaged)
         for _ in range(stream.randint(1, 4)):
             damaged[stream.randrange(len(damaged))] = stream.randrange(256)
         try:

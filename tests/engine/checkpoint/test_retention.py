@@ -90,17 +90,20 @@ def check_schedule(root: Path, saves: list[Save], keep: Retention) -> None:
             if loss is not None:
                 losses[step] = loss
         left = {int(path.name[5:]) for path in checkpoints(root) if not quick_problems(path)}
-        whole = sorted(before | {step})  # it was whole as the others were tidied up
-        kept = set(whole[-keep.last :])
+        complete = sorted(before | {step})  # it was whole as the others were tidied up
+        retained = set(complete[-keep.last :])
         if keep.every is not None:
-            kept |= {one for one in whole if one % keep.every == 0}
+            retained |= {saved_step for saved_step in complete if saved_step % keep.every == 0}
         if keep.best is not None:
             now = {**losses, **({step: loss} if loss is not None else {})}
-            evaluated = sorted((one for one in whole if one in now), key=lambda one: (now[one], one))
-            kept |= set(evaluated[: keep.best])
-        assert kept - {step} <= left
+            evaluated = sorted(
+                (saved_step for saved_step in complete if saved_step in now),
+                key=lambda saved_step: (now[saved_step], saved_step),
+            )
+            retained |= set(evaluated[: keep.best])
+        assert retained - {step} <= left
         assert (step in left) == (becomes != "damaged")
-        assert left <= kept
+        assert left <= retained
         assert not failed or becomes == "stuck"
 
 

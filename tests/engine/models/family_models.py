@@ -212,7 +212,7 @@ class Comparison:
     gradients: float
     worst: str  # the tensor with the worst gradient
     parameters: int
-    theirs: int
+    transformers_parameters: int
 
 
 def compare(name: str, dtype: torch.dtype) -> Comparison:
@@ -223,57 +223,62 @@ def compare(name: str, dtype: torch.dtype) -> Comparison:
     return _compare(name, dtype)
 
 
-def loaded(theirs: Any, shape: ModelShape, dtype: torch.dtype) -> LanguageModel:
+def loaded(transformers_model: Any, shape: ModelShape, dtype: torch.dtype) -> LanguageModel:
     """Our model with the weights of theirs."""
-    ours = build(shape).to(dtype)
-    ours.load_state_dict(from_huggingface(theirs.state_dict(), shape), strict=False)
-    ours.tie()
-    return ours.train()
+    model = build(shape).to(dtype)
+    model.load_state_dict(from_huggingface(transformers_model.state_dict(), shape), strict=False)
+    model.tie()
+    return model.train()
 
 
 def _compare(name: str, dtype: torch.dtype) -> Comparison:
     config = their_config(name)
-    theirs = their_model(config, dtype)
+    transformers_model = their_model(config, dtype)
     shape = shape_from_huggingface(config.to_dict())
-    ours = loaded(theirs, shape, dtype)
+    model = loaded(transformers_model, shape, dtype)
     ids = torch.randint(0, shape.vocab, (3, SEQUENCE), generator=torch.Generator().manual_seed(4))
-    expected = theirs(ids, use_cache=False)
-    logits = ours(ids)
+    expected = transformers_model(ids, use_cache=False)
+    logits = model(ids)
     targets = torch.cat([ids[:, 1:], torch.full((3, 1), -100)], dim=1)
     their_loss = torch.nn.functional.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
-    loss = ours.loss(logits, targets) / (targets != -100).sum()
+    loss = model.loss(logits, targets) / (targets != -100).sum()
     their_loss.backward()
     loss.backward()
-    gradients = _gradients(ours, theirs, shape)
+    gradients = _gradients(model, transformers_model, shape)
     worst = max(gradients, key=gradients.__getitem__)
-    tied = {id(p): p for p in theirs.parameters()}
+    tied = {id(p): p for p in transformers_model.parameters()}
     return Comparison(
         logits=_difference(logits, expected.logits),
         loss=_difference(loss, their_loss),
         gradients=gradients[worst],
         worst=worst,
-        parameters=sum(p.numel() for p in ours.parameters()),
-        theirs=sum(p.numel() for p in tied.values()) + sum(b.numel() for b in _corrections(theirs)),
+        parameters=sum(p.numel() for p in model.parameters()),
+        transformers_parameters=sum(p.numel() for p in tied.values())
+        + sum(b.numel() for b in _corrections(transformers_model)),
     )
 
 
-def _corrections(theirs: Any) -> list[Tensor]:
+def _corrections(transformers_model: Any) -> list[Tensor]:
     """DeepSeek-V3's corrections of its router: tensors of published files, buffers of the module."""
-    return [buffer for key, buffer in theirs.named_buffers() if key.endswith("e_score_correction_bias")]
+    return [
+        buffer
+        for key, buffer in transformers_model.named_buffers()
+        if key.endswith("e_score_correction_bias")
+    ]
 
 
-def _gradients(ours: LanguageModel, theirs: Any, shape: ModelShape) -> dict[str, float]:
-    state = theirs.state_dict(keep_vars=True)
+def _gradients(model: LanguageModel, transformers_model: Any, shape: ModelShape) -> dict[str, float]:
+    state = transformers_model.state_dict(keep_vars=True)
     there = {key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in state.items()}
     expected = from_huggingface(there, shape)
     return {
         key: _difference(parameter.grad, expected[key])
-        for key, parameter in ours.named_parameters()
+        for key, parameter in model.named_parameters()
         if parameter.grad is not None or bool(expected[key].any())
     }
 
 
-def _difference(ours: Tensor | None, theirs: Tensor) -> float:
-    assert ours is not None, "no gradient"
-    largest = theirs.detach().abs().max()
-    return float((ours.detach() - theirs.detach()).abs().max() / largest) if largest > 0 else 0.0
+def _difference(gradient: Tensor | None, reference: Tensor) -> float:
+    assert gradient is not None, "no gradient"
+    largest = reference.detach().abs().max()
+    return float((gradient.detach() - reference.detach()).abs().max() / largest) if largest > 0 else 0.0

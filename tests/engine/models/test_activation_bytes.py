@@ -50,7 +50,7 @@ Cases = list[tuple[ModelShape, ComputeConfig]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-def kept(run: Callable[[], Any], parameters: set[int]) -> int:
+def saved_bytes(run: Callable[[], Any], parameters: set[int]) -> int:
     """Bytes that autograd keeps: each storage once, none of `parameters`, no tables of rotary positions."""
     seen = dict[int, Tensor]()
 
@@ -108,7 +108,7 @@ def measured(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> int:
         compute.batch, compute.shard // compute.batch, shape.hidden, dtype=DTYPES[compute.element]
     )
     x.requires_grad_()
-    return kept(lambda: block(x * 1.0), storages(block))
+    return saved_bytes(lambda: block(x * 1.0), storages(block))
 
 
 def measured_ends(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> tuple[int, int]:
@@ -121,9 +121,9 @@ def measured_ends(shape: ModelShape, compute: ComputeConfig, mesh: Mesh) -> tupl
         compute.batch, compute.shard // compute.batch, shape.hidden, dtype=DTYPES[compute.element]
     )
     x.requires_grad_()
-    first = kept(lambda: model.embed(ids), storages(model))
+    first = saved_bytes(lambda: model.embed(ids), storages(model))
     batch = {targets.untyped_storage().data_ptr()}
-    return first, kept(lambda: model.loss(model.head(x * 1.0), targets), storages(model) | batch)
+    return first, saved_bytes(lambda: model.loss(model.head(x * 1.0), targets), storages(model) | batch)
 
 
 def storages(module: nn.Module) -> set[int]:
@@ -132,11 +132,11 @@ def storages(module: nn.Module) -> set[int]:
 
 def published_cases(tp: int) -> list[ComputeConfig]:
     """The rows of table 2 of Korthikanti et al. 2022 for `tp` ranks."""
-    made = list[ComputeConfig]()
+    cases = list[ComputeConfig]()
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     for sequence_parallel in (False, True) if tp > 1 else (False,):
         for mode in modes:
-            made.append(
+            cases.append(
                 ComputeConfig(
                     batch=BATCH,
                     sequence=SEQUENCE,
@@ -147,52 +147,52 @@ def published_cases(tp: int) -> list[ComputeConfig]:
                 )
             )
     if tp > 1:
-        made.append(replace(made[2], shard_inputs=True))
-    return made
+        cases.append(replace(cases[2], shard_inputs=True))
+    return cases
 
 
 def other_cases(tp: int) -> Cases:
     """Ours: flash and explicit attention, grouped heads, no dropout, all types."""
-    made = Cases()
+    cases = Cases()
     for compute in published_cases(tp):
         for shape in (
             LLAMA,
             replace(LLAMA, kv_heads=1),
             replace(GPT, dropout=0.0),
         ):
-            made.append((shape, replace(compute, attention="auto", element=4)))
+            cases.append((shape, replace(compute, attention="auto", element=4)))
             if compute.recompute == "none":
-                made.append((shape, replace(compute, element=8, batch=1)))
-                made.append((shape, replace(compute, attention="auto")))
-    return made
+                cases.append((shape, replace(compute, element=8, batch=1)))
+                cases.append((shape, replace(compute, attention="auto")))
+    return cases
 
 
 def context_cases(tp: int) -> Cases:
     """Both ways to split the sequence over two ranks, beside everything else."""
-    made = Cases()
+    cases = Cases()
     for shape in (GPT, replace(GPT, dropout=0.0), LLAMA, replace(LLAMA, kv_heads=1)):
         for compute in published_cases(tp):
             for context in CONTEXTS:
                 for attention in ATTENTION if compute.recompute == "none" else ATTENTION[:1]:
-                    made.append(
+                    cases.append(
                         (shape, replace(compute, cp=2, context=context, attention=attention, element=4))
                     )
-        made += [
+        cases += [
             (shape, ComputeConfig(batch=BATCH, sequence=SEQUENCE, tp=tp, cp=2, context=context))
             for context in CONTEXTS
         ]
-    return made
+    return cases
 
 
 def end_cases(tp: int) -> Cases:
-    made = Cases()
+    cases = Cases()
     for shape in (GPT, replace(LLAMA, vocab=33)):
         for element in (2, 4, 8):
             compute = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
-            made += [(shape, compute), (shape, replace(compute, vocab_multiple=8))]
+            cases += [(shape, compute), (shape, replace(compute, vocab_multiple=8))]
             if tp > 1:
-                made.append((shape, replace(compute, sequence_parallel=True)))
-    return made
+                cases.append((shape, replace(compute, sequence_parallel=True)))
+    return cases
 
 
 def measure_all(layout: Layout, cases: Cases, ends: Cases) -> tuple[list[int], list[tuple[int, int]]]:

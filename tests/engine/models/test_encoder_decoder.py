@@ -69,34 +69,35 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 LENGTHS = torch.tensor([12, 7, 1])  # of 12 tokens that the encoder reads; the decoder reads 9
 
 
-def _theirs(name: str, dtype: torch.dtype) -> Any:
+def _transformers_model(name: str, dtype: torch.dtype) -> Any:
     """Their model with a weight for everything, norms and biases too."""
     config, model, values = CASES[name]
     torch.manual_seed(3)
-    theirs = model(config(**values))
+    built = model(config(**values))
     if "1.1" in name:  # transformers 5 ties what published files have apart
-        theirs.lm_head.weight = nn.Parameter(torch.randn_like(theirs.lm_head.weight) * 0.1)
+        built.lm_head.weight = nn.Parameter(torch.randn_like(built.lm_head.weight) * 0.1)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in built.parameters():
             if parameter.dim() == 1:
                 parameter += torch.randn_like(parameter) * 0.1
-    return theirs.to(dtype)
+    return built.to(dtype)
 
 
-def _described(theirs: Any, name: str) -> ModelShape:
+def _described(transformers_model: Any, name: str) -> ModelShape:
     untied = {"tie_word_embeddings": False} if "1.1" in name else {}
-    return read_config({**theirs.config.to_dict(), **untied}).shape
+    return read_config({**transformers_model.config.to_dict(), **untied}).shape
 
 
-def _weights(theirs: Any) -> dict[str, Tensor]:
-    return dict(theirs.state_dict(keep_vars=True))
+def _weights(transformers_model: Any) -> dict[str, Tensor]:
+    return dict(transformers_model.state_dict(keep_vars=True))
 
 
-def _build(theirs: Any, name: str) -> LanguageModel:
-    shape = _described(theirs, name)
-    model = build(shape).to(next(theirs.parameters()).dtype)
+def _build(transformers_model: Any, name: str) -> LanguageModel:
+    shape = _described(transformers_model, name)
+    model = build(shape).to(next(transformers_model.parameters()).dtype)
     model.load_state_dict(
-        {key: w.detach() for key, w in from_huggingface(_weights(theirs), shape).items()}, strict=False
+        {key: w.detach() for key, w in from_huggingface(_weights(transformers_model), shape).items()},
+        strict=False,
     )
     model.tie()
     return model
@@ -118,40 +119,45 @@ def test_logits_loss_and_every_gradient_equal_transformers(
 ) -> None:
     if dtype == torch.float64:
         in_float64(monkeypatch, modeling_t5, modeling_bart)
-    theirs = _theirs(name, dtype)
-    ours = _build(theirs, name)
+    transformers_model = _transformers_model(name, dtype)
+    stretto_model = _build(transformers_model, name)
     ids, decoder, targets = _samples()
     mask = (torch.arange(12) < LENGTHS.unsqueeze(1)).long()
-    out = theirs(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder, labels=targets)
-    logits = ours(ids, decoder=decoder, lengths=LENGTHS)
+    out = transformers_model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder, labels=targets)
+    logits = stretto_model(ids, decoder=decoder, lengths=LENGTHS)
     assert _difference(logits, out.logits) < bound
-    loss = ours.loss(logits, targets) / (targets != -100).sum()
+    loss = stretto_model.loss(logits, targets) / (targets != -100).sum()
     assert _difference(loss, out.loss) < bound
     loss.backward()
     out.loss.backward()
     gradients = {
-        key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in _weights(theirs).items()
+        key: torch.zeros_like(w) if w.grad is None else w.grad
+        for key, w in _weights(transformers_model).items()
     }
-    expected = from_huggingface(gradients, ours.shape)
-    named = dict(ours.named_parameters())
+    expected = from_huggingface(gradients, stretto_model.shape)
+    named = dict(stretto_model.named_parameters())
     assert named.keys() == expected.keys()
     for key, parameter in named.items():
         assert parameter.grad is not None, key
         # of keys the bias has no gradient but rounding
         scale = max(float(expected[key].abs().max()), 1e-3)
         assert float((parameter.grad - expected[key]).abs().max()) / scale < 3 * bound, key
-    counted = sum(p.numel() for p in {id(p): p for p in theirs.parameters()}.values())
+    counted = sum(p.numel() for p in {id(p): p for p in transformers_model.parameters()}.values())
     unused = 2 * 2 * 24 if name == "bart" else 0  # rows of positions before the first
-    assert count_parameters(ours.shape).total == sum(p.numel() for p in named.values()) == counted - unused
+    assert (
+        count_parameters(stretto_model.shape).total
+        == sum(p.numel() for p in named.values())
+        == counted - unused
+    )
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max())
+def _difference(computed: Tensor, reference: Tensor) -> float:
+    return float((computed.detach() - reference.detach()).abs().max() / reference.detach().abs().max())
 
 
 def test_padding_is_not_seen() -> None:
     """Other tokens after the real ones change nothing, and other real ones do."""
-    model = _build(_theirs("t5", torch.float64), "t5")
+    model = _build(_transformers_model("t5", torch.float64), "t5")
     ids, decoder, _ = _samples()
     plain = model(ids, decoder=decoder, lengths=LENGTHS)
     for at, same in ((7, True), (6, False)):
@@ -166,7 +172,7 @@ def test_padding_is_not_seen() -> None:
 def test_stored_probabilities_give_the_same(name: str) -> None:
     from stretto.engine.models.causal import choose_kernel
 
-    model = _build(_theirs(name, torch.float64), name)
+    model = _build(_transformers_model(name, torch.float64), name)
     ids, decoder, _ = _samples()
     plain = model(ids, decoder=decoder, lengths=LENGTHS)
     choose_kernel(model, "explicit")
@@ -210,14 +216,14 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_goes_in_and_out(name: str, tmp_path: Path) -> None:
-    theirs = _theirs(name, torch.float32)
+    transformers_model = _transformers_model(name, torch.float32)
     folder, run, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     folder.mkdir()
-    values = theirs.config.to_dict()
+    values = transformers_model.config.to_dict()
     if "1.1" in name:
         values["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(values))
-    tensors = {key: w.detach().clone() for key, w in _weights(theirs).items()}
+    tensors = {key: w.detach().clone() for key, w in _weights(transformers_model).items()}
     save_file(tensors, folder / "model.safetensors")
     step = import_huggingface(folder, run)
     export_huggingface(step, out)
@@ -230,10 +236,10 @@ def test_a_folder_goes_in_and_out(name: str, tmp_path: Path) -> None:
     _, model, _ = CASES[name]
     back = model.from_pretrained(out)
     ids, decoder, targets = _samples()
-    want = theirs.eval()(input_ids=ids, decoder_input_ids=decoder).logits
+    want = transformers_model.eval()(input_ids=ids, decoder_input_ids=decoder).logits
     assert torch.allclose(back.eval()(input_ids=ids, decoder_input_ids=decoder).logits, want, atol=1e-6)
     assert float(back(input_ids=ids, labels=targets).loss) > 0  # it has a token to begin with
-    shape = _described(theirs, name)
+    shape = _described(transformers_model, name)
     again = from_huggingface(to_huggingface(from_huggingface(tensors, shape), shape), shape)
     assert all(torch.equal(again[key], w) for key, w in from_huggingface(tensors, shape).items())
 

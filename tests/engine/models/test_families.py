@@ -27,7 +27,7 @@ BUILT = [name for name in PRESETS if not preset(name).unsupported_parts and pres
 def test_every_family_equals_transformers_in_float32(name: str) -> None:
     result = compare(name, torch.float32)
     assert max(result.logits, result.loss, result.gradients) < 1e-5, result
-    assert result.parameters == result.theirs
+    assert result.parameters == result.transformers_parameters
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,30 +118,35 @@ KINDS = [name for name in CASES if "," not in name]
 @pytest.mark.parametrize("name", KINDS)
 def test_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Exports equal the files of save_pretrained bit for bit, and from_pretrained reads them."""
-    theirs = their_model(their_config(name), torch.float32)
-    theirs.save_pretrained(tmp_path / "theirs")
+    transformers_model = their_model(their_config(name), torch.float32)
+    transformers_model.save_pretrained(tmp_path / "theirs")
     saved = load_file(tmp_path / "theirs" / "model.safetensors")
     reading = read_config(json.loads((tmp_path / "theirs" / "config.json").read_text()))
     assert reading.unknown == ()
     shape = reading.shape
-    ours = from_huggingface(saved, shape)
-    assert {key: tuple(w.shape) for key, w in ours.items()} == {
+    weights = from_huggingface(saved, shape)
+    assert {key: tuple(w.shape) for key, w in weights.items()} == {
         key: tuple(p.shape) for key, p in build(shape).named_parameters()
     }
-    written = to_huggingface(ours, shape)
+    written = to_huggingface(weights, shape)
     assert saved.keys() == written.keys()
     assert all(torch.equal(saved[key], weight) for key, weight in written.items())
     assert all(weight.is_contiguous() for weight in written.values())
-    in_memory = from_huggingface(theirs.state_dict(), shape)
-    assert all(torch.equal(in_memory[key], weight) for key, weight in ours.items())
+    in_memory = from_huggingface(transformers_model.state_dict(), shape)
+    assert all(torch.equal(in_memory[key], weight) for key, weight in weights.items())
     (tmp_path / "ours").mkdir()
     save_file(written, tmp_path / "ours" / "model.safetensors", {"format": "pt"})
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config_to_huggingface(shape)))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
-    assert all(torch.equal(weight, loaded.state_dict()[key]) for key, weight in theirs.state_dict().items())
+    assert all(
+        torch.equal(weight, loaded.state_dict()[key])
+        for key, weight in transformers_model.state_dict().items()
+    )
     ids = torch.arange(SEQUENCE)[None]
     with torch.no_grad():  # experts are computed another way there
-        torch.testing.assert_close(loaded(ids).logits, theirs.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            loaded(ids).logits, transformers_model.eval()(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_names_of_a_model_that_sees_pictures_too() -> None:
@@ -172,8 +177,12 @@ def test_presets_have_the_parameters_of_theirs(name: str) -> None:
     shape = preset(name)
     config = config_to_huggingface(shape)
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, pad_token_id=None))
-    theirs.tie_weights()
-    count = sum(p.numel() for p in theirs.parameters())
-    count += sum(b.numel() for key, b in theirs.named_buffers() if key.endswith("correction_bias"))
+        transformers_model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config, pad_token_id=None)
+        )
+    transformers_model.tie_weights()
+    count = sum(p.numel() for p in transformers_model.parameters())
+    count += sum(
+        b.numel() for key, b in transformers_model.named_buffers() if key.endswith("correction_bias")
+    )
     assert count_parameters(shape).total == count

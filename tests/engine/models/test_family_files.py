@@ -29,10 +29,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_files_of_every_family_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     require_built(name)
     their_model(their_config(name), torch.bfloat16).save_pretrained(tmp_path / "in", max_shard_size="60KB")
-    one = next((tmp_path / "in").glob("*.safetensors"))
-    kept = {key: tensor.clone() for key, tensor in load_file(one).items()}
-    first = next(iter(kept))
-    save_file({**kept, first: kept[first].float()}, one, {"format": "pt"})  # published files mix types too
+    path = next((tmp_path / "in").glob("*.safetensors"))
+    weights = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    first = next(iter(weights))
+    save_file(
+        {**weights, first: weights[first].float()}, path, {"format": "pt"}
+    )  # published files mix types too
     checkpoint = import_huggingface(tmp_path / "in", tmp_path / "run")
     export_huggingface(checkpoint, tmp_path / "out", 50_000)
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")

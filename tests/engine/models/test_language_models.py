@@ -16,7 +16,7 @@ from stretto.job.shape import ModelShape
 ALL = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def made(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def initialised(shape: ModelShape, dtype: torch.dtype = torch.float32) -> LanguageModel:
     model = build(shape).to(dtype)
     initialise(model, 0)
     return model
@@ -36,7 +36,7 @@ def test_parameters_are_those_that_were_counted(shape: ModelShape):
 
 @ALL
 def test_layers_in_a_row_are_the_model(shape: ModelShape):
-    model, ids = made(shape), some_ids(shape)
+    model, ids = initialised(shape), some_ids(shape)
     x = ids
     for name, layer in model.layers():
         assert model.get_submodule(name) is layer
@@ -47,14 +47,14 @@ def test_layers_in_a_row_are_the_model(shape: ModelShape):
 
 @ALL
 def test_starts_at_the_loss_of_guessing(shape: ModelShape):
-    model, ids = made(shape), some_ids(shape)
+    model, ids = initialised(shape), some_ids(shape)
     loss = model.loss(model(ids), torch.flip(ids, dims=[1])) / ids.numel()
     assert loss.item() == pytest.approx(math.log(shape.vocab), rel=0.03)
 
 
 @ALL
 def test_no_position_sees_a_later_one(shape: ModelShape):
-    model, ids = made(shape, torch.float64), some_ids(shape)
+    model, ids = initialised(shape, torch.float64), some_ids(shape)
     before = model(ids)
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % shape.vocab
@@ -65,7 +65,7 @@ def test_no_position_sees_a_later_one(shape: ModelShape):
 
 @ALL
 def test_gradients_are_those_of_finite_differences(shape: ModelShape):
-    model, ids = made(shape, torch.float64), some_ids(shape, 1, 6)
+    model, ids = initialised(shape, torch.float64), some_ids(shape, 1, 6)
     targets = some_ids(shape, 1, 6).flip(1)
 
     def loss() -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_model_leaves_the_meta_device_layer_by_layer(shape: ModelShape):
         layer.to_empty(device="cpu")
     initialise(model, 0)
     ids = some_ids(shape)
-    assert torch.equal(model(ids), made(shape)(ids))
+    assert torch.equal(model(ids), initialised(shape)(ids))
 
 
 @ALL
@@ -107,7 +107,7 @@ def test_the_state_dict_holds_parameters_only(shape: ModelShape):
 @pytest.mark.parametrize("name", ["gpt", "llama-one-kv-head"])
 def test_tied_head_gathers_both_gradients(name: str):
     shape = SHAPES[name]
-    tied, ids = made(shape, torch.float64), some_ids(shape)
+    tied, ids = initialised(shape, torch.float64), some_ids(shape)
     assert tied.head.out.weight is tied.get_parameter("embed.tok.weight")
     apart = build(replace(shape, tied=False)).double()
     apart.load_state_dict(tied.state_dict())
@@ -149,12 +149,12 @@ def test_dropout_modules_are_there_when_there_is_any():
 
 
 def test_dropout_acts_in_training_only():
-    model = made(replace(SHAPES["gpt"], dropout=0.2))
+    model = initialised(replace(SHAPES["gpt"], dropout=0.2))
     ids = some_ids(model.shape)
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))
-    assert torch.equal(model(ids), made(SHAPES["gpt"])(ids))
+    assert torch.equal(model(ids), initialised(SHAPES["gpt"])(ids))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
@@ -163,10 +163,10 @@ def test_attention_follows_its_own_numbers_of_heads(name: str):
     sum.
     """
     shape = SHAPES[name]
-    attention = made(shape, torch.float64).get_submodule("blocks.0.attn")
+    attention = initialised(shape, torch.float64).get_submodule("blocks.0.attn")
     x = torch.randn(2, 5, shape.hidden, dtype=torch.float64)
-    whole = attention(x) - (attention.proj.bias if shape.bias else 0)
-    parts = torch.zeros_like(whole)
+    output = attention(x) - (attention.proj.bias if shape.bias else 0)
+    parts = torch.zeros_like(output)
     d = shape.head_dim
     q, k, v = (range(start, start + n * d) for start, n in _starts(shape))
     weight, bias, out = attention.qkv.weight, attention.qkv.bias, attention.proj.weight
@@ -181,7 +181,7 @@ def test_attention_follows_its_own_numbers_of_heads(name: str):
                 attention.qkv.bias.copy_(bias[rows])
             attention.proj.weight.copy_(out[:, _half(q, half)])
         parts = parts + attention(x)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(parts, output, rtol=1e-12, atol=1e-14)
 
 
 def _starts(shape: ModelShape) -> list[tuple[int, int]]:
@@ -224,6 +224,6 @@ def test_loss_is_summed_in_at_least_float32(inputs: torch.dtype, summed: torch.d
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped"])
 def test_compiles_as_one_graph(name: str):
-    model, ids = made(SHAPES[name]), some_ids(SHAPES[name])
+    model, ids = initialised(SHAPES[name]), some_ids(SHAPES[name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids), model(ids))

@@ -94,7 +94,7 @@ def test_a_window_keeps_no_more_than_it_needs():
     with torch.no_grad():
         for _ in range(60):
             cache.forward(torch.tensor([[1]]))
-    assert {kept._keys.shape[2] for kept in cache._caches} == {8}
+    assert {layer_cache._keys.shape[2] for layer_cache in cache._caches} == {8}
 
 
 def test_greedy_tokens_are_those_of_transformers():
@@ -117,11 +117,13 @@ def test_greedy_tokens_are_those_of_transformers():
         pad_token_id=0,
         initializer_range=0.3,
     )
-    theirs = transformers.LlamaForCausalLM(config).double().eval()
-    ours = build(BASE).double()
-    ours.load_state_dict(from_huggingface(theirs.state_dict(), BASE))
+    transformers_model = transformers.LlamaForCausalLM(config).double().eval()
+    stretto_model = build(BASE).double()
+    stretto_model.load_state_dict(from_huggingface(transformers_model.state_dict(), BASE))
     ids = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6]])
-    want = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    tokens = torch.stack(list(stream(ours, ids, 24, temperature=0.0)), dim=1)
+    want = transformers_model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+    )
+    tokens = torch.stack(list(stream(stretto_model, ids, 24, temperature=0.0)), dim=1)
     assert torch.equal(tokens, want[:, 4:])
     assert len(set(tokens[0].tolist())) > 3

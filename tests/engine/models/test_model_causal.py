@@ -64,12 +64,12 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
 
 def check(case: Case) -> None:
     inputs = case.inputs()
-    ours, plain = case.core()(*inputs), formula(case, *inputs)
-    check_close(ours, plain.detach(), 1e-12, f"{case}: output")
+    output, plain = case.core()(*inputs), formula(case, *inputs)
+    check_close(output, plain.detach(), 1e-12, f"{case}: output")
     dy = torch.randn_like(plain)
     for name, mine, other in zip(
         ("q", "k", "v", "sinks"),
-        torch.autograd.grad(ours, inputs, dy),
+        torch.autograd.grad(output, inputs, dy),
         torch.autograd.grad(plain, inputs, dy),
         strict=False,
     ):
@@ -162,16 +162,16 @@ def test_attention_over_many_tiles_is_the_formula(case: Case) -> None:
 def test_nothing_quadratic_is_kept_for_the_backward(case: Case) -> None:
     """q, k, v, the output, and a number for each query and head; a tile of scores at most while computing."""
     inputs = [x.detach().requires_grad_() for x in case.inputs()]
-    kept = dict[int, int]()
+    saved_bytes = dict[int, int]()
 
     def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved_bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = case.core()(*inputs)
     a_number_each = 2 * case.heads * case.n * y.element_size()
-    assert sum(kept.values()) <= sum(x.nbytes for x in inputs) + y.nbytes + a_number_each
+    assert sum(saved_bytes.values()) <= sum(x.nbytes for x in inputs) + y.nbytes + a_number_each
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)
@@ -196,10 +196,10 @@ def test_recomputed_attention_has_the_same_gradients(case: Case) -> None:
     plain, again = case.core(), case.core()
     recompute(again)
     dy = torch.randn_like(y := plain(*inputs))
-    ours = again(*inputs)
-    assert torch.equal(ours, y)
+    recomputed = again(*inputs)
+    assert torch.equal(recomputed, y)
     for mine, other in zip(
-        torch.autograd.grad(ours, inputs, dy), torch.autograd.grad(y, inputs, dy), strict=True
+        torch.autograd.grad(recomputed, inputs, dy), torch.autograd.grad(y, inputs, dy), strict=True
     ):
         assert torch.equal(mine, other)
 

@@ -47,9 +47,9 @@ SANDWICH = replace(LLAMA, block_norms="sandwich", norm="rms1p", mlp="geglu")
 
 @pytest.fixture
 def compiler() -> Iterator[Compiler]:
-    one = Compiler("aot_eager")
-    yield one
-    one.close()
+    aot_compiler = Compiler("aot_eager")
+    yield aot_compiler
+    aot_compiler.close()
 
 
 def models(shape: ModelShape, compiler: Compiler) -> tuple[LanguageModel, LanguageModel]:

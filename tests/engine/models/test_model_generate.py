@@ -68,9 +68,9 @@ def test_each_row_stops_at_its_stop_token(model: LanguageModel):
     free = generate(model, PROMPT, 8, temperature=0.0)[:, 3:]
     stop = int(free[0, 2])
     stopped = generate(model, PROMPT, 8, temperature=0.0, stop=stop)[:, 3:]
-    for row, whole in zip(stopped.tolist(), free.tolist(), strict=True):
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert row[:end] == whole[:end]
+    for row, unstopped in zip(stopped.tolist(), free.tolist(), strict=True):
+        end = unstopped.index(stop) + 1 if stop in unstopped else len(unstopped)
+        assert row[:end] == unstopped[:end]
         assert set(row[end:]) <= {stop}
     alone = generate(model, PROMPT[:1], 8, temperature=0.0, stop=stop)
     assert alone[0, 3:].tolist() == free[0, : free[0].tolist().index(stop) + 1].tolist()

@@ -78,13 +78,13 @@ def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pair(shape: ModelShape) -> tuple[LanguageModel, Any]:
-    ours, theirs = randomised(shape), their_model(shape)
-    written = to_huggingface(dict(ours.named_parameters()), shape)
-    result = theirs.load_state_dict(stacked(written) if shape.moe else written, strict=False)
+    stretto_model, transformers_model = randomised(shape), their_model(shape)
+    written = to_huggingface(dict(stretto_model.named_parameters()), shape)
+    result = transformers_model.load_state_dict(stacked(written) if shape.moe else written, strict=False)
     assert set(result.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
     assert not result.unexpected_keys
-    theirs.tie_weights()
-    return ours, theirs.eval()
+    transformers_model.tie_weights()
+    return stretto_model, transformers_model.eval()
 
 
 def batch(shape: ModelShape) -> Tensor:
@@ -93,11 +93,11 @@ def batch(shape: ModelShape) -> Tensor:
 
 @ALL
 def test_logits_equal_transformers(shape: ModelShape):
-    ours, theirs = pair(shape)
+    stretto_model, transformers_model = pair(shape)
     ids = batch(shape)
-    logits = theirs(ids).logits
+    logits = transformers_model(ids).logits
     assert logits.std() > 0.1
-    torch.testing.assert_close(ours(ids), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stretto_model(ids), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-grouped", "mixtral"])
@@ -109,26 +109,26 @@ def test_logits_equal_transformers_in_float64(name: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(torch, alias, torch.float64)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     shape = EXCHANGED[name]
-    ours, theirs = pair(shape)
+    stretto_model, transformers_model = pair(shape)
     ids = batch(shape)
-    expected = theirs.double()(ids).logits
+    expected = transformers_model.double()(ids).logits
     assert expected.dtype == torch.float64
-    torch.testing.assert_close(ours.double()(ids), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(stretto_model.double()(ids), expected, rtol=1e-10, atol=1e-10)
 
 
 @ALL
 def test_loss_and_gradients_equal_transformers(shape: ModelShape):
-    ours, theirs = pair(shape)
+    stretto_model, transformers_model = pair(shape)
     ids = batch(shape)
     targets = torch.cat([ids[:, 1:], torch.full((3, 1), -100)], dim=1)
     count = (targets != -100).sum()
-    loss = ours.loss(ours(ids), targets) / count
+    loss = stretto_model.loss(stretto_model(ids), targets) / count
     loss.backward()
-    their_loss = theirs(ids, labels=ids).loss
+    their_loss = transformers_model(ids, labels=ids).loss
     their_loss.backward()
     torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=0)
-    theirs_by_name = {name: p.grad for name, p in theirs.named_parameters()}
-    expected = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    theirs_by_name = {name: p.grad for name, p in transformers_model.named_parameters()}
+    expected = {name: p.grad for name, p in stretto_model.named_parameters() if p.grad is not None}
     written = to_huggingface(expected, shape)
     for name, grad in (stacked(written) if shape.moe else written).items():
         if shape.family == "gpt" and not shape.bias and name.endswith("bias"):
@@ -151,10 +151,10 @@ def test_there_and_back(shape: ModelShape):
 def test_import_of_their_initial_model(name: str):
     """From their state dict, tied head and all, as a user has it."""
     shape = EXCHANGED[name]
-    theirs, ours = their_model(shape).eval(), build(shape)
-    ours.load_state_dict(from_huggingface(theirs.state_dict(), shape), strict=False)
+    transformers_model, stretto_model = their_model(shape).eval(), build(shape)
+    stretto_model.load_state_dict(from_huggingface(transformers_model.state_dict(), shape), strict=False)
     ids = batch(shape)
-    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stretto_model(ids), transformers_model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_import_of_files_as_published():
@@ -173,9 +173,9 @@ def test_import_of_files_as_published():
 @pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "llama3-70b", "llama3.2-1b", "mixtral-8x7b"])
 def test_presets_have_the_parameters_of_theirs(name: str):
     with torch.device("meta"):
-        theirs = their_model(preset(name))
-    theirs.tie_weights()
-    assert sum(p.numel() for p in theirs.parameters()) == count_parameters(preset(name)).total
+        transformers_model = their_model(preset(name))
+    transformers_model.tie_weights()
+    assert sum(p.numel() for p in transformers_model.parameters()) == count_parameters(preset(name)).total
 
 
 def test_weights_that_do_not_fit_are_named():
@@ -209,10 +209,10 @@ def test_shapes_that_gpt2_cannot_have(change: dict[str, Any]):
 def test_expert_weights_have_the_names_of_published_files(tmp_path: Path):
     """Exports equal the files of save_pretrained, and from_pretrained reads them."""
     shape = EXPERTS["mixtral"]
-    ours, theirs = pair(shape)
-    theirs.save_pretrained(tmp_path / "theirs")
+    stretto_model, transformers_model = pair(shape)
+    transformers_model.save_pretrained(tmp_path / "theirs")
     saved = load_file(tmp_path / "theirs" / "model.safetensors")
-    written = to_huggingface(dict(ours.named_parameters()), shape)
+    written = to_huggingface(dict(stretto_model.named_parameters()), shape)
     assert saved.keys() == written.keys()
     assert all(torch.equal(saved[name], weight) for name, weight in written.items())
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in written
@@ -222,7 +222,7 @@ def test_expert_weights_have_the_names_of_published_files(tmp_path: Path):
     save_file(written, tmp_path / "ours" / "model.safetensors", {"format": "pt"})
     (tmp_path / "ours" / "config.json").write_text(json.dumps(config_to_huggingface(shape)))
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "ours")
-    for name, weight in theirs.state_dict().items():
+    for name, weight in transformers_model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
@@ -251,10 +251,14 @@ def test_experts_that_mixtral_cannot_have(name: str):
 
 def test_experts_of_another_size_are_named():
     shape = EXPERTS["mixtral"]
-    theirs = their_model(shape).state_dict()
-    narrow = theirs | {"model.layers.1.mlp.experts.down_proj": torch.ones(4, 32, 39)}
+    transformers_weights = their_model(shape).state_dict()
+    narrow = transformers_weights | {"model.layers.1.mlp.experts.down_proj": torch.ones(4, 32, 39)}
     with pytest.raises(StrettoError, match=r"down_proj' is \[4, 32, 39\], but \[4, 32, 40\]"):
         from_huggingface(narrow, shape)
-    fewer = {name: w for name, w in theirs.items() if name != "model.layers.0.mlp.experts.gate_up_proj"}
+    fewer = {
+        name: w
+        for name, w in transformers_weights.items()
+        if name != "model.layers.0.mlp.experts.gate_up_proj"
+    }
     with pytest.raises(StrettoError, match=r"layers\.0\.block_sparse_moe\.experts\.0\.w1.* is missing"):
         from_huggingface(fewer, shape)

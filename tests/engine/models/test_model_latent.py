@@ -27,7 +27,7 @@ YARN: dict[str, Any] = {
 }
 
 
-def ours(q_rank: int | None, bias: bool, rope: RopeScaling | None) -> LatentAttention:
+def stretto_attention(q_rank: int | None, bias: bool, rope: RopeScaling | None) -> LatentAttention:
     """A block's attention, in float64, every weight random."""
     shape = ModelShape(
         family="deepseek_v3",
@@ -54,7 +54,7 @@ def ours(q_rank: int | None, bias: bool, rope: RopeScaling | None) -> LatentAtte
     return layer
 
 
-def theirs(kind: str, q_rank: int | None, bias: bool, yarn: bool) -> tuple[Any, Any, Any]:
+def transformers_attention(kind: str, q_rank: int | None, bias: bool, yarn: bool) -> tuple[Any, Any, Any]:
     """Attention, rotary tables and config."""
     module: Any = modeling_deepseek_v2 if kind == "V2" else modeling_deepseek_v3
     config_type: Any = DeepseekV2Config if kind == "V2" else DeepseekV3Config
@@ -107,8 +107,8 @@ def test_outputs_and_gradients(
 ) -> None:
     in_float64(monkeypatch, modeling_deepseek_v2, modeling_deepseek_v3, modeling_rope_utils)
     rope = RopeScaling(type="yarn", original_positions=8, **YARN) if yarn else None
-    layer = ours(q_rank, bias, rope)
-    attention, rotary, config = theirs(kind, q_rank, bias, yarn)
+    layer = stretto_attention(q_rank, bias, rope)
+    attention, rotary, config = transformers_attention(kind, q_rank, bias, yarn)
     generator = torch.Generator().manual_seed(5)
     x, dy = torch.randn(2, 2, 20, 32, generator=generator, dtype=torch.float64)
     positions = torch.arange(20)[None].expand(2, -1)

@@ -56,14 +56,14 @@ def tokens(*sizes: int, seed: int = 3) -> Tensor:
 
 def one_expert(moe: MoE, e: int, x: Tensor) -> Tensor:
     """x through one expert, from the stacked tensors by their documented meaning."""
-    held = moe.experts
-    if hasattr(held, "gate_up"):
-        gate, up = (held.gate_up[e] @ x + held.gate_up_bias[e]).chunk(2)
+    experts = moe.experts
+    if hasattr(experts, "gate_up"):
+        gate, up = (experts.gate_up[e] @ x + experts.gate_up_bias[e]).chunk(2)
         inner = gate * torch.sigmoid(gate) * up
     else:
-        y = held.up[e] @ x + held.up_bias[e]
+        y = experts.up[e] @ x + experts.up_bias[e]
         inner = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-    return held.down[e] @ inner + held.down_bias[e]
+    return experts.down[e] @ inner + experts.down_bias[e]
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
@@ -72,13 +72,13 @@ def test_a_layer_equals_its_experts_applied_token_by_token(family: str, case: st
     moe, x = layer(small(family, **CASES[case])), tokens(2, 8, 6)
     router = moe.router
     chosen = router.choose(x @ router.gate.weight.t())
-    kept = router.keep(chosen.experts, chosen.weights)
-    assert bool(kept.all()) == (moe.router.moe.capacity is None)
+    within_capacity = router.keep(chosen.experts, chosen.weights)
+    assert bool(within_capacity.all()) == (moe.router.moe.capacity is None)
     expected = torch.zeros_like(x)
     for b in range(2):
         for s in range(8):
             for e, w, stays in zip(
-                chosen.experts[b, s].tolist(), chosen.weights[b, s], kept[b, s], strict=True
+                chosen.experts[b, s].tolist(), chosen.weights[b, s], within_capacity[b, s], strict=True
             ):
                 expected[b, s] += w * stays * one_expert(moe, e, x[b, s])
     if moe.shared is not None:
@@ -116,9 +116,9 @@ def test_auxiliary_losses_depend_on_the_router_only() -> None:
 def test_losses_of_samples_add_up() -> None:
     """So that they do not depend on how a batch is cut into microbatches."""
     moe, x = layer(small("gpt", z=0.1, capacity=0.5)), tokens(3, 8, 6)
-    whole, results = moe(x), moe.auxiliary
+    together, results = moe(x), moe.auxiliary
     apart, parts = zip(*((moe(sample[None]), moe.auxiliary) for sample in x), strict=True)
-    torch.testing.assert_close(torch.cat(apart), whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat(apart), together, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(torch.stack(parts).sum(), results, rtol=1e-12, atol=0)
 
 
@@ -219,7 +219,7 @@ def test_a_layer_can_be_copied_after_a_forward() -> None:
 # whole models
 
 
-def made(shape: ModelShape) -> LanguageModel:
+def initialised(shape: ModelShape) -> LanguageModel:
     model = build(shape).double()
     initialise(model, 0)
     return model
@@ -240,7 +240,7 @@ def test_parameters_are_those_that_were_counted(shape: ModelShape) -> None:
 @ALL
 def test_active_parameters_are_those_that_one_token_uses(shape: ModelShape) -> None:
     assert shape.moe is not None
-    model = made(replace(shape, tied=False, moe=replace(shape.moe, capacity=None)))
+    model = initialised(replace(shape, tied=False, moe=replace(shape.moe, capacity=None)))
     touched = 0
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     for name, parameter in model.named_parameters():
@@ -256,7 +256,7 @@ def test_active_parameters_are_those_that_one_token_uses(shape: ModelShape) -> N
 
 @ALL
 def test_gradients_are_those_of_finite_differences(shape: ModelShape) -> None:
-    model, ids = made(shape), some_ids(shape, 1, 6)
+    model, ids = initialised(shape), some_ids(shape, 1, 6)
     targets = some_ids(shape, 1, 6).flip(1)
 
     def loss() -> Tensor:
@@ -282,7 +282,7 @@ def test_gradients_are_those_of_finite_differences(shape: ModelShape) -> None:
 
 @ALL
 def test_auxiliary_is_the_sum_over_blocks(shape: ModelShape) -> None:
-    model, ids = made(shape), some_ids(shape)
+    model, ids = initialised(shape), some_ids(shape)
     assert model.auxiliary().item() == 0
     x, each = ids, torch.zeros((), dtype=torch.float64)
     for _, module in model.layers():
@@ -297,7 +297,7 @@ def test_auxiliary_is_the_sum_over_blocks(shape: ModelShape) -> None:
 
 
 def test_without_experts_there_is_no_auxiliary_loss() -> None:
-    model = made(SHAPES["gpt"])
+    model = initialised(SHAPES["gpt"])
     model(some_ids(model.shape))
     assert model.auxiliary().item() == 0
     assert type(feed_forward(model.shape)) is MLP
@@ -306,7 +306,7 @@ def test_without_experts_there_is_no_auxiliary_loss() -> None:
 @ALL
 def test_no_position_sees_a_later_one(shape: ModelShape) -> None:
     """But that `probs` lets a later token take an earlier one's place, which is why it is for training."""
-    model, ids = made(shape), some_ids(shape)
+    model, ids = initialised(shape), some_ids(shape)
     before = model(ids)
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % shape.vocab
@@ -324,7 +324,7 @@ def test_a_model_leaves_the_meta_device_layer_by_layer(shape: ModelShape) -> Non
         module.to_empty(device="cpu")
     initialise(model, 0)
     ids = some_ids(shape)
-    assert torch.equal(model(ids), made(shape)(ids))
+    assert torch.equal(model(ids), initialised(shape)(ids))
     assert model.auxiliary().item() > 0
 
 
@@ -351,7 +351,7 @@ def test_initial_values_of_experts() -> None:
 @ALL
 def test_generation_in_a_batch_equals_row_by_row(shape: ModelShape) -> None:
     """A token at a time and in a batch, as if each row were alone: no capacity is applied."""
-    model, prompts = made(shape), some_ids(shape, 3, 4)
+    model, prompts = initialised(shape), some_ids(shape, 3, 4)
     together = torch.stack(list(stream(model, prompts, 5, temperature=0.0)), dim=1)
     alone = [torch.stack(list(stream(model, row[None], 5, temperature=0.0)), dim=1) for row in prompts]
     assert torch.equal(together, torch.cat(alone))

@@ -52,16 +52,16 @@ CASES = {
 def models(config: Any, lora: LoraShape) -> tuple[Any, Any, ModelShape]:
     """Theirs without adapters, ours with random ones, in float64, and the shape."""
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    transformers_model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     base = shape_from_huggingface(json.loads(config.to_json_string(use_diff=False)))
     shape = replace(base, lora=lora)
-    ours = build(shape).double()
-    weights = from_huggingface(theirs.state_dict(), base)
-    for name, parameter in ours.named_parameters():
+    stretto_model = build(shape).double()
+    weights = from_huggingface(transformers_model.state_dict(), base)
+    for name, parameter in stretto_model.named_parameters():
         # theirs are made in float32 before they are read
         parameter.data.copy_(parameter.to(torch.float32) if is_adapter(name) else weights[name])
-    freeze(ours, TrainedParameters(adapters=True))
-    return theirs, ours, shape
+    freeze(stretto_model, TrainedParameters(adapters=True))
+    return transformers_model, stretto_model, shape
 
 
 def adapters(model: Any) -> dict[str, Tensor]:
@@ -79,18 +79,18 @@ def test_logits_loss_and_gradients_are_those_of_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     in_float64(monkeypatch, modeling_llama, loss_utils)
-    theirs, ours, shape = models(*CASES[case])
-    written(tmp_path, shape, adapters(ours))
-    peft = PeftModel.from_pretrained(theirs, str(tmp_path), is_trainable=True).double()
+    transformers_model, stretto_model, shape = models(*CASES[case])
+    written(tmp_path, shape, adapters(stretto_model))
+    peft = PeftModel.from_pretrained(transformers_model, str(tmp_path), is_trainable=True).double()
     ids = torch.randint(61, (2, 9))
-    logits = ours(ids)
+    logits = stretto_model(ids)
     torch.testing.assert_close(peft(ids).logits, logits, rtol=1e-9, atol=1e-9)
-    loss = ours.loss(logits[:, :-1], ids[:, 1:])
+    loss = stretto_model.loss(logits[:, :-1], ids[:, 1:])
     loss.backward()
     their_loss = peft(ids, labels=ids).loss
     torch.testing.assert_close(their_loss * 16, loss, rtol=1e-9, atol=1e-9)
     (their_loss * 16).backward()
-    gradients = {name: p.grad for name, p in ours.named_parameters() if is_adapter(name)}
+    gradients = {name: p.grad for name, p in stretto_model.named_parameters() if is_adapter(name)}
     _, expected = to_peft(shape, gradients)
     gradients_here = {
         name.replace(".default", ""): p.grad for name, p in peft.named_parameters() if p.grad is not None
@@ -105,24 +105,24 @@ def test_logits_loss_and_gradients_are_those_of_peft(
 
 @pytest.mark.parametrize("case", CASES)
 def test_files_come_back_to_the_bit(tmp_path: Path, case: str) -> None:
-    _, ours, shape = models(*CASES[case])
-    written(tmp_path, shape, adapters(ours))
+    _, stretto_model, shape = models(*CASES[case])
+    written(tmp_path, shape, adapters(stretto_model))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     base = replace(shape, lora=None)
     lora, weights = from_peft(config, load_file(tmp_path / "adapter_model.safetensors"), base)
     again = replace(shape, lora=lora)
     assert shape.lora is not None
     assert (lora.rank, lora.scale) == (shape.lora.rank, shape.lora.scale)
-    expected = adapters(ours)
+    expected = adapters(stretto_model)
     assert weights.keys() == expected.keys()
     assert weights.keys() == {n for n, _ in build(again).named_parameters() if is_adapter(n)}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_merged_weights_compute_what_adapters_do() -> None:
-    _, ours, shape = models(LLAMA, LORA)
+    _, stretto_model, shape = models(LLAMA, LORA)
     plain = build(replace(shape, lora=None)).double()
-    weights = dict(ours.named_parameters())
+    weights = dict(stretto_model.named_parameters())
     for name, parameter in plain.named_parameters():
         module = name.removesuffix(".weight").split(".", 2)[-1]
         pairs = {
@@ -133,11 +133,11 @@ def test_merged_weights_compute_what_adapters_do() -> None:
         value = weights[name].detach()
         parameter.data.copy_(merged(value, module, pairs, shape) if pairs else value)
     ids = torch.randint(61, (2, 9))
-    torch.testing.assert_close(plain(ids), ours(ids), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(plain(ids), stretto_model(ids), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"use_dora": True}, "use_dora"),
@@ -145,8 +145,8 @@ def test_merged_weights_compute_what_adapters_do() -> None:
         ({"r": 2}, "rank"),
     ],
 )
-def test_adapters_without_a_counterpart_are_refused(change: dict[str, Any], words: str) -> None:
-    _, ours, shape = models(LLAMA, LORA)
-    config, tensors = to_peft(shape, adapters(ours))
-    with pytest.raises(StrettoError, match=words):
+def test_adapters_without_a_counterpart_are_refused(change: dict[str, Any], message: str) -> None:
+    _, stretto_model, shape = models(LLAMA, LORA)
+    config, tensors = to_peft(shape, adapters(stretto_model))
+    with pytest.raises(StrettoError, match=message):
         from_peft({**config, **change}, tensors, replace(shape, lora=None))

@@ -60,8 +60,8 @@ def test_routing_by_definition(
             assert sum(weights) == pytest.approx(1, rel=1e-12)
             assert weights == pytest.approx([raw[e] / sum(raw[c] for c in chosen) for e in chosen], rel=1e-12)
         else:
-            whole = sum(raw) if score == "softmax" else 1.0
-            assert weights == pytest.approx([raw[e] / whole for e in chosen], rel=1e-12)
+            total = sum(raw) if score == "softmax" else 1.0
+            assert weights == pytest.approx([raw[e] / total for e in chosen], rel=1e-12)
 
 
 @FEW
@@ -69,10 +69,10 @@ def test_routing_by_definition(
 def test_routing_does_not_depend_on_the_batch(sizes: tuple[int, int, int], score: Score, cut: int) -> None:
     seed, experts, k = sizes
     logits = numbers(seed, 2, 12, experts).round(decimals=1)  # with ties
-    one = router(ExpertShape(experts=experts, top_k=k, score=score))
-    whole = one.choose(logits)
+    layer = router(ExpertShape(experts=experts, top_k=k, score=score))
+    of_all = layer.choose(logits)
     for part in (slice(0, cut), slice(cut, 12)):
-        for all_of_it, results in zip(whole, one.choose(logits[:, part]), strict=True):
+        for all_of_it, results in zip(of_all, layer.choose(logits[:, part]), strict=True):
             assert torch.equal(all_of_it[:, part], results)
 
 
@@ -100,12 +100,12 @@ def test_choices_within_groups_by_definition(
         correction=correction,
         scale=1.7,
     )
-    one = router(moe).double()
+    layer = router(moe).double()
     shifts = [0.0] * 12
-    if one.correction is not None:
-        one.correction.copy_(numbers(seed + 1, 12) - 1)  # most below minus the score
-        shifts = one.correction.tolist()
-    results = one.choose(logits)
+    if layer.correction is not None:
+        layer.correction.copy_(numbers(seed + 1, 12) - 1)  # most below minus the score
+        shifts = layer.correction.tolist()
+    results = layer.choose(logits)
     raw = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     for token, chosen, weights in zip(
         raw.flatten(0, 1).tolist(),
@@ -123,12 +123,12 @@ def test_choices_within_groups_by_definition(
 
 
 def test_a_correction_has_no_gradient() -> None:
-    one = router(ExpertShape(experts=4, score="sigmoid", correction=True))
-    one.choose(one.logits(torch.randn(2, 3, 8))).weights.sum().backward()
-    assert one.correction is not None
-    assert one.correction.grad is None
-    assert not one.correction.requires_grad
-    assert one.gate.weight.grad is not None
+    layer = router(ExpertShape(experts=4, score="sigmoid", correction=True))
+    layer.choose(layer.logits(torch.randn(2, 3, 8))).weights.sum().backward()
+    assert layer.correction is not None
+    assert layer.correction.grad is None
+    assert not layer.correction.requires_grad
+    assert layer.gate.weight.grad is not None
 
 
 def test_a_correction_moves_against_the_load() -> None:
@@ -157,12 +157,12 @@ def kept_by_definition(experts: Tensor, weights: Tensor, limit: int, drop: Drop)
     if drop == "probs":
         order.sort(key=lambda i: -weights.flatten()[i].item())  # stable: equals by position
     taken: Counter[int] = Counter()
-    kept = torch.zeros_like(experts, dtype=torch.bool)
+    within_capacity = torch.zeros_like(experts, dtype=torch.bool)
     for i in order:
         expert = int(experts[i // k, i % k])
-        kept[i // k, i % k] = taken[expert] < limit
+        within_capacity[i // k, i % k] = taken[expert] < limit
         taken[expert] += 1
-    return kept
+    return within_capacity
 
 
 @FEW
@@ -175,20 +175,20 @@ def kept_by_definition(experts: Tensor, weights: Tensor, limit: int, drop: Drop)
 def test_capacity_by_definition(sizes: tuple[int, int, int], drop: Drop, capacity: float, ties: bool) -> None:
     seed, count, k = sizes
     moe = ExpertShape(experts=count, top_k=k, capacity=capacity, drop=drop)
-    one = router(moe)
-    chosen = one.choose(
+    layer = router(moe)
+    chosen = layer.choose(
         numbers(seed, 3, 11, count) + torch.linspace(2, 0, count)
     )  # the first are the busiest
     experts, weights = chosen.experts, chosen.weights.round(decimals=1) if ties else chosen.weights
-    kept, limit = one.keep(experts, weights), moe.capacity_of(11)
-    assert kept.shape == experts.shape
+    within_capacity, limit = layer.keep(experts, weights), moe.capacity_of(11)
+    assert within_capacity.shape == experts.shape
     assert limit == math.ceil(capacity * 11 * k / count)
     for sample in range(3):
         expected = kept_by_definition(experts[sample], weights[sample], limit, drop)
-        assert torch.equal(kept[sample], expected)
+        assert torch.equal(within_capacity[sample], expected)
         busy = Counter(experts[sample].flatten().tolist())
-        held = Counter(experts[sample][kept[sample]].tolist())
-        assert all(held[e] == min(n, limit) for e, n in busy.items())  # no more than fit, and no fewer
+        taken = Counter(experts[sample][within_capacity[sample]].tolist())
+        assert all(taken[e] == min(n, limit) for e, n in busy.items())  # no more than fit, and no fewer
 
 
 def test_without_a_capacity_all_stay() -> None:
@@ -210,12 +210,12 @@ def test_capacity_is_for_training() -> None:
 @given(sizes=choices(), score=SCORES, ignored=st.integers(0, 4))
 def test_auxiliary_losses_by_definition(sizes: tuple[int, int, int], score: Score, ignored: int) -> None:
     seed, count, k = sizes
-    one = router(ExpertShape(experts=count, top_k=k, score=score, balance=0.3, z=0.07))
+    layer = router(ExpertShape(experts=count, top_k=k, score=score, balance=0.3, z=0.07))
     logits = numbers(seed, 2, 7, count)
-    chosen = one.choose(logits)
+    chosen = layer.choose(logits)
     tokens = 7 - ignored
     valid = torch.arange(7) < tokens
-    counts, mass = one.counts(chosen.experts, valid), one.mass(chosen.scores, valid)
+    counts, mass = layer.counts(chosen.experts, valid), layer.mass(chosen.scores, valid)
     assert counts.dtype == torch.int64
     balance = z = 0.0
     for sample in range(2):
@@ -225,41 +225,41 @@ def test_auxiliary_losses_by_definition(sizes: tuple[int, int, int], score: Scor
             balance += 0.3 * tokens * count * f * p
         for t in range(tokens):
             z += 0.07 * math.log(sum(math.exp(x) for x in logits[sample, t].tolist())) ** 2
-    assert one.balance(counts, mass, tokens).item() == pytest.approx(balance, rel=1e-12)
+    assert layer.balance(counts, mass, tokens).item() == pytest.approx(balance, rel=1e-12)
     each = torch.tensor([tokens, tokens])
-    assert one.balance(counts, mass, each).item() == pytest.approx(balance, rel=1e-12)
-    assert one.z(logits, valid).item() == pytest.approx(z, rel=1e-12)
+    assert layer.balance(counts, mass, each).item() == pytest.approx(balance, rel=1e-12)
+    assert layer.z(logits, valid).item() == pytest.approx(z, rel=1e-12)
     if not ignored:
-        assert torch.equal(counts, one.counts(chosen.experts))
-        assert torch.equal(mass, one.mass(chosen.scores))
-        assert torch.equal(one.z(logits, valid), one.z(logits))
+        assert torch.equal(counts, layer.counts(chosen.experts))
+        assert torch.equal(mass, layer.mass(chosen.scores))
+        assert torch.equal(layer.z(logits, valid), layer.z(logits))
 
 
 def test_sums_of_slices_are_those_of_the_whole() -> None:
-    one = router(ExpertShape(experts=5, top_k=2, balance=0.5))
-    chosen = one.choose(numbers(3, 2, 12, 5))
+    layer = router(ExpertShape(experts=5, top_k=2, balance=0.5))
+    chosen = layer.choose(numbers(3, 2, 12, 5))
     parts = [slice(0, 3), slice(3, 12)]
-    counts = sum(one.counts(chosen.experts[:, part]) for part in parts)
-    mass = torch.stack([one.mass(chosen.scores[:, part]) for part in parts]).sum(0)
-    assert torch.equal(torch.as_tensor(counts), one.counts(chosen.experts))
-    torch.testing.assert_close(mass, one.mass(chosen.scores), rtol=1e-14, atol=0)
+    counts = sum(layer.counts(chosen.experts[:, part]) for part in parts)
+    mass = torch.stack([layer.mass(chosen.scores[:, part]) for part in parts]).sum(0)
+    assert torch.equal(torch.as_tensor(counts), layer.counts(chosen.experts))
+    torch.testing.assert_close(mass, layer.mass(chosen.scores), rtol=1e-14, atol=0)
 
 
 def test_balance_of_equal_shares_is_its_coefficient_a_token() -> None:
-    one = router(ExpertShape(experts=4, top_k=2, balance=0.25))
+    layer = router(ExpertShape(experts=4, top_k=2, balance=0.25))
     counts, mass = torch.full((3, 4), 5), torch.full((3, 4), 2.5)  # 10 tokens a sample
-    assert one.balance(counts, mass, 10).item() == pytest.approx(0.25 * 30)
+    assert layer.balance(counts, mass, 10).item() == pytest.approx(0.25 * 30)
 
 
 def test_balance_as_transformers_has_it() -> None:
     """Of one layer and one sample; theirs is a mean over tokens, and top_k times as large."""
     logits = numbers(5, 1, 16, 6)
-    one = router(ExpertShape(experts=6, top_k=2, balance=1.0))
-    chosen = one.choose(logits)
-    ours = one.balance(one.counts(chosen.experts), one.mass(chosen.scores), 16)
-    theirs = mixtral.load_balancing_loss_func((logits[0],), 6, 2)
-    assert isinstance(theirs, Tensor)
-    assert ours.item() == pytest.approx(theirs.item() * 16 / 2, rel=1e-6)
+    layer = router(ExpertShape(experts=6, top_k=2, balance=1.0))
+    chosen = layer.choose(logits)
+    loss = layer.balance(layer.counts(chosen.experts), layer.mass(chosen.scores), 16)
+    transformers_loss = mixtral.load_balancing_loss_func((logits[0],), 6, 2)
+    assert isinstance(transformers_loss, Tensor)
+    assert loss.item() == pytest.approx(transformers_loss.item() * 16 / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_balance_as_transformers_has_it() -> None:
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 def test_logits_in_at_least_float32(inputs: torch.dtype, exact: torch.dtype) -> None:
-    one, x = router(ExpertShape(experts=3)).to(inputs), numbers(1, 2, 4, 8).to(inputs)
+    layer, x = router(ExpertShape(experts=3)).to(inputs), numbers(1, 2, 4, 8).to(inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=inputs == torch.float32):
-        logits = one.logits(x)
+        logits = layer.logits(x)
     assert logits.dtype == exact
-    expected = (x.double() @ one.gate.weight.detach().double().t()).to(exact)
+    expected = (x.double() @ layer.gate.weight.detach().double().t()).to(exact)
     torch.testing.assert_close(logits, expected)

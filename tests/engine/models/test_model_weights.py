@@ -19,15 +19,15 @@ GPT = SHAPES["gpt"]
 
 
 def test_initial_values_are_independent_of_the_global_generator():
-    one, other = build(GPT), build(GPT)
+    model, other = build(GPT), build(GPT)
     torch.manual_seed(3)
-    initialise(one, 5)
+    initialise(model, 5)
     torch.manual_seed(4)
     torch.rand(17)
     for name, parameter in reversed(list(other.named_parameters())):
         with torch.no_grad():
             parameter.copy_(initial_values(name, tuple(parameter.shape), 5, GPT))
-    for name, weight in one.named_parameters():
+    for name, weight in model.named_parameters():
         assert torch.equal(weight, other.get_parameter(name)), name
 
 

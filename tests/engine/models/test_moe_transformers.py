@@ -23,7 +23,7 @@ from stretto.job.shape import ModelShape
 HIDDEN, WIDTH, SHARED, EXPERTS, K = 12, 10, 20, 8, 3
 
 
-def ours(moe: dict[str, Any], **shape: Any) -> MoE:
+def stretto_layer(moe: dict[str, Any], **shape: Any) -> MoE:
     """A block's experts, in float64, every weight random."""
     experts = ExpertShape(**{"experts": EXPERTS, "top_k": K, "ffn": WIDTH, "balance": 0.0, **moe})
     sizes: dict[str, Any] = {
@@ -107,7 +107,7 @@ CASES: dict[str, Any] = {
     "deepseek_v2-lite": (
         *V2,
         deepseek(DeepseekV2Config, topk_method="greedy", routed_scaling_factor=1.0),
-        ours({"normalise": False, "shared_ffn": SHARED}),
+        stretto_layer({"normalise": False, "shared_ffn": SHARED}),
     ),
     "deepseek_v2": (
         *V2,
@@ -118,17 +118,19 @@ CASES: dict[str, Any] = {
             topk_group=2,
             routed_scaling_factor=16.0,
         ),
-        ours({**GROUPED, "normalise": False, "scale": 16.0}),
+        stretto_layer({**GROUPED, "normalise": False, "scale": 16.0}),
     ),
     "deepseek_v3": (
         *V3,
         deepseek(DeepseekV3Config, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True),
-        ours({**GROUPED, "score": "sigmoid", "group_score": "top2", "correction": True, "scale": 2.5}),
+        stretto_layer(
+            {**GROUPED, "score": "sigmoid", "group_score": "top2", "correction": True, "scale": 2.5}
+        ),
     ),
     "deepseek_v3-not-normalised": (
         *V3,
         deepseek(DeepseekV3Config, n_group=1, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=False),
-        ours(
+        stretto_layer(
             {
                 "shared_ffn": SHARED,
                 "score": "sigmoid",
@@ -149,21 +151,21 @@ CASES: dict[str, Any] = {
             shared_expert_intermediate_size=SHARED,
             norm_topk_prob=False,
         ),
-        ours({"normalise": False, "shared_ffn": SHARED, "shared_gate": True}),
+        stretto_layer({"normalise": False, "shared_ffn": SHARED, "shared_gate": True}),
     ),
     "qwen3_moe": (
         modeling_qwen3_moe,
         modeling_qwen3_moe.Qwen3MoeSparseMoeBlock,
         names_of,
         config_of(Qwen3MoeConfig, num_experts=EXPERTS, norm_topk_prob=True),
-        ours({}),
+        stretto_layer({}),
     ),
     "gpt_oss": (
         modeling_gpt_oss,
         modeling_gpt_oss.GptOssMLP,
         as_gpt_oss,
         config_of(GptOssConfig, num_local_experts=EXPERTS, intermediate_size=WIDTH),
-        ours({"router_bias": True}, mlp="swiglu_clamped", bias=True),
+        stretto_layer({"router_bias": True}, mlp="swiglu_clamped", bias=True),
     ),
 }
 
@@ -173,8 +175,8 @@ def test_outputs_and_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     module: ModuleType
     module, kind, renamed, config, layer = CASES[case]
     in_float64(monkeypatch, module)
-    theirs: nn.Module = kind(config).double()
-    names = set(theirs.state_dict())
+    transformers_layer: nn.Module = kind(config).double()
+    names = set(transformers_layer.state_dict())
     generator = torch.Generator().manual_seed(5)
     # clamped gates see values on both sides of their bounds
     x = 4 * torch.randn(2, 16, HIDDEN, generator=generator, dtype=torch.float64)
@@ -182,7 +184,7 @@ def test_outputs_and_gradients(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     weights = renamed(layer)
     assert set(weights) == names
     x_theirs, x_ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected: Any = torch.func.functional_call(theirs, weights, (x_theirs,), strict=True)
+    expected: Any = torch.func.functional_call(transformers_layer, weights, (x_theirs,), strict=True)
     expected = expected[0] if isinstance(expected, tuple) else expected
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     dx, *gradients = torch.autograd.grad(expected, [x_theirs, *trained.values()], dy)

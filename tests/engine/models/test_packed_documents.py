@@ -58,8 +58,8 @@ def begins_of(lengths: Sequence[Sequence[int]]) -> Tensor:
     rows = list[list[int]]()
     for row in lengths:
         edges = [0]
-        for one in row:
-            edges.append(edges[-1] + one)
+        for length in row:
+            edges.append(edges[-1] + length)
         rows.append([first for first, last in pairwise(edges) for _ in range(first, last)])
     return torch.tensor(rows)
 
@@ -99,8 +99,12 @@ def separate_loss(model: LanguageModel, ids: Tensor, begins: Tensor) -> Tensor:
     for row, starts in zip(ids, begins, strict=True):
         edges = [*starts.unique().tolist(), len(row)]
         for first, last in pairwise(edges):
-            one = row[None, first:last]
-            loss = loss + model.loss(model(one), targets_of(one, torch.zeros_like(one))) + model.auxiliary()
+            document = row[None, first:last]
+            loss = (
+                loss
+                + model.loss(model(document), targets_of(document, torch.zeros_like(document)))
+                + model.auxiliary()
+            )
     return loss
 
 
@@ -110,7 +114,7 @@ def gradients(loss: Tensor, model: LanguageModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(shape: ModelShape, lengths: Sequence[Sequence[int]], what: str, explicit: bool = False) -> None:
+def check(shape: ModelShape, lengths: Sequence[Sequence[int]], label: str, explicit: bool = False) -> None:
     begins = begins_of(lengths)
     torch.manual_seed(7)
     ids = torch.randint(shape.vocab, begins.shape)
@@ -118,13 +122,13 @@ def check(shape: ModelShape, lengths: Sequence[Sequence[int]], what: str, explic
     for module in model.modules():
         if isinstance(module, CausalAttention):
             module.explicit = explicit
-    ours, theirs = packed_loss(model, ids, begins), separate_loss(alone, ids, begins)
-    check_close(ours, theirs.detach(), 1e-12, f"loss of {what}")
-    wanted = gradients(theirs, alone)
-    got = gradients(ours, model)
+    packed, separate = packed_loss(model, ids, begins), separate_loss(alone, ids, begins)
+    check_close(packed, separate.detach(), 1e-12, f"loss of {label}")
+    wanted = gradients(separate, alone)
+    got = gradients(packed, model)
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
-        check_close(gradient, wanted[name], 1e-11, f"{what}: gradient of {name}")
+        check_close(gradient, wanted[name], 1e-11, f"{label}: gradient of {name}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,15 +177,15 @@ def test_dynamic_frequencies_depend_on_the_sample() -> None:
         if hasattr(module, "length"):
             module.length = LENGTH
             module.positions = torch.arange(LENGTH)
-    ours = packed_loss(model, ids, begins)
+    packed = packed_loss(model, ids, begins)
     wanted = torch.zeros((), dtype=torch.float64)
     for first, last in ((0, 10), (10, 24)):
-        one = ids[:, first:last]
+        document = ids[:, first:last]
         for module in alone.modules():
             if hasattr(module, "length"):
                 module.positions = torch.arange(last - first)
-        wanted = wanted + alone.loss(alone(one), targets_of(one, torch.zeros_like(one)))
-    check_close(ours, wanted.detach(), 1e-12, "loss")
+        wanted = wanted + alone.loss(alone(document), targets_of(document, torch.zeros_like(document)))
+    check_close(packed, wanted.detach(), 1e-12, "loss")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,9 +204,9 @@ def test_other_types(dtype: torch.dtype, dv: int) -> None:
         y = core(*leaves)
         assert y.dtype == kind
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype).to(kind))])
-    for ours, reference in zip(results[1], results[0], strict=True):
-        assert ours.dtype == dtype
-        check_close(ours.double(), reference, 2e-6 if dtype == torch.float32 else 2e-2, f"{dtype}")
+    for computed, reference in zip(results[1], results[0], strict=True):
+        assert computed.dtype == dtype
+        check_close(computed.double(), reference, 2e-6 if dtype == torch.float32 else 2e-2, f"{dtype}")
 
 
 def test_pieces_hold_no_work_between_documents() -> None:
@@ -226,11 +230,11 @@ class _Varlen:
         ys, sums = list[Tensor](), list[Tensor]()
         for first, last in pairwise(cuts.tolist()):
             n = last - first
-            one = [t[first:last].transpose(0, 1) for t in (q, k, v)]
-            one[1:] = [t.repeat_interleave(q.shape[1] // k.shape[1], 0) for t in one[1:]]
+            heads = [t[first:last].transpose(0, 1) for t in (q, k, v)]
+            heads[1:] = [t.repeat_interleave(q.shape[1] // k.shape[1], 0) for t in heads[1:]]
             hidden = kernels.Band(0, None if window < 0 else window + 1).mask(n, n, q.device).logical_not_()
-            scores = (one[0] @ one[1].transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
-            ys.append((scores.softmax(-1) @ one[2]).transpose(0, 1))
+            scores = (heads[0] @ heads[1].transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+            ys.append((scores.softmax(-1) @ heads[2]).transpose(0, 1))
             sums.append(scores.logsumexp(-1))
         return torch.cat(ys), torch.cat(sums, 1)
 
@@ -271,5 +275,5 @@ def test_flash_attention_takes_all_documents_in_one_call(
         grads = documents.backward(kernel, dy=dy, q=q, k=k, v=v, y=y, lse=lse, window=window)
         results.append([y, lse, *grads])
     assert varlen.calls == 1
-    for name, ours, reference in zip(("y", "lse", "dq", "dk", "dv"), results[1], results[0], strict=True):
-        check_close(ours, reference, 1e-12, name, terms=1.0)
+    for name, computed, reference in zip(("y", "lse", "dq", "dk", "dv"), results[1], results[0], strict=True):
+        check_close(computed, reference, 1e-12, name, terms=1.0)

@@ -25,10 +25,10 @@ def test_tensors_that_share_memory_go_on_sharing_it():
         flats.mul_(2)
     assert torch.equal(b, torch.arange(80.0, 120.0, 2))
     assert flat[50] == 50  # what was not given stays behind
-    kept = memory.clone()
+    copy = memory.clone()
     group.detach()
     memory.zero_()
-    group.attach(kept)
+    group.attach(copy)
     assert torch.equal(a.detach().view(-1), torch.arange(20.0, 80.0, 2))
 
 
@@ -50,12 +50,12 @@ def test_an_offloaded_tensor_keeps_its_shape_reads_nan_and_refuses_writes(dtype:
 
 def test_single_elements_stay_and_keep_no_memory():
     flat = torch.arange(1000.0)
-    one, none = nn.Parameter(flat[999:]), nn.Parameter(flat[:0])
-    group = DetachableTensors([one, none])
+    single, none = nn.Parameter(flat[999:]), nn.Parameter(flat[:0])
+    group = DetachableTensors([single, none])
     assert group.size == 0
     group.detach()
-    assert one.item() == 999
-    assert one.untyped_storage().nbytes() == 4
+    assert single.item() == 999
+    assert single.untyped_storage().nbytes() == 4
     assert none.numel() == 0
 
 

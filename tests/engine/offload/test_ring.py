@@ -21,9 +21,9 @@ from stretto.engine.offload.scratch import OffloadError, ScratchFile
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[PrefetchRing]:
-    made = PrefetchRing(tmp_path, "block", slots=3)
-    yield made
-    made.close()
+    prefetch_ring = PrefetchRing(tmp_path, "block", slots=3)
+    yield prefetch_ring
+    prefetch_ring.close()
 
 
 def filled(ring: PrefetchRing, blocks: int, size: int = 5000) -> dict[int, Tensor]:
@@ -49,27 +49,27 @@ def test_any_order_of_calls_gives_what_was_put(
     calls: list[tuple[str, int]], slots: int, delay: int, tmp_path_factory: pytest.TempPathFactory
 ):
     ring = PrefetchRing(tmp_path_factory.mktemp("ring"), "block", slots, threads=1 + delay % 2)
-    want, held = filled(ring, 7), dict[int, Tensor]()
+    want, buffers = filled(ring, 7), dict[int, Tensor]()
     for at, (call, key) in enumerate(calls):
         if call == "start":
             ring.start_fetch(key)
-        elif call in ("fetch", "blank") and key not in held and len(held) < slots:
-            held[key] = getattr(ring, call)(key)[: want[key].numel()]
+        elif call in ("fetch", "blank") and key not in buffers and len(buffers) < slots:
+            buffers[key] = getattr(ring, call)(key)[: want[key].numel()]
             if call == "blank":
-                held[key].fill_(at)
+                buffers[key].fill_(at)
                 want[key].fill_(at)
-            assert torch.equal(held[key], want[key])
-        elif call == "put" and key in held:
-            held.pop(key).add_(1)
+            assert torch.equal(buffers[key], want[key])
+        elif call == "put" and key in buffers:
+            buffers.pop(key).add_(1)
             want[key] += 1
             ring.put(key)
-        elif call == "release" and key in held:
-            if at % 2 or not torch.equal(held[key], want[key]):
+        elif call == "release" and key in buffers:
+            if at % 2 or not torch.equal(buffers[key], want[key]):
                 continue
-            held.pop(key)
+            buffers.pop(key)
             ring.put(key)  # blank ones are not in the file yet
-    for key in list(held):
-        held.pop(key)
+    for key in list(buffers):
+        buffers.pop(key)
         ring.put(key)
     for key in random.Random(len(calls)).sample(range(7), 7):
         assert torch.equal(ring.fetch(key)[: want[key].numel()], want[key])

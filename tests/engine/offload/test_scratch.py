@@ -65,8 +65,8 @@ def test_folders_of_dead_processes_are_removed_and_those_in_use_are_not(tmp_path
     (tmp_path / "rank-of-a-user").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "rank-00009-1").symlink_to(tmp_path / "elsewhere")
-    words = [sys.executable, "-c", USES, str(tmp_path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-c", USES, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         left = Path(child.stdout.readline().strip())
         mine = Scratch(tmp_path, 0)

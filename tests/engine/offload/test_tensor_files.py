@@ -19,9 +19,9 @@ Groups = dict[int, list[Tensor]]
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[TensorFiles]:
-    made = TensorFiles(tmp_path, 1, "states of unit")
-    yield made
-    made.close()
+    tensor_files = TensorFiles(tmp_path, 1, "states of unit")
+    yield tensor_files
+    tensor_files.close()
 
 
 def added(files: TensorFiles, groups: int = 5) -> tuple[Groups, Groups]:

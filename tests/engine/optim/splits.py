@@ -121,7 +121,7 @@ def set_gradients(fragments: list[ParameterFragment], gradients: dict[str, Tenso
         fragment.parameter.grad = fragment.gradient
 
 
-def whole(start: dict[str, Tensor]) -> list[ParameterFragment]:
+def unsplit(start: dict[str, Tensor]) -> list[ParameterFragment]:
     """The same in one process."""
     return [
         ParameterFragment(

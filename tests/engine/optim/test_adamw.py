@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from splits import set_gradients, values, whole
+from splits import set_gradients, unsplit, values
 
 from stretto.engine.optim import adam
 from stretto.engine.optim.build import build_optimizer
@@ -16,7 +16,7 @@ CONFIG = Optimiser(lr=0.01, weight_decay=0.3, states="bfloat16")
 
 
 def test_narrow_adamw_is_adamw_with_rounded_moments():
-    fragments = whole(values(0))
+    fragments = unsplit(values(0))
     optimizer = build_optimizer(fragments, CONFIG)
     b1, b2 = CONFIG.betas
     wanted = values(0)
@@ -38,7 +38,7 @@ def test_narrow_adamw_is_adamw_with_rounded_moments():
 
 
 def test_narrow_adamw_stays_near_adamw():
-    narrow, full = whole(values(0)), whole(values(0))
+    narrow, full = unsplit(values(0)), unsplit(values(0))
     pair = [(narrow, build_optimizer(narrow, CONFIG))]
     pair.append((full, build_optimizer(full, replace(CONFIG, states="float32"))))
     for step in range(30):
@@ -54,7 +54,7 @@ def test_results_do_not_depend_on_the_chunk_size(monkeypatch):
     results = []
     for chunk in (1 << 16, 7):
         monkeypatch.setattr(adam, "CHUNK", chunk)
-        fragments = whole(values(0))
+        fragments = unsplit(values(0))
         optimizer = build_optimizer(fragments, CONFIG)
         set_gradients(fragments, values(1))
         optimizer.step()

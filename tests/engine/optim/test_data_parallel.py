@@ -199,39 +199,39 @@ def buffers_as_in_ddp(mode: Mode) -> None:
     # torch 2.11 has no such argument
     synchronised = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
     options = {"forward_sync_buffers": True} if synchronised else {}
-    theirs = nn.parallel.DistributedDataParallel(tracked(mesh.rank), **options)
-    ours = data_parallel(tracked(mesh.rank), mesh, mode)
-    sgd, optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1), ours.optimizer(torch.optim.SGD, lr=0.1)
+    ddp = nn.parallel.DistributedDataParallel(tracked(mesh.rank), **options)
+    parallel = data_parallel(tracked(mesh.rank), mesh, mode)
+    sgd, optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1), parallel.optimizer(torch.optim.SGD, lr=0.1)
     begun = list[dict[str, Tensor]]()
-    for model in (theirs.module, ours.module):
+    for model in (ddp.module, parallel.module):
         model.register_forward_pre_hook(lambda m, _: begun.append(copied(m)))
 
     def same(at: str) -> None:
-        ended = [copied(model.module) for model in (theirs, ours)]
+        ended = [copied(model.module) for model in (ddp, parallel)]
         for when, pair in {"at the start of": begun[-2:], "after": ended}.items():
             for name, buffer in pair[0].items():
-                what = f"{mode}: {name} {when} the forward, {at}"
-                torch.testing.assert_close(pair[1][name], buffer, msg=lambda m, what=what: f"{what}: {m}")
+                label = f"{mode}: {name} {when} the forward, {at}"
+                torch.testing.assert_close(pair[1][name], buffer, msg=lambda m, label=label: f"{label}: {m}")
 
     def evaluate(at: str) -> None:
-        for model in (theirs, ours):
+        for model in (ddp, parallel):
             model.eval()
         with torch.no_grad():
-            outs = [model(rows(7, mesh.rank)) for model in (theirs, ours)]
+            outs = [model(rows(7, mesh.rank)) for model in (ddp, parallel)]
         torch.testing.assert_close(*outs)
         same(at)
-        one, other = gather_json({name: buffer.tolist() for name, buffer in begun[-1].items()})
-        assert one == other, f"{mode}: the ranks evaluate with different buffers, {at}"
-        for model in (theirs, ours):
+        first, other = gather_json({name: buffer.tolist() for name, buffer in begun[-1].items()})
+        assert first == other, f"{mode}: the ranks evaluate with different buffers, {at}"
+        for model in (ddp, parallel):
             model.train()
 
     for step in range(2):
-        with theirs.no_sync(), ours.accumulate():
+        with ddp.no_sync(), parallel.accumulate():
             for half in (0, 1):
-                for model in (theirs, ours):
+                for model in (ddp, parallel):
                     (model(rows(3 * step + half, mesh.rank)).sum() / 3).backward()
                 same(f"accumulated forward {half} of step {step}")
-        for model in (theirs, ours):
+        for model in (ddp, parallel):
             (model(rows(3 * step + 2, mesh.rank)).sum() / 3).backward()
         same(f"step {step}")
         evaluate("between backward and update")
@@ -254,15 +254,15 @@ def saved_buffers() -> None:
     model = data_parallel(copy.deepcopy(plain), mesh)
 
     def backward(net: nn.Module, rank: int) -> None:
-        one, two = (net(rows(seed, rank)) for seed in (0, 1))
-        (one.square().sum() + two.pow(3).sum()).backward()
+        first, two = (net(rows(seed, rank)) for seed in (0, 1))
+        (first.square().sum() + two.pow(3).sum()).backward()
 
     backward(model, mesh.rank)
     for rank in (0, 1):
         backward(plain, rank)
-    for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
-        assert theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad / 2)
+    for parameter, expected in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(parameter.grad, expected.grad / 2)
     net = data_parallel(tracked(0), mesh)
     first = net(rows(0, mesh.rank))
     net(rows(1, mesh.rank))

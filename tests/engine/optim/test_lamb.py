@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from splits import set_gradients, values, whole
+from splits import set_gradients, unsplit, values
 from torch import Tensor
 
 from stretto.engine.optim.base import decays, stack_depth
@@ -30,7 +30,7 @@ def by_the_paper(weight: Tensor, gradients: list[Tensor], decay: float) -> Tenso
 
 def test_lamb_is_the_papers_with_a_ratio_for_each_expert():
     config = Optimiser(name="lamb", lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    fragments, steps = whole(values(0)), [values(s) for s in (1, 2, 3)]
+    fragments, steps = unsplit(values(0)), [values(s) for s in (1, 2, 3)]
     optimizer = build_optimizer(fragments, config)
     for gradients in steps:
         set_gradients(fragments, gradients)
@@ -50,7 +50,7 @@ def test_lamb_is_the_papers_with_a_ratio_for_each_expert():
 def test_a_tensor_of_zeros_learns_and_one_without_gradient_stays():
     """If a norm is 0 the ratio is 1; otherwise a bias that begins at 0 would never change."""
     start = {"a.bias": torch.zeros(3, dtype=torch.float64), "b.bias": torch.ones(3, dtype=torch.float64)}
-    fragments = whole(start)
+    fragments = unsplit(start)
     optimizer = build_optimizer(fragments, Optimiser(name="lamb", lr=0.1))
     set_gradients(fragments, {"a.bias": torch.ones(3, dtype=torch.float64), "b.bias": start["a.bias"]})
     optimizer.step()

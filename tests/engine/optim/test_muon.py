@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from splits import set_gradients, values, whole
+from splits import set_gradients, unsplit, values
 from torch import Tensor, nn
 
 from stretto.engine.optim import muon
@@ -54,8 +54,8 @@ def test_equal_shapes_are_stacked_on_accelerators(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(muon, "orthogonal", noted)
     monkeypatch.setattr(muon, "STACKED", 2 * 45)
     orthogonalise(matrices)
-    for one, expected in zip(matrices, alone, strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
+    for matrix, expected in zip(matrices, alone, strict=True):
+        torch.testing.assert_close(matrix, expected, rtol=1e-12, atol=1e-14)
     assert stacked == [(2, 5, 9), (5, 9), (9, 5), (7, 7)]
 
 
@@ -66,9 +66,9 @@ def test_iterations_are_in_bfloat16_only_where_a_device_has_such_products(monkey
     assert products_in(cpu, torch.float32) is torch.bfloat16
     assert products_in(cpu, torch.float64) is torch.float64  # what a proof computes in
     matrix = torch.randn(5, 9)
-    made = matrix.clone()
-    orthogonalise([made])
-    assert 0 < (made - orthogonal(matrix)).norm() < 0.05 * made.norm()
+    orthogonalised = matrix.clone()
+    orthogonalise([orthogonalised])
+    assert 0 < (orthogonalised - orthogonal(matrix)).norm() < 0.05 * orthogonalised.norm()
     monkeypatch.setattr(muon, "compute_capability", lambda device: (7, 5))
     assert products_in(cpu, torch.float32) is torch.float32
 
@@ -76,16 +76,16 @@ def test_iterations_are_in_bfloat16_only_where_a_device_has_such_products(monkey
 def test_muon_is_torchs_up_to_bfloat16():
     names = [n for n in MATRICES if "experts" not in n]
     start = {n: values(0)[n] for n in names}
-    ours, theirs = whole(start), [nn.Parameter(t.clone()) for t in start.values()]
-    optimizer = build_optimizer(ours, Optimiser(name="muon", lr=LR, weight_decay=DECAY))
-    reference = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    fragments, torch_parameters = unsplit(start), [nn.Parameter(t.clone()) for t in start.values()]
+    optimizer = build_optimizer(fragments, Optimiser(name="muon", lr=LR, weight_decay=DECAY))
+    reference = torch.optim.Muon(torch_parameters, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
-        set_gradients(ours, values(10 + step))
-        for name, parameter in zip(names, theirs, strict=True):
+        set_gradients(fragments, values(10 + step))
+        for name, parameter in zip(names, torch_parameters, strict=True):
             parameter.grad = values(10 + step)[name]
         optimizer.step()
         reference.step()
-    for fragment, parameter in zip(ours, theirs, strict=True):
+    for fragment, parameter in zip(fragments, torch_parameters, strict=True):
         moved = (parameter - start[fragment.name]).norm()
         assert (fragment.parameter - parameter).norm() < 0.01 * moved
         buffer = state_tensors(optimizer, fragment)["momentum_buffer"][0]
@@ -98,8 +98,8 @@ def test_muon_is_torchs_up_to_bfloat16():
 def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
     """And all else by AdamW, of the same learning rate."""
     config = Optimiser(name="muon", lr=LR, weight_decay=DECAY, momentum=momentum)
-    ours, others = whole(values(0)), [f for f in whole(values(0)) if f.name not in MATRICES]
-    optimizer = build_optimizer(ours, config)
+    fragments, others = unsplit(values(0)), [f for f in unsplit(values(0)) if f.name not in MATRICES]
+    optimizer = build_optimizer(fragments, config)
     adamw = build_optimizer(others, Optimiser(lr=LR, weight_decay=DECAY))
     wanted = {name: values(0)[name] for name in MATRICES}
     buffers = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -109,7 +109,7 @@ def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
         for group in (*optimizer.param_groups, *adamw.param_groups):
             group["lr"] = rate
         gradients = values(10 + step)
-        set_gradients(ours, gradients)
+        set_gradients(fragments, gradients)
         set_gradients(others, gradients)
         optimizer.step()
         adamw.step()
@@ -117,11 +117,11 @@ def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
             buffers[name] = b * buffers[name] + (1 - b) * gradients[name]
             ahead = (1 - b) * gradients[name] + b * buffers[name]
             matrices = ahead if ahead.dim() == 3 else ahead[None]
-            made = torch.stack([by_singular_values(m) for m in matrices]).view_as(ahead)
+            update = torch.stack([by_singular_values(m) for m in matrices]).view_as(ahead)
             scale = 0.2 * max(ahead.shape[-2:]) ** 0.5
-            wanted[name] = (1 - rate * DECAY) * wanted[name] - rate * scale * made
+            wanted[name] = (1 - rate * DECAY) * wanted[name] - rate * scale * update
     wanted |= {f.name: f.parameter.detach() for f in others}
-    for fragment in ours:
+    for fragment in fragments:
         torch.testing.assert_close(fragment.parameter.detach(), wanted[fragment.name], rtol=1e-9, atol=1e-11)
 
 
@@ -140,7 +140,7 @@ def test_muon_updates_the_matrices_of_both_stacks_and_no_table_of_biases():
 
 
 def test_muon_and_its_rest_appear_as_one_optimiser():
-    fragments = whole(values(0))
+    fragments = unsplit(values(0))
     optimizer = build_optimizer(fragments, Optimiser(name="muon", weight_decay=DECAY, no_decay=("*proj*",)))
     inputs = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in inputs} == {id(f.parameter) for f in fragments}
@@ -164,7 +164,7 @@ def test_muon_and_its_rest_appear_as_one_optimiser():
 
 def test_without_matrices_or_with_nothing_else():
     for names in (["head.out.weight"], ["blocks.0.attn.proj.weight"]):
-        fragments = whole({n: values(0)[n] for n in names})
+        fragments = unsplit({n: values(0)[n] for n in names})
         optimizer = build_optimizer(fragments, Optimiser(name="muon"))
         set_gradients(fragments, values(1))
         optimizer.step()

@@ -55,13 +55,13 @@ def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def places_of(
-    table: dict[str, ShardedParameter], made: Iterable[str], first: bool
+    table: dict[str, ShardedParameter], names: Iterable[str], first: bool
 ) -> dict[str, ShardPlacement]:
     """Return placements like those of `assemble`: only the first stage's copy of a tied parameter is
     owned.
     """
     results = {}
-    for name in made:
+    for name in names:
         placed = table[name].placed
         if len(table[name].names) > 1 and not first:
             placed = replace(placed, pieces=tuple(replace(p, owned=False) for p in placed.pieces))
@@ -77,20 +77,20 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     table = parallelize(model, sharding_plan(Job(shape=shape, layout=layout, vocab_multiple=4)), mesh)
     layers = model.layers()
     stages = [layers] if layout.pp == 1 else [layers[:2], layers[2:]]
-    made = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)
-    for name, parameter in made.items():
+    parameters = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)
+    for name, parameter in parameters.items():
         parameter.grad = torch.zeros_like(parameter)
         table[name].placed.fill(parameter.grad, full[name])
-    places = places_of(table, made, first=mesh.index("pp") == 0)
+    places = places_of(table, parameters, first=mesh.index("pp") == 0)
     everything = {
         name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
         for name, p in places.items()
     }
-    ours = GradientNorm(fragments_of(made, places), replica(mesh))()
-    greedy = GradientNorm(fragments_of(made, everything), replica(mesh))()
-    assert ours.dtype == torch.float64
+    norm = GradientNorm(fragments_of(parameters, places), replica(mesh))()
+    greedy = GradientNorm(fragments_of(parameters, everything), replica(mesh))()
+    assert norm.dtype == torch.float64
     mesh.close()
-    return float(ours), float(greedy)
+    return float(norm), float(greedy)
 
 
 LAYOUTS = [
@@ -127,8 +127,8 @@ def test_every_layout_has_the_norm_of_the_plain_model():
     for on_rank in on_ranks(4, every_layout):
         for shape, results in zip((TIED, GROUPED), on_rank, strict=False):
             wanted = float(whole_norm(gradients(shape).values()))
-            for layout, (ours, greedy) in zip(LAYOUTS, results, strict=True):
-                assert ours == pytest.approx(wanted, rel=1e-12), f"{shape.family} {layout}"
+            for layout, (norm, greedy) in zip(LAYOUTS, results, strict=True):
+                assert norm == pytest.approx(wanted, rel=1e-12), f"{shape.family} {layout}"
                 copies = layout.tp > 1 or (layout.pp > 1 and shape.tied)
                 assert (greedy > wanted * 1.001) == copies, f"{shape.family} {layout}"
         assert on_rank[2] == [(5.0, 0.0), (5.0, 0.0)]
@@ -161,22 +161,22 @@ def test_padding_and_pieces_owned_elsewhere_are_left_out():
 @pytest.mark.parametrize("largest", [0.5, 7.0, 1e3])
 def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
     torch.manual_seed(1)
-    ours = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
-    theirs = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
-    for a, b in zip(ours, theirs, strict=True):
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    torch_parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    for a, b in zip(parameters, torch_parameters, strict=True):
         a.grad = torch.randn(a.shape, dtype=dtype) * 10
         b.grad = a.grad.clone()
-    before = [a.grad.clone() for a in ours if a.grad is not None]
-    places = {str(i): ShardPlacement.unsharded(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
-    fragments = fragments_of({str(i): p for i, p in enumerate(ours)}, places)
+    before = [a.grad.clone() for a in parameters if a.grad is not None]
+    places = {str(i): ShardPlacement.unsharded(str(i), tuple(p.shape)) for i, p in enumerate(parameters)}
+    fragments = fragments_of({str(i): p for i, p in enumerate(parameters)}, places)
     norm = GradientNorm(fragments, {"tp": None})()
-    clip([p.grad for p in ours if p.grad is not None], norm, largest)
-    torch.nn.utils.clip_grad_norm_(theirs, largest)
+    clip([p.grad for p in parameters if p.grad is not None], norm, largest)
+    torch.nn.utils.clip_grad_norm_(torch_parameters, largest)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     exact = 1e-6 if dtype == torch.bfloat16 else tolerance  # ours is not rounded to the gradients' type
     plain = torch.cat(before).double().norm()
     torch.testing.assert_close(norm, plain, rtol=exact, atol=0)
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(parameters, torch_parameters, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=0)
         assert a.grad is not None
         assert a.grad.dtype == dtype
@@ -235,7 +235,7 @@ def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
 
 def test_shards_count_what_they_hold():
     """Flat parts of a tensor, of different types, in one process."""
-    whole = torch.randn(6, 4, dtype=torch.float64)
+    full = torch.randn(6, 4, dtype=torch.float64)
     placed = ShardPlacement.unsharded("w", (6, 4))
     parts = [(0, 3), (3, 17), (17, 24), (24, 24)]
     fragments = [
@@ -243,8 +243,8 @@ def test_shards_count_what_they_hold():
             name="w",
             parameter=nn.Parameter(torch.zeros(b - a)),
             placed=placed.part((6, 4), a, b),
-            gradient=whole.flatten()[a:b],
+            gradient=full.flatten()[a:b],
         )
         for a, b in parts
     ]
-    assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(whole.norm()), rel=1e-12)
+    assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(full.norm()), rel=1e-12)

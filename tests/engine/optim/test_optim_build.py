@@ -80,9 +80,9 @@ def test_adamw_is_torchs():
     net, plain = model(), model()
     matrices, vectors = split(plain)
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False)
-    ours = train(net, build_optimizer(net.named_parameters(), config))
-    for a, b in zip(ours, train(plain, theirs), strict=True):
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False)
+    trained = train(net, build_optimizer(net.named_parameters(), config))
+    for a, b in zip(trained, train(plain, adamw), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
@@ -90,9 +90,9 @@ def test_adamw_is_torchs():
 def test_sgd_without_decay_is_torchs(momentum: float):
     config = Optimiser(name="sgd", lr=0.01, momentum=momentum, weight_decay=0.0)
     net, plain = model(), model()
-    ours = train(net, build_optimizer(net.named_parameters(), config))
-    theirs = train(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=momentum))
-    for a, b in zip(ours, theirs, strict=True):
+    trained = train(net, build_optimizer(net.named_parameters(), config))
+    torch_trained = train(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=momentum))
+    for a, b in zip(trained, torch_trained, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
 
 
@@ -102,7 +102,7 @@ def test_the_decay_of_sgd_stays_out_of_its_momentum(momentum: float):
     lr, decay = 0.01, 0.3
     config = Optimiser(name="sgd", lr=lr, momentum=momentum, weight_decay=decay)
     net, plain = model(), model()
-    ours = train(net, build_optimizer(net.named_parameters(), config))
+    trained = train(net, build_optimizer(net.named_parameters(), config))
 
     torch.manual_seed(1)
     plain[3].requires_grad_(False)
@@ -115,7 +115,7 @@ def test_the_decay_of_sgd_stays_out_of_its_momentum(momentum: float):
                 if p.grad is not None:
                     m.mul_(momentum).add_(p.grad)
                     p.mul_(1.0 - lr * decay if p.dim() > 1 else 1.0).sub_(lr * m)
-    for a, b in zip(ours, plain.parameters(), strict=True):
+    for a, b in zip(trained, plain.parameters(), strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-15)
 
 

@@ -23,13 +23,13 @@ def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
         fragments = matrices_of(split.of(dist.get_rank(), dist.group.WORLD, values(0)))
         exchange = MatrixExchange(fragments)
         tensors = [f.parameter.detach().clone() for f in fragments]
-        whole = exchange.gather(tensors)
-        for (tensor, member), matrix in whole.items():
+        matrices = exchange.gather(tensors)
+        for (tensor, member), matrix in matrices.items():
             assert torch.equal(matrix, values(0)[fragments[tensor].name][member])
-        exchange.scatter({at: 2 * matrix for at, matrix in whole.items()}, tensors)
+        exchange.scatter({at: 2 * matrix for at, matrix in matrices.items()}, tensors)
         for fragment, tensor in zip(fragments, tensors, strict=True):
             assert torch.equal(tensor, 2 * fragment.parameter), fragment.name  # of copies too
-        results.append([(fragments[tensor].name, member) for tensor, member in whole])
+        results.append([(fragments[tensor].name, member) for tensor, member in matrices])
     return results
 
 
@@ -51,8 +51,8 @@ def _cost(shape: tuple[int, ...]) -> int:
 def test_one_process_exchanges_nothing():
     fragments = matrices_of(Split(1, 1).of(0, None, values(0)))
     exchange = MatrixExchange(fragments)
-    whole = exchange.gather([f.parameter.detach() for f in fragments])
-    assert len(whole) == 6
+    matrices = exchange.gather([f.parameter.detach() for f in fragments])
+    assert len(matrices) == 6
     into = [torch.zeros_like(f.parameter) for f in fragments]
-    exchange.scatter(whole, into)
+    exchange.scatter(matrices, into)
     assert all(torch.equal(a, f.parameter) for a, f in zip(into, fragments, strict=True))

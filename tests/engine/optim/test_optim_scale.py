@@ -29,11 +29,11 @@ def test_the_scale_stays_in_range_and_reports_exhaustion():
 
 
 def test_a_loss_scale_continues_from_its_state():
-    one, two = LossScale(value=64.0, steps=3), LossScale(value=1.0, steps=3)
+    first, two = LossScale(value=64.0, steps=3), LossScale(value=1.0, steps=3)
     for overflow in (True, False, False):
-        one.update(overflow)
-    two.load(one.state())
-    for scale in (one, two):
+        first.update(overflow)
+    two.load(first.state())
+    for scale in (first, two):
         scale.update(False)
-    assert one == two
-    assert one.value == 64.0
+    assert first == two
+    assert first.value == 64.0

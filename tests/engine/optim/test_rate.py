@@ -30,7 +30,7 @@ def torch_rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int
     return rates
 
 
-def ours(steps: int = STEPS, **options: object) -> list[float]:
+def rates(steps: int = STEPS, **options: object) -> list[float]:
     rate = LearningRate(RateSchedule(**options), PEAK, STEPS)  # pyright: ignore[reportArgumentType]
     return [rate(step) for step in range(steps)]
 
@@ -44,7 +44,7 @@ def warmed(optimizer: torch.optim.Optimizer, then: LRScheduler) -> LRScheduler:
 def test_cosine_is_torchs() -> None:
     left = STEPS - WARMUP
     reference = torch_rates(lambda o: CosineAnnealingLR(o, T_max=left, eta_min=FLOOR * PEAK))
-    results = ours(schedule="cosine", warmup=WARMUP, min_ratio=FLOOR)
+    results = rates(schedule="cosine", warmup=WARMUP, min_ratio=FLOOR)
     assert results[WARMUP:] == pytest.approx(reference[:left], rel=1e-12)
 
 
@@ -53,13 +53,13 @@ def test_linear_with_warmup_is_torchs() -> None:
         lambda o: warmed(o, LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=STEPS - WARMUP)),
         steps=STEPS + 5,
     )
-    results = ours(STEPS + 5, schedule="linear", warmup=WARMUP, min_ratio=FLOOR)
+    results = rates(STEPS + 5, schedule="linear", warmup=WARMUP, min_ratio=FLOOR)
     assert results == pytest.approx(reference, rel=1e-9)
 
 
 def test_constant_with_warmup_is_torchs() -> None:
     reference = torch_rates(lambda o: warmed(o, ConstantLR(o, factor=1.0)))
-    assert ours(schedule="constant", warmup=WARMUP) == pytest.approx(reference, rel=1e-12)
+    assert rates(schedule="constant", warmup=WARMUP) == pytest.approx(reference, rel=1e-12)
 
 
 def test_wsd_holds_then_decays_as_torchs_linear() -> None:
@@ -71,7 +71,7 @@ def test_wsd_holds_then_decays_as_torchs_linear() -> None:
             milestones=[STEPS - down],
         )
     )
-    assert ours(schedule="wsd", min_ratio=FLOOR, decay_fraction=0.2) == pytest.approx(reference, rel=1e-12)
+    assert rates(schedule="wsd", min_ratio=FLOOR, decay_fraction=0.2) == pytest.approx(reference, rel=1e-12)
 
 
 def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
@@ -158,7 +158,7 @@ def megatron(
 @pytest.mark.parametrize("warmup", [0, 40, 0.1, 0.033])
 @pytest.mark.parametrize("first", [0.0, 0.25])
 @pytest.mark.parametrize(
-    ("ours", "style", "shape"),
+    ("schedule", "style", "shape"),
     [
         ("cosine", "cosine", "linear"),
         ("linear", "linear", "linear"),
@@ -168,13 +168,13 @@ def megatron(
     ],
 )
 def test_every_step_has_megatrons_rate_also_after_the_decay(
-    ours: RateShape, style: str, shape: str, first: float, warmup: float, decay: int | None
+    schedule: RateShape, style: str, shape: str, first: float, warmup: float, decay: int | None
 ) -> None:
     """Megatron-LM counts samples; a part of the steps is no whole number of them, here of 3.3 and 20."""
     steps, batch = 200, 8
     kinds: dict[str, DecayShape] = {"minus_sqrt": "sqrt", "cosine": "cosine", "exponential": "exponential"}
     how = RateSchedule(
-        schedule=ours,
+        schedule=schedule,
         warmup=warmup,
         warmup_init=first,
         min_ratio=0.1,

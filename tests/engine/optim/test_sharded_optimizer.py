@@ -113,13 +113,13 @@ def test_offloaded_states_give_bitwise_the_same_updates(
     seen, states = run(config, "none", tmp_path, dtype)
     assert sum(map(len, states)) > len(states) or not config.weight_decay
     for where in ("cpu", "nvme"):
-        theirs, kept = run(config, where, tmp_path, dtype)
-        assert all(torch.equal(a, b) for a, b in zip(seen, theirs, strict=True))
-        assert len(kept) == len(states)
-        for ours, other in zip(states, kept, strict=True):
+        offloaded, offloaded_states = run(config, where, tmp_path, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(seen, offloaded, strict=True))
+        assert len(offloaded_states) == len(states)
+        for state, other in zip(states, offloaded_states, strict=True):
             # states of a tensor that has had no gradient are there already
-            assert ours.keys() <= other.keys()
-            assert all(torch.equal(ours[name], other[name]) for name in ours)
+            assert state.keys() <= other.keys()
+            assert all(torch.equal(state[name], other[name]) for name in state)
     assert not os.listdir(tmp_path)
 
 
@@ -139,17 +139,17 @@ def test_updates_beside_the_backward(where: Offload, tmp_path: Path):
 
 def test_masters_are_consumed_as_they_are_made(tmp_path: Path):
     """So that there are never all of them: two units at most."""
-    made = list[ParameterFragment]()
+    yielded = list[ParameterFragment]()
 
     def one_by_one():
         for fragment in fragments():
-            before = [f.parameter for f in made if f.unit < fragment.unit - 1 and f.parameter.numel() > 1]
+            before = [f.parameter for f in yielded if f.unit < fragment.unit - 1 and f.parameter.numel() > 1]
             assert all(is_away(parameter) for parameter in before)
-            made.append(fragment)
+            yielded.append(fragment)
             yield fragment
 
     sharded = ShardedOptimizer(one_by_one(), builder(CONFIGS[0]), offload="nvme", path=tmp_path)
-    assert len(made) == 10
+    assert len(yielded) == 10
     assert sharded.units == list(range(5))
     sharded.close()
 

@@ -88,6 +88,6 @@ os._exit(0)
 
 
 def test_states_larger_than_memory_train_from_files(tmp_path: Path):
-    words = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split("\n") == ["files: done", "memory: not enough", "peak: less", ""], done.stderr

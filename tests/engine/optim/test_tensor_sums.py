@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from splits import SHAPES, Split, set_gradients, values, whole
+from splits import SHAPES, Split, set_gradients, unsplit, values
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -46,16 +46,16 @@ def train(fragments: list[ParameterFragment], config: Optimiser, steps: int = ST
 
 @cache
 def one_process(name: str) -> tuple[list[ParameterFragment], torch.optim.Optimizer]:
-    plain = whole(values(0))
+    plain = unsplit(values(0))
     return plain, train(plain, CONFIGS[name])
 
 
 def difference(fragments: list[ParameterFragment], name: str) -> float:
     """Train them: how far any part of a weight or state is then from that of one process, by its size."""
     results, (plain, wanted), worst = train(fragments, CONFIGS[name]), one_process(name), 0.0
-    for fragment, one in zip(fragments, plain, strict=True):
-        pairs = [(fragment.parameter.detach(), fragment.placed, one.parameter.detach())]
-        states = state_tensors(wanted, one)
+    for fragment, plain_fragment in zip(fragments, plain, strict=True):
+        pairs = [(fragment.parameter.detach(), fragment.placed, plain_fragment.parameter.detach())]
+        states = state_tensors(wanted, plain_fragment)
         mine = state_tensors(results, fragment)
         assert mine.keys() == states.keys(), fragment.name
         pairs += [(tensor, placed, states[key][0]) for key, (tensor, placed) in mine.items()]
@@ -142,7 +142,7 @@ def test_a_rank_that_holds_nothing_steps_too(name: str):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_without_gradient_are_not_updated(name: str):
-    fragments = whole(values(0))
+    fragments = unsplit(values(0))
     optimizer = build_optimizer(fragments, CONFIGS[name])
     set_gradients(fragments, values(1))
     for fragment in fragments[::2]:
@@ -157,10 +157,10 @@ def test_parameters_without_gradient_are_not_updated(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_optimiser_continues_from_loaded_states(name: str):
     config = CONFIGS[name]
-    straight = whole(values(0))
+    straight = unsplit(values(0))
     train(straight, config)
 
-    first = whole(values(0))
+    first = unsplit(values(0))
     saved = train(first, config, STEPS - 1)
     second = [
         ParameterFragment(name=f.name, parameter=nn.Parameter(f.parameter.detach().clone()), placed=f.placed)
@@ -188,13 +188,13 @@ def test_batches_of_any_size_make_the_same_update(name: str, monkeypatch: pytest
     """On a CPU a batch is closed once it would leave the cache; here after each fragment."""
     plain, _ = one_process(name)
     monkeypatch.setattr(base, "CACHED", 1)
-    alone = whole(values(0))
+    alone = unsplit(values(0))
     optimizer = train(alone, CONFIGS[name])
     assert isinstance(optimizer, base.FragmentOptimizer)
     set_gradients(alone, values(1))
     assert {len(batch.fragments) for batch in optimizer.begin()} == {1}
-    for one, fragment in zip(plain, alone, strict=True):
-        torch.testing.assert_close(fragment.parameter, one.parameter, rtol=1e-12, atol=1e-14)
+    for plain_fragment, fragment in zip(plain, alone, strict=True):
+        torch.testing.assert_close(fragment.parameter, plain_fragment.parameter, rtol=1e-12, atol=1e-14)
 
 
 def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
@@ -239,12 +239,12 @@ def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
             offsets, sizes = boxes[at]
             if sizes[dim] > 1:
                 cut = data.draw(st.integers(1, sizes[dim] - 1))
-                one, two = (
+                left, two = (
                     (*sizes[:dim], cut, *sizes[dim + 1 :]),
                     (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :]),
                 )
                 moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
-                boxes[at : at + 1] = [(offsets, one), (moved, two)]
+                boxes[at : at + 1] = [(offsets, left), (moved, two)]
         pieces, end = list[TensorBox](), 0
         for offsets, sizes in data.draw(st.permutations(boxes)):
             strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
@@ -261,7 +261,7 @@ def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_gradients_that_are_not_finite_spoil_their_weights(name: str, value: float):
-    fragments = whole(values(0))
+    fragments = unsplit(values(0))
     optimizer = build_optimizer(fragments, CONFIGS[name])
     gradients = values(1)
     for gradient in gradients.values():
@@ -276,7 +276,7 @@ def test_sums_of_many_elements_keep_their_digits(name: str):
     """Half a million squares in float32, against float64."""
     results = list[Tensor]()
     for dtype in (torch.float32, torch.float64):
-        fragments = whole({"w.weight": torch.full((1 << 10, 1 << 9), 0.1, dtype=dtype)})
+        fragments = unsplit({"w.weight": torch.full((1 << 10, 1 << 9), 0.1, dtype=dtype)})
         optimizer = build_optimizer(fragments, CONFIGS[name])
         set_gradients(fragments, {"w.weight": torch.full((1 << 10, 1 << 9), 0.3, dtype=dtype)})
         optimizer.step()
@@ -286,7 +286,7 @@ def test_sums_of_many_elements_keep_their_digits(name: str):
 
 @pytest.mark.parametrize("name", ["lamb", "adafactor"])
 def test_states_of_other_shapes_are_not_loaded(name: str) -> None:
-    fragments = whole(values(0))
+    fragments = unsplit(values(0))
     optimizer = train(fragments, CONFIGS[name], steps=1)
     states = optimizer.state_dict()
     optimizer.load_state_dict(states)

@@ -151,5 +151,5 @@ def reference(case: Case) -> Result:
     return Result(torch.stack(ys), x.grad, gradients, losses, load)
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{label}: {text}")

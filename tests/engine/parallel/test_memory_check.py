@@ -12,7 +12,7 @@ from stretto.engine.parallel.memory_check import MemoryCheck
 CPU = torch.device("cpu")
 
 
-def held() -> dict[str, Tensor]:
+def new_tensors() -> dict[str, Tensor]:
     away = torch.ones(1000)
     away.untyped_storage().resize_(0)
     return {"a": torch.randn(4, 3).bfloat16(), "away": away, "b": torch.zeros(9), "none": torch.ones(0)}
@@ -20,7 +20,7 @@ def held() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("name", "element", "bit"), [("a", 7, 0), ("b", 0, 31), ("b", 8, 3)])
 def test_a_flipped_bit_is_found_and_named(name: str, element: int, bit: int) -> None:
-    check, tensors = MemoryCheck(), held()
+    check, tensors = MemoryCheck(), new_tensors()
     check.begin(tensors)
     assert float(check.changed(CPU)) == 0
     assert check.first() is None
@@ -30,7 +30,7 @@ def test_a_flipped_bit_is_found_and_named(name: str, element: int, bit: int) -> 
 
 
 def test_nothing_is_checked_before_it_begins_and_after_it_ends() -> None:
-    check, tensors = MemoryCheck(), held()
+    check, tensors = MemoryCheck(), new_tensors()
     assert check.changed(CPU) == 0
     check.begin(tensors)
     check.end()

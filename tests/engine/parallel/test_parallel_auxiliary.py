@@ -48,8 +48,8 @@ def test_losses_are_counted_once_a_microbatch() -> None:
     with torch.no_grad():
         layer.mlp(x)
     assert not auxiliary.losses.any()
-    one, three = gradient(1.0).clone(), gradient(3.0)
-    torch.testing.assert_close(three, 3 * one)
+    single, three = gradient(1.0).clone(), gradient(3.0)
+    torch.testing.assert_close(three, 3 * single)
     wanted = reference(Case(Layout()))
     close(auxiliary.losses, 2 * wanted.losses, "both microbatches")
     close(auxiliary.loads["mlp"], 2 * wanted.load, "both microbatches")
@@ -73,5 +73,5 @@ def test_dropped_choices_are_counted() -> None:
         layer.mlp(x).sum().backward()
     router = layer.mlp.router
     choice = router.choose(router.logits(x))
-    kept = router.keep(choice.experts, choice.weights)
-    assert float(auxiliary.dropped) == 2 * int((~kept).sum()) > 0
+    within_capacity = router.keep(choice.experts, choice.weights)
+    assert float(auxiliary.dropped) == 2 * int((~within_capacity).sum()) > 0

@@ -80,9 +80,9 @@ def net() -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, torch.randint(CLASSES, (SAMPLES,))
 
 
-def gap(ours: Tensor, reference: Tensor) -> float:
+def gap(computed: Tensor, reference: Tensor) -> float:
     return float(
-        (ours.detach() - reference.detach()).abs().max() / reference.detach().abs().max().clamp(1e-9)
+        (computed.detach() - reference.detach()).abs().max() / reference.detach().abs().max().clamp(1e-9)
     )
 
 
@@ -213,9 +213,9 @@ def _rows() -> dict[str, Any]:
     mine = slice(mesh.rank * SAMPLES // RANKS, (mesh.rank + 1) * SAMPLES // RANKS)
     plain, x, y = net()
     F.cross_entropy(plain(x), y).backward()
-    model, whole, y = net()
+    model, rows, y = net()
     table = parallelize(model, net_plan(GatherBatch("turns")), mesh, inputs="batch", outputs="batch")
-    (F.cross_entropy(model(whole[mine]), y[mine], reduction="sum") / SAMPLES).backward()
+    (F.cross_entropy(model(rows[mine]), y[mine], reduction="sum") / SAMPLES).backward()
     sum_gradients(model, table)
     found["rows"] = gradient_gap(model, table, plain)
 
@@ -267,18 +267,18 @@ def _rounds() -> dict[str, Any]:
         model, mine, y = net()
         table = parallelize(model, net_plan(GatherBatch(schedule)), mesh, inputs="batch")
         of_rank = slice(mesh.rank * SAMPLES // RANKS, (mesh.rank + 1) * SAMPLES // RANKS)
-        ours = list[float]()
+        losses = list[float]()
         classifier = model.classifier
         optimizer = torch.optim.SGD(classifier.parameters(), lr=0.1, momentum=0.9)
         events = list[str]()
         classifier[1].register_forward_hook(lambda *_, to=events: to.append("computed"))
         rows = list[Tensor]()
         with traffic(lambda _, kind, __, to=events: to.append(kind)):
-            for one in classifier.rounds(model.features(mine[of_rank]) * model.scale):
-                loss = F.cross_entropy(model.head(one.output), y[one.rows]) / one.rounds
+            for round_rows in classifier.rounds(model.features(mine[of_rank]) * model.scale):
+                loss = F.cross_entropy(model.head(round_rows.output), y[round_rows.rows]) / round_rows.rounds
                 loss.backward()
-                rows.append(one.rows)
-                ours.append(float(loss.detach()))
+                rows.append(round_rows.rows)
+                losses.append(float(loss.detach()))
                 if update:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -298,20 +298,20 @@ def _rounds() -> dict[str, Any]:
                 plain_optimizer.zero_grad()
         h.backward(leaf.grad)
         name = f"{schedule}{' updated' * update}"
-        found[f"{name} losses"] = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
+        found[f"{name} losses"] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         found[f"{name} weights"] = max(
             gap(piece.of_local(parameter), piece.of_full(plain.get_parameter(name)))
             for name, parameter in model.named_parameters()
             for piece in table[name].placed.pieces
         )
-        held = [
+        compared = [
             (name, p)
             for name, p in model.named_parameters()
             if not (update and name.startswith("classifier"))
         ]
         found[f"{name} gradients"] = max(
             gap(piece.of_local(p.grad), piece.of_full(plain.get_parameter(name).grad))
-            for name, p in held
+            for name, p in compared
             for piece in table[name].placed.pieces
         )
         assert sorted(torch.cat(rows).tolist()) == list(range(SAMPLES))
@@ -325,14 +325,14 @@ def _rounds() -> dict[str, Any]:
 
 def test_rounds_of_forward_and_backward_equal_one_process_and_gather_ahead():
     for found in on_ranks(RANKS, _rounds):
-        numbers = {name: one for name, one in found.items() if isinstance(one, float)}
+        numbers = {name: number for name, number in found.items() if isinstance(number, float)}
         assert len(numbers) == 14
         assert max(numbers.values()) < FEW_DIGITS, numbers
         for schedule, sent, returned in (
             ("turns", "broadcast", "reduce"),
             ("shares", "all-gather", "reduce-scatter"),
         ):
-            order = [one for one in found[f"{schedule} order"] if one in (sent, returned, "computed")]
+            order = [event for event in found[f"{schedule} order"] if event in (sent, returned, "computed")]
             order = order[1 * (schedule == "shares") :]  # without the gather of BatchNorm's statistics
             first, *others = [sent, sent, "computed"], [returned, sent, "computed"], [returned, "computed"]
             assert order == [*first, *others[0], *others[1], returned], order
@@ -362,7 +362,7 @@ def test_a_gather_before_a_column_is_a_reduce_scatter_backward():
     assert sent["batch to column"] == {
         "all-gather": others * part,
         "reduce-scatter": others * part,
-        "all-reduce": sum(2 * one * others // RANKS for one in reduced),
+        "all-reduce": sum(2 * tensor_bytes * others // RANKS for tensor_bytes in reduced),
     }
     parameters = sum(p.numel() for p in _chain().parameters()) * 8
     assert sent["batch"] == {
@@ -385,19 +385,19 @@ def _norms() -> dict[str, float]:
         table = parallelize(model, {"0": BatchParallel()}, mesh)
         for _ in range(2):  # a mean far from zero, where sums of squares would cancel
             x = 1e6 + torch.randn(shape, dtype=torch.float64, generator=generator)
-            theirs, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+            plain_input, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
             weights = torch.randn(shape, dtype=torch.float64, generator=generator)
             plain.zero_grad()
             model.zero_grad()
-            expected, output = plain(theirs), model(mine)
+            expected, output = plain(plain_input), model(mine)
             (expected * weights).sum().backward()
             (output * weights).sum().backward()
             sum_gradients(model, table)
         name = f"{type(norm).__name__} {tuple(shape)}"
         gaps[f"{name} output"] = gap(output, expected)
-        gaps[f"{name} input gradient"] = gap(mine.grad, theirs.grad)
-        for (buffer, ours), reference in zip(model.named_buffers(), plain.buffers(), strict=True):
-            gaps[f"{name} {buffer}"] = gap(ours.double(), reference.double())
+        gaps[f"{name} input gradient"] = gap(mine.grad, plain_input.grad)
+        for (buffer, value), reference in zip(model.named_buffers(), plain.buffers(), strict=True):
+            gaps[f"{name} {buffer}"] = gap(value.double(), reference.double())
         if norm.affine:
             gaps[f"{name} gradients"] = gradient_gap(model, table, plain)
     return gaps
@@ -515,7 +515,9 @@ def _copies() -> float:
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     plan = {"0": BatchParallel(), "1": GatherBatch("turns"), "1.0": ColumnParallel(), "1.2": RowParallel()}
     table = parallelize(model, plan, mesh)
-    wrapped = data_parallel(model, mesh, "ddp", places={name: one.placed for name, one in table.items()})
+    wrapped = data_parallel(
+        model, mesh, "ddp", places={name: sharded.placed for name, sharded in table.items()}
+    )
     wrapped(x.chunk(2)[mesh.index("dp")]).square().mean().backward()
     sum_gradients(model, table)
     plain(x).square().mean().backward()

@@ -21,11 +21,11 @@ from stretto.run.train.memory_measured import MemoryTracker
 HIDDEN, SAMPLES, LENGTH = 6, 3, 8
 
 
-def close(ours: Tensor | None, plain: Tensor | None, what: str, tolerance: float = 1e-12) -> None:
-    assert ours is not None
+def close(computed: Tensor | None, plain: Tensor | None, label: str, tolerance: float = 1e-12) -> None:
+    assert computed is not None
     assert plain is not None
     torch.testing.assert_close(
-        ours, plain, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+        computed, plain, rtol=tolerance, atol=tolerance, msg=lambda text: f"{label}: {text}"
     )
 
 
@@ -50,9 +50,9 @@ def case(
     group = dist.group.WORLD if ranks > 1 else None
     part = padded(vocab, rank, ranks, multiple)
     real, start = sum(run.size for run in part.runs), rank * part.size
-    whole = torch.randn(vocab, HIDDEN, dtype=torch.float64, requires_grad=trained[1])
+    full = torch.randn(vocab, HIDDEN, dtype=torch.float64, requires_grad=trained[1])
     local = torch.full((part.size, HIDDEN), 9.0, dtype=torch.float64)  # what padding must not tell
-    local[:real] = whole.detach()[start : start + real]
+    local[:real] = full.detach()[start : start + real]
     weight, reported = nn.Parameter(local, requires_grad=trained[1]), list[Tensor]()
     if sequence and group is not None:
         out: ParallelLinear = GatherLinear(weight, None, group)
@@ -65,30 +65,30 @@ def case(
         x = torch.randn(SAMPLES, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=trained[0])
         targets = torch.randint(vocab, (SAMPLES, LENGTH))
         targets[0, :ignored] = IGNORED
-        logits = x @ whole.t()
+        logits = x @ full.t()
         logits = torch.tanh(logits / softcap) * softcap if softcap else logits
         plain = functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         here = x.detach()[:, mine].clone().requires_grad_(trained[0])
         loss.expect(targets)
-        ours = loss(loss.of(here), targets)
+        losses = loss(loss.of(here), targets)
         with torch.no_grad():
             loss.expect(targets)
             close(loss.of(here), plain.detach(), "loss without gradients")
         if any(trained):
-            value = ours.detach()
+            value = losses.detach()
             assert value == 0.0
-            (scale * ours).backward()
+            (scale * losses).backward()
             (scale * plain).backward()
             close(value, plain.detach(), "loss")
         else:
-            close(ours, plain.detach(), "loss of frozen weights")
+            close(losses, plain.detach(), "loss of frozen weights")
         if trained[0]:
             close(here.grad, x.grad[:, mine] if x.grad is not None else None, "gradient of the input", 1e-10)
     if trained[1]:
         assert weight.grad is not None
-        close(weight.grad[:real], whole.grad[start : start + real], "gradient of the weight", 1e-9)  # type: ignore[index]
+        close(weight.grad[:real], full.grad[start : start + real], "gradient of the weight", 1e-9)  # type: ignore[index]
         assert not weight.grad[real:].any(), "padding has a gradient"
         assert len(reported) == 2, "one contribution a microbatch, however many chunks"
     assert weight.grad is None or trained[1]

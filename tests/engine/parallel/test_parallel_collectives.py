@@ -117,15 +117,15 @@ def with_gradients() -> None:
         )
         for operator, x, y, dy, dx in cases:
             for apart in (False, True):  # inputs that are not contiguous
-                what = f"{operator.__name__} {shape} along {dim}, rank {rank}, apart {apart}"
+                label = f"{operator.__name__} {shape} along {dim}, rank {rank}, apart {apart}"
                 inputs, upstream = (strided(t) if apart else t.clone() for t in (x, dy))
                 leaf = inputs.requires_grad_()
                 out = operator(leaf, group, dim)
-                torch.testing.assert_close(out, y, rtol=1e-14, atol=1e-14, msg=what)
+                torch.testing.assert_close(out, y, rtol=1e-14, atol=1e-14, msg=label)
                 out.backward(upstream)
-                torch.testing.assert_close(leaf.grad, dx, rtol=1e-14, atol=1e-14, msg=what)
-                assert torch.equal(leaf, x), f"{what}: the input was written to"
-                assert torch.equal(upstream, dy), f"{what}: the gradient was written to"
+                torch.testing.assert_close(leaf.grad, dx, rtol=1e-14, atol=1e-14, msg=label)
+                assert torch.equal(leaf, x), f"{label}: the input was written to"
+                assert torch.equal(upstream, dy), f"{label}: the gradient was written to"
 
 
 def strided(x: Tensor) -> Tensor:

@@ -117,24 +117,24 @@ def check(case: Case, mesh: Mesh, padding: bool = True) -> None:
     my_sinks = None if sinks is None else sinks.detach().chunk(tp)[at].clone().requires_grad_()
     with torch.no_grad():
         first = module(*local, my_sinks)  # as recomputation does it
-    ours = module(*local, my_sinks)
-    assert torch.equal(ours, first), case
-    assert ours.dtype == case.dtype
-    assert ours.isfinite().all(), case
-    ours.backward(share(dy.detach(), split, mesh, 0.0))
+    output = module(*local, my_sinks)
+    assert torch.equal(output, first), case
+    assert output.dtype == case.dtype
+    assert output.isfinite().all(), case
+    output.backward(share(dy.detach(), split, mesh, 0.0))
     grads = torch.autograd.grad(plain, [q, k, v, *([] if sinks is None else [sinks])], dy)
     real = split.positions < case.length
     check_close(
-        ours * real[:, None], share(plain.detach(), split, mesh, 0.0), case.tolerance, f"output of {case}"
+        output * real[:, None], share(plain.detach(), split, mesh, 0.0), case.tolerance, f"output of {case}"
     )
     terms = cancelling(case, q, k, v, dy)
     shared = case.kv_heads < tp
-    for name, x, whole in zip("qkv", local, grads[:3], strict=True):
+    for name, x, full in zip("qkv", local, grads[:3], strict=True):
         assert x.grad is not None
         assert not x.grad[:, :, ~real].any(), f"padding of {name} has a gradient: {case}"
         if shared and name != "q":  # a part of the gradient each
             torch.distributed.all_reduce(x.grad, group=mesh.split("tp", tp // case.kv_heads))
-        wanted = share(whole, split, mesh, 0.0)
+        wanted = share(full, split, mesh, 0.0)
         assert x.grad.dtype == wanted.dtype
         check_close(
             x.grad, wanted, case.tolerance, f"gradient of {name} of {case}", terms=terms.get(name, 0.0)
@@ -254,8 +254,8 @@ def test_gradients_of_one_token_are_compared_to_what_cancels_in_them(kv_heads: i
             size = terms[name]
             noises.append(float(noise.abs().max()) / size)
             zero = torch.zeros_like(noise)
-            for ours, plain in ((noise, zero), (zero, noise), (noise, 0.1 * noise), (-noise, noise)):
-                check_close(ours, plain, case.tolerance, name, terms=size)
+            for computed, plain in ((noise, zero), (zero, noise), (noise, 0.1 * noise), (-noise, noise)):
+                check_close(computed, plain, case.tolerance, name, terms=size)
             for error in (1e-6 * size, 1e-12 * size):
                 wrong = noise.clone()
                 wrong[0, 0, 0, 0] += error

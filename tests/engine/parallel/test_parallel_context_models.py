@@ -87,8 +87,8 @@ def step(
 
 def check(case: Case, mesh: Mesh) -> None:
     keys, packing = DropoutKeys(3), Packing()
-    plain, ours = plain_model(case.shape), plain_model(case.shape)
-    for model in (plain, ours):
+    plain, sharded = plain_model(case.shape), plain_model(case.shape)
+    for model in (plain, sharded):
         key_dropout(model, keys)
         share_packing(model, packing)
     job = Job(
@@ -99,33 +99,33 @@ def check(case: Case, mesh: Mesh) -> None:
         context=case.method,
         vocab_multiple=3,
     )
-    table = parallelize(ours, sharding_plan(job), mesh)
+    table = parallelize(sharded, sharding_plan(job), mesh)
     if case.recompute:
-        for block in ours.blocks:
+        for block in sharded.blocks:
             recompute(block.get_submodule("attn.core"))
     torch.manual_seed(12)
     ids, targets = torch.randint(case.shape.vocab, (2, 2, case.length))
     targets = targets.masked_fill(torch.rand(targets.shape) < 0.2, IGNORED)
     split = SequenceSplit.of(mesh, case.length, case.sequence_parallel)
     there = step(plain, ids, targets, keys, packing, case)
-    here = step(ours, split.take(ids, 1, 0), split.take(targets, 1, IGNORED), keys, packing, case)
-    whole = here.detach().clone()
-    dist.all_reduce(whole, group=mesh.group("cp"))
-    torch.testing.assert_close(whole, there.detach(), rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
+    here = step(sharded, split.take(ids, 1, 0), split.take(targets, 1, IGNORED), keys, packing, case)
+    total = here.detach().clone()
+    dist.all_reduce(total, group=mesh.group("cp"))
+    torch.testing.assert_close(total, there.detach(), rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
     (0.1 * there).backward()
     if case.recompute:  # what runs again draws again: the pipeline says for whom before a backward too
         keys.samples, packing.documents = SAMPLES, documents_of(case)
     (0.1 * here).backward()
-    compare(case, plain, ours, table, mesh)
+    compare(case, plain, sharded, table, mesh)
 
 
 def compare(
-    case: Case, plain: LanguageModel, ours: LanguageModel, table: dict[str, ShardedParameter], mesh: Mesh
+    case: Case, plain: LanguageModel, sharded: LanguageModel, table: dict[str, ShardedParameter], mesh: Mesh
 ) -> None:
-    held = dict(ours.named_parameters())
-    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
+    parameters = dict(sharded.named_parameters())
+    sum_partial([PartialGradient(parameters[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in plain.named_parameters():
-        grad = held[name].grad
+        grad = parameters[name].grad
         assert grad is not None
         assert parameter.grad is not None
         dist.all_reduce(grad, group=mesh.group("cp"))

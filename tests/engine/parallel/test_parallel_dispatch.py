@@ -21,12 +21,12 @@ def choices(rank: int, how: str) -> tuple[Tensor, Tensor, Tensor | None]:
     if how == "all to one":
         experts = torch.full((n, k), 5)
     weights = torch.rand(n, k, generator=stream, dtype=torch.float64)
-    kept = None
+    within_capacity = None
     if how == "some dropped":
-        kept = torch.rand(n, k, generator=stream) < 0.5
+        within_capacity = torch.rand(n, k, generator=stream) < 0.5
     if how == "all dropped":
-        kept = torch.zeros(n, k, dtype=torch.bool)
-    return experts, weights, kept
+        within_capacity = torch.zeros(n, k, dtype=torch.bool)
+    return experts, weights, within_capacity
 
 
 def tokens(rank: int, n: int) -> tuple[Tensor, Tensor]:
@@ -41,31 +41,31 @@ def matrix(expert: int) -> Tensor:
     return torch.randn(HIDDEN, HIDDEN, generator=stream, dtype=torch.float64)
 
 
-def reference(x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None) -> Tensor:
+def reference(x: Tensor, experts: Tensor, weights: Tensor, within_capacity: Tensor | None) -> Tensor:
     y = 0 * x + 0 * weights.sum()
     for token in range(len(x)):
         for choice in range(experts.shape[1]):
-            if kept is None or bool(kept[token, choice]):
+            if within_capacity is None or bool(within_capacity[token, choice]):
                 row = x[token] @ matrix(int(experts[token, choice]))
                 y = y.index_add(0, torch.tensor([token]), (weights[token, choice] * row)[None])
     return y
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{label}: {text}")
 
 
 def check(mesh: Mesh, how: str) -> None:
-    ranks, what = ExpertRanks.of(mesh), f"{mesh.layout}, {how}, rank {mesh.rank}"
-    experts, weights, kept = choices(mesh.rank, how)
+    ranks, label = ExpertRanks.of(mesh), f"{mesh.layout}, {how}, rank {mesh.rank}"
+    experts, weights, within_capacity = choices(mesh.rank, how)
     x, dy = tokens(mesh.rank, len(experts))
     x.requires_grad_()
     weights.requires_grad_()
-    wanted = reference(x, experts, weights, kept)
+    wanted = reference(x, experts, weights, within_capacity)
     dx, dw = torch.autograd.grad(wanted, (x, weights), dy)
-    way = plan(experts, kept, EXPERTS, ranks)
+    way = plan(experts, within_capacity, EXPERTS, ranks)
     rows = way.to_experts(x)
-    assert len(rows) == way.groups.rows == len(way.groups.numbers), what
+    assert len(rows) == way.groups.rows == len(way.groups.numbers), label
     first = ranks.ep_index * EXPERTS // ranks.ep
     parts = [
         rows[a:b] @ matrix(first + g) * (ranks.tp_index + 1) / sum(range(ranks.tp + 1))
@@ -75,9 +75,9 @@ def check(mesh: Mesh, how: str) -> None:
     y.backward(dy)
     assert x.grad is not None
     assert weights.grad is not None
-    close(y, wanted, what)
-    close(x.grad, dx, what)
-    close(weights.grad, dw, what)
+    close(y, wanted, label)
+    close(x.grad, dx, label)
+    close(weights.grad, dw, label)
 
 
 LAYOUTS = [
@@ -122,10 +122,10 @@ def test_mix_is_the_weighted_sum() -> None:
 def test_mix_in_16_bits() -> None:
     """16-bit tensors stay 16-bit; gradients of the weights are summed in their own dtype."""
     copies, weights = torch.randn(4, 3, 5).bfloat16(), torch.rand(4, 3, requires_grad=True)
-    ours = mix(copies, weights)
-    assert ours.dtype is torch.bfloat16
+    mixed = mix(copies, weights)
+    assert mixed.dtype is torch.bfloat16
     wanted = (copies.float() * weights[..., None]).sum(1)
-    torch.testing.assert_close(ours.float(), wanted, rtol=2e-2, atol=2e-2)
-    ours.sum().backward()
+    torch.testing.assert_close(mixed.float(), wanted, rtol=2e-2, atol=2e-2)
+    mixed.sum().backward()
     assert weights.grad is not None
     torch.testing.assert_close(weights.grad, copies.float().sum(-1))

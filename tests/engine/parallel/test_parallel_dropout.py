@@ -22,12 +22,12 @@ def dropped(x: Tensor, p: float = 0.4, name: str = "a", seed: int = 0, samples=(
 def test_slices_of_a_split_activation_are_slices_of_the_whole(parts, dim, seed):
     shape = [2, 4, 4, 4]
     x = torch.randn(shape)
-    whole = dropped(x, seed=seed)
+    full = dropped(x, seed=seed)
     slices = [
         dropped(part, seed=seed, cuts=[Cut.even(dim, 4, i, parts)])
         for i, part in enumerate(x.chunk(parts, dim))
     ]
-    assert torch.equal(torch.cat(slices, dim), whole)
+    assert torch.equal(torch.cat(slices, dim), full)
 
 
 def test_the_slices_of_two_ranks_differ():
@@ -49,9 +49,9 @@ def test_other_layer_sample_or_seed_other_mask():
     x = torch.ones(2, 256)
     masks = [dropped(x), dropped(x, name="b"), dropped(x, seed=1), dropped(x, samples=(6, 10))]
     masks.append(masks[0].flip(0))  # samples of one microbatch differ from each other
-    for i, one in enumerate(masks):
+    for i, mask in enumerate(masks):
         for other in masks[:i]:
-            assert not torch.equal(one, other)
+            assert not torch.equal(mask, other)
 
 
 def test_a_sample_is_masked_alike_in_any_microbatch():
@@ -64,9 +64,9 @@ def test_a_sample_is_masked_alike_in_any_microbatch():
 def test_kept_elements_are_scaled_and_their_number_is_right():
     p, x = 0.3, torch.full((4, 20_000), 2.0)
     y = dropped(x, p, samples=range(4))
-    kept = y != 0
-    assert torch.allclose(y[kept], torch.tensor(2.0 / 0.7))
-    assert abs(float(kept.float().mean()) - 0.7) < 0.01  # five standard deviations are 0.008
+    surviving = y != 0
+    assert torch.allclose(y[surviving], torch.tensor(2.0 / 0.7))
+    assert abs(float(surviving.float().mean()) - 0.7) < 0.01  # five standard deviations are 0.008
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -118,8 +118,10 @@ class Case:
     repeat: str = ""  # "program" or "block": who runs forwards again
 
     def program(self) -> Program:
-        made = schedule(self.name, ranks=self.layout.pp, microbatches=self.microbatches, chunks=self.chunks)
-        return recompute(made) if self.repeat == "program" else made
+        program = schedule(
+            self.name, ranks=self.layout.pp, microbatches=self.microbatches, chunks=self.chunks
+        )
+        return recompute(program) if self.repeat == "program" else program
 
     @property
     def job(self) -> Job:
@@ -188,8 +190,8 @@ def reference(case: Case, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]
     return losses, total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-10, atol=1e-12, msg=lambda text: f"{label}: {text}")
 
 
 def share(split: SequenceSplit, ids: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -251,8 +253,8 @@ def run(case: Case) -> None:
             if parameter.grad is None:
                 continue
             for piece in table[name].placed.pieces:
-                ours, plain = piece.of_local(parameter.grad), piece.of_full(gradients[name])
-                close(ours, plain, f"{case}: step {now} gradient {name}")
+                gradient, plain = piece.of_local(parameter.grad), piece.of_full(gradients[name])
+                close(gradient, plain, f"{case}: step {now} gradient {name}")
     evaluated = pipe.evaluate(*share(split, ids[replica], targets[replica]))
     if evaluated is not None:
         if mesh.size("cp") > 1:

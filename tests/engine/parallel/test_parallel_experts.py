@@ -92,7 +92,7 @@ def norms(parameters: dict[str, nn.Parameter], table: dict[str, ShardedParameter
 
 
 def run(case: Case, mesh: Mesh) -> Norms:
-    what, keys = f"{case.layout} {case}", DropoutKeys(3)
+    label, keys = f"{case.layout} {case}", DropoutKeys(3)
     wanted = reference(case)
     layer = plain_layer(case.shape)
     key_dropout(layer, keys)
@@ -110,18 +110,18 @@ def run(case: Case, mesh: Mesh) -> Norms:
     reduce(table, parameters, mesh)
     real = split.shard < case.length
     assert x.grad is not None
-    close(y[:, real], local(wanted.y[replica], split)[:, real], f"{what}: output")
-    close(x.grad, local(wanted.dx[replica], split), f"{what}: input gradient")
+    close(y[:, real], local(wanted.y[replica], split)[:, real], f"{label}: output")
+    close(x.grad, local(wanted.dx[replica], split), f"{label}: input gradient")
     for name, parameter in parameters.items():
         for piece in table[name].placed.pieces:
             assert parameter.grad is not None
-            ours, plain = piece.of_local(parameter.grad), piece.of_full(wanted.gradients[name])
-            close(ours, plain, f"{what}: gradient of {name}")
-    for ours, plain in ((auxiliary.losses, wanted.losses), (auxiliary.loads["mlp"], wanted.load)):
-        close(over_all(ours), plain, f"{what}: losses, load")
+            computed, plain = piece.of_local(parameter.grad), piece.of_full(wanted.gradients[name])
+            close(computed, plain, f"{label}: gradient of {name}")
+    for computed, plain in ((auxiliary.losses, wanted.losses), (auxiliary.loads["mlp"], wanted.load)):
+        close(over_all(computed), plain, f"{label}: losses, load")
     results = norms(parameters, table, mesh)
-    whole = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
-    close(torch.tensor(results.right, dtype=torch.float64), whole, f"{what}: norm")
+    norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
+    close(torch.tensor(results.right, dtype=torch.float64), norm, f"{label}: norm")
     return results
 
 
@@ -190,15 +190,15 @@ def test_one_rank_equals_the_plain_layer() -> None:
 
 def short(case: Case) -> None:
     """bfloat16 products in float32 layers: as far from the plain layer in float32 as that is itself."""
-    mesh, exact, plain, ours = Mesh(case.layout), *(plain_layer(case.shape).float() for _ in range(3))
-    parallelize(ours, plan_of(case), mesh)
-    bind_auxiliary(ours, Auxiliary())
+    mesh, exact, plain, sharded = Mesh(case.layout), *(plain_layer(case.shape).float() for _ in range(3))
+    parallelize(sharded, plan_of(case), mesh)
+    bind_auxiliary(sharded, Auxiliary())
     x = data(case)[0][mesh.index("dp")].float()
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, y = plain.mlp(x), ours.mlp(x)
+        rounded, y = plain.mlp(x), sharded.mlp(x)
     assert y.dtype is torch.bfloat16
     y.sum().backward()
-    gradient = ours.mlp.experts.down.grad
+    gradient = sharded.mlp.experts.down.grad
     assert gradient is not None
     assert gradient.dtype is torch.float32
     wanted = exact.mlp(x)

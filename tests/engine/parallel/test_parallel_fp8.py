@@ -219,7 +219,7 @@ def run(
 
 
 def check(case: Case, mesh: Mesh) -> None:
-    plain, ours = plain_model(case.shape), plain_model(case.shape)
+    plain, sharded = plain_model(case.shape), plain_model(case.shape)
     job = Job(
         shape=case.shape,
         layout=mesh.layout,
@@ -228,29 +228,31 @@ def check(case: Case, mesh: Mesh) -> None:
         context=case.context,
         vocab_multiple=3,
     )
-    table = parallelize(ours, sharding_plan(job), mesh)
-    bind_auxiliary(ours, Auxiliary())
+    table = parallelize(sharded, sharding_plan(job), mesh)
+    bind_auxiliary(sharded, Auxiliary())
     enable_fp8(plain, case.how)
-    enable_fp8(ours, case.how, mesh)
-    ours.train(case.shape.moe is None)  # in evaluation nothing is added to the loss
+    enable_fp8(sharded, case.how, mesh)
+    sharded.train(case.shape.moe is None)  # in evaluation nothing is added to the loss
     plain.train(case.shape.moe is None)
     if case.recompute:
-        recompute_blocks(list(ours.blocks), ["full"] * case.shape.layers, mesh)
+        recompute_blocks(list(sharded.blocks), ["full"] * case.shape.layers, mesh)
     queue: list[DeferredGradient] | None = [] if case.later else None
-    for layer in ours.modules():
+    for layer in sharded.modules():
         if isinstance(layer, AccumulatesOwnGradients):
             layer.queue = queue
     torch.manual_seed(12)
     ids, targets = torch.randint(case.shape.vocab, (2, 2, BATCH, LENGTH))
     split = SequenceSplit.of(mesh, LENGTH, case.sequence_parallel)
     there = run(plain, [(ids[i], targets[i]) for i in range(2)], None)
-    here = run(ours, [(split.take(ids[i], 1, 0), split.take(targets[i], 1, -100)) for i in range(2)], queue)
+    here = run(
+        sharded, [(split.take(ids[i], 1, 0), split.take(targets[i], 1, -100)) for i in range(2)], queue
+    )
     dist.all_reduce(here, group=mesh.group("cp")) if mesh.group("cp") is not None else None
     torch.testing.assert_close(here, there, rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
-    held = dict(ours.named_parameters())
-    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
+    parameters = dict(sharded.named_parameters())
+    sum_partial([PartialGradient(parameters[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in plain.named_parameters():
-        grad = held[name].grad
+        grad = parameters[name].grad
         assert grad is not None
         assert parameter.grad is not None
         if mesh.group("cp") is not None:

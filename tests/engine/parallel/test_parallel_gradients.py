@@ -71,10 +71,10 @@ def expected(ranks: int, step: int, microbatches: int) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(model: Model, wanted: dict[str, Tensor], what: str) -> None:
+def check(model: Model, wanted: dict[str, Tensor], label: str) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad:
-            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12, msg=f"{what}: {name}")
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12, msg=f"{label}: {name}")
 
 
 def buffer(
@@ -88,60 +88,62 @@ def buffer(
 
 def test_every_gradient_is_a_view_of_the_buffer_last_layer_first():
     model = Model()
-    made = buffer(model.trained(), [model], None)
-    assert made.flats[0].numel() == sum(p.numel() for p in model.trained())
+    gradient_buffer = buffer(model.trained(), [model], None)
+    assert gradient_buffer.flats[0].numel() == sum(p.numel() for p in model.trained())
     for p in model.trained():
-        assert p.grad.untyped_storage().data_ptr() == made.flats[0].untyped_storage().data_ptr()
+        assert p.grad.untyped_storage().data_ptr() == gradient_buffer.flats[0].untyped_storage().data_ptr()
     places = [p.grad.storage_offset() for p in model.trained()]
     assert places == sorted(places, reverse=True)
-    made.flats[0].fill_(2.0)
+    gradient_buffer.flats[0].fill_(2.0)
     assert all(bool((p.grad == 2.0).all()) for p in model.trained())
     assert model.frozen.weight.grad is None
 
 
 def test_microbatches_add_up_in_place_and_zero_starts_anew():
     model = Model()
-    made = buffer(model.trained(), [model], None)
+    gradient_buffer = buffer(model.trained(), [model], None)
     before = [p.grad.data_ptr() for p in model.trained()]
     for step in range(2):
-        run_step(model, made, step, 3)
+        run_step(model, gradient_buffer, step, 3)
         check(model, expected(1, step, 3), f"step {step}")
     assert [p.grad.data_ptr() for p in model.trained()] == before
 
 
 def test_zero_grad_to_none_keeps_the_gradient_views():
     model = Model()
-    made = buffer(model.trained(), [model], None)
+    gradient_buffer = buffer(model.trained(), [model], None)
     optimizer = torch.optim.SGD(model.trained(), lr=0.0)
-    run_step(model, made, 0, 1)
+    run_step(model, gradient_buffer, 0, 1)
     optimizer.zero_grad()
     assert model.norm.weight.grad is None
-    run_step(model, made, 1, 1)
+    run_step(model, gradient_buffer, 1, 1)
     check(model, expected(1, 1, 1), "after zero_grad")
-    assert all(p.grad.untyped_storage().data_ptr() == made.flats[0].data_ptr() for p in model.trained())
+    assert all(
+        p.grad.untyped_storage().data_ptr() == gradient_buffer.flats[0].data_ptr() for p in model.trained()
+    )
 
 
 def test_a_parameter_is_never_cut():
     parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 5, 2, 9, 1)]
-    made = buffer(parameters, [], None, bucket_bytes=4 * 4)
+    gradient_buffer = buffer(parameters, [], None, bucket_bytes=4 * 4)
     # from the back: 1 + 9, 2 + 5, and 3 that are left
-    assert [flat.numel() for flat in made.flats] == [10, 7, 3]
+    assert [flat.numel() for flat in gradient_buffer.flats] == [10, 7, 3]
 
 
 def test_a_buffer_without_parameters_works():
-    made = buffer([], [nn.ReLU()], None)
-    made.zero()
-    made.arm()
-    made.flush()
-    made.wait()
-    assert made.flats == []
+    gradient_buffer = buffer([], [nn.ReLU()], None)
+    gradient_buffer.zero()
+    gradient_buffer.arm()
+    gradient_buffer.flush()
+    gradient_buffer.wait()
+    assert gradient_buffer.flats == []
 
 
 def test_one_rank_reports_units_while_the_backward_runs():
     """From the second step on, as gradients of several ranks are: what is offloaded then moves meanwhile."""
     model, reported = Model(), list[int]()
-    made = buffer(model.trained(), [model], None, bucket_bytes=8)
-    units = [gradient.unit for gradient in made.gradients]
+    gradient_buffer = buffer(model.trained(), [model], None, bucket_bytes=8)
+    units = [gradient.unit for gradient in gradient_buffer.gradients]
     wanted = dict[str, Tensor]()
 
     def report(unit: FlatParameter) -> None:
@@ -150,18 +152,18 @@ def test_one_rank_reports_units_while_the_backward_runs():
                 torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12, msg=name)
         reported.append(units.index(unit))
 
-    made.report_to(report)
+    gradient_buffer.report_to(report)
     for step in range(3):
         wanted = expected(1, step, 2)
         reported.clear()
-        made.zero()
+        gradient_buffer.zero()
         model(batch(0, step, 0)).backward()
         assert not reported
-        made.arm()
+        gradient_buffer.arm()
         model(batch(0, step, 1)).backward()
         assert len(reported) == (len(units) if step else 0)
-        made.flush()
-        made.wait()
+        gradient_buffer.flush()
+        gradient_buffer.wait()
         assert reported == list(range(len(units)))
 
 
@@ -170,12 +172,12 @@ def test_one_rank_reports_units_while_the_backward_runs():
 
 def reduced(microbatches: int, bucket_bytes: int) -> None:
     model, group = Model(), CountingGroup(dist.group.WORLD)
-    made = buffer(model.trained(), [model], group, bucket_bytes)  # type: ignore[arg-type]
+    gradient_buffer = buffer(model.trained(), [model], group, bucket_bytes)  # type: ignore[arg-type]
     for step in range(3):
         group.log.clear()
-        run_step(model, made, step, microbatches)
+        run_step(model, gradient_buffer, step, microbatches)
         check(model, expected(2, step, microbatches), f"step {step}, {microbatches} microbatches")
-        sizes = [flat.numel() for flat in made.flats]
+        sizes = [flat.numel() for flat in gradient_buffer.flats]
         assert group.log == [("reduce", size) for size in sizes], "one reduction a bucket, in order"
 
 
@@ -193,11 +195,11 @@ def overlapped() -> list[list[Any]]:
         reported(*arguments)
 
     model.tok.add_weight_gradient = first_layer  # type: ignore[method-assign]
-    made = buffer(model.trained(), [model], group, bucket_bytes=1)  # type: ignore[arg-type]
+    gradient_buffer = buffer(model.trained(), [model], group, bucket_bytes=1)  # type: ignore[arg-type]
     steps = []
     for step in range(2):
         log.clear()
-        run_step(model, made, step, 2)
+        run_step(model, gradient_buffer, step, 2)
         steps.append(list(log))
     return steps
 
@@ -206,10 +208,10 @@ def late() -> str:
     """A model that in its second step uses a layer once more than in its first."""
     model = nn.Linear(2, 2)
     fused = ParallelLinear(model.weight, model.bias)
-    made = buffer(list(model.parameters()), [fused], dist.group.WORLD)
+    gradient_buffer = buffer(list(model.parameters()), [fused], dist.group.WORLD)
     for uses in (1, 2):
-        made.zero()
-        made.arm()
+        gradient_buffer.zero()
+        gradient_buffer.arm()
         y = torch.ones(1, 2)
         for _ in range(uses):
             y = fused(y)
@@ -217,8 +219,8 @@ def late() -> str:
             y.sum().backward()
         except RuntimeError as error:
             return str(error)
-        made.flush()
-        made.wait()
+        gradient_buffer.flush()
+        gradient_buffer.wait()
     return "nothing was said"
 
 
@@ -226,17 +228,17 @@ def fewer() -> None:
     """A layer left out of a step: its bucket is reduced at the end."""
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     group = CountingGroup(dist.group.WORLD)
-    made = buffer(list(layers.parameters()), [layers], group, bucket_bytes=1)  # type: ignore[arg-type]
+    gradient_buffer = buffer(list(layers.parameters()), [layers], group, bucket_bytes=1)  # type: ignore[arg-type]
     for used in (2, 1, 2):
         group.log.clear()
-        made.zero()
-        made.arm()
+        gradient_buffer.zero()
+        gradient_buffer.arm()
         y = torch.ones(1, 2)
         for layer in layers[:used]:
             y = layer(y)
         y.sum().backward()
-        made.flush()
-        made.wait()
+        gradient_buffer.flush()
+        gradient_buffer.wait()
         assert len(group.log) == 4
         assert layers[0].bias.grad is not None
         assert (layers[1].bias.grad == (2.0 if used == 2 else 0.0)).all()

@@ -75,8 +75,8 @@ def test_products_and_gradients(
     assert layer.up.grad is not None
     assert layer.up_bias.grad is not None
     assert x.grad is not None
-    for ours, theirs in ((y, wanted), (x.grad, dx), (layer.up.grad, dw), (layer.up_bias.grad, db)):
-        torch.testing.assert_close(ours, theirs)
+    for computed, expected in ((y, wanted), (x.grad, dx), (layer.up.grad, dw), (layer.up_bias.grad, db)):
+        torch.testing.assert_close(computed, expected)
     before = layer.up.grad.clone()
     layer(x, groups).backward(dy)
     if not later:
@@ -116,11 +116,11 @@ def test_one_grouped_call_equals_the_loop(dtype: torch.dtype, monkeypatch: pytes
 
     for once in (True, False):
         assert grouped.in_one_call(x, *weight.shape) == once
-        for ours, plain, size in zip(
+        for computed, plain, size in zip(
             products([x, weight, bias, dy]), products(exact), products(sizes), strict=True
         ):
-            assert ours.dtype is dtype
-            assert bool(((ours.double() - plain).abs() <= 2 * torch.finfo(dtype).eps * size).all())
+            assert computed.dtype is dtype
+            assert bool(((computed.double() - plain).abs() <= 2 * torch.finfo(dtype).eps * size).all())
         monkeypatch.setattr(grouped, "in_one_call", lambda *_: False)
 
 

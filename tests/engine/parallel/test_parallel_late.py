@@ -29,8 +29,8 @@ def both_ways(communicate: Callable[[], list[Tensor]]) -> None:
         results = communicate()
     assert late.broken == []
     assert late.messages > 0
-    for ours, right in zip(results, expected, strict=True):
-        assert torch.equal(ours, right)
+    for result, right in zip(results, expected, strict=True):
+        assert torch.equal(result, right)
 
 
 def everything() -> list[Tensor]:
@@ -39,19 +39,19 @@ def everything() -> list[Tensor]:
     x = torch.arange(4.0 * n).view(n, 4) + 10 * rank
     results = [all_sum(x.clone(), group), gather(x, group, 1), scatter_sum(x, group, 0)]
     results.append(exchange(x, [1] * n, [1] * n, group))
-    whole = torch.zeros(3 * n)
-    part = whole[3 * rank : 3 * rank + 3].fill_(rank + 1)  # a part of the result
-    start_gather_into(whole, part, group).wait()
+    gathered = torch.zeros(3 * n)
+    part = gathered[3 * rank : 3 * rank + 3].fill_(rank + 1)  # a part of the result
+    start_gather_into(gathered, part, group).wait()
     passed, count = x.new_empty(4), torch.tensor([rank], dtype=torch.int64)
     work = [group.send([x[0].contiguous()], (rank + 1) % n, 0), group.recv([passed], (rank - 1) % n, 0)]
-    for one in work:
-        one.wait()
+    for request in work:
+        request.wait()
     dist.broadcast(count, n - 1)
     mine, parts = x.new_empty(4), [row.contiguous() for row in x]
     group.scatter([mine], [parts] if rank == 0 else []).wait()
     into = [torch.empty(4) for _ in range(n)] if rank == 0 else []
     group.gather([into] if into else [], [mine]).wait()
-    return [*results, whole, passed, count, mine, *into]
+    return [*results, gathered, passed, count, mine, *into]
 
 
 def right_use() -> None:
@@ -76,34 +76,34 @@ def wrong_use() -> None:
         assert x.tolist() == [sum(range(n))] * 4
     assert late.broken == []
 
-    whole, part = torch.zeros(2 * n), torch.ones(2)
+    gathered, part = torch.zeros(2 * n), torch.ones(2)
     with delay_messages(seed=1) as late:
-        work = start_gather_into(whole, part, group)
+        work = start_gather_into(gathered, part, group)
         part.fill_(5)
         work.wait()
-    assert [what.split(" that ")[1] for what in late.broken] == [
+    assert [violation.split(" that ")[1] for violation in late.broken] == [
         f"{__name__}.wrong_use starts is in flight while what it sends is overwritten"
     ]
-    assert whole.tolist() == [1] * (2 * n)
+    assert gathered.tolist() == [1] * (2 * n)
 
     with delay_messages(seed=1) as late:
-        start_gather_into(whole, part, group)
-    (said,) = late.broken
-    assert said.startswith("the allgather over ranks 0, 1")
-    assert said.endswith("starts is never waited for")
+        start_gather_into(gathered, part, group)
+    (violation,) = late.broken
+    assert violation.startswith("the allgather over ranks 0, 1")
+    assert violation.endswith("starts is never waited for")
 
     with delay_messages(seed=1) as late:
-        one, other = start_sum(x, group), start_sum(x[:2], group)
-        one.wait()
+        first, other = start_sum(x, group), start_sum(x[:2], group)
+        first.wait()
         other.wait()
-    assert [" uses memory of another one in flight: " in what for what in late.broken] == [True]
+    assert [" uses memory of another one in flight: " in violation for violation in late.broken] == [True]
 
     with delay_messages(seed=1) as late:
-        work = start_gather_into(whole, part, group)
-        whole.untyped_storage().resize_(0)
+        work = start_gather_into(gathered, part, group)
+        gathered.untyped_storage().resize_(0)
         work.wait()
-    (said,) = late.broken
-    assert said.endswith("is in flight while its memory is freed")
+    (violation,) = late.broken
+    assert violation.endswith("is in flight while its memory is freed")
 
 
 def all_of_it() -> None:

@@ -24,10 +24,12 @@ from stretto.engine.parallel.tensor.linear import (
 )
 
 
-def equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
-    assert (ours is None) == (plain is None), what
-    if ours is not None and plain is not None:
-        torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13, msg=lambda text: f"{what}: {text}")
+def equal(computed: Tensor | None, plain: Tensor | None, label: str) -> None:
+    assert (computed is None) == (plain is None), label
+    if computed is not None and plain is not None:
+        torch.testing.assert_close(
+            computed, plain, rtol=1e-13, atol=1e-13, msg=lambda text: f"{label}: {text}"
+        )
 
 
 def plain_layer(rows: int, columns: int, bias: bool) -> nn.Linear:
@@ -79,11 +81,11 @@ def run(
     for x, dy in batches(plain.in_features, plain.out_features):
         there = x.clone().requires_grad_("x" not in frozen)
         here = (part(x, -1) if split_in else x.clone()).requires_grad_("x" not in frozen)
-        y, ours = plain(there), layer(here)
-        equal(ours, y if split_in else part(y, -1), "output")
+        y, output = plain(there), layer(here)
+        equal(output, y if split_in else part(y, -1), "output")
         if y.requires_grad:
             y.backward(dy)
-            ours.backward(dy if split_in else part(dy, -1))
+            output.backward(dy if split_in else part(dy, -1))
         grad = there.grad
         equal(here.grad, part(grad, -1) if split_in and grad is not None else grad, "input gradient")
     if layer.queue is not None:
@@ -106,7 +108,7 @@ def two_in_a_row() -> None:
     up, down = plain_layer(8, 5, True), plain_layer(5, 8, True)
     first = CountingGroup(dist.group.WORLD)
     second = CountingGroup(dist.group.WORLD)
-    ours = nn.Sequential(
+    layers = nn.Sequential(
         ParallelLinear(local(up.weight, 0), local(up.bias, 0), input_group=first),
         nn.ReLU(),
         ParallelLinear(local(down.weight, 1), local(down.bias, None), output_group=second),
@@ -114,17 +116,17 @@ def two_in_a_row() -> None:
     (x, _), (_, dy) = batches(5, 5)
     there, here = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = down(up(there).relu())
-    z = ours(here)
+    z = layers(here)
     equal(z, y, "output of the pair")
     y.backward(dy)
     z.backward(dy)
     equal(here.grad, there.grad, "input gradient of the pair")
-    equal(ours[0].weight.grad, part(up.weight.grad, 0), "first weight gradient")
-    equal(ours[2].weight.grad, part(down.weight.grad, 1), "second weight gradient")
+    equal(layers[0].weight.grad, part(up.weight.grad, 0), "first weight gradient")
+    equal(layers[2].weight.grad, part(down.weight.grad, 1), "second weight gradient")
     assert first.log == [("reduce", x.numel())]
     assert second.log == [("reduce", y.numel())]
     with torch.no_grad():
-        equal(ours(x), y, "output without gradients")
+        equal(layers(x), y, "output without gradients")
 
 
 def gradient_reports() -> None:
@@ -232,8 +234,8 @@ def test_adopted_torch_layers_defer_their_weight_gradients():
     with torch.no_grad():
         for entry in queue:
             entry.finish()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_modules_that_are_not_adopted():

@@ -70,10 +70,10 @@ def test_products_are_scaled_and_added(monkeypatch, onednn):
     monkeypatch.setattr(matmul, "SMALL", 0)
     for lead in ((), (2,)):
         for a, b in zip(forms(*lead, 6, 7), forms(*lead, 7, 5), strict=True):
-            kept = torch.randn(*lead, 6, 5)
-            before = kept.clone()
+            addend = torch.randn(*lead, 6, 5)
+            before = addend.clone()
             wanted = 3 * (a @ b)
             torch.testing.assert_close(matmul.product(a, b, factor=3), wanted, rtol=1e-4, atol=1e-5)
-            made = matmul.product(a, b, factor=3, add=kept, weight=-2)
-            torch.testing.assert_close(made, wanted - 2 * kept, rtol=1e-4, atol=1e-5)
-            assert torch.equal(kept, before)
+            computed = matmul.product(a, b, factor=3, add=addend, weight=-2)
+            torch.testing.assert_close(computed, wanted - 2 * addend, rtol=1e-4, atol=1e-5)
+            assert torch.equal(addend, before)

@@ -20,11 +20,11 @@ def test_our_rms_norm_equals_torchs(size: tuple[int, ...], affine: bool):
     plain = nn.RMSNorm(8, eps=1e-5, elementwise_affine=affine, dtype=torch.float64)
     if affine:
         nn.init.normal_(plain.weight)
-    ours = copy.deepcopy(plain)
-    use_memory_efficient_norms(ours)
-    assert type(ours) is MemoryEfficientRMSNorm
+    efficient = copy.deepcopy(plain)
+    use_memory_efficient_norms(efficient)
+    assert type(efficient) is MemoryEfficientRMSNorm
     results = list[list[torch.Tensor]]()
-    for module in (plain, ours):
+    for module in (plain, efficient):
         x = torch.randn(
             size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
         ).requires_grad_()
@@ -74,9 +74,9 @@ def test_our_layer_norm_equals_torchs(size: tuple[int, ...], affine: bool, bias:
     plain = nn.LayerNorm(8, elementwise_affine=affine, bias=bias, dtype=torch.float64)
     for parameter in plain.parameters():
         nn.init.normal_(parameter)
-    ours = copy.deepcopy(plain)
+    efficient = copy.deepcopy(plain)
     results = list[list[torch.Tensor]]()
-    for module in (plain, ours):
+    for module in (plain, efficient):
         x = torch.linspace(-1, 2, torch.Size(size).numel(), dtype=torch.float64).mul(9).sin()
         x = x.view(size).requires_grad_()
         y = module(x) if module is plain else layer_norm(module, x, on_device)
@@ -87,12 +87,12 @@ def test_our_layer_norm_equals_torchs(size: tuple[int, ...], affine: bool, bias:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("made", [nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtype, on_device: bool):
+def test_float32_weights_beside_16_bits(kind: type[nn.Module], dtype: torch.dtype, on_device: bool):
     """Results equal those of the input in float64, rounded once; weight gradients are not rounded."""
     torch.manual_seed(0)
-    exact = made(64, eps=1e-5)
+    exact = kind(64, eps=1e-5)
     for parameter in exact.parameters():
         nn.init.normal_(parameter)
     norm = copy.deepcopy(exact)
@@ -100,7 +100,7 @@ def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtyp
     exact.double()
     x, dy = torch.randn(4, 512, 64).to(dtype), torch.randn(4, 512, 64).to(dtype)
     here, there = x.clone().requires_grad_(), x.double().requires_grad_()
-    y = layer_norm(norm, here, True) if on_device and made is nn.LayerNorm else norm(here)
+    y = layer_norm(norm, here, True) if on_device and kind is nn.LayerNorm else norm(here)
     y.backward(dy)
     wanted = exact(there)
     wanted.backward(dy.double())
@@ -108,16 +108,16 @@ def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtyp
     half = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(y.double(), wanted, rtol=1.01 * half, atol=1e-6)
     torch.testing.assert_close(here.grad.double(), there.grad, rtol=1.01 * half, atol=1e-6)
-    for ours, theirs in zip(norm.parameters(), exact.parameters(), strict=True):
-        assert ours.grad.dtype == torch.float32
-        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
+    for weight, reference in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert weight.grad.dtype == torch.float32
+        torch.testing.assert_close(weight.grad.double(), reference.grad, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm", [MemoryEfficientRMSNorm, MemoryEfficientLayerNorm])
 def test_gradients_of_16_bit_weights_can_be_float32(norm: type[nn.Module]):
-    made = norm(16, eps=1e-5, dtype=torch.bfloat16)
-    for parameter in made.parameters():
+    module = norm(16, eps=1e-5, dtype=torch.bfloat16)
+    for parameter in module.parameters():
         parameter.grad_dtype = torch.float32
-    made(torch.randn(64, 16).bfloat16()).sum().backward()
-    assert made.weight.grad.dtype == torch.float32
-    assert not torch.equal(made.weight.grad, made.weight.grad.bfloat16().float()), "rounded on the way"
+    module(torch.randn(64, 16).bfloat16()).sum().backward()
+    assert module.weight.grad.dtype == torch.float32
+    assert not torch.equal(module.weight.grad, module.weight.grad.bfloat16().float()), "rounded on the way"

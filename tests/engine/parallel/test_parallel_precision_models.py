@@ -45,7 +45,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.randint(GPT.vocab, (2, BATCH, LENGTH), generator=random)) for _ in range(count)]  # type: ignore[misc]
 
 
-def made(shape: ModelShape, dtype: torch.dtype | None = torch.bfloat16, **how: Any) -> LanguageModel:
+def initialised(shape: ModelShape, dtype: torch.dtype | None = torch.bfloat16, **how: Any) -> LanguageModel:
     """One process' model as ranks have it; None: in float64."""
     torch.manual_seed(5)
     model = build(shape)
@@ -70,22 +70,22 @@ def gradients(model: LanguageModel, count: int, scale: float = 0.01) -> dict[str
 def error(results: dict[str, Tensor], exact: dict[str, Tensor], part: str = "") -> float:
     """The relative error of the gradients of what has `part` in its name."""
     names = [name for name in exact if part in name]
-    ours, theirs = (torch.cat([of[name].flatten() for name in names]) for of in (results, exact))
-    return float((ours - theirs).norm() / theirs.norm())
+    rounded, reference = (torch.cat([of[name].flatten() for name in names]) for of in (results, exact))
+    return float((rounded - reference).norm() / reference.norm())
 
 
 def test_gradients_of_many_microbatches_are_added_in_float32() -> None:
     for shape in (GPT, LLAMA, EXPERTS):
-        exact = gradients(made(shape, None), 8)
-        long, short = made(shape), made(shape, gradients=torch.bfloat16)
-        ours, theirs = gradients(long, 8), gradients(short, 8)
+        exact = gradients(initialised(shape, None), 8)
+        long, short = initialised(shape), initialised(shape, gradients=torch.bfloat16)
+        in_float32, in_bfloat16 = gradients(long, 8), gradients(short, 8)
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in long.parameters())
         parts = ["embed", "attn", "norm", "mlp"] + (["router", "experts"] if shape.moe else [])
         for part in parts:
-            near, far = error(ours, exact, part), error(theirs, exact, part)
+            near, far = error(in_float32, exact, part), error(in_bfloat16, exact, part)
             assert near < 3 * NOISE, (shape.family, part, near)
             assert near < far or part == "router", (shape.family, part, near, far)
-        assert error(ours, exact) < 0.9 * error(theirs, exact)
+        assert error(in_float32, exact) < 0.9 * error(in_bfloat16, exact)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -93,7 +93,7 @@ def test_training_is_as_in_float32(shape: ModelShape) -> None:
     """With masters in float32, the losses of some steps."""
     curves = list[list[float]]()
     for dtype in (torch.float32, torch.bfloat16):
-        model = made(shape, dtype)
+        model = initialised(shape, dtype)
         masters = [p.detach().float().clone() for p in model.parameters()]
         optimizer, losses = torch.optim.AdamW(masters, lr=3e-3), list[float]()
         for ids, targets in batches(3) * 4:
@@ -107,19 +107,19 @@ def test_training_is_as_in_float32(shape: ModelShape) -> None:
                 for parameter, master in zip(model.parameters(), masters, strict=True):
                     parameter.copy_(master)
         curves.append(losses)
-    exact, ours = torch.tensor(curves[0]), torch.tensor(curves[1])
+    exact, mixed = torch.tensor(curves[0]), torch.tensor(curves[1])
     assert float(exact[-1]) < 0.9 * float(exact[0]), "it was to learn"
-    torch.testing.assert_close(ours, exact, rtol=2 * NOISE, atol=0)
-    assert not torch.equal(ours, exact)
+    torch.testing.assert_close(mixed, exact, rtol=2 * NOISE, atol=0)
+    assert not torch.equal(mixed, exact)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_float16_needs_and_gets_a_loss_scale(shape: ModelShape) -> None:
     if shape.moe is not None:
         shape = replace(shape, moe=replace(shape.moe, balance=0.0))
-    exact = gradients(made(shape, None), 1)
-    scaled = gradients(made(shape, torch.float16), 1, scale=2.0**4)
-    lost = gradients(made(shape, torch.float16), 1, scale=2.0**-20)
+    exact = gradients(initialised(shape, None), 1)
+    scaled = gradients(initialised(shape, torch.float16), 1, scale=2.0**4)
+    lost = gradients(initialised(shape, torch.float16), 1, scale=2.0**-20)
     assert all(bool(g.isfinite().all()) for g in scaled.values())
     assert error(scaled, exact) < 2.0**-8
     assert error(lost, exact) > 4 * error(scaled, exact), "small gradients were to be lost"
@@ -130,7 +130,7 @@ def test_patterns_of_parameters_kept_in_float32() -> None:
     types = list[torch.dtype]()
     for shape in (replace(GPT, tied=False), LLAMA):
         types.clear()
-        model = made(shape, keep=(*KEEP, "*proj*", "*.bias", "blocks.1.*", "head.*"))
+        model = initialised(shape, keep=(*KEEP, "*proj*", "*.bias", "blocks.1.*", "head.*"))
         for block in model.blocks:
             block.register_forward_hook(lambda _m, _x, y: types.append(y.dtype))
         ids, targets = batches(1)[0]
@@ -139,7 +139,10 @@ def test_patterns_of_parameters_kept_in_float32() -> None:
         assert logits.dtype == torch.float32
         model.loss(logits, targets).backward()
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-        assert error(gradients(made(shape, keep=("*",)), 1), gradients(made(shape, None), 1)) < 1e-5
+        assert (
+            error(gradients(initialised(shape, keep=("*",)), 1), gradients(initialised(shape, None), 1))
+            < 1e-5
+        )
 
 
 def test_devices_that_sum_in_float32_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +230,13 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
         if queue is not None:
             with torch.no_grad():
                 run_deferred(queue)
-    held = dict(model.named_parameters())
-    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
-    for name, parameter in held.items():
+    parameters = dict(model.named_parameters())
+    sum_partial([PartialGradient(parameters[n], shared) for n, s in table.items() for shared in s.shared])
+    for name, parameter in parameters.items():
         group = mesh.copies(table[name].placed.over)
         if group is not None:
             dist.all_reduce(parameter.grad, group=group)
-    return {n: p.grad for n, p in held.items() if p.grad is not None}, table
+    return {n: p.grad for n, p in parameters.items() if p.grad is not None}, table
 
 
 ByShape = dict[str, dict[str, Tensor]]  # gradients by shape and name
@@ -247,14 +250,16 @@ def every_case(exact: ByShape, alone: ByShape) -> list[tuple[str, float, float]]
         key = repr(case.shape)
         grads, table = run(case, meshes[case.layout], torch.bfloat16)
         assert all(g.dtype == torch.float32 for g in grads.values())
-        ours, theirs, one = list[Tensor](), list[Tensor](), list[Tensor]()
+        sharded, reference, one_process = list[Tensor](), list[Tensor](), list[Tensor]()
         for name, grad in grads.items():
             for piece in table[name].placed.pieces:
-                ours.append(piece.of_local(grad).double().flatten() / 0.01)
-                theirs.append(piece.of_full(exact[key][name]).flatten())
-                one.append(piece.of_full(alone[key][name]).flatten())
-        size = torch.cat(theirs).norm()
-        wrong, wrong_alone = (float((torch.cat(of) - torch.cat(theirs)).norm() / size) for of in (ours, one))
+                sharded.append(piece.of_local(grad).double().flatten() / 0.01)
+                reference.append(piece.of_full(exact[key][name]).flatten())
+                one_process.append(piece.of_full(alone[key][name]).flatten())
+        size = torch.cat(reference).norm()
+        wrong, wrong_alone = (
+            float((torch.cat(of) - torch.cat(reference)).norm() / size) for of in (sharded, one_process)
+        )
         results.append((repr(case), wrong, wrong_alone))
     for mesh in meshes.values():
         mesh.close()
@@ -264,8 +269,8 @@ def every_case(exact: ByShape, alone: ByShape) -> list[tuple[str, float, float]]
 def test_split_models_are_as_near_to_float64_as_one_process() -> None:
     """Sums over ranks are rounded to bfloat16 once more than in one process."""
     shapes = {repr(case.shape): case.shape for case in cases()}
-    exact = {key: gradients(made(shape, None), 2) for key, shape in shapes.items()}
-    alone = {key: gradients(made(shape), 2) for key, shape in shapes.items()}
+    exact = {key: gradients(initialised(shape, None), 2) for key, shape in shapes.items()}
+    alone = {key: gradients(initialised(shape), 2) for key, shape in shapes.items()}
     for rank in on_ranks(2, every_case, exact, alone):
         for case, wrong, alone in rank:
             assert wrong < 1.5 * alone + NOISE / 2, (case, wrong, alone)

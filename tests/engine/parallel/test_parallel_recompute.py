@@ -53,7 +53,7 @@ def same(module: nn.Module, *inputs: Tensor, **how: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def kept(run: Callable[[], Any]) -> int:
+def saved_bytes(run: Callable[[], Any]) -> int:
     """Bytes that autograd keeps, each storage once."""
     seen = dict[int, Tensor]()
 
@@ -154,10 +154,10 @@ def test_inputs_changed_in_between_are_refused():
 @pytest.fixture
 def block() -> TransformerBlock:
     torch.manual_seed(1)
-    made, keys = TransformerBlock(SHAPE).double(), DropoutKeys(2)
+    layer, keys = TransformerBlock(SHAPE).double(), DropoutKeys(2)
     keys.samples = [4, 5]
-    key_dropout(made, keys)
-    return made
+    key_dropout(layer, keys)
+    return layer
 
 
 X = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -171,7 +171,7 @@ def test_every_mode_of_a_block_gives_the_same(block: TransformerBlock):
         results = gradients(block, X)
         assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True)), mode
         assert [n for n, _ in block.named_parameters()] == names
-        sizes[mode] = kept(lambda: block(X * 1.0))
+        sizes[mode] = saved_bytes(lambda: block(X * 1.0))
     assert sizes["full"] == X.numel() * 8
     core = 2 * SHAPE.heads * 6 * 6 * (8 + 1 + 8)  # probabilities, mask, dropped
     assert sizes["none"] - sizes["selective"] == core
@@ -182,7 +182,7 @@ def test_selective_inside_full_is_full(block: TransformerBlock):
     recompute(block.attn.core)
     recompute(block)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(block, X), strict=True))
-    assert kept(lambda: block(X * 1.0)) == X.numel() * 8
+    assert saved_bytes(lambda: block(X * 1.0)) == X.numel() * 8
 
 
 def test_deferred_weight_gradients(block: TransformerBlock):
@@ -229,8 +229,8 @@ def on_two_or_three(ranks: int) -> None:
             results = gradients(inner, base)
             assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True)), (ranks, length)
             part = -(-length // ranks) if sharded else length
-            assert kept(lambda b=block, x=base: b(x * 1.0)) == 2 * part * 12 * 8
-            assert kept(lambda b=block, x=base: b(x.detach().requires_grad_())) == 2 * length * 12 * 8
+            assert saved_bytes(lambda b=block, x=base: b(x * 1.0)) == 2 * part * 12 * 8
+            assert saved_bytes(lambda b=block, x=base: b(x.detach().requires_grad_())) == 2 * length * 12 * 8
         recompute_blocks([block], ["selective"], mesh, shard_inputs=True)
         assert all(torch.equal(a, b) for a, b in zip(plain, gradients(inner, base), strict=True))
     mesh.close()

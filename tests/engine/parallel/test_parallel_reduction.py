@@ -29,7 +29,7 @@ def test_the_whole_gradient_is_gone_when_the_second_level_begins(monkeypatch: py
     alive = list[int]()
 
     def start(pieces: Tensor, group: Any, out: Tensor | None = None) -> tuple[Tensor, Sent]:
-        alive.append(sum(one() is not None for one in sent))
+        alive.append(sum(reference() is not None for reference in sent))
         work = Sent(pieces)
         sent.append(weakref.ref(work))
         return pieces[0].clone(), work
@@ -40,4 +40,4 @@ def test_the_whole_gradient_is_gone_when_the_second_level_begins(monkeypatch: py
     results = Reduction(reduce_to(torch.arange(8.0), groups, 0, 2)).finish()
     assert results.tolist() == [0.0, 1.0]
     assert alive == [0, 0]
-    assert all(one() is None for one in sent)
+    assert all(reference() is None for reference in sent)

@@ -145,7 +145,7 @@ def test_ring_backward_overlaps_compute_with_every_transfer(monkeypatch: pytest.
 # ---------------------------------------------------------------------- on ranks: kept and sent
 
 
-def kept(module: nn.Module, inputs: list[Tensor]) -> int:
+def saved_bytes(module: nn.Module, inputs: list[Tensor]) -> int:
     """Bytes of the different memories that a backward through the module needs."""
     results = dict[int, int]()
 
@@ -174,8 +174,8 @@ def kept_and_sent() -> None:
     module = ContextAttention("ring", n * size).replace_module(CausalAttention(0.0), mesh)
     q_bytes, kv_bytes, lse = 4 * n * heads * 8, 2 * 4 * n * kv_heads * 8, 4 * n * heads
     for kind in ("fused", "turned"):
-        held = kept(module, given_to(kind, n, heads, kv_heads))
-        assert held == 2 * q_bytes + kv_bytes + lse, kind  # q, k, v, the output, the log-sum-exp
+        saved = saved_bytes(module, given_to(kind, n, heads, kv_heads))
+        assert saved == 2 * q_bytes + kv_bytes + lse, kind  # q, k, v, the output, the log-sum-exp
     with traffic() as sent:
         y = module(*given_to("fused", n, heads, kv_heads))
     index, block = mesh.index("cp"), kv_bytes

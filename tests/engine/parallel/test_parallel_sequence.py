@@ -94,16 +94,16 @@ class Both:
 
     def __init__(self, case: Case, mesh: Mesh) -> None:
         self.case, self.mesh = case, mesh
-        self.plain, self.ours = plain_model(case.shape), plain_model(case.shape)
+        self.plain, self.sharded = plain_model(case.shape), plain_model(case.shape)
         self.keys = DropoutKeys(3)
         self.keys.samples = range(7, 7 + case.samples)
-        for model in (self.plain, self.ours):
+        for model in (self.plain, self.sharded):
             key_dropout(model, self.keys)
-        self.table: dict[str, ShardedParameter] = parallelize(self.ours, plan_of(case, mesh), mesh)
+        self.table: dict[str, ShardedParameter] = parallelize(self.sharded, plan_of(case, mesh), mesh)
         self.split = SequenceSplit.of(mesh, case.length, sequence_parallel=True)
         self.queue: list[DeferredGradient] = []
         if case.deferred:
-            for layer in self.ours.modules():
+            for layer in self.sharded.modules():
                 if isinstance(layer, AccumulatesOwnGradients):
                     layer.queue = self.queue
 
@@ -118,19 +118,19 @@ class Both:
                 if at + 1 < len(self.queue):
                     self.queue[at + 1].start()
                 entry.finish()
-        held = dict(self.ours.named_parameters())
+        parameters = dict(self.sharded.named_parameters())
         sum_partial(
             [
-                PartialGradient(held[name], shared)
+                PartialGradient(parameters[name], shared)
                 for name, sharded in self.table.items()
-                if held[name].grad is not None
+                if parameters[name].grad is not None
                 for shared in sharded.shared
             ]
         )
 
     def compare_gradients(self, within: str = "") -> None:
         wanted, seen = dict(self.plain.named_parameters()), 0
-        for name, parameter in self.ours.named_parameters():
+        for name, parameter in self.sharded.named_parameters():
             if not name.startswith(within):
                 continue
             full, seen = wanted[name].grad, seen + 1
@@ -140,15 +140,15 @@ class Both:
                 close(piece.of_local(parameter.grad), piece.of_full(full), f"{self.case}: gradient of {name}")
         assert seen
 
-    def whole(self, shard: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """Every rank's shard [b, s/t, ...], together."""
         pieces, work = start_gather(shard.detach(), self.mesh.group("tp"))
         work.wait()
         return join(pieces, 1)
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{label}: {text}")
 
 
 def block(case: Case, mesh: Mesh) -> None:
@@ -156,14 +156,14 @@ def block(case: Case, mesh: Mesh) -> None:
     torch.manual_seed(11)
     x, dy = torch.randn(2, case.samples, 8, case.shape.hidden, dtype=torch.float64)
     there, here = x.clone().requires_grad_(), x[:, both.split.shard].clone().requires_grad_()
-    y, ours = both.plain.blocks[0](there), both.ours.blocks[0](here)
-    close(both.whole(ours), y, f"{case}: output")
+    y, output = both.plain.blocks[0](there), both.sharded.blocks[0](here)
+    close(both.gather(output), y, f"{case}: output")
     y.backward(dy)
-    ours.backward(dy[:, both.split.shard])
+    output.backward(dy[:, both.split.shard])
     both.finish()
     assert there.grad is not None
     assert here.grad is not None
-    close(both.whole(here.grad), there.grad, f"{case}: input gradient")
+    close(both.gather(here.grad), there.grad, f"{case}: input gradient")
     both.compare_gradients("blocks.0")
 
 
@@ -173,10 +173,12 @@ def model(case: Case, mesh: Mesh) -> None:
     ids, targets = torch.randint(case.shape.vocab, (2, case.samples, case.length))
     targets = targets.masked_fill(torch.rand(targets.shape) < 0.2, IGNORED)
     loss = both.plain.loss(both.plain(ids), targets)
-    ours = both.ours.loss(both.ours(both.split.take(ids, 1, 0)), both.split.take(targets, 1, IGNORED))
-    close(ours, loss, f"{case}: loss")
+    sharded_loss = both.sharded.loss(
+        both.sharded(both.split.take(ids, 1, 0)), both.split.take(targets, 1, IGNORED)
+    )
+    close(sharded_loss, loss, f"{case}: loss")
     (0.1 * loss).backward()
-    (0.1 * ours).backward()
+    (0.1 * sharded_loss).backward()
     both.finish()
     both.compare_gradients()
 
@@ -198,7 +200,7 @@ def test_models_split_along_the_sequence_equal_the_plain_ones(ranks):
 # ---------------------------------------------------------------------- what is kept, and what is sent
 
 
-def kept(run: nn.Module, x: Tensor) -> set[int]:
+def saved_sizes(run: nn.Module, x: Tensor) -> set[int]:
     """Bytes of the different memories that the backward will need, parameters left out."""
     results = dict[int, int]()
     mine = {p.untyped_storage().data_ptr() for p in run.parameters()}
@@ -227,11 +229,11 @@ def volumes() -> None:
         x = torch.randn(b, s // n if sequence_parallel else s, h, dtype=torch.float64).requires_grad_()
         with traffic() as sent[sequence_parallel]:
             net.blocks[0](x).sum().backward()
-    plain, ours = sent[False], sent[True]
+    plain, in_sequence = sent[False], sent[True]
     assert plain.bytes == {"all-reduce": 4 * 2 * shard}
-    assert ours.bytes == {"all-gather": 4 * shard, "reduce-scatter": 4 * shard, "re-gather": 2 * shard}
-    assert ours.total - ours.bytes["re-gather"] == plain.total
-    assert ours.calls == {"all-gather": 4, "reduce-scatter": 4, "re-gather": 2}
+    assert in_sequence.bytes == {"all-gather": 4 * shard, "reduce-scatter": 4 * shard, "re-gather": 2 * shard}
+    assert in_sequence.total - in_sequence.bytes["re-gather"] == plain.total
+    assert in_sequence.calls == {"all-gather": 4, "reduce-scatter": 4, "re-gather": 2}
     mesh.close()
 
 
@@ -242,7 +244,7 @@ def only_shards_are_kept() -> None:
     parallelize(net, sharding_plan(Job(shape=GPT, layout=mesh.layout, sequence_parallel=True)), mesh)
     for layer in (net.blocks[0].attn.qkv, net.blocks[0].mlp.up):
         x = torch.randn(b, s // n, h, dtype=torch.float64).requires_grad_()
-        assert kept(layer, x) == {b * s // n * h * 8}, "the gathered input is kept"
+        assert saved_sizes(layer, x) == {b * s // n * h * 8}, "the gathered input is kept"
     mesh.close()
 
 

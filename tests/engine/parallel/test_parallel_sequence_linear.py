@@ -15,10 +15,12 @@ from stretto.engine.parallel.tensor.linear import GatherLinear, ParallelLinear, 
 from stretto.engine.parallel.traffic import traffic
 
 
-def close(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
-    assert (ours is None) == (plain is None), what
-    if ours is not None and plain is not None:
-        torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor | None, plain: Tensor | None, label: str) -> None:
+    assert (computed is None) == (plain is None), label
+    if computed is not None and plain is not None:
+        torch.testing.assert_close(
+            computed, plain, rtol=1e-13, atol=1e-13, msg=lambda text: f"{label}: {text}"
+        )
 
 
 def part(x: Tensor, dim: int) -> Tensor:
@@ -34,7 +36,7 @@ def both(
     gathers: bool, sizes: tuple[int, int], samples: int, ordered: bool, later: bool, frozen: Collection[str]
 ) -> None:
     """Two microbatches through a plain layer and its split one."""
-    what = f"gathers {gathers}, {sizes}, b {samples}, ordered {ordered}, later {later}, frozen {frozen}"
+    label = f"gathers {gathers}, {sizes}, b {samples}, ordered {ordered}, later {later}, frozen {frozen}"
     torch.manual_seed(3)
     rows, columns = sizes
     plain = nn.Linear(columns, rows, dtype=torch.float64)
@@ -52,15 +54,15 @@ def both(
         there = x.clone().requires_grad_("x" not in frozen)
         here = part(x, 1) if gathers else tokens(part(x, -1), ordered)
         here.requires_grad_("x" not in frozen)
-        y, ours = plain(there), layer(here)
-        close(ours, tokens(part(y, -1), ordered) if gathers else part(y, 1), f"{what}: output")
+        y, output = plain(there), layer(here)
+        close(output, tokens(part(y, -1), ordered) if gathers else part(y, 1), f"{label}: output")
         if y.requires_grad:
             y.backward(dy)
-            ours.backward(tokens(part(dy, -1), ordered) if gathers else part(dy, 1))
+            output.backward(tokens(part(dy, -1), ordered) if gathers else part(dy, 1))
         dx = there.grad
         if dx is not None:
             dx = part(dx, 1) if gathers else tokens(part(dx, -1), ordered)
-        close(here.grad, dx, f"{what}: input gradient")
+        close(here.grad, dx, f"{label}: input gradient")
     if later:
         assert weight.grad is None, "the weight gradient was to wait"
     with torch.no_grad():
@@ -68,12 +70,12 @@ def both(
             entry.start()
             entry.finish()
     grad = plain.weight.grad
-    close(weight.grad, None if grad is None else part(grad, split), f"{what}: weight gradient")
+    close(weight.grad, None if grad is None else part(grad, split), f"{label}: weight gradient")
     grad = bias.grad
     if not gathers and grad is not None:
         dist.all_reduce(grad)  # each rank has that of its tokens
-    whole = plain.bias.grad
-    close(grad, part(whole, 0) if gathers and whole is not None else whole, f"{what}: bias gradient")
+    full = plain.bias.grad
+    close(grad, part(full, 0) if gathers and full is not None else full, f"{label}: bias gradient")
 
 
 def what_is_sent(later: bool) -> None:
@@ -85,8 +87,8 @@ def what_is_sent(later: bool) -> None:
     with traffic() as sent:
         layer(x).sum().backward()
     moved = 2 * 3 * 4 * 4 * (n - 1)
-    whole = {"all-gather": moved, "reduce-scatter": moved}
-    assert dict(sent.bytes) == (whole if later else whole | {"re-gather": moved})
+    volumes = {"all-gather": moved, "reduce-scatter": moved}
+    assert dict(sent.bytes) == (volumes if later else volumes | {"re-gather": moved})
     with traffic() as sent:
         for entry in layer.queue or []:
             entry.start()
@@ -95,7 +97,7 @@ def what_is_sent(later: bool) -> None:
     layer.weight.requires_grad_(False)
     with traffic() as sent:
         layer(x).sum().backward()
-    assert dict(sent.bytes) == whole
+    assert dict(sent.bytes) == volumes
 
 
 def under_autocast() -> None:
@@ -104,9 +106,9 @@ def under_autocast() -> None:
     torch.manual_seed(4)
     layer = GatherLinear(nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6)), group, ordered=True)
     alike = ParallelLinear(layer.weight.detach().clone().requires_grad_(), layer.bias.detach().clone())
-    whole = torch.randn(2, 4 * n, 4)
+    full = torch.randn(2, 4 * n, 4)
     with torch.autocast("cpu", torch.bfloat16), traffic() as sent:
-        y, there = layer(part(whole, 1)), alike(whole)
+        y, there = layer(part(full, 1)), alike(full)
         assert y.dtype == torch.bfloat16
         assert torch.equal(y, there)
         y.sum().backward()

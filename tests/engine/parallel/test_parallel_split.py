@@ -65,15 +65,15 @@ def test_the_ranks_parts_are_the_whole_sample(size: tuple[int, int, int], dim: i
     ranks = [r for r in splits(*size) if not r.tp_index]
     padded = ranks[0].padded
     shape[dim] = padded
-    whole = torch.full(shape, -1)
+    full = torch.full(shape, -1)
     for rank in ranks:
-        whole.index_copy_(dim, rank.positions, rank.take(x, dim, -7))
-    assert torch.equal(whole.narrow(dim, 0, length), x)
-    assert bool((whole.narrow(dim, length, padded - length) == -7).all())
+        full.index_copy_(dim, rank.positions, rank.take(x, dim, -7))
+    assert torch.equal(full.narrow(dim, 0, length), x)
+    assert bool((full.narrow(dim, length, padded - length) == -7).all())
 
 
 @pytest.mark.parametrize(
-    ("cp", "held"), [(2, [[0, 1, 6, 7], [2, 3, 4, 5]]), (4, [[0, 7], [1, 6], [2, 5], [3, 4]])]
+    ("cp", "positions"), [(2, [[0, 1, 6, 7], [2, 3, 4, 5]]), (4, [[0, 7], [1, 6], [2, 5], [3, 4]])]
 )
-def test_zigzag_by_hand(cp: int, held: list[list[int]]) -> None:
-    assert [SequenceSplit(length=8, cp=cp, cp_index=i).positions.tolist() for i in range(cp)] == held
+def test_zigzag_by_hand(cp: int, positions: list[list[int]]) -> None:
+    assert [SequenceSplit(length=8, cp=cp, cp_index=i).positions.tolist() for i in range(cp)] == positions

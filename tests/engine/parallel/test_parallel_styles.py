@@ -88,11 +88,11 @@ def test_fused_heads_are_shared_by_whole_heads_and_keys_copied_where_they_are_fe
         assert k.start == (heads + first // (heads // kv)) * d
         last = first + heads // tp - 1
         assert k.start + k.size == (heads + last // (heads // kv) + 1) * d
-    held = Counter((run.start, run.size) for p in parts for run in p.runs)
+    copies = Counter((run.start, run.size) for p in parts for run in p.runs)
     for part in parts:
         for run in part.runs:
             assert (
-                held[run.start, run.size]
+                copies[run.start, run.size]
                 == run.copies
                 == (max(1, tp // kv) if run is not part.runs[0] else 1)
             )
@@ -143,7 +143,7 @@ def test_replicate_holds_everything_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("style", "module", "tp", "words"),
+    ("style", "module", "tp", "phrases"),
     [
         (ColumnParallel(), linear(6, 2), 4, ("m: size 6", "tp=4", "[1, 2, 3, 6]")),
         (RowParallel(), linear(2, 9), 2, ("m: size 9", "tp=2", "[1, 3, 9]")),
@@ -157,10 +157,10 @@ def test_replicate_holds_everything_everywhere():
         (HeadParallel(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
     ],
 )
-def test_a_style_that_does_not_fit_names_the_module(style, module, tp, words):
+def test_a_style_that_does_not_fit_names_the_module(style, module, tp, phrases):
     with pytest.raises(StrettoError) as error:
         style.parts("m", module, 0, tp)
-    for word in words:
+    for word in phrases:
         assert word in str(error.value)
 
 

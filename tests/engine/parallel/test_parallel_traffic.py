@@ -60,13 +60,13 @@ def from_and_to_one() -> None:
 
 def by_torchs_functions() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
-    x, whole = torch.ones(3), torch.ones(3 * n)
+    x, full = torch.ones(3), torch.ones(3 * n)
     with traffic() as sent:
         dist.all_reduce(x)
-        dist.all_gather_into_tensor(whole, x)
-        dist.all_gather(list(whole.chunk(n)), x)
-        dist.reduce_scatter_tensor(x, whole)
-        dist.all_to_all_single(torch.empty(3 * n), whole)
+        dist.all_gather_into_tensor(full, x)
+        dist.all_gather(list(full.chunk(n)), x)
+        dist.reduce_scatter_tensor(x, full)
+        dist.all_to_all_single(torch.empty(3 * n), full)
         if rank == 0:
             dist.send(x, 1)
         elif rank == 1:

@@ -40,9 +40,9 @@ def test_every_rank_gets_the_key_heads_of_its_query_heads(cp: int, kv_heads: int
     assert kv == values
     sent = [head for head in range(kv_heads) for _ in range(share.copies)]
     for rank in range(cp):
-        held = sent[rank * kv : (rank + 1) * kv]
+        key_heads = sent[rank * kv : (rank + 1) * kv]
         for i in range(mine):
-            assert held[i // (mine // kv)] == (rank * mine + i) // group
+            assert key_heads[i // (mine // kv)] == (rank * mine + i) // group
     if not kv_heads % cp:
         assert share.copies == 1
     elif not cp % kv_heads:
@@ -52,12 +52,12 @@ def test_every_rank_gets_the_key_heads_of_its_query_heads(cp: int, kv_heads: int
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))
 def test_natural_and_zigzag_order_are_inverse(cp: int, chunk: int, batch: int) -> None:
     length = 2 * cp * chunk
-    whole = torch.arange(batch * length * 2).reshape(batch, length, 2)
-    by_rank = torch.stack([whole[:, zigzag(length, cp, rank)] for rank in range(cp)])
+    full = torch.arange(batch * length * 2).reshape(batch, length, 2)
+    by_rank = torch.stack([full[:, zigzag(length, cp, rank)] for rank in range(cp)])
     if cp == 1:
-        by_rank = whole[None]
-    assert torch.equal(in_zigzag(whole, cp), by_rank)
-    assert torch.equal(in_order(by_rank), whole)
+        by_rank = full[None]
+    assert torch.equal(in_zigzag(full, cp), by_rank)
+    assert torch.equal(in_order(by_rank), full)
 
 
 @dataclass
@@ -72,12 +72,12 @@ class Alone(FakeMesh):
 
 
 def core(dropout: float = 0.0, explicit: bool = False) -> CausalAttention:
-    made = CausalAttention(0.0, explicit)
+    attention = CausalAttention(0.0, explicit)
     if dropout:
         keys = DropoutKeys(2)
         keys.samples = (4,)
-        made.drop = KeyedDropout(dropout, "core", keys)
-    return made
+        attention.drop = KeyedDropout(dropout, "core", keys)
+    return attention
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -97,17 +97,17 @@ def test_padding_for_tensor_parallel_ranks_alone_leaves_the_masks_of_samples() -
     module = ContextAttention("ring", 7).replace_module(core(0.5), mesh)
     module.drop = SplitDropout(heads=(1, 4)).replace_module(module.get_submodule("drop"), mesh)
     end = torch.full((1, 2, 1, 8), 9.0).double()
-    ours = module(*(torch.cat([x[:, 2:], end], 2) for x in (q, k, v)))
-    torch.testing.assert_close(ours[:, :, :7], plain[:, 2:], rtol=1e-12, atol=1e-12)
+    shifted = module(*(torch.cat([x[:, 2:], end], 2) for x in (q, k, v)))
+    torch.testing.assert_close(shifted[:, :, :7], plain[:, 2:], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("made", [RingAttention, UlyssesAttention])
-def test_context_attention_keeps_the_cores_options(made: type[RingAttention]) -> None:
-    method = "ring" if made is RingAttention else "ulysses"
+@pytest.mark.parametrize("kind", [RingAttention, UlyssesAttention])
+def test_context_attention_keeps_the_cores_options(kind: type[RingAttention]) -> None:
+    method = "ring" if kind is RingAttention else "ulysses"
     mesh: Any = Alone(cp=2)
     for explicit in (False, True):
         module = ContextAttention(method, 8).replace_module(core(explicit=explicit).eval(), mesh)
-        assert isinstance(module, made)
+        assert isinstance(module, kind)
         assert module.explicit is explicit
         assert not any(part.training for part in module.modules())
     module.explicit = False
@@ -117,14 +117,14 @@ def test_context_attention_keeps_the_cores_options(made: type[RingAttention]) ->
 
 def misuse(style: Callable[[], ContextAttention], module: nn.Module, n: int = 4) -> None:
     mesh: Any = Alone(cp=2)
-    made = style()
-    made.parts("blocks.0.attn.core", module, 0, 1)
+    attention_style = style()
+    attention_style.parts("blocks.0.attn.core", module, 0, 1)
     q = torch.randn(1, 3, n, 8)
-    made.replace_module(module, mesh)(q, q, q)
+    attention_style.replace_module(module, mesh)(q, q, q)
 
 
 @pytest.mark.parametrize(
-    ("method", "length", "module", "words"),
+    ("method", "length", "module", "message"),
     [
         ("rings", 8, core(), "layout.context is 'rings'"),
         ("ring", 8, nn.Linear(2, 2), r"blocks.0.attn.core \(Linear\) has no drop"),
@@ -135,8 +135,8 @@ def misuse(style: Callable[[], ContextAttention], module: nn.Module, n: int = 4)
         ("ulysses", 8, core(), r"3 attention heads \(after tp\) do not divide over cp=2"),
     ],
 )
-def test_every_mistake_is_named(method: str, length: int, module: nn.Module, words: str) -> None:
-    with pytest.raises(StrettoError, match=words) as error:
+def test_every_mistake_is_named(method: str, length: int, module: nn.Module, message: str) -> None:
+    with pytest.raises(StrettoError, match=message) as error:
         misuse(lambda: ContextAttention(method, length), module)
     assert error.value.hint
 

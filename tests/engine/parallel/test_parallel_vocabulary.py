@@ -26,9 +26,9 @@ def mine(size: int, multiple: int) -> tuple[int, int, int]:
     return dist.get_rank() * part.size, sum(run.size for run in part.runs), part.size
 
 
-def close(ours: Tensor, plain: Tensor, what: str, tolerance: float = 1e-12) -> None:
+def close(computed: Tensor, plain: Tensor, label: str, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(
-        ours, plain, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+        computed, plain, rtol=tolerance, atol=tolerance, msg=lambda text: f"{label}: {text}"
     )
 
 
@@ -45,11 +45,11 @@ def embedding(size: int, multiple: int) -> None:
         torch.manual_seed(seed)
         ids = torch.randint(size, (3, 4))  # some ids twice, so that their gradients add up
         ids[0, :2] = size - 1
-        ours, there = layer(ids), functional.embedding(ids, plain)
-        assert torch.equal(ours, there), "rows"
+        embedded, there = layer(ids), functional.embedding(ids, plain)
+        assert torch.equal(embedded, there), "rows"
         dy = torch.randn_like(there)
-        if ours.requires_grad:
-            ours.backward(dy)
+        if embedded.requires_grad:
+            embedded.backward(dy)
         there.backward(dy)
     assert plain.grad is not None
     assert weight.grad is not None
@@ -73,12 +73,12 @@ def embedding_along_the_sequence(size: int, multiple: int, length: int) -> None:
     plain = table.clone().requires_grad_()
     for samples in (1, 3):
         ids = torch.randint(size, (samples, length))
-        ours, there = layer(ids), functional.embedding(ids, plain)
+        embedded, there = layer(ids), functional.embedding(ids, plain)
         step = length // dist.get_world_size()
         here = slice(dist.get_rank() * step, (dist.get_rank() + 1) * step)
-        assert torch.equal(ours, there[:, here]), "rows"
+        assert torch.equal(embedded, there[:, here]), "rows"
         dy = torch.randn_like(there)
-        ours.backward(dy[:, here])
+        embedded.backward(dy[:, here])
         there.backward(dy)
     assert plain.grad is not None
     assert weight.grad is not None
@@ -94,12 +94,12 @@ def entropy(size: int, multiple: int, logits: Tensor, targets: Tensor, tolerance
     local.requires_grad_()
     there = logits.clone().requires_grad_()
     counting = group()
-    ours = VocabParallelCrossEntropy(start, real, counting)(local, targets)  # type: ignore[arg-type]
+    loss = VocabParallelCrossEntropy(start, real, counting)(local, targets)  # type: ignore[arg-type]
     plain = functional.cross_entropy(
         there.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    close(ours.detach(), plain.detach(), "loss", tolerance)
-    (3.0 * ours).backward()
+    close(loss.detach(), plain.detach(), "loss", tolerance)
+    (3.0 * loss).backward()
     (3.0 * plain).backward()
     assert local.grad is not None
     assert there.grad is not None
@@ -143,11 +143,11 @@ def short_logits() -> None:
     logits, targets = torch.randn(2, 4, size).bfloat16(), torch.randint(size, (2, 4))
     start, real, _ = mine(size, 1)
     local = logits[..., start : start + real].clone().requires_grad_()
-    ours = VocabParallelCrossEntropy(start, real, group())(local, targets)  # type: ignore[arg-type]
+    losses = VocabParallelCrossEntropy(start, real, group())(local, targets)  # type: ignore[arg-type]
     plain = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    assert ours.dtype == torch.float32
-    close(ours.detach(), plain, "loss of short logits", 1e-5)
-    ours.backward()
+    assert losses.dtype == torch.float32
+    close(losses.detach(), plain, "loss of short logits", 1e-5)
+    losses.backward()
     assert local.grad is not None
     assert local.grad.dtype == torch.bfloat16
 

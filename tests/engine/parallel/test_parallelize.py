@@ -103,7 +103,7 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
                 )
                 if piece.owned:
                     piece.of_full(seen[name]).add_(1)
-    assert all(bool((held == 1).all()) for held in seen.values())
+    assert all(bool((count == 1).all()) for count in seen.values())
 
 
 class Boxed(nn.Module):
@@ -189,17 +189,17 @@ def test_a_model_without_storage_gets_its_values_piece_by_piece():
         assert size == full[name].shape
         return full[name]
 
-    made = materialise(layers, table, values, "cpu", torch.float64)
-    assert sorted(requested) == sorted(made)
+    parameters = materialise(layers, table, values, "cpu", torch.float64)
+    assert sorted(requested) == sorted(parameters)
     assert len(requested) == len(set(requested))
-    assert not any(name.startswith("blocks.0") for name in made)
+    assert not any(name.startswith("blocks.0") for name in parameters)
     assert all(p.is_meta for p in model.blocks[0].parameters())
     assert model.head.out.weight is model.embed.tok.weight  # tied, so one tensor
-    for name, parameter in made.items():
+    for name, parameter in parameters.items():
         assert parameter.dtype == torch.float64
         for piece in table[name].placed.pieces:
             assert torch.equal(piece.of_local(parameter), piece.of_full(full[name]))
-    tok = made["embed.tok.weight"]  # 37 rows over 4 ranks: 10, 10, 10 and 7 with three of padding
+    tok = parameters["embed.tok.weight"]  # 37 rows over 4 ranks: 10, 10, 10 and 7 with three of padding
     assert tok.shape == (10, 16)
     assert not tok[7:].any()
 
@@ -208,10 +208,10 @@ def test_parameters_of_the_model_itself_have_a_place_too():
     with torch.device("meta"):
         model = MLP()
     table = parallelize(model, PLAN, FakeMesh(2, 1))
-    made = materialise(
+    parameters = materialise(
         [("", model)], table, lambda name, size: torch.full(size, float(len(name))), "cpu", torch.float32
     )
-    assert set(made) == set(table)
+    assert set(parameters) == set(table)
     assert model.scale.tolist() == [5.0] * 4
     assert not table["scale"].placed.pieces[0].owned  # rank 0's copy is
 
@@ -262,7 +262,7 @@ class Greedy(Replicate):
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"),
+    ("plan", "phrases"),
     [
         (PLAN | {"dwn": RowParallel()}, ("pattern 'dwn' matches no module", "'down'")),
         (PLAN | {"xyzzy": RowParallel()}, ("pattern 'xyzzy' matches no module",)),
@@ -278,15 +278,15 @@ class Greedy(Replicate):
         ),
     ],
 )
-def test_every_mistake_of_a_plan_is_named(plan, words):
+def test_every_mistake_of_a_plan_is_named(plan, phrases):
     with pytest.raises(StrettoError) as error:
         parallelize(MLP(), plan, FakeMesh(2))
-    for word in words:
+    for word in phrases:
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("style", "words"),
+    ("style", "message"),
     [
         (Greedy(ShardRange(0, 4), ShardRange(0, 4)), "two ranks own fc.weight from 0"),
         (Greedy(ShardRange(0, 3), ShardRange(2, 2)), "two ranks own fc.weight from 2"),
@@ -294,10 +294,10 @@ def test_every_mistake_of_a_plan_is_named(plan, words):
         (Greedy(ShardRange(0, 1), ShardRange(1, 2)), "hold 3 of 4"),
     ],
 )
-def test_shares_must_add_up_to_the_plain_parameter(style, words):
+def test_shares_must_add_up_to_the_plain_parameter(style, message):
     model = nn.Sequential()
     model.fc = nn.Linear(2, 4, bias=False)
-    with pytest.raises(StrettoError, match=words):
+    with pytest.raises(StrettoError, match=message):
         parallelize(model, {"fc": style}, FakeMesh(2))
 
 
@@ -376,7 +376,9 @@ def test_dropout_with_masks_other_than_one_process_is_refused(
         parallelize(model, plan, FakeMesh(2))
     assert hint in (caught.value.hint or "")
     after = list(model.named_parameters())
-    assert all(one[0] == other[0] and one[1] is other[1] for one, other in zip(before, after, strict=True))
+    assert all(
+        state[0] == other[0] and state[1] is other[1] for state, other in zip(before, after, strict=True)
+    )
 
 
 def test_dropout_that_is_keyed_and_has_a_style_is_accepted() -> None:

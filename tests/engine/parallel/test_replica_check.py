@@ -40,7 +40,7 @@ def test_padding_and_layout_do_not_count() -> None:
     assert int(checksum(torch.cat([torch.zeros(1), tensor.view(-1)])[1:])) == int(checksum(tensor))
 
 
-def held() -> dict[str, tuple[Tensor, ShardPlacement]]:
+def new_tensors() -> dict[str, tuple[Tensor, ShardPlacement]]:
     """On four ranks: `all` on every one, `pair` twice, `own` once each, `away` without memory."""
     rank = this_rank()
     pair = TensorBox(offsets=(4 * (rank // 2),), sizes=(4,), local=(0,))
@@ -56,7 +56,7 @@ def held() -> dict[str, tuple[Tensor, ShardPlacement]]:
 
 
 def compared(flips: list[tuple[int, str]]) -> tuple[list[ReplicaMismatch], list[ReplicaMismatch], int]:
-    copies, mine = ReplicaConsistencyCheck(), held()
+    copies, mine = ReplicaConsistencyCheck(), new_tensors()
     before = copies.differences(mine)
     for rank, name in flips:
         if rank == this_rank():

@@ -11,16 +11,16 @@ from stretto.engine.parallel.fragment import ShardPlacement, TensorBox
 
 @given(
     rows=st.lists(st.integers(1, 4), min_size=1, max_size=5),
-    held=st.data(),
+    drawn=st.data(),
     columns=st.integers(1, 3),
     padding=st.integers(0, 3),
     dim=st.integers(0, 1),
 )
-def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, held, columns, padding, dim):
-    whole = sum(rows)
-    mine = held.draw(st.lists(st.sampled_from(range(len(rows))), unique=True))
-    shape = (whole, columns) if dim == 0 else (columns, whole)
-    full = torch.arange(1.0, 1.0 + whole * columns).view(shape)
+def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, drawn, columns, padding, dim):
+    total = sum(rows)
+    mine = drawn.draw(st.lists(st.sampled_from(range(len(rows))), unique=True))
+    shape = (total, columns) if dim == 0 else (columns, total)
+    full = torch.arange(1.0, 1.0 + total * columns).view(shape)
     pieces, at = [], 0
     for run in mine:
         start = [0, 0]

@@ -35,7 +35,7 @@ def tuple_of(y: Any) -> Tensors:
     return y if isinstance(y, tuple) else (y,)
 
 
-def whole(module: nn.Module, inputs: Tensors, gradients: Sequence[Tensor | None]) -> None:
+def full_backward(module: nn.Module, inputs: Tensors, gradients: Sequence[Tensor | None]) -> None:
     """A plain backward."""
     arguments = [(y, dy) for y, dy in zip(tuple_of(module(*inputs)), gradients, strict=True)]
     arguments = [(y, dy) for y, dy in arguments if y.requires_grad and dy is not None]
@@ -91,7 +91,7 @@ def check_equal(module: nn.Module, *inputs: Tensor) -> None:
     other = copy.deepcopy(module)
     gradients = gradients_for(copy.deepcopy(module), inputs)
     results = list[tuple[list[Any], dict[str, Tensor], Counter[str]]]()
-    for m, backward in ((module, whole), (other, halves)):
+    for m, backward in ((module, full_backward), (other, halves)):
         views, seen, xs = flat_gradients(m), fired_by(m), leaves_like(inputs)
         torch.manual_seed(1)
         for at in range(2):

@@ -94,15 +94,15 @@ def descend(parameters: Sequence[nn.Parameter]) -> None:
             p -= RATE * p.grad
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-11, atol=1e-12, msg=lambda text: f"{label}: {text}")
 
 
 def check(
     make: Callable[[], list[nn.Module]],
     program: Program,
     layout: Layout,
-    what: str,
+    label: str,
     *,
     steps: int = 2,
     loss: Callable[..., Tensor] = squares,
@@ -119,26 +119,26 @@ def check(
         replica = mesh.index("dp")
         inputs, targets = batch(step, replica, m)
         sent.clear()
-        before = evaluate(pipe, copy.copy(inputs), targets, what)
+        before = evaluate(pipe, copy.copy(inputs), targets, label)
         losses = pipe.step(inputs, targets, scale)
         if step > 0:  # by then all buffers are there, at addresses of their own
-            nothing_sent_from_a_buffer(pipe, sent, what)
-        assert (losses is not None) == pipe.holds_loss, what
+            nothing_sent_from_a_buffer(pipe, sent, label)
+        assert (losses is not None) == pipe.holds_loss, label
         wished = torch.tensor(wanted.losses[replica], dtype=torch.float64)
         if losses is not None:  # where the model has copies, those of this rank's own microbatches
             mine = [i for i, c in enumerate(program.copy_of) if (c + 1) * program.depth - 1 in pipe.stages]
-            close(losses.double(), wished[mine], f"{what} step {step} losses")
-        assert (before is not None) == (program.depth - 1 in pipe.stages), what
+            close(losses.double(), wished[mine], f"{label} step {step} losses")
+        assert (before is not None) == (program.depth - 1 in pipe.stages), label
         if before is not None:
-            close(before, wished, f"{what} step {step} evaluation")
-        held = 0
+            close(before, wished, f"{label} step {step} evaluation")
+        count = 0
         for p in pipe.parameters():
             if p.requires_grad:
                 at = trained.index(names[id(p)])
-                close(p.grad, wanted.gradients[at], f"{what} step {step} gradient {names[id(p)]}")
-                held += 1
-        assert held == sum(p.requires_grad for p in pipe.parameters())
-        nothing_left(pipe, what)
+                close(p.grad, wanted.gradients[at], f"{label} step {step} gradient {names[id(p)]}")
+                count += 1
+        assert count == sum(p.requires_grad for p in pipe.parameters())
+        nothing_left(pipe, label)
         descend(pipe.parameters())
         if step == 0:  # what the usual loop does, although `step` starts from zero by itself
             torch.optim.SGD(pipe.parameters() or [nn.Parameter(torch.zeros(1))]).zero_grad()
@@ -146,15 +146,15 @@ def check(
     mesh.close()
 
 
-def evaluate(pipe: Pipeline, inputs: list[Tensor], targets: list[Tensor], what: str) -> Tensor | None:
+def evaluate(pipe: Pipeline, inputs: list[Tensor], targets: list[Tensor], label: str) -> Tensor | None:
     """Losses without training; gradients and modes stay as they are."""
-    held = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    gradients = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
     losses = pipe.evaluate(inputs, targets)
     now = [p.grad for p in pipe.parameters() if p.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True)), (
-        f"{what}: evaluation touched gradients"
+    assert all(torch.equal(a, b) for a, b in zip(gradients, now, strict=True)), (
+        f"{label}: evaluation touched gradients"
     )
-    nothing_left(pipe, what)
+    nothing_left(pipe, label)
     return losses
 
 
@@ -173,7 +173,7 @@ def watch_sends(pipe: Pipeline) -> set[int]:
     return sent
 
 
-def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], what: str) -> None:
+def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], label: str) -> None:
     """The next message may come into a buffer while the last one that was read from it is still being sent.
 
     Inputs in training are the exception: they stay until a backward that needs the message to have arrived.
@@ -184,22 +184,22 @@ def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], what: str) -> Non
                 if kind is ActionKind.RECV_B or executor is not pipe._train:
                     for buffer in buffers:
                         assert buffer.untyped_storage().data_ptr() not in sent, (
-                            f"{what}: stage {stage} {kind}"
+                            f"{label}: stage {stage} {kind}"
                         )
 
 
-def nothing_left(pipe: Pipeline, what: str) -> None:
+def nothing_left(pipe: Pipeline, label: str) -> None:
     """No tensor of a step outlives it."""
     for executor in [pipe._train, *pipe._infer.values()]:
         if executor is None:
             continue
         live = executor.live
-        assert not live.sends, what
-        assert not live.receives, what
+        assert not live.sends, label
+        assert not live.receives, label
         for batch in (live.inputs, live.targets, live.scales):
-            assert batch == [None] * live.ring, what
+            assert batch == [None] * live.ring, label
         for stage in live.stages.values():
-            for held in (stage.x, stage.y, stage.root, stage.dx):
-                assert held == [None] * len(held), what
-            assert not stage.queue, what
-            assert stage.weight_work == [None] * len(stage.weight_work), what
+            for slots in (stage.x, stage.y, stage.root, stage.dx):
+                assert slots == [None] * len(slots), label
+            assert not stage.queue, label
+            assert stage.weight_work == [None] * len(stage.weight_work), label

@@ -79,7 +79,7 @@ class Delayed:
         return losses
 
 
-def beside(
+def compare(
     program: Callable[..., Program],
     layout: Layout,
     delays: Sequence[int],
@@ -90,12 +90,12 @@ def beside(
     """Windows of the pipeline and of the replay; losses of each step, weights and evaluation where it drains.
     Returns the weight versions held in the last.
     """
-    one = program()
-    mesh, layers, m = Mesh(layout), make(True), one.microbatches
+    window_program = program()
+    mesh, layers, m = Mesh(layout), make(True), window_program.microbatches
     weights = ReplicatedWeights(optimizer=optimizer)
-    pipe = Pipeline(layers, one, mesh, squares, window=lambda k: program(steps=k), weights=weights)
+    pipe = Pipeline(layers, window_program, mesh, squares, window=lambda k: program(steps=k), weights=weights)
     plain = make(False)
-    cuts = [pipe.layers_of(s) for s in range(one.depth)]
+    cuts = [pipe.layers_of(s) for s in range(window_program.depth)]
     delayed = Delayed([nn.Sequential(*(plain[i] for i in c)) for c in cuts], delays, group)
     replica, begun = mesh.index("dp"), 0
     for window in windows:
@@ -116,7 +116,7 @@ def beside(
         assert taken == list(range(window)), "every batch once"
         begun += window
         delayed.drain()
-        nothing_left(pipe, one.name)
+        nothing_left(pipe, window_program.name)
         for s, stage in pipe.stages.items():
             for p, wished in zip(stage.parameters(), delayed.newest[s].values(), strict=True):
                 torch.testing.assert_close(p.detach(), wished, rtol=1e-12, atol=1e-12)
@@ -124,8 +124,8 @@ def beside(
         before = pipe.evaluate(*last)  # with the newest weights
         if before is not None:
             x = torch.stack(last[0])
-            for stage, held in zip(delayed.stages, delayed.newest, strict=True):
-                x = torch.func.functional_call(stage, held, (x,))
+            for stage, version in zip(delayed.stages, delayed.newest, strict=True):
+                x = torch.func.functional_call(stage, version, (x,))
             after = torch.stack([squares(y, t) for y, t in zip(x, last[1], strict=True)])
             torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
     versions = pipe.weight_versions
@@ -140,19 +140,19 @@ def cases(layout: Layout, microbatches: Sequence[int], both: bool = True) -> Non
     """With layers of ours and with plain ones; not `both`: in turn."""
     p = layout.pp
     for at, m in enumerate(microbatches):
-        for ours in (True, False) if both else (at % 2 == 0,):
+        for parallel in (True, False) if both else (at % 2 == 0,):
 
-            def make(tried: bool, ours: bool = ours) -> list[nn.Module]:
-                return deep(8, tried and ours)
+            def make(tried: bool, parallel: bool = parallel) -> list[nn.Module]:
+                return deep(8, tried and parallel)
 
             stashing, two = partial(schedule, "pipedream", p, m), partial(schedule, "pipedream-2bw", p, m)
-            held = beside(stashing, layout, [p - 1 - r for r in range(p)], 1, make)
+            counts = compare(stashing, layout, [p - 1 - r for r in range(p)], 1, make)
             if 3 * m >= 2 * p:
-                assert held == {r: p - r for r in held}
-            beside(partial(stashing, vertical_sync=True), layout, [p - 1] * p, 1, make)
+                assert counts == {r: p - r for r in counts}
+            compare(partial(stashing, vertical_sync=True), layout, [p - 1] * p, 1, make)
             for group in {min(p, m), min(p + 1, m)}:
-                held = beside(partial(two, group=group), layout, [1] * p, group, make)
-                assert max(held.values()) <= 2
+                counts = compare(partial(two, group=group), layout, [1] * p, group, make)
+                assert max(counts.values()) <= 2
 
 
 def long(layout: Layout, m: int) -> None:
@@ -164,11 +164,11 @@ def long(layout: Layout, m: int) -> None:
     ):
         rounds = repeated(lambda k, build=build: build(steps=k), 0, lookahead=LOOKAHEAD)
         windows = (rounds.fill + 2 * rounds.cycle + 1, 2)
-        beside(build, layout, delays, group, lambda tried: deep(8, tried), windows)
+        compare(build, layout, delays, group, lambda tried: deep(8, tried), windows)
 
 
 def test_one_rank_has_no_delay():
-    beside(partial(schedule, "pipedream", 1, 5), Layout(), [0], 1, lambda _: mlp())
+    compare(partial(schedule, "pipedream", 1, 5), Layout(), [0], 1, lambda _: mlp())
 
 
 def test_two_ranks():
@@ -198,14 +198,14 @@ def shorter(layout: Layout, m: int) -> list[list[float]]:
         window=lambda k: schedule("pipedream", layout.pp, m, steps=k),
         weights=ReplicatedWeights(optimizer=optimizer),
     )
-    steps, made = 10, list[list[float]]()
-    while not made or not pipe.drained:
+    steps, losses_of_steps = 10, list[list[float]]()
+    while not losses_of_steps or not pipe.drained:
         losses = pipe.advance(lambda n: (*batch(n, 0, m), 0.25), steps)
-        made.append([] if losses is None else losses.tolist())
-        steps = 3 + pipe.ahead if len(made) == 3 else steps
+        losses_of_steps.append([] if losses is None else losses.tolist())
+        steps = 3 + pipe.ahead if len(losses_of_steps) == 3 else steps
     pipe.close()
     mesh.close()
-    return made
+    return losses_of_steps
 
 
 def test_a_window_ends_early_alike_on_all_ranks():

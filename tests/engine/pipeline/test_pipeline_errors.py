@@ -27,7 +27,7 @@ def pipeline(layers: list[nn.Module] | None = None, **options: object) -> Pipeli
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "phrases"),
     [
         (lambda: Pipeline(mlp(), TWO, Mesh(Layout()), squares), ("for 2 pipeline ranks", "pp=1", "ranks=pp")),
         (
@@ -48,10 +48,10 @@ def pipeline(layers: list[nn.Module] | None = None, **options: object) -> Pipeli
         (lambda: Pipeline(mlp(), ONE, Mesh(Layout())).step(batch(0, 0, 2)[0]), ("needs a loss",)),
     ],
 )
-def test_bad_input_is_named(make: Callable[[], object], words: tuple[str, ...]):
+def test_bad_input_is_named(make: Callable[[], object], phrases: tuple[str, ...]):
     with pytest.raises(StrettoError) as error:
         make()
-    for word in words:
+    for word in phrases:
         assert word in str(error.value)
 
 
@@ -65,13 +65,13 @@ def test_without_a_loss_evaluation_gives_the_outputs():
 
 
 def test_evaluation_leaves_every_module_in_its_mode():
-    drop, kept = nn.Dropout(0.5), nn.Dropout(0.5).eval()
-    pipe = pipeline([nn.Linear(3, 8).double(), drop, nn.Sequential(kept)])
+    drop, evaluating = nn.Dropout(0.5), nn.Dropout(0.5).eval()
+    pipe = pipeline([nn.Linear(3, 8).double(), drop, nn.Sequential(evaluating)])
     inputs, targets = batch(0, 0, 2)
     first, again = pipe.evaluate(inputs, targets), pipe.evaluate(inputs, targets)
     assert torch.equal(first, again), "dropout was on"
     assert drop.training
-    assert not kept.training
+    assert not evaluating.training
 
 
 class Fails(nn.Module):
@@ -122,7 +122,7 @@ class ToInt(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "phrases"),
     [
         ("forward", ("pipeline rank 1 at 1F1: no such luck",)),
         ("backward", ("pipeline rank 1 at 1B0: no way back",)),
@@ -130,10 +130,10 @@ class ToInt(nn.Module):
         ("int", ("stage 0 returns a torch.int64 tensor of shape (4, 5)", "floating-point")),
     ],
 )
-def test_the_rank_and_the_action_are_named(kind: str, words: tuple[str, ...]):
+def test_the_rank_and_the_action_are_named(kind: str, phrases: tuple[str, ...]):
     with pytest.raises((RankFailed, StrettoError)) as error:
         on_ranks(2, failing, kind)
-    for word in words:
+    for word in phrases:
         assert word in str(error.value)
 
 

@@ -121,8 +121,8 @@ def reference(case: Case, keys: DropoutKeys, step: int) -> tuple[Tensor, dict[st
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
+def close(computed: Tensor, plain: Tensor, label: str) -> None:
+    torch.testing.assert_close(computed, plain, rtol=1e-10, atol=1e-12, msg=lambda text: f"{label}: {text}")
 
 
 def run(case: Case) -> None:

@@ -20,12 +20,12 @@ def slices() -> None:
     """Whole tensors, rows, columns, two groups and two types: one sum for each group and type."""
     rank, world = dist.get_rank(), dist.group.WORLD
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    whole, rows, columns = (nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(3))
+    full, rows, columns = (nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(3))
     short = nn.Parameter(torch.zeros(5))
-    for p in (whole, rows, columns, short):
+    for p in (full, rows, columns, short):
         p.grad = torch.full_like(p, 1.0 + rank)
     parts = [
-        PartialGradient(whole, SharedSlice(0, 0, 4, world)),
+        PartialGradient(full, SharedSlice(0, 0, 4, world)),
         PartialGradient(rows, SharedSlice(0, 1, 2, pairs)),
         PartialGradient(columns, SharedSlice(1, 2, 1, world)),
         PartialGradient(short, SharedSlice(0, 0, 5, world)),
@@ -35,7 +35,7 @@ def slices() -> None:
     assert sent.calls == {"all-reduce": 3}
     paired = 3.0 if rank < 2 else 7.0
     for p, summed, value in (
-        (whole, torch.ones(4, 3, dtype=torch.bool), 10.0),
+        (full, torch.ones(4, 3, dtype=torch.bool), 10.0),
         (rows, torch.tensor([[0], [1], [1], [0]]).expand(4, 3).bool(), paired),
         (columns, torch.tensor([[0, 0, 1]]).expand(4, 3).bool(), 10.0),
         (short, torch.ones(5, dtype=torch.bool), 10.0),

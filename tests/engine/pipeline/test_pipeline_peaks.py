@@ -57,10 +57,10 @@ def counting_reloads(counter: Counter) -> None:
 class Counted(nn.Module):
     """One layer whose weight gradient needs one tensor of its own: the activation that is counted."""
 
-    def __init__(self, counter: Counter, ours: bool) -> None:
+    def __init__(self, counter: Counter, parallel: bool) -> None:
         super().__init__()
         linear = nn.Linear(WIDTH, WIDTH).double()
-        self.linear = ParallelLinear(linear.weight, linear.bias) if ours else Foreign(linear)
+        self.linear = ParallelLinear(linear.weight, linear.bias) if parallel else Foreign(linear)
         self.counter = counter
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Counted(nn.Module):
         return self.linear(h)
 
 
-def peak(program: Program, ours: bool) -> int:
+def peak(program: Program, parallel: bool) -> int:
     """The most activations alive on this rank in the second step."""
     counter, original = Counter(), ActivationCopies.reload
     counting_reloads(counter)
@@ -77,7 +77,7 @@ def peak(program: Program, ours: bool) -> int:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     if program.versions:
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
-    layers = [Counted(counter, ours) for _ in range(program.depth)]
+    layers = [Counted(counter, parallel) for _ in range(program.depth)]
     pipe = Pipeline(layers, program, mesh, squares, weights=ReplicatedWeights(optimizer=optimizer))
     data = [torch.randn(2, WIDTH, dtype=torch.float64) for _ in range(m)]
     pipe.step(data, data)
@@ -98,21 +98,21 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
 
 
 def peaks(cases: list[tuple[Program, bool]]) -> list[int]:
-    return [peak(program, ours) for program, ours in cases]
+    return [peak(program, parallel) for program, parallel in cases]
 
 
 def test_every_schedule_holds_the_predicted_peak():
-    """With layers of ours and with plain ones in turn."""
+    """With parallel layers and with layers of unknown classes in turn."""
     cases = [(program, index % 2 == 0) for index, program in enumerate(programs(RANKS, 2 * RANKS + 1))]
     for rank, counts in enumerate(on_ranks(RANKS, peaks, cases)):
-        for (program, ours), count in zip(cases, counts, strict=True):
-            held = peak_held(program)[rank]
-            assert count == held, (
-                f"rank {rank}, {program.name}, ours={ours}: {count} alive, program says {held}"
+        for (program, parallel), count in zip(cases, counts, strict=True):
+            predicted = peak_held(program)[rank]
+            assert count == predicted, (
+                f"rank {rank}, {program.name}, parallel={parallel}: {count} alive, program says {predicted}"
             )
 
 
 def test_peak_activations_count_chunks():
     program = schedule("interleaved", RANKS, 8)
-    held = peak_held(program)
-    assert peak_activations(program) == [count / 2 for count in held]
+    peaks_of_ranks = peak_held(program)
+    assert peak_activations(program) == [count / 2 for count in peaks_of_ranks]

@@ -153,8 +153,8 @@ def split_cases(layout: Layout) -> None:
             schedule("1f1b", ranks=p, microbatches=m),
             schedule("interleaved", ranks=p, microbatches=m),
         ):
-            what = f"{layout} {base.name} m={m} with W {late} backwards later"
-            check(parallel_layers, split(base, late), layout, what)
+            label = f"{layout} {base.name} m={m} with W {late} backwards later"
+            check(parallel_layers, split(base, late), layout, label)
     check(
         parallel_layers,
         some_split(schedule("1f1b", ranks=p, microbatches=4)),

@@ -43,15 +43,15 @@ HARD = ("pipedream-2bw", "hanayo", "chimera")
 
 def programs(ranks: int, wanted: Sequence[str] = ()) -> list[Program]:
     """One of every schedule that trains and whose stages find a layer each."""
-    made = list[Program]()
+    chosen = list[Program]()
     for name in wanted or names():
         try:
             program = schedule(name, ranks, 2 * ranks)
         except StrettoError:
             continue
         if program.trains and program.depth <= GPT.layers + 2:
-            made.append(program)
-    return made
+            chosen.append(program)
+    return chosen
 
 
 class Masks:
@@ -114,7 +114,7 @@ class Rank:
         cut = [range(a, b) for a, b in itertools.pairwise(edges)]
         mine = [layers[i] for s in program.stages_of(mesh.index("pp")) for i in cut[s % program.depth]]
         local = {id(p) for layer in mine for p in layer.parameters()}
-        held = {n: p for n, p in self.model.named_parameters() if id(p) in local}
+        parameters = {n: p for n, p in self.model.named_parameters() if id(p) in local}
         pipe = Pipeline(
             layers,
             program,
@@ -122,7 +122,9 @@ class Rank:
             self.model.loss,
             cut=cut,
             weights=ReplicatedWeights(optimizer=descend if program.versions else None),
-            partial=[PartialGradient(p, shared) for n, p in held.items() for shared in self.table[n].shared],
+            partial=[
+                PartialGradient(p, shared) for n, p in parameters.items() for shared in self.table[n].shared
+            ],
             before_forward=before,
         )
         self.losses = list[Tensor | None]()
@@ -130,7 +132,7 @@ class Rank:
             ids, targets = batch(shape, step, m)
             self.losses.append(pipe.step(list(ids), list(targets), 0.1))
         wanted = (lambda p: p.detach()) if program.versions else (lambda p: p.grad)
-        self.found: dict[str, Tensor] = {n: wanted(p).clone() for n, p in held.items()}
+        self.found: dict[str, Tensor] = {n: wanted(p).clone() for n, p in parameters.items()}
         pipe.close()
 
 
@@ -150,46 +152,46 @@ def one_process(shape: ModelShape, microbatches: int) -> tuple[Tensor, dict[str,
     }
 
 
-def beside(shape: ModelShape, program: Program, mesh: Mesh, what: str, ways: Ways) -> None:
+def compare(shape: ModelShape, program: Program, mesh: Mesh, label: str, ways: Ways) -> None:
     """Ways to recompute under one program, beside one another and one process."""
     plain = Rank(shape, program, mesh, ["none"])
     if not program.versions:
         losses, gradients = one_process(shape, program.microbatches)
         for name, gradient in plain.found.items():
             for piece in plain.table[name].placed.pieces:
-                ours, theirs = piece.of_local(gradient), piece.of_full(gradients[name])
+                computed, expected = piece.of_local(gradient), piece.of_full(gradients[name])
                 largest = float(gradients[name].abs().max())
                 torch.testing.assert_close(
-                    ours, theirs, rtol=1e-12, atol=1e-12 * largest, msg=f"{what} {name}"
+                    computed, expected, rtol=1e-12, atol=1e-12 * largest, msg=f"{label} {name}"
                 )
         if plain.losses[1] is not None and program.copies == 1:
             torch.testing.assert_close(plain.losses[1], losses, rtol=1e-12, atol=0.0)
     for modes in ways:
         again = Rank(shape, program, mesh, modes)
         for a, b in zip(plain.losses, again.losses, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b), f"{what} {modes}: losses"  # type: ignore[arg-type]
+            assert (a is None and b is None) or torch.equal(a, b), f"{label} {modes}: losses"  # type: ignore[arg-type]
         for name, wanted in plain.found.items():
-            assert torch.equal(wanted, again.found[name]), f"{what} {modes}: {name}"
+            assert torch.equal(wanted, again.found[name]), f"{label} {modes}: {name}"
         assert again.masks.seen.keys() == plain.masks.seen.keys()
         for key, mask in plain.masks.seen.items():
-            assert torch.equal(mask, again.masks.seen[key]), f"{what} {modes}: mask {key}"
+            assert torch.equal(mask, again.masks.seen[key]), f"{label} {modes}: mask {key}"
         here = {int(name.split(".")[1]) for name in plain.found if name.startswith("blocks.")}
         if shape.dropout and any(modes[i % len(modes)] != "none" for i in here):
-            assert again.masks.drawn > plain.masks.drawn, f"{what} {modes}: nothing was repeated"
+            assert again.masks.drawn > plain.masks.drawn, f"{label} {modes}: nothing was repeated"
 
 
 def every_schedule(ranks: int, ways: Ways, wanted: Sequence[str] = ()) -> int:
-    mesh, made = Mesh(Layout(pp=ranks)), programs(ranks, wanted)
-    for program in made:
-        beside(GPT, program, mesh, f"{program.name} on {ranks}", ways)
+    mesh, chosen = Mesh(Layout(pp=ranks)), programs(ranks, wanted)
+    for program in chosen:
+        compare(GPT, program, mesh, f"{program.name} on {ranks}", ways)
     mesh.close()
-    return len(made)
+    return len(chosen)
 
 
 def with_tensor_parallel() -> None:
     mesh = Mesh(Layout(tp=2, pp=2))
     for shape, name, ways in ((GPT, "zb-v", ALIKE[:1]), (LLAMA, "1f1b", ALIKE[1:])):
-        beside(shape, schedule(name, 2, 4), mesh, f"{name} tp2", ways)
+        compare(shape, schedule(name, 2, 4), mesh, f"{name} tp2", ways)
     mesh.close()
 
 
@@ -198,8 +200,8 @@ def with_programs_that_keep_less() -> None:
     mesh = Mesh(Layout(pp=2))
     for name in ("zb-h1", "pipedream"):
         program = schedule(name, 2, 4)
-        beside(GPT, recompute(program), mesh, f"{name} recomputed", MIXED)
-        beside(GPT, offload(program), mesh, f"{name} offloaded", MIXED)
+        compare(GPT, recompute(program), mesh, f"{name} recomputed", MIXED)
+        compare(GPT, offload(program), mesh, f"{name} offloaded", MIXED)
     mesh.close()
 
 

@@ -34,17 +34,17 @@ class Foreign(nn.Module):
         return x @ self.kernel.t() + self.offset
 
 
-def deep(layers: int, ours: bool) -> list[nn.Module]:
-    """Linear layers with others between, boundaries of all widths; not `ours`: none that is known for one."""
+def deep(layers: int, parallel: bool) -> list[nn.Module]:
+    """Linear layers with others between, boundaries of all widths; without `parallel`, of unknown classes."""
     torch.manual_seed(3)
     widths = [3, *(4 + i % 4 for i in range((layers + 1) // 2 - 1)), 8]
-    made = list[nn.Module]()
+    layers_made = list[nn.Module]()
     for at, (a, b) in enumerate(itertools.pairwise(widths)):
         linear = nn.Linear(a, b).double()
-        known = ParallelLinear(linear.weight, linear.bias) if at % 4 else linear
-        made.append(known if ours else Foreign(linear))
-        made.append((nn.LayerNorm(b) if at % 2 else nn.Tanh()).double())
-    return made[:layers]
+        layer = ParallelLinear(linear.weight, linear.bias) if at % 4 else linear
+        layers_made.append(layer if parallel else Foreign(linear))
+        layers_made.append((nn.LayerNorm(b) if at % 2 else nn.Tanh()).double())
+    return layers_made[:layers]
 
 
 @cache
@@ -52,7 +52,7 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
     """Programs that train and update at the end, with values of their options that fit 16 stages. Some are
     searched for, which takes longer than a test: ranks receive them.
     """
-    made = list[Program]()
+    chosen = list[Program]()
     for name in names():
         inputs = options(name)
         choices: list[dict[str, int]] = [{}]
@@ -66,22 +66,22 @@ def programs(ranks: int, microbatches: int) -> list[Program]:
             except StrettoError:  # not defined for this number of ranks or microbatches; others see to that
                 continue
             if program.trains and not program.versions and program.depth <= 16:
-                made.append(program)
-    return made
+                chosen.append(program)
+    return chosen
 
 
 def every_schedule(layout: Layout, chosen: list[Program], both: bool = False) -> None:
     """Programs with layers of ours and with plain ones in turn, or with `both`."""
     for index, program in enumerate(chosen):
-        for ours in (True, False) if both else (index % 2 == 0,):
+        for parallel in (True, False) if both else (index % 2 == 0,):
             m = program.microbatches
-            what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
+            label = f"{program.name} {dict(program.parameters)} {layout} m={m} parallel={parallel}"
             layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
             check(
-                lambda n=layers, o=ours: deep(n, o),
+                lambda n=layers, o=parallel: deep(n, o),
                 program,
                 layout,
-                what,
+                label,
                 weights=ReplicatedWeights(bucket_bytes=64),
             )
 
@@ -128,16 +128,16 @@ def tied(layers: int) -> list[nn.Module]:
     """Second and last layer share their weight, two in the middle theirs, and first and last a bias."""
     torch.manual_seed(1)
     linears = [nn.Linear(8, 8) for _ in range(layers - 1)]
-    made: list[nn.Module] = [nn.Linear(3, 8), *(ParallelLinear(x.weight, x.bias) for x in linears)]
-    made[-1].weight, made[-1].bias = made[1].weight, made[0].bias
-    made[layers // 2].weight = made[layers // 2 - 1].weight
-    return [layer.double() for layer in made]
+    layers_made: list[nn.Module] = [nn.Linear(3, 8), *(ParallelLinear(x.weight, x.bias) for x in linears)]
+    layers_made[-1].weight, layers_made[-1].bias = layers_made[1].weight, layers_made[0].bias
+    layers_made[layers // 2].weight = layers_made[layers // 2 - 1].weight
+    return [layer.double() for layer in layers_made]
 
 
 def ties(ranks: int, chosen: list[Program]) -> None:
     for program in chosen:
-        what = f"{program.name} with ties on {ranks} ranks"
-        check(lambda p=program: tied(p.depth + 2), program, Layout(pp=ranks), what)
+        label = f"{program.name} with ties on {ranks} ranks"
+        check(lambda p=program: tied(p.depth + 2), program, Layout(pp=ranks), label)
 
 
 def test_ties_with_every_schedule():
@@ -161,7 +161,7 @@ def test_repeated_forwards_draw_what_the_first_drew():
     base = schedule("gpipe", 1, 4)
     results = list[list[torch.Tensor]]()
     for program in (base, recompute(base)):
-        layers = deep(4, ours=True)
+        layers = deep(4, parallel=True)
         layers[1:1] = [Random()]
         pipe = Pipeline(layers, program, Mesh(Layout()), squares)
         inputs, targets = batch(0, 0, 4)
@@ -175,21 +175,26 @@ def test_repeated_forwards_draw_what_the_first_drew():
         assert torch.equal(plain, repeated)
 
 
-def kept(ranks: int) -> None:
+def recomputing(ranks: int) -> None:
     layout = Layout(pp=ranks)
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"):
         base = schedule(name, ranks, 4)
         some = tuple(range(0, base.stages, 2))
-        for what, program in {
+        for change, program in {
             "recompute": recompute(base),
             "recompute some": recompute(base, some),
             "offload": offload(base),
             "gather": gather(base),
             "both": offload(recompute(base, some), [s for s in range(base.stages) if s not in some]),
         }.items():
-            ours = what != "recompute"
-            check(lambda n=base.depth, o=ours: deep(max(n + n % 2, 6), o), program, layout, f"{name} {what}")
+            parallel = change != "recompute"
+            check(
+                lambda n=base.depth, o=parallel: deep(max(n + n % 2, 6), o),
+                program,
+                layout,
+                f"{name} {change}",
+            )
 
 
 def test_recomputation_offload_and_gathering():
-    on_ranks(2, kept, 2)
+    on_ranks(2, recomputing, 2)

@@ -25,10 +25,10 @@ ON_ONE = SCHEDULES[:-1]  # a rank does not hold two copies
 class Block(nn.Module):
     """Takes a stream, a mask of whole numbers and a bias; hands on all three. The mask has no gradient."""
 
-    def __init__(self, ours: bool) -> None:
+    def __init__(self, parallel: bool) -> None:
         super().__init__()
         linear = nn.Linear(WIDTH, WIDTH).double()
-        self.linear = ParallelLinear(linear.weight, linear.bias) if ours else linear
+        self.linear = ParallelLinear(linear.weight, linear.bias) if parallel else linear
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = torch.tanh(self.linear(x)) * mask.unsqueeze(-1) + bias
@@ -52,9 +52,9 @@ class End(nn.Module):
         return (x + bias) * mask.unsqueeze(-1)
 
 
-def streams(layers: int, ours: bool) -> list[nn.Module]:
+def streams(layers: int, parallel: bool) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [Start(), *(Block(ours) for _ in range(layers - 2)), End()]
+    return [Start(), *(Block(parallel) for _ in range(layers - 2)), End()]
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def equal(
     make: Callable[[], list[nn.Module]],
     program: Program,
     varying: bool,
-    what: str,
+    label: str,
     skips: tuple[Skip, ...] = (),
     plain_inputs: bool = False,
 ) -> None:
@@ -110,7 +110,7 @@ def equal(
             torch.testing.assert_close(results, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
         for p in pipe.parameters():
             close = torch.allclose(p.grad, wanted[names[id(p)]].grad, rtol=1e-10, atol=1e-12)
-            assert close, f"{what}: gradient {names[id(p)]}"
+            assert close, f"{label}: gradient {names[id(p)]}"
     results = pipe.evaluate(arguments, targets)
     if results is not None:
         torch.testing.assert_close(results, torch.stack(losses).detach(), rtol=1e-11, atol=1e-12)
@@ -120,11 +120,11 @@ def equal(
 
 def several(ranks: int) -> None:
     for name in SCHEDULES if ranks > 1 else ON_ONE:
-        for ours in (True, False):
+        for parallel in (True, False):
             for varying in (False, True):
                 program = schedule(name, ranks, 4)
-                what = f"{name} on {ranks}, ours={ours}, varying={varying}"
-                equal(lambda n=program.depth, o=ours: streams(max(n, 3), o), program, varying, what)
+                label = f"{name} on {ranks}, parallel={parallel}, varying={varying}"
+                equal(lambda n=program.depth, o=parallel: streams(max(n, 3), o), program, varying, label)
     program = recompute(schedule("1f1b", ranks, 3))
     equal(lambda: streams(6, True), program, True, "recomputed")
 
@@ -175,8 +175,8 @@ def skipped(ranks: int) -> None:
     for at, name in enumerate(SCHEDULES if ranks > 1 else ON_ONE):
         program = schedule(name, ranks, 2 * ranks)
         for varying in (False, True) if ranks < 4 else (at % 2 == 0,):
-            what = f"{name} with skips on {ranks}, varying={varying}"
-            equal(lambda: joins(8), program, varying, what, LONG, plain_inputs=True)
+            label = f"{name} with skips on {ranks}, varying={varying}"
+            equal(lambda: joins(8), program, varying, label, LONG, plain_inputs=True)
 
 
 def test_skips_between_any_stages():

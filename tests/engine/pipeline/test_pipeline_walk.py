@@ -20,10 +20,10 @@ from halves import (
     double,
     encoder_layer,
     fired_by,
+    full_backward,
     halves,
     lin,
     shared_weight,
-    whole,
     x,
 )
 from torch import Tensor, nn
@@ -207,7 +207,7 @@ def test_hooks_of_weights_change_the_gradient_once() -> None:
     for m in (module, other):
         for p in m.parameters():
             p.register_hook(lambda g: 3 * g)
-    whole(module, (t,), [torch.ones(3, 4)])
+    full_backward(module, (t,), [torch.ones(3, 4)])
     halves(other, (t.detach().requires_grad_(),), [torch.ones(3, 4)], edges=False)
     for p, q in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)

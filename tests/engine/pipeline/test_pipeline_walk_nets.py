@@ -51,12 +51,12 @@ def nets(draw: st.DrawFn) -> nn.Module:
     outputs = draw(st.integers(1, 3))
 
     def run(m: Any, *xs: Tensor) -> Any:
-        made = [*xs, m.scales[0] * torch.ones(3, 4)]
+        values = [*xs, m.scales[0] * torch.ones(3, 4)]
         for kind, i, j in steps:
-            t, o = made[-1 - i % len(made)], made[-1 - j % len(made)]
+            t, o = values[-1 - i % len(values)], values[-1 - j % len(values)]
             layer, scale = m.layers[j % len(m.layers)], m.scales[j % 2]
-            made.append(_step(kind, t, o, layer, scale, m.norm))
-        return tuple(made[-outputs:])
+            values.append(_step(kind, t, o, layer, scale, m.norm))
+        return tuple(values[-outputs:])
 
     frozen_at = draw(st.integers(0, 5))
     net = Of(run, layers=nn.ModuleList(layers), norm=norm)
