@@ -43,8 +43,14 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.source = root / "src"
-        self.lines = {path: _line_count(path) for path in self.files("src")}
-        self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in self.lines}
+
+    @cached_property
+    def lines(self) -> dict[Path, int]:
+        return {path: _line_count(path) for path in self.files("src")}
+
+    @cached_property
+    def trees(self) -> dict[Path, ast.Module]:
+        return {path: ast.parse(path.read_text(encoding="utf-8")) for path in self.files("src")}
 
     def files(self, folder: str) -> list[Path]:
         return sorted((self.root / folder).rglob("*.py"))

@@ -4,10 +4,13 @@ threads.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -37,9 +40,32 @@ def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> A
         "forceinline": inline,
     }
     try:
-        return numba.njit(cache=True, **options)(function)
+        loop = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no writable cache folder
         return numba.njit(**options)(function)
+    loop.compile = partial(compile_in_turn, loop.compile, loop.stats.cache_path)
+    return loop
+
+
+_turn = threading.local()  # `taken`: this thread compiles, and with a loop those that it calls
+
+
+def compile_in_turn(compile_loop: Callable[[Any], Any], folder: str, signature: Any) -> Any:
+    """Compile a loop, or read it from the cache in `folder`, one process at a time: ranks that start together
+    read what the first of them has compiled.
+    """
+    if getattr(_turn, "taken", False):
+        return compile_loop(signature)
+    os.makedirs(folder, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _turn.taken = True
+        return compile_loop(signature)
+    finally:
+        _turn.taken = False
+        os.close(lock)
 
 
 def in_parts(call: Callable[[int, int], None], count: int, minimum: int = 2) -> None:

@@ -201,7 +201,7 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
 def test_a_head_holds_its_inputs_while_its_gradient_is_packed() -> None:
     """Whose product with the gradient of some tokens' logits at a time is the last of the head's backward."""
     job = described(
-        f"{LLAMA} layout.dp=2 dp.mode=zero3 recompute.mode=full train.loss_chunk=16 data.sequence=512 "
+        f"{LLAMA} layout.dp=2 dp.mode=zero3 recompute.mode=full train.loss_chunk=64 data.sequence=512 "
         "model.hidden=256 model.vocab=20011 data.vocab=20011 model.tied=false"
     )
     ran = dry_run(job, 0, quick=True)
