@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -198,6 +199,13 @@ class Shape:
     classes: list[list[Job]]
     ways: list[list[Way]]
 
+    @cached_property
+    def sharded(self) -> list[list[list[Job]]]:
+        """For each class and each of its ways the cells in this way. Many classes have the same ways."""
+        every_way = {str(way): way for legal in self.ways for way in legal}
+        cells = {key: [vary(cell, **way) for cell in self.cells] for key, way in every_way.items()}
+        return [[cells[str(way)] for way in legal] for legal in self.ways]
+
 
 def content(program: Program) -> object:
     """Return everything of a program that ranks carry out."""
@@ -234,12 +242,12 @@ def cover(shapes: Sequence[Shape]) -> list[list[Job]]:
     covered: Pairs = set()
     chosen = [_cells_and_classes(shape, covered) for shape in shapes]
     for shape, cases in zip(shapes, chosen, strict=True):
-        for at, together in enumerate(shape.classes):
-            for cell in shape.cells:
+        for together, sharded in zip(shape.classes, shape.sharded, strict=True):
+            for cell, *in_ways in zip(shape.cells, *sharded, strict=True):
                 if any(_scheduled(cell, [schedule]) - covered for schedule in together):
-                    cases += _take(_shared(cell, shape.ways[at], together, covered), together, covered)
-            for way in shape.ways[at]:
-                cell = _newest([vary(cell, **way) for cell in shape.cells], together, covered)
+                    cases += _take(_newest(in_ways, together, covered), together, covered)
+            for cells in sharded:
+                cell = _newest(cells, together, covered)
                 cases += _take(cell, together if cell.layout.pp > 1 else together[:1], covered)
     return chosen
 
@@ -250,26 +258,22 @@ def _cells_and_classes(shape: Shape, covered: Pairs) -> list[Job]:
     used = dict.fromkeys(range(len(shape.classes)), 0)
     for at, together in enumerate(shape.classes):
         cell = _newest(spare or shape.cells, together, covered)
-        cases += _take(_shared(cell, shape.ways[at], together, covered), together, covered, new=False)
+        in_ways = [cells[shape.cells.index(cell)] for cells in shape.sharded[at]]
+        cases += _take(_newest(in_ways, together, covered), together, covered, new=False)
         used[at] += 1
-        if cell in spare:
-            spare.remove(cell)
+        spare = [other for other in spare if other is not cell]
     for cell in spare:
         gains = [len(_pairs(cell, together[:1]) - covered) for together in shape.classes]
         at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
         together, used[at] = shape.classes[at], used[at] + 1
         schedules = [together[used[at] % len(together)]]
-        cases += _take(_shared(cell, shape.ways[at], schedules, covered), schedules, covered, new=False)
+        in_ways = [cells[shape.cells.index(cell)] for cells in shape.sharded[at]]
+        cases += _take(_newest(in_ways, schedules, covered), schedules, covered, new=False)
     return cases
 
 
 def _newest(cells: Sequence[Job], together: Sequence[Job], covered: Pairs) -> Job:
     return max(cells, key=lambda cell: len(_pairs(cell, together) - covered))
-
-
-def _shared(cell: Job, legal: Sequence[Way], together: Sequence[Job], covered: Pairs) -> Job:
-    """The cell in the way that brings most that is new."""
-    return _newest([vary(cell, **way) for way in legal], together, covered)
 
 
 def _take(cell: Job, together: Sequence[Job], covered: Pairs, new: bool = True) -> list[Job]:
