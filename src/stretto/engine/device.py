@@ -420,6 +420,16 @@ def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> Non
             set_random_state(generator_device, states[generator_device.type])
 
 
+def seed_random(device: torch.device, seed: int) -> None:
+    """Seed the host's generator and, for an accelerator, those of all devices. `torch.manual_seed` would also
+    leave every kind of accelerator that is not in use a record of the stack, and read its source files.
+    """
+    if on_accelerator(device):
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Return a context that restores the generators of the host and of these devices, all of one kind."""
     accelerators = [device for device in devices if on_accelerator(device)]

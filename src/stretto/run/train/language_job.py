@@ -115,8 +115,7 @@ def train_language_rank(
         """Build this rank's model, and fill it from the checkpoint that the run resumes from. Collective."""
         from datetime import timedelta
 
-        import torch
-
+        from stretto.engine.device import seed_random
         from stretto.engine.parallel.control import gather_json
         from stretto.engine.parallel.mesh import Mesh
         from stretto.run.train.assemble import assemble
@@ -128,7 +127,7 @@ def train_language_rank(
         from stretto.run.train.trainer import Trainer
 
         seed = config.train.seed
-        torch.manual_seed(seed)  # its state is in checkpoints, for layers of users
+        seed_random(device, seed)  # its state is in checkpoints, for layers of users
         check_vocabulary(data, vocab, config.corruption, source)
         job = job_of_text(config, source)
         parts = config.user_parts

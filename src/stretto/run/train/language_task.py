@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.folder import is_checkpoint
 from stretto.engine.checkpoint.load import load
-from stretto.engine.device import random_states, set_random_states
+from stretto.engine.device import random_states, seed_random, set_random_states
 from stretto.engine.models.moe import correct
 from stretto.engine.optim.norm import ratio
 from stretto.engine.optim.rate import LearningRate
@@ -437,7 +437,7 @@ class LanguageRun(LanguageTask):
         if model.loss_scale is not None and meta.get("loss_scale"):
             model.loss_scale.load(meta["loss_scale"])
         # the draws of other ranks or of another kind of device cannot be continued, nor may they come again
-        torch.manual_seed(crc32(f"{seed} {meta['step']}".encode()))
+        seed_random(model.mesh.device, crc32(f"{seed} {meta['step']}".encode()))
         set_random_states(model.mesh.device, loaded.per_rank)
         if not loaded.per_rank:
             self.log(
