@@ -139,12 +139,12 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def chat(turns: int, words: str = "how are you") -> list[dict[str, Any]]:
+def chat(turns: int, question: str = "how are you") -> list[dict[str, Any]]:
     """A conversation of so many questions and answers, all different."""
     return [
         message
         for i in range(turns)
-        for message in (user(f"{words} {i}?"), assistant(f"answer {i} to {words}: ünïcödé 🙂 {i * i}"))
+        for message in (user(f"{question} {i}?"), assistant(f"answer {i} to {question}: ünïcödé 🙂 {i * i}"))
     ]
 
 
@@ -179,5 +179,8 @@ def tokenizer_folder(folder: Path, style: str, template: str | None = None) -> P
 
 def write_chats(path: Path, chats: Sequence[Sequence[dict[str, Any]]]) -> Path:
     """Conversations as JSONL."""
-    path.write_text("".join(json.dumps({"messages": list(one)}) + "\n" for one in chats), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"messages": list(chat_messages)}) + "\n" for chat_messages in chats),
+        encoding="utf-8",
+    )
     return path

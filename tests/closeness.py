@@ -8,7 +8,9 @@ from torch import Tensor
 ULPS = 8  # how far rounding may take a result that should be zero, in units in the last place of what cancels
 
 
-def check_close(ours: Tensor, reference: Tensor, tolerance: float, what: str, *, terms: float = 0.0) -> None:
+def check_close(
+    computed: Tensor, reference: Tensor, tolerance: float, label: str, *, terms: float = 0.0
+) -> None:
     """Fail unless all differences are within `tolerance` times the largest reference value.
 
     A reference that is zero but for rounding does not tell how large its rounding error may be: another CPU
@@ -19,7 +21,7 @@ def check_close(ours: Tensor, reference: Tensor, tolerance: float, what: str, *,
         terms: the size of the terms of `reference`, where they cancel in exact arithmetic; zero where they do
             not.
     """
-    wrong = float((ours.detach() - reference).abs().max())
+    wrong = float((computed.detach() - reference).abs().max())
     size = float(reference.abs().max())
     allowed = max(tolerance * size, ULPS * torch.finfo(reference.dtype).eps * terms)
-    assert wrong <= allowed, f"{what}: {wrong:.1e} off, {allowed:.1e} allowed, reference up to {size:.1e}"
+    assert wrong <= allowed, f"{label}: {wrong:.1e} off, {allowed:.1e} allowed, reference up to {size:.1e}"

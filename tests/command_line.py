@@ -16,24 +16,24 @@ class CommandLine:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def _run(self, words: tuple[object, ...], code: int) -> Any:
+    def _run(self, arguments: tuple[object, ...], code: int) -> Any:
         self._capsys.readouterr()
-        ended = run([str(word) for word in words])
+        ended = run([str(word) for word in arguments])
         printed = self._capsys.readouterr()
         assert ended == code, printed.out[-2000:] + printed.err[-2000:]
         return printed
 
-    def __call__(self, *words: object, code: int = DONE) -> str:
+    def __call__(self, *arguments: object, code: int = DONE) -> str:
         """Return the text on stdout."""
-        return self._run(words, code).out
+        return self._run(arguments, code).out
 
-    def error(self, *words: object, code: int = BAD_INPUT) -> str:
+    def error(self, *arguments: object, code: int = BAD_INPUT) -> str:
         """Return the text on stderr."""
-        return self._run(words, code).err
+        return self._run(arguments, code).err
 
-    def json(self, *words: object, code: int = DONE, silent: bool = False) -> Any:
+    def json(self, *arguments: object, code: int = DONE, silent: bool = False) -> Any:
         """Return the object that --json prints; `silent` commands print nothing on stderr."""
-        printed = self._run((*words, "--json"), code)
+        printed = self._run((*arguments, "--json"), code)
         assert not (silent and printed.err), printed.err
         printed_object = json.loads(printed.out)
         assert printed_object.pop("schema").startswith("stretto ")

@@ -14,10 +14,10 @@ from typing import Any
 from stretto.cli import main
 
 
-def command_here(words: Sequence[str], log: Path) -> tuple[int, Any]:
+def command_here(arguments: Sequence[str], log: Path) -> tuple[int, Any]:
     """In place of `stretto.run.compare.runs._stretto`."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(said):
-        code = main.run([*words, "--json"])
-    log.write_text(said.getvalue(), encoding="utf-8")
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(errors):
+        code = main.run([*arguments, "--json"])
+    log.write_text(errors.getvalue(), encoding="utf-8")
     return code, json.loads(out.getvalue()) if code == 0 else None

@@ -26,8 +26,8 @@ def installs(text: str) -> list[str]:
     """What the `pip install` commands of a text install, in order; `.` for this project."""
     inline = re.findall(r"`pip\s+install\s+([^`]+)`", text)
     lines = re.findall(r"^pip install (.+)$", text, flags=re.MULTILINE)
-    words = [word for line in (*inline, *lines) for word in shlex.split(line)]
-    return [re.sub(r"^stretto(?=\[|$)", ".", word) for word in words if not word.startswith("-")]
+    tokens = [word for line in (*inline, *lines) for word in shlex.split(line)]
+    return [re.sub(r"^stretto(?=\[|$)", ".", word) for word in tokens if not word.startswith("-")]
 
 
 def required(extras: Iterable[str]) -> Iterator[Requirement]:
@@ -42,13 +42,15 @@ def distributions(requirements: Iterable[str]) -> dict[str, Distribution]:
     """The installed distributions that requirements need, themselves included, by name."""
     needed = dict[str, Distribution]()
     waiting = list[Requirement]()
-    for one in requirements:
-        own = re.fullmatch(r"\.(?:\[(.*)\])?", one)
-        waiting += required((own[1] or "").split(",") if own[1] else ()) if own else [Requirement(one)]
+    for requirement in requirements:
+        own = re.fullmatch(r"\.(?:\[(.*)\])?", requirement)
+        waiting += (
+            required((own[1] or "").split(",") if own[1] else ()) if own else [Requirement(requirement)]
+        )
     while waiting:
         need = waiting.pop()
-        known = need.name.lower() in needed
-        if known and not need.extras:
+        present = need.name.lower() in needed
+        if present and not need.extras:
             continue
         found = needed[need.name.lower()] = distribution(need.name)
         for each in map(Requirement, found.requires or ()):
@@ -68,17 +70,17 @@ class Environment:
     def python(self) -> Path:
         return self.folder / "bin" / "python"
 
-    def type(self, words: list[str], where: Path, code: int = 0, timeout: float = 300) -> str:
+    def type(self, argv: list[str], where: Path, code: int = 0, timeout: float = 300) -> str:
         """What a command prints that is typed in the environment, and has to end with `code`."""
         path = f"{self.folder / 'bin'}{os.pathsep}{os.defpath}"
         keep = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         keep |= {"PATH": path, "VIRTUAL_ENV": str(self.folder), "PYTHONNOUSERSITE": "1"}
         keep |= {"XDG_CACHE_HOME": str(where / "cache"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            words, cwd=where, env=keep, capture_output=True, text=True, timeout=timeout, check=False
+            argv, cwd=where, env=keep, capture_output=True, text=True, timeout=timeout, check=False
         )
         shown = f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
-        assert done.returncode == code, f"{shlex.join(words)} ended with {done.returncode}:\n{shown}"
+        assert done.returncode == code, f"{shlex.join(argv)} ended with {done.returncode}:\n{shown}"
         return done.stdout
 
 
@@ -110,11 +112,13 @@ def linked(folder: Path, requirements: Iterable[str]) -> Environment:
 def installed(folder: Path, requirements: Iterable[str], project: Path) -> Environment:
     """An environment in which pip has installed the requirements, `.` being the project's folder."""
     venv.EnvBuilder(symlinks=True, with_pip=True).create(folder)
-    own = [re.findall(r"[a-z0-9]+", one) for one in requirements if one.startswith(".")]
-    words = ["-e", f".[{','.join(extra for extras in own for extra in extras)}]"]
-    words += [one for one in requirements if not one.startswith(".")]
+    own = [
+        re.findall(r"[a-z0-9]+", requirement) for requirement in requirements if requirement.startswith(".")
+    ]
+    arguments = ["-e", f".[{','.join(extra for extras in own for extra in extras)}]"]
+    arguments += [requirement for requirement in requirements if not requirement.startswith(".")]
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, *words], cwd=project, capture_output=True, text=True, check=False)
+    done = subprocess.run([*pip, *arguments], cwd=project, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-3000:]
     return Environment(folder)
 

@@ -64,13 +64,13 @@ VOLATILE = re.compile(
 TIMES = re.compile(r"predicted|measured|tokens/s|s/step|samples/s|calibrate|finished in| s\b")
 
 
-def run(words: str, sources: Path, folder: Path) -> Mapping[str, Any]:
+def run(command: str, sources: Path, folder: Path) -> Mapping[str, Any]:
     """What a command prints, and the tensors and records that it leaves in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(sources / "src"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     environment["COLUMNS"] = "160"
-    words = re.sub(r"\b([\w.-]+\.yaml)", lambda match: str(sources / "configs" / match[0]), words)
+    command = re.sub(r"\b([\w.-]+\.yaml)", lambda match: str(sources / "configs" / match[0]), command)
     done = subprocess.run(
-        [sys.executable, "-m", "stretto.cli.main", *shlex.split(words)],
+        [sys.executable, "-m", "stretto.cli.main", *shlex.split(command)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -78,8 +78,8 @@ def run(words: str, sources: Path, folder: Path) -> Mapping[str, Any]:
         timeout=900,
         check=False,
     )
-    if done.returncode > (words.split()[0] != "train"):  # 1: a prediction says no
-        sys.exit(f"exit code {done.returncode} on {sources}: stretto {words}\n{done.stdout}{done.stderr}")
+    if done.returncode > (command.split()[0] != "train"):  # 1: a prediction says no
+        sys.exit(f"exit code {done.returncode} on {sources}: stretto {command}\n{done.stdout}{done.stderr}")
     text = f"{done.stdout}{done.stderr}".replace(str(sources), "")
     return {
         "printed": [" ".join(line.split()) for line in text.splitlines() if not TIMES.search(line)],
@@ -127,8 +127,8 @@ def measure(name: str, sources: Path) -> Mapping[str, Any]:
             rows = [{"text": f"{letter} {i} " + f"text {i % 7} of {letter}, " * (i % 40)} for i in range(400)]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{letter}.jsonl").write_text(text, encoding="utf-8")
-        words = f"train {RUNS[name]} {SHORT} run.dir=runs" if name in RUNS else COMMANDS[name]
-        return run(words, sources, folder)
+        command = f"train {RUNS[name]} {SHORT} run.dir=runs" if name in RUNS else COMMANDS[name]
+        return run(command, sources, folder)
 
 
 def baseline(name: str, ref: str) -> Mapping[str, Any]:

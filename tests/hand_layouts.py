@@ -105,12 +105,12 @@ def rows_over_dp(
     """Keep rows [at * n, (at + 1) * n) of the local tensor: a state sharded over data-parallel ranks too."""
     rows = -(-local[0] // dp)
     low, high = at * rows, (at + 1) * rows
-    kept: list[TensorBox] = []
+    boxes: list[TensorBox] = []
     for p in placed.pieces:
         start, stop = max(low, p.local[0]), min(high, p.local[0] + p.sizes[0])
         if start < stop:
             moved = (p.offsets[0] + start - p.local[0], *p.offsets[1:])
-            kept.append(
+            boxes.append(
                 TensorBox(
                     offsets=moved,
                     sizes=(stop - start, *p.sizes[1:]),
@@ -118,7 +118,7 @@ def rows_over_dp(
                     owned=p.owned,
                 )
             )
-    return (rows, *local[1:]), ShardPlacement(placed.name, placed.shape, tuple(kept))
+    return (rows, *local[1:]), ShardPlacement(placed.name, placed.shape, tuple(boxes))
 
 
 def true_state(hand: Hand, rank: int) -> dict[str, tuple[Tensor, ShardPlacement]]:

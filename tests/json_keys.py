@@ -65,13 +65,13 @@ def check(record: Any) -> None:
     """
     # typer has a copy of click of its own in recent versions
     click = import_module(UsageError.__module__.replace("exceptions", "globals"))
-    words = click.get_current_context().command_path.split()[1:]
+    command = click.get_current_context().command_path.split()[1:]
     matching = {
         title: keys
         for title, keys in sections().items()
-        if title_words(title) == words[: len(title_words(title))]
+        if title_words(title) == command[: len(title_words(title))]
     }
-    assert matching, f"{PAGE.name} has no section for `{' '.join(words)}`"
+    assert matching, f"{PAGE.name} has no section for `{' '.join(command)}`"
     compared = {title: [*differences(record, keys)] for title, keys in matching.items()}
     nearest = min(compared, key=lambda title: len(compared[title]))
     assert not compared[nearest], f"{PAGE.name}, {nearest}: {'; '.join(compared[nearest])}"

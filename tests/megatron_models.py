@@ -142,12 +142,12 @@ def stored(shape: ModelShape, native: Tensors, form: str = "stacked", ranks: int
     """
     if form == "apart":
         return dict(_halved(shape, native))
-    made: Tensors = {n: t for n, t in native.items() if not n.startswith("decoder.layers.")}
+    tensors: Tensors = {n: t for n, t in native.items() if not n.startswith("decoder.layers.")}
     names = [n.split(".", 3)[3] for n in native if n.startswith("decoder.layers.0.")]
     for name in names:
         layers = [native[f"decoder.layers.{i}.{name}"] for i in range(shape.layers)]
-        made[f"decoder.layers.{name}"] = torch.stack(layers)
-    return {n: _flat(n, t, ranks) for n, t in made.items()} if form == "flat" else made
+        tensors[f"decoder.layers.{name}"] = torch.stack(layers)
+    return {n: _flat(n, t, ranks) for n, t in tensors.items()} if form == "flat" else tensors
 
 
 def _halved(shape: ModelShape, native: Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +217,7 @@ def write(
     states_form: str = "stacked",
     optimiser: dict[str, Any] | None = None,
     args: dict[str, Any] | None = None,
-    beside: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
     iteration: int = 3,
 ) -> Path:
     """A checkpoint as Megatron writes it.
@@ -236,7 +236,7 @@ def write(
     for kind, each in (states or {}).items():
         state |= {f"optimizer.state.{kind}.{n}": t for n, t in stored(shape, each, states_form).items()}
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
-    dcp.save({**state, **(beside or {})}, checkpoint_id=place, planner=_AsTheyAre(), no_dist=True)
+    dcp.save({**state, **(extra or {})}, checkpoint_id=place, planner=_AsTheyAre(), no_dist=True)
     common: dict[str, Any] = {"args": arguments(shape, **(args or {})), "iteration": iteration}
     common |= {"checkpoint_version": 3.0, **({} if optimiser is None else {"optimizer": optimiser})}
     torch.save(common, place / "common.pt")
@@ -263,9 +263,9 @@ class _AsTheyAre(DefaultSavePlanner):
 
 def adam(updates: int, *, tensor: bool = True, **settings: Any) -> dict[str, Any]:
     """The optimiser as common.pt has it: the number of updates as a tensor, or in each group."""
-    usual = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "max_lr": 1e-2, **settings}
+    defaults = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "max_lr": 1e-2, **settings}
     groups: list[dict[str, Any]] = [
-        {**usual, "wd_mult": decay, "weight_decay": 0.1 * decay, "lr_mult": 1.0} for decay in (1.0, 0.0)
+        {**defaults, "wd_mult": decay, "weight_decay": 0.1 * decay, "lr_mult": 1.0} for decay in (1.0, 0.0)
     ]
     if tensor:
         return {"state": {"common_step": torch.tensor(float(updates))}, "param_groups": groups}

@@ -71,7 +71,7 @@ class Command:
     shown: tuple[str, ...] = ()
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         return shlex.split(self.line, comments=True)
 
 
@@ -93,25 +93,25 @@ def commands(text: str) -> Iterator[Command]:
                 yield Command(line, tuple(shown))
 
 
-def run(words: list[str], folder: Path, code: int = 0, source: Path | None = None) -> str:
+def run(argv: list[str], folder: Path, code: int = 0, source: Path | None = None) -> str:
     """Output of a process that must end with `code`; scripts are those of this interpreter.
 
     source: the folder of the package, if it is not this checkout's.
     """
-    if words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    elif words[0] in ("stretto", "torchrun"):
-        words = [str(Path(sysconfig.get_path("scripts")) / words[0]), *words[1:]]
+    if argv[0] == "python":
+        argv = [sys.executable, *argv[1:]]
+    elif argv[0] in ("stretto", "torchrun"):
+        argv = [str(Path(sysconfig.get_path("scripts")) / argv[0]), *argv[1:]]
     keep = _variables(folder)
     if source is not None:
         keep["PYTHONPATH"] = str(source)
     done = subprocess.run(
-        words, cwd=folder, env=os.environ | keep, capture_output=True, text=True, timeout=240, check=False
+        argv, cwd=folder, env=os.environ | keep, capture_output=True, text=True, timeout=240, check=False
     )
-    return _output(words, done.returncode, (done.stdout, done.stderr), code)
+    return _output(argv, done.returncode, (done.stdout, done.stderr), code)
 
 
-def run_here(words: list[str], folder: Path, code: int = 0) -> str:
+def run_here(argv: list[str], folder: Path, code: int = 0) -> str:
     """The same of a `stretto` command, in this process: PyTorch is imported already, here and in the server
     that ranks are forked from.
     """
@@ -122,8 +122,8 @@ def run_here(words: list[str], folder: Path, code: int = 0) -> str:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        ended = main.run(words[1:])
-    return _output(words, ended, (out.getvalue(), err.getvalue()), code)
+        ended = main.run(argv[1:])
+    return _output(argv, ended, (out.getvalue(), err.getvalue()), code)
 
 
 _END = "-- the end of what one command has printed --"
@@ -152,8 +152,8 @@ def _variables(folder: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def _output(words: list[str], ended: int, printed: Sequence[str], code: int) -> str:
-    assert ended == code, f"{shlex.join(words)} ended with {ended}:\n{printed[0][-2000:]}{printed[1][-3000:]}"
+def _output(argv: list[str], ended: int, printed: Sequence[str], code: int) -> str:
+    assert ended == code, f"{shlex.join(argv)} ended with {ended}:\n{printed[0][-2000:]}{printed[1][-3000:]}"
     return printed[0 if code == 0 else 1]
 
 
@@ -173,35 +173,35 @@ def unprinted(command: Command, printed: str, *, numbers: bool = True) -> list[s
     return [line for line in command.shown if line not in ("", "...") and plain(line) not in lines]
 
 
-def swapped(words: list[str], **options: str) -> list[str]:
+def swapped(argv: list[str], **options: str) -> list[str]:
     """The words with other values of some options."""
-    return [options.get(before.strip("-"), word) for before, word in zip(["", *words], words, strict=False)]
+    return [options.get(before.strip("-"), word) for before, word in zip(["", *argv], argv, strict=False)]
 
 
-def shortened(words: list[str]) -> list[str]:
+def shortened(argv: list[str]) -> list[str]:
     """The command with overrides that make its job tiny; its layout, text and name stay."""
-    if words[:2] == ["stretto", "data"]:
-        return swapped(words, vocab="512", samples="2000")
-    if words[:2] == ["stretto", "plan"] and "--fix" not in words:
-        return [*words, "--seconds=0.5"]
-    if words[:2] == ["stretto", "compare"] and "--predict" not in words:
-        given = ("train.steps", "eval.every", *(word.partition("=")[0] for word in words))
+    if argv[:2] == ["stretto", "data"]:
+        return swapped(argv, vocab="512", samples="2000")
+    if argv[:2] == ["stretto", "plan"] and "--fix" not in argv:
+        return [*argv, "--seconds=0.5"]
+    if argv[:2] == ["stretto", "compare"] and "--predict" not in argv:
+        given = ("train.steps", "eval.every", *(word.partition("=")[0] for word in argv))
         small = [word for word in TINY if word.partition("=")[0] not in given]
-        return [*swapped(words, steps="2"), *small, "--warmup=0", "--no-memory", "data.source=text/"]
-    if words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
-        return words
-    if words[2].endswith("tiny-llama/config.yaml"):  # it is tiny, and its model is that of the weights
-        return [*(word for word in words if "steps" not in word), "train.steps=2", "batch.global_size=2"]
-    overridden = {word.split(".")[0] for word in words}
-    if words[2] in ("configs/dlrm.yaml", "dlrm"):
-        some = [word for word in words if word not in ("--layouts", "all")]  # every placement takes a minute
+        return [*swapped(argv, steps="2"), *small, "--warmup=0", "--no-memory", "data.source=text/"]
+    if argv[:2] not in (["stretto", "train"], ["stretto", "verify"]):
+        return argv
+    if argv[2].endswith("tiny-llama/config.yaml"):  # it is tiny, and its model is that of the weights
+        return [*(word for word in argv if "steps" not in word), "train.steps=2", "batch.global_size=2"]
+    overridden = {word.split(".")[0] for word in argv}
+    if argv[2] in ("configs/dlrm.yaml", "dlrm"):
+        some = [word for word in argv if word not in ("--layouts", "all")]  # every placement takes a minute
         drawn = () if "data" in overridden else ("data.synthetic.samples=5000",)
         return [*some, *TINY_TABLES, *drawn]
     text = () if "data" in overridden else ("data.source=text/",)
-    four = "layout" not in overridden and "configs/quickstart.yaml" in words
+    four = "layout" not in overridden and "configs/quickstart.yaml" in argv
     ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
-    every = words[1] == "verify" and "--layouts" in words
+    every = argv[1] == "verify" and "--layouts" in argv
     more = ("model.layers=1", "--steps=1", "--ranks=1") if every else ()
-    from_file = "examples/my_model.yaml" in words  # no other field than its arguments changes the model
+    from_file = "examples/my_model.yaml" in argv  # no other field than its arguments changes the model
     tiny = [word for word in TINY if not (from_file and word.startswith(("model.", "data.vocab")))]
-    return [*swapped(words, profile="1:2"), *tiny, *text, *ranks, *more]
+    return [*swapped(argv, profile="1:2"), *tiny, *text, *ranks, *more]

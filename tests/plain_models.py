@@ -57,8 +57,8 @@ def plain_tied() -> Plain:
 def batch() -> tuple[Tensor, Tensor]:
     """Words, and those that follow."""
     generator = torch.Generator().manual_seed(1)
-    words = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
-    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def ragged() -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def samples(batch: Any, rank: int) -> Any:
     """This rank's samples."""
-    return tuple(one.chunk(dist.get_world_size())[rank] for one in batch)
+    return tuple(tensor.chunk(dist.get_world_size())[rank] for tensor in batch)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -34,14 +34,14 @@ class Planted(NamedTuple):
         """It is seen, and named."""
         assert not verdict.equal
         assert verdict.diagnosis is not None
-        for words in self.says:
-            assert words in verdict.diagnosis
+        for phrase in self.says:
+            assert phrase in verdict.diagnosis
 
 
 def parameters(every: Sequence[Planted], name: Callable[[Planted], str]) -> list[Any]:
     """The parameter `at` of a test of each: its place in the list."""
     marks = {True: (pytest.mark.slow,), False: ()}
-    return [pytest.param(at, id=name(one), marks=marks[one.slow]) for at, one in enumerate(every)]
+    return [pytest.param(at, id=name(fault), marks=marks[fault.slow]) for at, fault in enumerate(every)]
 
 
 def selected(request: pytest.FixtureRequest) -> list[int]:

@@ -18,7 +18,7 @@ from train_runs import Hook, around_step
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
-def plant(step: int, rank: int | None, what: str, value: str = "nan", name: str | None = None) -> Hook:
+def plant(step: int, rank: int | None, target: str, value: str = "nan", name: str | None = None) -> Hook:
     """Plant a value in one step, once.
 
     Args:
@@ -28,17 +28,17 @@ def plant(step: int, rank: int | None, what: str, value: str = "nan", name: str 
             with nothing planted.
         name: of the parameter; None: the first that the rank has.
     """
-    return _plant, (step, rank, what, BAD[value], name)
+    return _plant, (step, rank, target, BAD[value], name)
 
 
-def _plant(step: int, rank: int | None, what: str, value: float, name: str | None) -> None:
+def _plant(step: int, rank: int | None, target: str, value: float, name: str | None) -> None:
     done = list[int]()
 
     def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         here = self.progress.step + 1 == step and rank in (None, this_rank()) and not done
         if here:
             done.append(1)
-            globals()["_" + what.replace(" ", "_")](self, value, name)
+            globals()["_" + target.replace(" ", "_")](self, value, name)
         return inner(self, stop)
 
     around_step(wrapped)
@@ -50,9 +50,9 @@ def _parameter(trainer: Any, name: str | None) -> Tensor:
     """
     here = [(n, p) for n, p in trainer.task.model.parameters.items() if p.untyped_storage().size()]
     here += [(f.name, f.parameter) for f in trainer.task.model.fragments if f.parameter.numel()]
-    held = [(n, p) for n, p in here if p.numel()]
-    wanted = [p for n, p in held if (n == name if name else "norm" in n)]
-    return wanted[0] if wanted or name else held[0][1]
+    with_elements = [(n, p) for n, p in here if p.numel()]
+    wanted = [p for n, p in with_elements if (n == name if name else "norm" in n)]
+    return wanted[0] if wanted or name else with_elements[0][1]
 
 
 @torch.no_grad()
@@ -214,16 +214,16 @@ def _flip_bits(flips: Sequence[tuple[int, int, int, int, int]], copies: bool) ->
     left = list(flips)
 
     def wrapped(inner: Any, self: Any, stop: Any) -> Any:
-        for one in list(left):
-            step, rank, number, element, bit = one
+        for flip_at in list(left):
+            step, rank, number, element, bit = flip_at
             if self.progress.step + 1 == step and rank == this_rank():
-                left.remove(one)
-                held = {name: tensor for name, (tensor, _) in self.task.tensors("replicas").items()}
+                left.remove(flip_at)
+                tensors = {name: tensor for name, (tensor, _) in self.task.tensors("replicas").items()}
                 # weights beside masters and shards are written anew by every update
                 shared = (n for n in self._copies._index_of or () if not n.startswith("weights."))
                 names = sorted(shared if copies else self.task.tensors("memory"))
-                there = [n for n in names if held[n].numel() and held[n].untyped_storage().size()]
-                flip(held[there[number % len(there)]], element, bit)
+                there = [n for n in names if tensors[n].numel() and tensors[n].untyped_storage().size()]
+                flip(tensors[there[number % len(there)]], element, bit)
         return inner(self, stop)
 
     around_step(wrapped)

@@ -76,7 +76,7 @@ def _signature(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.Signature(bare)))
 
 
-def _options(words: str, command: Any) -> Iterator[str]:
+def _options(command_path: str, command: Any) -> Iterator[str]:
     if hasattr(command, "commands") and command.params == []:
         return
     for each in command.params:
@@ -86,7 +86,8 @@ def _options(words: str, command: Any) -> Iterator[str]:
         name = (each.metavar or each.name) if is_argument else "/".join([*each.opts, *each.secondary_opts])
         flag = "" if is_argument or each.is_flag else f" {each.type.name.replace('choice', 'str')}"
         default = "required" if each.required else f"default {each.default!r}"
-        yield f"{words} {name}{flag}, {default}{', repeatable' if each.nargs == -1 or each.multiple else ''}"
+        repeatable = ", repeatable" if each.nargs == -1 or each.multiple else ""
+        yield f"{command_path} {name}{flag}, {default}{repeatable}"
 
 
 def _fields(prefix: str, schema: type) -> Iterator[str]:
@@ -95,10 +96,10 @@ def _fields(prefix: str, schema: type) -> Iterator[str]:
         kinds = " or ".join(
             getattr(kind, "__name__", str(kind)) for kind in item.kinds if kind is not type(None)
         )
-        words = choices(item)
+        allowed = choices(item)
         default = "required" if item.default is MISSING else f"= {item.default!r}"
-        yield f"{name}: {'one of' if words else kinds} {default}" + (
-            f" | {' '.join(map(str, words))}" if words else ""
+        yield f"{name}: {'one of' if allowed else kinds} {default}" + (
+            f" | {' '.join(map(str, allowed))}" if allowed else ""
         )
         if (inner := item_of(item)) is not None:
             yield from _fields(f"{name}[].", inner)
@@ -108,8 +109,8 @@ def items(text: str) -> set[str]:
     """Return the parts of a file that may not go: its lines, each word after ` | ` on its own."""
     parts = set[str]()
     for line in text.splitlines():
-        head, _, words = line.partition(" | ")
-        parts |= {f"{head} | {word}" for word in words.split()} or {head}
+        head, _, listed = line.partition(" | ")
+        parts |= {f"{head} | {word}" for word in listed.split()} or {head}
     return parts
 
 

@@ -166,15 +166,15 @@ def rows_of(recommender: Recommender) -> dict[tuple[str, str, int, int], float]:
     """All table values of this rank, by row of the plain table (of hash tables by id)."""
     by_cell = dict[tuple[str, str, int, int], float]()
     for pool in (*recommender.tables.pools, *recommender.tables.replicated_pools):
-        for held in pool.shards:
-            shard = held.shard
+        for local in pool.shards:
+            shard = local.shard
             names = list(range(shard.residue, shard.residue + shard.rows * shard.modulus, shard.modulus))
             slots = list(range(shard.rows))
             if pool.ids is not None:
                 state = pool.ids.state()
                 with_row = state["rows"] >= 0
                 names, slots = state["ids"][with_row].tolist(), state["rows"][with_row].tolist()
-            values = held.read(0, max(slots, default=-1) + 1)
+            values = local.read(0, max(slots, default=-1) + 1)
             if "low" in values:  # halves of one number
                 values = {"weight": recommender.rule.decode(values)}
             for kind, tensor in values.items():
@@ -188,17 +188,17 @@ def rows_of(recommender: Recommender) -> dict[tuple[str, str, int, int], float]:
 
 def _recorded(recommender: Recommender) -> dict[tuple[str, int, int], float]:
     gradients = dict[tuple[str, int, int], float]()
-    for held, rows, gradient in recommender.recorded:
-        shard = held.shard
+    for local, rows, gradient in recommender.recorded:
+        shard = local.shard
         for row, values in zip(rows.tolist(), gradient.tolist(), strict=True):
             for column, value in enumerate(values):
                 gradients[shard.name, shard.residue + row * shard.modulus, shard.start + column] = value
     return gradients
 
 
-def difference(one: Sequence[Outcome], other: Sequence[Outcome]) -> float:
+def difference(outcomes: Sequence[Outcome], other: Sequence[Outcome]) -> float:
     """The largest difference between two runs of a job on any ranks; infinite if they hold different rows."""
-    first, second = _together(one), _together(other)
+    first, second = _together(outcomes), _together(other)
     if first.rows.keys() != second.rows.keys() or first.recorded.keys() != second.recorded.keys():
         return float("inf")
     pairs = [(first.rows[key], second.rows[key]) for key in first.rows]

@@ -77,7 +77,7 @@ def attempt(work: Callable[[], object]) -> str:
 
 
 @contextmanager
-def held(*, after: int = 0) -> Iterator[threading.Event]:
+def paused_writes(*, after: int = 0) -> Iterator[threading.Event]:
     """Threads other than this one write only once the event is set, but for so many blocks."""
     go, write, main = threading.Event(), CheckedWriter._write_once, threading.current_thread()
     left = [after]

@@ -60,19 +60,19 @@ def test_commands_parse_and_their_keys_are_listed(name: str) -> None:
     for section in skill(name).split("\n## ")[1:]:
         titles = list[list[str]]()
         for block in blocks(f"## {section}", "sh"):
-            for words in stretto_commands(block):
+            for argv in stretto_commands(block):
                 try:
                     command = root
-                    rest, path = words, list[str]()
+                    rest, path = argv, list[str]()
                     while hasattr(command, "commands") or command is root:
                         path.append(rest[0])
                         command = command.get_command(None, rest[0])  # pyright: ignore
-                        assert command is not None, words
+                        assert command is not None, argv
                         rest = rest[1:]
                     command.make_context(" ".join(path), list(rest), resilient_parsing=False)
                 except UsageError as error:
-                    raise AssertionError(f"{words}: {error}") from None
-                if "--json" in words:
+                    raise AssertionError(f"{argv}: {error}") from None
+                if "--json" in argv:
                     titles.append(path)
         for key in re.findall(r"^\| `([\w.\[\]]+)` \|", section, re.MULTILINE):
             assert any(listed(key, path) for path in titles), f"{key} is no key of {titles}"

@@ -62,7 +62,7 @@ def follow(heading: str, root: Path) -> list[str]:
     source = root / "src"
     where = run(["python", "-c", "import stretto; print(stretto.__file__)"], root, source=source)
     assert where.startswith(str(source)), "the copy is not what runs"
-    lines = [shortened(command.words) for command in commands(SECTIONS[heading])]
+    lines = [shortened(command.argv) for command in commands(SECTIONS[heading])]
     return run_in_turn(lines, root, source)
 
 
@@ -73,7 +73,7 @@ def losses(root: Path, name: str) -> list[float]:
 
 def test_the_new_schedule_is_drawn_and_checked(tmp_path: Path) -> None:
     change(ADD_SCHEDULE, tmp_path)
-    drawn, checked, *_ = (command.words for command in commands(SECTIONS[ADD_SCHEDULE]))
+    drawn, checked, *_ = (command.argv for command in commands(SECTIONS[ADD_SCHEDULE]))
     printed = run(drawn, tmp_path, source=tmp_path / "src")
     assert "lifo: 4 ranks, 8 microbatches" in printed
     assert "bubble 27.3%" in printed  # of gpipe: the order of backwards costs nothing
@@ -82,9 +82,9 @@ def test_the_new_schedule_is_drawn_and_checked(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_new_schedule_trains_and_equals_one_process(tmp_path: Path) -> None:
-    words = [command.words for command in commands(SECTIONS[ADD_SCHEDULE])]
+    lines_typed = [command.argv for command in commands(SECTIONS[ADD_SCHEDULE])]
     change(ADD_SCHEDULE, tmp_path)
-    lines = [shortened(line) for line in words if line[0] == "stretto"]
+    lines = [shortened(line) for line in lines_typed if line[0] == "stretto"]
     _, _, verified = run_in_turn(lines, tmp_path, tmp_path / "src")
     assert "lifo" in verified
     assert "equal to one process" in verified
@@ -109,7 +109,7 @@ def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None
     sharded, split, _ = follow(ADD_OPTIMISER, tmp_path)
     assert "zero2" in sharded or "dp2" in sharded
     assert "tp2" in split
-    assert all("equal to one process" in said for said in (sharded, split))
+    assert all("equal to one process" in printed for printed in (sharded, split))
     assert len(losses(tmp_path, "adabelief")) >= 1
 
 
@@ -131,9 +131,9 @@ def style(folder: Path, code: str, ends_with: int = 0) -> str:
 
 def test_the_new_layer_style_equals_one_process(tmp_path: Path) -> None:
     (code,) = blocks(SECTIONS[ADD_STYLE], "python")
-    said = style(tmp_path, code)
-    assert re.findall(r"rank (\d) holds slopes \[(\d+)\]", said) == [("0", "16"), ("1", "16")]
-    assert all(float(difference) < 1e-12 for difference in re.findall(r"differ by (\S+)", said))
+    printed = style(tmp_path, code)
+    assert re.findall(r"rank (\d) holds slopes \[(\d+)\]", printed) == [("0", "16"), ("1", "16")]
+    assert all(float(difference) < 1e-12 for difference in re.findall(r"differ by (\S+)", printed))
 
 
 @pytest.mark.slow

@@ -68,9 +68,11 @@ def test_extras() -> None:
     """
     extras = {*PROJECT["optional-dependencies"]} - {"all", "test", "lint", "bill", "release", "docs"}
     extras -= {"wandb", "mlflow", "trackio", "opentelemetry"}
-    assert {str(one) for one in required(extras)} == {str(one) for one in required(["all"])}
-    core = {one.name for one in required([])}
-    assert {one.name for one in required(["train"])} - core == set(PackageMissing.PACKAGES)
+    assert {str(requirement) for requirement in required(extras)} == {
+        str(requirement) for requirement in required(["all"])
+    }
+    core = {requirement.name for requirement in required([])}
+    assert {requirement.name for requirement in required(["train"])} - core == set(PackageMissing.PACKAGES)
 
 
 def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> None:
@@ -80,8 +82,8 @@ def test_what_is_not_installed_is_not_there(bare: Environment, clone: Path) -> N
 
 def test_the_first_training_command_of_readme_works(bare: Environment, clone: Path) -> None:
     assert "stretto train configs/quickstart.yaml" in README["Run it"]
-    words = shortened(["stretto", "train", "configs/quickstart.yaml"])
-    assert "saved runs/quickstart/checkpoints" in bare.type(words, clone)
+    argv = shortened(["stretto", "train", "configs/quickstart.yaml"])
+    assert "saved runs/quickstart/checkpoints" in bare.type(argv, clone)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +100,10 @@ def test_commands_that_only_compute_work_without_torch(light: Environment, clone
     command: in one process.
     """
     pages = ("README.md", "docs/do/training.md", "docs/do/cluster.md", "docs/do/schedules.md")
-    lines = [command.words for page in pages for command in commands(text_of(page)) if not refused(command)]
-    lines = [words for words in lines if words[:1] == ["stretto"] and words[1] in NO_TORCH]
-    lines = [words[: words.index(">")] if ">" in words else words for words in lines]
-    lines = [words for words in lines if "auto" not in words]  # searches for seconds
+    lines = [command.argv for page in pages for command in commands(text_of(page)) if not refused(command)]
+    lines = [argv for argv in lines if argv[:1] == ["stretto"] and argv[1] in NO_TORCH]
+    lines = [argv[: argv.index(">")] if ">" in argv else argv for argv in lines]
+    lines = [argv for argv in lines if "auto" not in argv]  # searches for seconds
     assert len(lines) > 10
     (clone / "tokenizer.json").touch()  # which configs of published models take from the reader
     lines += [
@@ -138,13 +140,13 @@ for name in stretto.__all__:
 
 
 def test_what_needs_torch_ends_with_what_to_install(light: Environment, clone: Path) -> None:
-    words = [line.split() for line in NEEDS_TRAIN]
+    argvs = [line.split() for line in NEEDS_TRAIN]
     before = sorted(clone.iterdir())
-    printed = light.type(["python", "-c", ENDS, json.dumps(words)], clone)
+    printed = light.type(["python", "-c", ENDS, json.dumps(argvs)], clone)
     assert sorted(clone.iterdir()) == before
     hint = r"error: .* needs \w+, which is not installed\nhint: pip install 'stretto\[train\]', or .*\n"
-    for one in NEEDS_TRAIN:
-        assert re.search(f"{hint}ended with 2 {re.escape(one)}\n", printed), printed
+    for line in NEEDS_TRAIN:
+        assert re.search(f"{hint}ended with 2 {re.escape(line)}\n", printed), printed
     names = re.findall(r"^name (\w+) True$", printed, re.MULTILINE)
     assert {"Pipeline", "Recommender", "parallelize", "prove"} <= set(names)
     assert not set(names) & {"Layout", "Program", "schedule", "simulate", "partition", "load_config"}
@@ -258,7 +260,9 @@ def test_what_is_not_typed_is_on_its_page() -> None:
 def typed(page: str) -> list[tuple[str, list[Command]]]:
     """The sections of a page that install or type something, each with the commands that are typed."""
     parts = [(text, list(commands(text))) for text in sections(page).values()]
-    parts = [(text, [one for one in found if not_typed(page, one) is None]) for text, found in parts]
+    parts = [
+        (text, [command for command in found if not_typed(page, command) is None]) for text, found in parts
+    ]
     return [(text, found) for text, found in parts if found or installs(text)]
 
 
@@ -268,13 +272,13 @@ TYPED = [page for page in PAGES if any(found for _, found in typed(page))]
 @pytest.fixture(scope="session")
 def by_pip(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Environment]:
     """Environments by what is installed into them, each made once."""
-    made = dict[tuple[str, ...], Environment]()
+    environments = dict[tuple[str, ...], Environment]()
 
     def environment(requirements: list[str]) -> Environment:
         key = tuple(dict.fromkeys(requirements))
-        if key not in made:
-            made[key] = installed(tmp_path_factory.mktemp("pip") / "venv", key, ROOT)
-        return made[key]
+        if key not in environments:
+            environments[key] = installed(tmp_path_factory.mktemp("pip") / "venv", key, ROOT)
+        return environments[key]
 
     return environment
 
@@ -290,11 +294,11 @@ def test_the_commands_of_a_page_work_where_only_that_is_installed_which_it_insta
         needed += installs(text)
         environment = by_pip(needed)
         for command in found:
-            words = command.words if refused(command) else shortened(command.words)
-            if "pip" in words:
+            argv = command.argv if refused(command) else shortened(command.argv)
+            if "pip" in argv:
                 continue
-            words = ["sh", "-c", command.line] if ">" in words else words
-            environment.type(words, clone, code=exit_code(command), timeout=1200)
+            argv = ["sh", "-c", command.line] if ">" in argv else argv
+            environment.type(argv, clone, code=exit_code(command), timeout=1200)
 
 
 @pytest.mark.slow

@@ -55,8 +55,8 @@ def test_full_sizes_are_legal_jobs(tmp_path: Path) -> None:
     """What only a GPU will run in full."""
     full = Setting(torch.device("cuda"), False, tmp_path)
     for model in jobs.MODELS.values():
-        for words in ((), jobs.fastest(full, model.section)):
-            assert jobs.legal(model.config(full, *words)).microbatches == model.microbatches
+        for overrides in ((), jobs.fastest(full, model.section)):
+            assert jobs.legal(model.config(full, *overrides)).microbatches == model.microbatches
     for trick in jobs.known_tricks():
         for value in (trick.value, trick.without):
             jobs.legal(jobs.MODELS["llama-1b"].config(full, f"{trick.field}={value}"))
@@ -66,8 +66,8 @@ def test_full_sizes_are_legal_jobs(tmp_path: Path) -> None:
     for config in memory.jobs(full).values():
         jobs.legal(config)
     fp8: Any = import_module("gpu.fp8")
-    for words in fp8.CASES.values():
-        fp8.configured(words, full)
+    for overrides in fp8.CASES.values():
+        fp8.configured(overrides, full)
     jobs.legal(jobs.config(offload.LARGE, 4096, 1, 8, full, "dp.offload=cpu", *offload.LARGE_WORDS))
 
 
@@ -75,20 +75,20 @@ def test_full_sizes_are_legal_jobs(tmp_path: Path) -> None:
 def test_plain_torch_is_the_same_model(name: str, setting: Any) -> None:
     """With Stretto's weights it has Stretto's loss and gradients."""
     shape = jobs.legal(jobs.MODELS[name].config(setting)).shape
-    ours = build(shape)
-    initialise(ours, 0)
-    theirs = plain.Model(shape, shape.vocab)
-    theirs.load_state_dict(ours.state_dict())
+    stretto_model = build(shape)
+    initialise(stretto_model, 0)
+    torch_model = plain.Model(shape, shape.vocab)
+    torch_model.load_state_dict(stretto_model.state_dict())
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(shape.vocab, (2, shape.sequence + 1), generator=draw)
     x, y = ids[:, :-1], ids[:, 1:]
-    expected = F.cross_entropy(ours(x).flatten(0, 1), y.flatten())
-    loss = theirs(x, y)
+    expected = F.cross_entropy(stretto_model(x).flatten(0, 1), y.flatten())
+    loss = torch_model(x, y)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    gradients = {name: p.grad for name, p in ours.named_parameters()}
-    for name, parameter in theirs.named_parameters():
+    gradients = {name: p.grad for name, p in stretto_model.named_parameters()}
+    for name, parameter in torch_model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -135,9 +135,16 @@ def test_race_and_its_page(setting: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def record_of(name: str, result: Any, state: str = "done") -> dict[str, Any]:
-    facts = {"time": "2026-01-02T03:04:05", "commit": "abc", "device": "a GPU", "torch": "2", "tiny": False}
-    known = {"step": name, "title": name, "state": state, "seconds": 1.0, "error": "Traceback\nboom", **facts}
-    return {step.name: {**known, "result": result} if step.name == name else None for step in steps.STEPS}
+    context = {"time": "2026-01-02T03:04:05", "commit": "abc", "device": "a GPU", "torch": "2", "tiny": False}
+    record = {
+        "step": name,
+        "title": name,
+        "state": state,
+        "seconds": 1.0,
+        "error": "Traceback\nboom",
+        **context,
+    }
+    return {step.name: {**record, "result": result} if step.name == name else None for step in steps.STEPS}
 
 
 def test_goals_are_judged() -> None:
@@ -161,9 +168,9 @@ def test_goals_are_judged() -> None:
     )
     losses = {"bf16": {"last": 2.0}, "fp8=row": {"last": 2.004}, "fp8=tensor": {"last": 2.02}}
     assert report.loss_goal({"goal": 0.005, "rows": losses}) == ("1.00%", False)
-    ours, peer = {"seconds": [1.0, 2.0, 3.0]}, {"seconds": [2.6]}
+    stretto_result, peer = {"seconds": [1.0, 2.0, 3.0]}, {"seconds": [2.6]}
     rows = {
-        "Stretto, uniform ids": ours,
+        "Stretto, uniform ids": stretto_result,
         "plain PyTorch, uniform ids": peer,
         "TorchRec, uniform ids": {"error": "x"},
     }
@@ -191,10 +198,10 @@ def test_cheap_steps(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         record = campaign.do(steps.BY_NAME[name], setting.folder, "cpu", "cpu")
         assert record["state"] == "done", record.get("error")
         assert campaign.read(setting.folder, steps.BY_NAME[name]) == json.loads(json.dumps(record))
-    known = {step.name: campaign.read(setting.folder, step) for step in steps.STEPS}
-    page = report.page(known)
+    records = {step.name: campaign.read(setting.folder, step) for step in steps.STEPS}
+    page = report.page(records)
     assert "A rehearsal" in page
-    assert abs(known["memory"]["result"]["rows"]["llama-1b"]["error"]) < 0.01
+    assert abs(records["memory"]["result"]["rows"]["llama-1b"]["error"]) < 0.01
     assert "| `machine` | The machine and its ceilings | done |" in page
 
 
@@ -241,8 +248,8 @@ def test_overlap_is_read_from_a_trace() -> None:
 
 def test_the_page_is_that_of_the_results() -> None:
     """docs/evidence/gpu-campaign.md is what `python benchmarks/gpu/campaign.py --report` prints."""
-    known = {step.name: campaign.read(campaign.RESULTS, step) for step in steps.STEPS}
-    assert (ROOT / "docs/evidence/gpu-campaign.md").read_text(encoding="utf-8") == report.page(known)
+    records = {step.name: campaign.read(campaign.RESULTS, step) for step in steps.STEPS}
+    assert (ROOT / "docs/evidence/gpu-campaign.md").read_text(encoding="utf-8") == report.page(records)
 
 
 @pytest.mark.slow
@@ -250,12 +257,12 @@ def test_the_page_is_that_of_the_results() -> None:
 def test_the_whole_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every step as on a GPU: a process each."""
     code = campaign.main(["--rehearse", "--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    known = {step.name: campaign.read(tmp_path, step) for step in steps.STEPS}
-    page = report.page(known)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    records = {step.name: campaign.read(tmp_path, step) for step in steps.STEPS}
+    page = report.page(records)
     assert not re.search(report.NOT_YET, page)
     for name in ("correct", "library", "ranks"):
-        found = known[name]["result"]
+        found = records[name]["result"]
         assert found["right"] == found["of"], [row for row in found["rows"] if not row["right"]]
     assert campaign.to_do(tmp_path, []) == []

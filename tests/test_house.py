@@ -194,14 +194,14 @@ def test_no_module_and_no_package_imports_itself_through_others() -> None:
 )
 def test_the_guard_against_circles_sees(tmp_path: Path, names: tuple[str, str], circle: list[str]) -> None:
     """Two files that import each other: one at its top, the other inside a function."""
-    one, two, free = (tmp_path / f"{name}.py" for name in ("one", "two", "free"))
+    first, two, free = (tmp_path / f"{name}.py" for name in ("one", "two", "free"))
     folder, _, file = names[1].rpartition(".")
-    one.write_text(f"from {folder} import {file}\n")
+    first.write_text(f"from {folder} import {file}\n")
     two.write_text(f"def later() -> None:\n    import {names[0]}\n")
     free.write_text("import json\n")
-    check_no_circle({names[0]: one, names[1]: free}, "room")
+    check_no_circle({names[0]: first, names[1]: free}, "room")
     with pytest.raises(graphlib.CycleError) as caught:
-        check_no_circle({names[0]: one, names[1]: two}, "room")
+        check_no_circle({names[0]: first, names[1]: two}, "room")
     assert set(caught.value.args[1]) == set(circle)
 
 
@@ -558,7 +558,7 @@ def device_names(code: ast.AST) -> Iterator[str]:
     """Where code goes by the name of a kind of device or of its library: `torch.cuda`, `x.is_cuda`, "cuda".
     Docstrings and comments may name them.
     """
-    said = {
+    docstrings = {
         id(node.body[0].value)
         for node in numbers.nodes(code)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -569,7 +569,7 @@ def device_names(code: ast.AST) -> Iterator[str]:
         name = None
         if isinstance(node, ast.Attribute):
             name = node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             name = node.value
         if name is not None and NAMES_A_DEVICE.search(name):
             yield f"line {getattr(node, 'lineno', 0)}: {name[:60]!r}"

@@ -56,6 +56,6 @@ def test_the_schema_has_its_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(JSON_VERSIONS, "layout", 2)
-    for words, schema in (("layout --world 2", "stretto layout/2"), ("init", "stretto init/1")):
-        assert run([*words.split(), "--json"]) == 0
+    for command, schema in (("layout --world 2", "stretto layout/2"), ("init", "stretto init/1")):
+        assert run([*command.split(), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == schema

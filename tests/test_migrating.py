@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("brought")
     (folder / "pretrain_gpt.sh").write_text(blocks(TOUR, "bash")[0])
     for name, seed in (("corpus", 1), ("more", 2)):
-        lines = write_text(folder / f"{name}.txt", words=30000, seed=seed).read_text().splitlines()
+        lines = write_text(folder / f"{name}.txt", count=30000, seed=seed).read_text().splitlines()
         documents = ("\n".join(lines[i : i + 10]) for i in range(0, len(lines), 10))
         rows = (json.dumps({"text": text}) + "\n" for text in documents)
         (folder / f"{name}.jsonl").write_text("".join(rows))
@@ -84,12 +84,12 @@ def test_the_page_from_a_script_to_a_run_in_another_layout(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     typed = [*commands(TOUR)]
-    outputs = run_in_turn([command.words for command in typed], place)
+    outputs = run_in_turn([command.argv for command in typed], place)
     for command, printed in zip(typed, outputs, strict=True):
-        shown = unprinted(command, printed, numbers=command.words[1] not in TIMED)
+        shown = unprinted(command, printed, numbers=command.argv[1] not in TIMED)
         assert not shown, f"{command.line}\n{printed}"
-    said = {command.words[1] for command in typed}
-    assert said == {"migrate", "config", "predict", "data", "verify", "train", "checkpoint"}
+    subcommands = {command.argv[1] for command in typed}
+    assert subcommands == {"migrate", "config", "predict", "data", "verify", "train", "checkpoint"}
     assert lines_of(place, "trial") == list(range(1, 13))  # one step after the other, in both layouts
     assert load(place / "trial.yaml").layout.to_layout().describe() == "tp2 pp2"
     assert load(place / "runs/trial/config.yaml").layout.to_layout().describe() == "dp2"

@@ -118,15 +118,15 @@ try:
 except ImportError as error:
     print(isinstance(error, stretto.StrettoError), error, sep="; ")
 """
-    said = "True; stretto.Pipeline needs torch, which is not installed\nhint: pip install 'stretto[train]'"
-    assert output(WITHOUT_TORCH + code).startswith(said)
+    message = "True; stretto.Pipeline needs torch, which is not installed\nhint: pip install 'stretto[train]'"
+    assert output(WITHOUT_TORCH + code).startswith(message)
 
 
 def test_a_command_that_needs_torch_is_a_clear_error_without_it() -> None:
     code = "from stretto.cli.main import run; sys.stderr = sys.stdout; print(run(['train', 'job.yaml']))"
     at = f"import os; os.chdir({str(ROOT / 'configs')!r})\n"
-    said = output(WITHOUT_TORCH + at + code.replace("job.yaml", "quickstart.yaml"))
-    assert said.splitlines() == [
+    printed = output(WITHOUT_TORCH + at + code.replace("job.yaml", "quickstart.yaml"))
+    assert printed.splitlines() == [
         "error: stretto train needs torch, which is not installed",
         "hint: pip install 'stretto[train]', or 'stretto[recommender]' for recommenders",
         "2",

@@ -86,43 +86,43 @@ def metrics(name: str, place: Path) -> str:
 
 def follow(command: Command, place: Path) -> None:
     """Run a command as a reader would, and hold its output to what the page shows of it."""
-    words = command.words
-    if words[0] == "make":
-        run([*words, "--dry-run", "-C", str(ROOT)], place)
+    argv = command.argv
+    if argv[0] == "make":
+        run([*argv, "--dry-run", "-C", str(ROOT)], place)
         return
-    if "/" in words[0]:
-        assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} cannot be run"
+    if "/" in argv[0]:
+        assert os.access(ROOT / argv[0], os.X_OK), f"{argv[0]} cannot be run"
         return
-    if words[0] == "python" and len(words) > 2:  # what later commands of the section read
-        run(words, place)
+    if argv[0] == "python" and len(argv) > 2:  # what later commands of the section read
+        run(argv, place)
         return
-    if words[0] == "python":  # tests/examples runs it, and looks at what it prints
-        assert (ROOT / words[1]).exists(), f"{words[1]} is not there"
-        assert f'output("{Path(words[1]).name}")' in text_of("tests/examples/test_examples.py")
+    if argv[0] == "python":  # tests/examples runs it, and looks at what it prints
+        assert (ROOT / argv[1]).exists(), f"{argv[1]} is not there"
+        assert f'output("{Path(argv[1]).name}")' in text_of("tests/examples/test_examples.py")
         return
-    if ">" in words:  # the shell's
-        words = words[: words.index(">")]
-    if words[0] == "torchrun":  # tests/run/train/test_train_processes.py trains under it
-        launch = parse_args(words[1:])
+    if ">" in argv:  # the shell's
+        argv = argv[: argv.index(">")]
+    if argv[0] == "torchrun":  # tests/run/train/test_train_processes.py trains under it
+        launch = parse_args(argv[1:])
         assert (launch.module, launch.training_script) == (True, "stretto.cli.main")
-        words = ["stretto", *launch.training_script_args, "run.name=node"]
+        argv = ["stretto", *launch.training_script_args, "run.name=node"]
     refused = any(line.startswith("error: ") for line in command.shown)
-    typed = words if refused else shortened(words)
-    goes_on = {"--resume", "run.name=mine"} <= set(words)
+    typed = argv if refused else shortened(argv)
+    goes_on = {"--resume", "run.name=mine"} <= set(argv)
     if goes_on:
         before = metrics("mine", place)
         step = json.loads(before.splitlines()[-1])["step"]
         typed.append(f"train.steps={step + 1}")
     with mock.patch.object(runs, "_stretto", command_here):  # tests/cli/test_cli_compare.py starts processes
         printed = run_here(typed, place, code=2 if refused else 0)
-    if words[1] == "prove":  # errors and seconds differ
+    if argv[1] == "prove":  # errors and seconds differ
         for line in (command.shown[0], command.shown[-1].partition(", ")[2]):
             assert line in printed, command.line
     if goes_on:  # a fresh run would have written other times
         after = metrics("mine", place)
         assert after.startswith(before), command.line
         assert json.loads(after.splitlines()[-1])["step"] == step + 1
-    if words[1] in ("layout", "schedule", "config"):  # the others print times, or numbers of the whole job
+    if argv[1] in ("layout", "schedule", "config"):  # the others print times, or numbers of the whole job
         assert not unprinted(command, printed), command.line
 
 
@@ -137,24 +137,24 @@ LONG = {  # run by hand
 MINE = "run.name=mine"  # the run that later sections resume
 
 
-def needs_mine(words: list[str]) -> bool:
-    return "runs/mine" in words or {"--resume", MINE} <= set(words)
+def needs_mine(argv: list[str]) -> bool:
+    return "runs/mine" in argv or {"--resume", MINE} <= set(argv)
 
 
 def begin(page: str, place: Path) -> None:
     """Train the run that the page's sections resume, if it does not exist yet."""
     if not (place / "runs" / "mine").exists():
-        follow(next(c for c in commands(text_of(page)) if MINE in c.words and not needs_mine(c.words)), place)
+        follow(next(c for c in commands(text_of(page)) if MINE in c.argv and not needs_mine(c.argv)), place)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("page", "heading"),
-    [pytest.param(*one, marks=[pytest.mark.slow] if one[1] in LONG else []) for one in SECTIONS],
+    [pytest.param(*section, marks=[pytest.mark.slow] if section[1] in LONG else []) for section in SECTIONS],
 )
 def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> None:
     for command in commands(sections(page)[heading]):
-        if needs_mine(command.words):
+        if needs_mine(command.argv):
             begin(page, place)
         follow(command, place)
 

@@ -61,7 +61,7 @@ def test_a_file_may_have_the_name_of_another_module(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("mine.py:build", "mine.py, line 8: TypeError: object of type 'NoneType' has no len()"),
         ("mine.py:build", "hint: the line is: return len(None)"),
@@ -73,7 +73,7 @@ def test_a_file_may_have_the_name_of_another_module(folder: Path) -> None:
         ("exits.py:build", "exits.py, line 3: SystemExit: 4"),
     ],
 )
-def test_mistakes_are_errors_with_the_users_line(target: str, said: str, folder: Path) -> None:
+def test_mistakes_are_errors_with_the_users_line(target: str, message: str, folder: Path) -> None:
     (folder / "mine.py").write_text(SOURCE)
     (folder / "broken.py").write_text("def build(:")
     (folder / "exits.py").write_text("def build(ranks): ...\nimport sys\nsys.exit(4)")
@@ -81,5 +81,5 @@ def test_mistakes_are_errors_with_the_users_line(target: str, said: str, folder:
         sys.modules.pop(name, None)
     with pytest.raises(StrettoError) as raised:
         find_function(f"{folder}/{target}", "x", ("ranks",))(1, width=3)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "exits" not in sys.modules

@@ -50,16 +50,16 @@ def test_the_next_minor_version_refuses_the_name(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
         (["layout", "--size", "8"], OPTION.name),
         (["layout", "--size=8"], OPTION.name),
         (["ranks", "--world", "8"], COMMAND.name),
     ],
 )
-def test_commands_and_options(stretto: CommandLine, words: list[str], name: str) -> None:
-    assert stretto(*words) == stretto("layout", "--world", 8)
-    (line,) = stretto.error(*words, code=0).splitlines()
+def test_commands_and_options(stretto: CommandLine, arguments: list[str], name: str) -> None:
+    assert stretto(*arguments) == stretto("layout", "--world", 8)
+    (line,) = stretto.error(*arguments, code=0).splitlines()
     assert line.startswith(
         f"warning: {name} is deprecated, and version 0.2 will not have it: write stretto layout"
     )
@@ -68,8 +68,13 @@ def test_commands_and_options(stretto: CommandLine, words: list[str], name: str)
 def test_other_words_of_a_command_line_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for words in (["plan", "--size", "8"], ["layout", "ranks"], ["layout", "--", "--size"], ["layout"]):
-            assert versions.replace_deprecated(words) == words
+        for arguments in (
+            ["plan", "--size", "8"],
+            ["layout", "ranks"],
+            ["layout", "--", "--size"],
+            ["layout"],
+        ):
+            assert versions.replace_deprecated(arguments) == arguments
 
 
 def test_a_field_of_a_file_or_an_override_sets_the_new_one() -> None:

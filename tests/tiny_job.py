@@ -32,12 +32,12 @@ run: {{dir: {runs}}}
 """
 
 
-def write_text(path: Path, words: int = 3000, seed: int = 1) -> Path:
+def write_text(path: Path, count: int = 3000, seed: int = 1) -> Path:
     """Words drawn by Zipf's law, so that there is something to learn."""
     draw = random.Random(seed)
     lexicon = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(1, 7))) for _ in range(150)]
-    chosen = draw.choices(lexicon, weights=[1 / (i + 1) for i in range(150)], k=words)
-    lines = [" ".join(chosen[i : i + 12]) + ".\n" for i in range(0, words, 12)]
+    chosen = draw.choices(lexicon, weights=[1 / (i + 1) for i in range(150)], k=count)
+    lines = [" ".join(chosen[i : i + 12]) + ".\n" for i in range(0, count, 12)]
     path.write_text("".join(lines), encoding="utf-8")
     return path
 

@@ -64,10 +64,10 @@ def test_interleaving_is_predicted_to_pay_off_with_few_microbatches(panel: str) 
 def test_points_are_the_numbers_that_the_paper_prints(name: str, rows: int) -> None:
     comparison = compared(name)
     assert len(comparison.points) == rows
-    assert {one.cells["source"] for one in comparison.rows} == {comparison.source}
-    assert all(one.cells["x_table"] and one.cells["x_licence"] for one in comparison.rows)
-    for point, one in zip(comparison.points, comparison.rows, strict=True):
-        cells = one.cells
+    assert {row.cells["source"] for row in comparison.rows} == {comparison.source}
+    assert all(row.cells["x_table"] and row.cells["x_licence"] for row in comparison.rows)
+    for point, row in zip(comparison.points, comparison.rows, strict=True):
+        cells = row.cells
         if name.startswith("sc21"):
             assert point.published == pytest.approx(float(cells["tflops_per_gpu"]), rel=1e-9)
         elif name == "zb-5":
@@ -83,29 +83,29 @@ def test_points_are_the_numbers_that_the_paper_prints(name: str, rows: int) -> N
 
 def test_korthikanti_s_utilization_is_the_one_of_the_paper() -> None:
     """Table 5 prints 41.5, 51.4, 56.0 and 56.3% for selective recomputation."""
-    points = [one for one in compared("korthikanti-5").points if one.series.startswith("selective")]
-    assert [one.published for one in points] == pytest.approx([41.5, 51.4, 56.0, 56.3], abs=0.2)
+    points = [point for point in compared("korthikanti-5").points if point.series.startswith("selective")]
+    assert [point.published for point in points] == pytest.approx([41.5, 51.4, 56.0, 56.3], abs=0.2)
 
 
 def test_what_was_fitted_is_said() -> None:
     split = yaml.safe_load((ROOT / "benchmarks/planning_split.yaml").read_text(encoding="utf-8"))
     for figure in FIGURES.values():
-        table, words = ORIGIN[figure.table]
-        assert figure.fitted == (words in split["runs"].get(table, {}).get("match", [])), figure.name
+        table, origin = ORIGIN[figure.table]
+        assert figure.fitted == (origin in split["runs"].get(table, {}).get("match", [])), figure.name
 
 
 @needs_tables
 @pytest.mark.parametrize("name", ORIGIN)
 def test_plain_rows_are_those_of_the_measured_tables(name: str) -> None:
     """The product reads the same jobs, clusters, software and times as the benchmark's adapters."""
-    table, words = ORIGIN[name]
-    rows = [read_row(cells) for cells, why in adapted(TABLES, table) if not why and words in cells["source"]]
+    table, origin = ORIGIN[name]
+    rows = [read_row(cells) for cells, why in adapted(TABLES, table) if not why and origin in cells["source"]]
     plain = [read_run(cells) for cells in read_table(ROOT / f"benchmarks/published/tables/{name}.csv")]
-    assert [(one.job, vars(one.cluster), one.assumptions) for one in plain] == [
-        (one.job, vars(one.cluster), one.assumptions) for one in rows
+    assert [(row.job, vars(row.cluster), row.assumptions) for row in plain] == [
+        (row.job, vars(row.cluster), row.assumptions) for row in rows
     ]
-    assert [one.measured.seconds for one in plain] == [one.measured.seconds for one in rows]
-    assert [one.measured.memory for one in plain] == [one.measured.memory for one in rows]
+    assert [row.measured.seconds for row in plain] == [row.measured.seconds for row in rows]
+    assert [row.measured.memory for row in plain] == [row.measured.memory for row in rows]
 
 
 def test_figures_by_name() -> None:
@@ -196,13 +196,13 @@ def test_a_figure_is_drawn_and_its_table_can_be_predicted_again(
 
 def test_the_list_names_every_figure_and_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     run(["--list"])
-    words = capsys.readouterr().out.split()
-    assert {"sc21-1", "sc21-10", "korthikanti-5", "zb-5"} <= {*words}
-    assert "no constant was fitted on its runs" in " ".join(words)
+    printed = capsys.readouterr().out.split()
+    assert {"sc21-1", "sc21-10", "korthikanti-5", "zb-5"} <= {*printed}
+    assert "no constant was fitted on its runs" in " ".join(printed)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "name a figure"),
         (["zb-6"], "did you mean 'zb-5'"),
@@ -212,7 +212,7 @@ def test_the_list_names_every_figure_and_what_was_fitted(capsys: pytest.CaptureF
         (["korthikanti-5", "--html", "/nowhere/page.html"], "cannot write"),
     ],
 )
-def test_mistakes_are_errors(words: list[str], message: str) -> None:
+def test_mistakes_are_errors(arguments: list[str], message: str) -> None:
     with pytest.raises(StrettoError) as error:
-        run(words)
+        run(arguments)
     assert message in str(error.value)

@@ -11,11 +11,11 @@ from stretto.planner.assumptions import software_profile
 
 
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    prior = fit_steps.point_of({name: one.prior for name, one in fit_steps.CONSTANTS.items()})
+    prior = fit_steps.point_of({name: constant.prior for name, constant in fit_steps.CONSTANTS.items()})
     names = list(fit_steps.CONSTANTS)
     slopes = np.random.default_rng(0).uniform(0.2, 1.0, (40, len(names)))
     slopes[:, names.index("sharded")] = 0.0
-    truth = prior + 0.3 * np.array([one.spread for one in fit_steps.CONSTANTS.values()])
+    truth = prior + 0.3 * np.array([constant.spread for constant in fit_steps.CONSTANTS.values()])
     table = fit_steps.Linear(prior, slopes @ (prior - truth), slopes)
     best = fit_steps.minimised([table], prior)
     assert np.abs(table(best)).mean() < 0.1 * np.abs(table(prior)).mean()
@@ -30,8 +30,8 @@ def test_constants_reach_the_profiles_that_have_them() -> None:
 
 
 def test_a_width_holds_the_share_of_runs_of_each_table_equally() -> None:
-    one = [0.1 * at for at in range(1, 101)]
-    assert leave_one_out.calibrated_scale([one]) == pytest.approx(10 * leave_one_out.INSIDE)
+    needed = [0.1 * at for at in range(1, 101)]
+    assert leave_one_out.calibrated_scale([needed]) == pytest.approx(10 * leave_one_out.INSIDE)
     # a table of a thousand narrow rows does not hide a small wide one
     wide = [10.0] * 4
     assert leave_one_out.calibrated_scale([[0.5] * 1000, wide]) == 10.0

@@ -226,10 +226,10 @@ def test_columns_of_experts_are_read_by_every_name_and_change_the_prediction() -
     assert counted.job.shape == shared.job.shape
     assert row(base, **names, first_k_dense_replace="3").job.shape.kinds()[0][1] == 3
     plain, without, with_shared = (
-        one.estimate.seconds
+        prediction.estimate.seconds
         for cells in ({}, names, {**names, "shared_ffn": "2048"})
-        for one in predict_rows([{**base, **cells}], memory=False)
-        if one.estimate is not None
+        for prediction in predict_rows([{**base, **cells}], memory=False)
+        if prediction.estimate is not None
     )
     assert routed.job.shape.moe is not None
     assert without < with_shared

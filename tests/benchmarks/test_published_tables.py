@@ -79,7 +79,7 @@ def test_an_interleaving_that_is_not_stated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "vp", "schedule", "options"),
+    ("spelling", "vp", "schedule", "options"),
     [
         ("ZB-2p", "1", "zb-h2", {}),
         ("ZB-1p", "1", "zb-h1", {}),
@@ -87,9 +87,9 @@ def test_an_interleaving_that_is_not_stated() -> None:
         ("1F1B-I", "max (1 layer per chunk)", "interleaved", {"chunks": 3}),
     ],
 )
-def test_zero_bubble_s_schedules(words: str, vp: str, schedule: str, options: dict[str, int]) -> None:
+def test_zero_bubble_s_schedules(spelling: str, vp: str, schedule: str, options: dict[str, int]) -> None:
     """One layer a chunk: embedding and head stand for a layer each."""
-    cells = {**GPT, "layers": "46", "gpus": "16", "pp": "16", "vp": vp, "notes": f"schedule {words}; RoCE"}
+    cells = {**GPT, "layers": "46", "gpus": "16", "pp": "16", "vp": vp, "notes": f"schedule {spelling}; RoCE"}
     job = adapt("zero_bubble_a100", **cells).job
     assert (job.schedule, job.options, job.precision.dtype) == (schedule, options, "bfloat16")
 

@@ -132,6 +132,6 @@ def test_the_page_on_layouts_shows_what_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = commands(text_of("docs/do/layout.md"))
-    assert not unprinted(command, stretto(*command.words[1:]))
+    assert not unprinted(command, stretto(*command.argv[1:]))
     svg = grid_svg(layout := Layout(tp=2, dp=2, pp=4), groups=exchanges(layout, 8))
     assert text_of("docs/pictures/layout.svg") == svg

@@ -18,28 +18,32 @@ DROPPED = ("description", "default", "format", "$schema", "title")
 
 def trim(schema: Any, values: list[Any]) -> Any:
     """Return the schema without what none of the values at its place has."""
-    kept: dict[str, Any] = {}
+    trimmed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in DROPPED or key.startswith("x-kubernetes-validations"):
             continue
         if key == "properties":
             objects = [v for v in values if isinstance(v, dict)]
-            kept[key] = {
+            trimmed[key] = {
                 name: trim(sub, [v[name] for v in objects if name in v])
                 for name, sub in sorted(value.items())
             }
         elif key == "items" and isinstance(value, dict):
-            kept[key] = trim(value, [item for v in values if isinstance(v, list) for item in v])
+            trimmed[key] = trim(value, [item for v in values if isinstance(v, list) for item in v])
         elif key in ("anyOf", "oneOf", "allOf"):
-            kept[key] = [trim(option, values) if isinstance(option, dict) else option for option in value]
+            trimmed[key] = [trim(option, values) if isinstance(option, dict) else option for option in value]
         else:
-            kept[key] = value
-    return kept if values else {}
+            trimmed[key] = value
+    return trimmed if values else {}
 
 
 def main(source: str, schema: str, *manifests: str) -> None:
     published = yaml.safe_load(Path(schema).read_text(encoding="utf-8"))
-    values = [one for path in manifests for one in yaml.safe_load_all(Path(path).read_text(encoding="utf-8"))]
+    values = [
+        manifest
+        for path in manifests
+        for manifest in yaml.safe_load_all(Path(path).read_text(encoding="utf-8"))
+    ]
     if "spec" in published:
         version = published["spec"]["versions"][-1]
         kind = published["spec"]["names"]["kind"]

@@ -47,11 +47,11 @@ def output(name: str) -> str:
 
 
 def test_a_planned_network_equals_one_process():
-    said = output("split_layers.py")
-    assert "all equal to one process" in said
+    printed = output("split_layers.py")
+    assert "all equal to one process" in printed
     styles = {
         line.split()[0]: line.split()[3]
-        for line in said.splitlines()
+        for line in printed.splitlines()
         if " Conv2d " in line or " Linear " in line
     }
     assert styles == {"0.0": "batch", "0.3": "batch", "1.0": "replicate", "1.2": "column", "1.4": "row"}
@@ -66,12 +66,12 @@ def test_an_example_is_a_script():
 
 
 def test_own_module_equals_one_process():
-    said = output("own_module.py")
-    differences = [float(n) for n in re.findall(r"(?:output|gradients) (\S+?),?(?:\s|$)", said)]
-    assert len(differences) == 4, said
+    printed = output("own_module.py")
+    differences = [float(n) for n in re.findall(r"(?:output|gradients) (\S+?),?(?:\s|$)", printed)]
+    assert len(differences) == 4, printed
     assert max(differences) < 1e-11
-    assert "rank 1 holds up.weight [128, 64]" in said
-    assert "down.weight [64, 128]" in said
+    assert "rank 1 holds up.weight [128, 64]" in printed
+    assert "down.weight [64, 128]" in printed
 
 
 def test_a_model_that_fsdp2_shards_is_proved():
@@ -82,16 +82,16 @@ def test_a_model_that_fsdp2_shards_is_proved():
 
 
 def test_every_mode_of_data_parallelism_equals_one_process():
-    said = output("data_parallel.py").splitlines()
-    assert [line.partition(":")[0] for line in said] == ["server", "ddp", "zero1", "zero2", "zero3"]
-    for line in said:
+    printed = output("data_parallel.py").splitlines()
+    assert [line.partition(":")[0] for line in printed] == ["server", "ddp", "zero1", "zero2", "zero3"]
+    for line in printed:
         off = re.search(r"off by (\S+),", line)
         assert off is not None, line
         assert float(off[1]) < 1e-12, line
-    kept = {line.partition(":")[0]: line.partition("states of ")[2] for line in said}
-    assert kept["ddp"] == "4417, 4417"
-    assert kept["server"] == "4417, 0"
-    assert kept["zero2"] == "2209, 2208"
+    states = {line.partition(":")[0]: line.partition("states of ")[2] for line in printed}
+    assert states["ddp"] == "4417, 4417"
+    assert states["server"] == "4417, 0"
+    assert states["zero2"] == "2209, 2208"
 
 
 def test_pipeline_learns():
@@ -101,10 +101,12 @@ def test_pipeline_learns():
 
 
 def test_one_weird_trick_sends_less_and_equals_one_process():
-    said = output("one_weird_trick.py").splitlines()
-    matches = [re.fullmatch(r"(.+): a rank sends (\S+) bytes in a step; off by (.+)", line) for line in said]
-    ways = {one[1]: (int(one[2].replace(",", "")), one[3]) for one in matches if one is not None}
-    assert list(ways) == ["all", "turns", "shares", "data parallel"], said
+    printed = output("one_weird_trick.py").splitlines()
+    matches = [
+        re.fullmatch(r"(.+): a rank sends (\S+) bytes in a step; off by (.+)", line) for line in printed
+    ]
+    ways = {match[1]: (int(match[2].replace(",", "")), match[3]) for match in matches if match is not None}
+    assert list(ways) == ["all", "turns", "shares", "data parallel"], printed
     for sent, off in ways.values():
         assert max(float(error) for error in re.findall(r"\d\S*e-\d+", off)) < 1e-10, off
         assert sent == ways["all"][0] or sent > 10 * ways["all"][0]
@@ -112,12 +114,12 @@ def test_one_weird_trick_sends_less_and_equals_one_process():
 
 
 def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_else():
-    said = output("uneven_layers.py").splitlines()
+    printed = output("uneven_layers.py").splitlines()
     matches = [
         re.fullmatch(r"(\w+): (\d+) \+ (\d+) layers, predicted (\S+) ms, took (\S+) ms, loss (\S+)", line)
-        for line in said
+        for line in printed
     ]
-    even, planned = (one.groups() for one in matches if one is not None)
+    even, planned = (match.groups() for match in matches if match is not None)
     assert even[:3] == ("even", "7", "7")
     assert int(planned[1]) > 7
     assert float(planned[3]) < float(even[3])
@@ -125,13 +127,13 @@ def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_els
 
 
 def test_every_placement_of_tables_trains_the_same():
-    said = output("dlrm_placement.py").splitlines()
-    matches = [re.fullmatch(r"(.+): loss (\S+) to (\S+), off by (\S+)", line) for line in said]
-    assert [one and one[1][:6] for one in matches] == ["table", "column", "row", "data", "{C1: {"]
-    for one in matches:
-        assert one is not None
-        assert float(one[3]) < float(one[2])
-        assert float(one[4]) < 1e-12
+    printed = output("dlrm_placement.py").splitlines()
+    matches = [re.fullmatch(r"(.+): loss (\S+) to (\S+), off by (\S+)", line) for line in printed]
+    assert [match and match[1][:6] for match in matches] == ["table", "column", "row", "data", "{C1: {"]
+    for match in matches:
+        assert match is not None
+        assert float(match[3]) < float(match[2])
+        assert float(match[4]) < 1e-12
 
 
 def test_a_tiny_published_model_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

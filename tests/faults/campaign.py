@@ -109,8 +109,8 @@ def _command(fault: Fault, folder: Path) -> list[str]:
         return [sys.executable, "-m", "pytest", "-x", "-q", "-m", "", "-p", "no:cacheprovider", test]
     cases = folder / "cases.yaml"
     cases.write_text(yaml.safe_dump([fault.verify]), encoding="utf-8")
-    words = ["verify", str(write_job(fault.job, folder)), *fault.overrides]
-    return [sys.executable, "-m", "stretto.cli.main", *words, "--layouts", str(cases), "--json"]
+    arguments = ["verify", str(write_job(fault.job, folder)), *fault.overrides]
+    return [sys.executable, "-m", "stretto.cli.main", *arguments, "--layouts", str(cases), "--json"]
 
 
 def _named(out: str, error: str) -> str:
@@ -118,7 +118,7 @@ def _named(out: str, error: str) -> str:
     if out.lstrip().startswith("{"):
         found = json.loads(out)
         cases = [*found["layouts"], *found["own_types"]]
-        return "; ".join(one["diagnosis"] for one in cases if one["diagnosis"])
+        return "; ".join(case["diagnosis"] for case in cases if case["diagnosis"])
     errors = [line for line in error.splitlines() if line.startswith("error: ")]
     return errors[-1] if errors else ""
 
@@ -148,20 +148,20 @@ class Results:
 
     def get(self, fault: Fault, key: str | None = None) -> Seen | None:
         """The result of a fault; with a key, if it is up to date."""
-        kept = self._read().get(fault.name)
-        if kept is None or (key is not None and kept["key"] != key):
+        record = self._read().get(fault.name)
+        if record is None or (key is not None and record["key"] != key):
             return None
-        return Seen(caught=kept["caught"], seconds=kept["seconds"], named=kept["named"])
+        return Seen(caught=record["caught"], seconds=record["seconds"], named=record["named"])
 
     def put(self, fault: Fault, key: str, seen: Seen) -> None:
         """Read again what is there, for another campaign may be under way."""
         with self._lock:
-            facts = {"caught": seen.caught, "named": seen.named, "seconds": round(seen.seconds, 1)}
-            self._write({**self._read(), fault.name: {"key": key, **facts}})
+            fields = {"caught": seen.caught, "named": seen.named, "seconds": round(seen.seconds, 1)}
+            self._write({**self._read(), fault.name: {"key": key, **fields}})
 
     def forget_others(self, names: Collection[str]) -> None:
         """Drop the results of faults that are no longer there."""
-        self._write({name: kept for name, kept in self._read().items() if name in names})
+        self._write({name: record for name, record in self._read().items() if name in names})
 
     def _write(self, every: Mapping[str, Any]) -> None:
         text = json.dumps(dict(sorted(every.items())), indent=1, ensure_ascii=False)
@@ -182,8 +182,8 @@ def table(results: Results) -> str:
         "|---|---|---|---|---|---|--:|",
     ]
     for fault, seen in rows:
-        said = "yes" if seen.caught else f"**no**: {fault.missed}"
-        cells = (fault.room, fault.name, f"`{fault.module}`", f"`{fault.seen_by}`", said, seen.named)
+        verdict = "yes" if seen.caught else f"**no**: {fault.missed}"
+        cells = (fault.room, fault.name, f"`{fault.module}`", f"`{fault.seen_by}`", verdict, seen.named)
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} | {seen.seconds:.0f} |")
     return "\n".join(lines)
 
@@ -232,11 +232,11 @@ def campaign(faults: Sequence[Fault], workers: int, again: bool) -> int:
                 print(f"[{number}/{len(due)}] COULD NOT BE RUN: {fault.name}\n{done.exception()}", flush=True)
                 missed += 1
                 continue
-            seen, known = done.result(), fault.missed is not None
+            seen, expected_miss = done.result(), fault.missed is not None
             results.put(fault, key, seen)
-            missed += not seen.caught and not known
-            said = "caught" if seen.caught else ("missed, as is known" if known else "MISSED")
-            where = f"[{number}/{len(due)}] {said} in {seen.seconds:.0f} s: {fault.name} ({fault.module})"
+            missed += not seen.caught and not expected_miss
+            verdict = "caught" if seen.caught else ("missed, as is known" if expected_miss else "MISSED")
+            where = f"[{number}/{len(due)}] {verdict} in {seen.seconds:.0f} s: {fault.name} ({fault.module})"
             print(f"{where}\n    {seen.named}" if seen.named else where, flush=True)
     results.forget_others({fault.name for fault in FAULTS})
     print(f"{len(faults)} faults, {len(due)} of them run now, {missed} missed")
@@ -260,7 +260,7 @@ def main() -> int:
 
     faults = [fault for fault in FAULTS if chosen(fault)]
     if options.check:
-        wrong = [said for fault in faults for said in misquotations(fault)]
+        wrong = [problem for fault in faults for problem in misquotations(fault)]
         print("\n".join([*wrong, f"{len(faults)} faults, {len(wrong)} problems"]))
         return 1 if wrong else 0
     return 1 if campaign(faults, options.workers, options.again) else 0

@@ -132,10 +132,10 @@ def _without_test(test: str | None) -> list[str]:
 def _undefined(text: str) -> set[str]:
     """Names that functions of a module read and that nothing defines: any test would see such a fault."""
     module = symtable.symtable(text, "module", "exec")
-    known = {*module.get_identifiers(), *dir(builtins), "__file__", "__class__"}
+    defined = {*module.get_identifiers(), *dir(builtins), "__file__", "__class__"}
 
     def reads(table: symtable.SymbolTable) -> set[str]:
         names = {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
         return names.union(*map(reads, table.get_children()))
 
-    return reads(module) - known
+    return reads(module) - defined

@@ -36,9 +36,9 @@ def test_check_names_what_is_quoted_wrongly_and_runs_nothing(
     assert capsys.readouterr().out == f"{len(FAULTS)} faults, 0 problems\n"
     monkeypatch.setattr(campaign, "FAULTS", [lost, untested])
     assert campaign.main() == 1
-    said = capsys.readouterr().out
-    assert "has 0 times, not once: text that stands nowhere" in said
-    assert "tests/faults/test_faults.py has no test test_of_nothing" in said
+    printed = capsys.readouterr().out
+    assert "has 0 times, not once: text that stands nowhere" in printed
+    assert "tests/faults/test_faults.py has no test test_of_nothing" in printed
 
 
 def test_a_fault_that_is_no_python_is_not_run() -> None:

@@ -90,11 +90,11 @@ def test_what_is_no_placement(placement: TablePlacement, hashed: bool, message: 
 
 def test_tables_and_placements_have_the_same_names() -> None:
     tables = [TableSpec(name="C1", rows=9, dim=4), TableSpec(name="C2", rows=9, dim=4)]
-    whole = TablePlacement("table", (0,))
+    placement = TablePlacement("table", (0,))
     with pytest.raises(StrettoError, match="C2 has no placement"):
-        check_placements(tables, {"C1": whole}, 1)
+        check_placements(tables, {"C1": placement}, 1)
     with pytest.raises(StrettoError, match="C3, which is not a table"):
-        check_placements(tables, {"C1": whole, "C2": whole, "C3": whole}, 1)
+        check_placements(tables, {"C1": placement, "C2": placement, "C3": placement}, 1)
 
 
 @pytest.mark.parametrize("field", ["rows", "dim", "admit", "evict_every"])

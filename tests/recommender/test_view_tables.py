@@ -88,8 +88,8 @@ def test_what_ranks_have_adds_up(splits: list[str], world: int) -> None:
     shown = ranks_of(tables, placements, world, sizes, loads)
     assert sum(rank.load for rank in shown) == pytest.approx(sum(loads.values()))
     copies = {t.name: world if split == "data" else 1 for t, split in zip(tables, splits, strict=True)}
-    held = sum(rank.bytes.get("device", 0.0) for rank in shown)
-    assert held == pytest.approx(sum(sizes[name] * n for name, n in copies.items()))
+    on_devices = sum(rank.bytes.get("device", 0.0) for rank in shown)
+    assert on_devices == pytest.approx(sum(sizes[name] * n for name, n in copies.items()))
     assert placement_text(tables, placements, world)
 
 

@@ -49,10 +49,10 @@ def table() -> str:
         "| torture | passed of tried | note | command | date, commit, processor |",
         "|---|---|---|---|---|",
     ]
-    for torture, one in json.loads(COUNTS.read_text()).items():
-        where = f"{one['date']}, {one['commit']}, {one['processor']}"
-        count = f"{one['passed']:,} of {one['tried']:,}"
-        rows.append(f"| {torture} | {count} | {one['note']} | `{one['command']}` | {where} |")
+    for torture, entry in json.loads(COUNTS.read_text()).items():
+        where = f"{entry['date']}, {entry['commit']}, {entry['processor']}"
+        count = f"{entry['passed']:,} of {entry['tried']:,}"
+        rows.append(f"| {torture} | {count} | {entry['note']} | `{entry['command']}` | {where} |")
     return "\n".join(rows)
 
 
@@ -64,8 +64,8 @@ def write_page() -> None:
 
 
 def _commit() -> str:
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

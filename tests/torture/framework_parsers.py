@@ -90,11 +90,11 @@ def _reads(name: str, source: str) -> Callable[[Path], object]:
 
     values = values_of(_job()).values
     names = ("model.", "data.sequence", "data.target_sequence")
-    beside = {field: value for field, value in values.items() if field.startswith(names)}
+    other_settings = {field: value for field, value in values.items() if field.startswith(names)}
 
     def reads(path: Path) -> object:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
-        return read(framework(name), text, source, 8, beside)
+        return read(framework(name), text, source, 8, other_settings)
 
     return reads
 
@@ -131,12 +131,12 @@ def torchtitan_toml(_: Path) -> Parser:
     }
 
     def text(document: Any) -> str:
-        made = list[str]()
+        lines = list[str]()
         for section, inside in document.items() if isinstance(document, dict) else [("x", document)]:
-            made.append(f"[{section}]" if isinstance(inside, dict) else f"{section} = {json.dumps(inside)}")
+            lines.append(f"[{section}]" if isinstance(inside, dict) else f"{section} = {json.dumps(inside)}")
             pairs = inside.items() if isinstance(inside, dict) else ()
-            made += [f"{key} = {json.dumps(value)}" for key, value in pairs]
-        return "\n".join(made)
+            lines += [f"{key} = {json.dumps(value)}" for key, value in pairs]
+        return "\n".join(lines)
 
     def make(draw: random.Random) -> bytes:
         data = text(document(sections, draw)).encode("utf-8", "surrogatepass")

@@ -44,10 +44,16 @@ def _holders(value: Any) -> Any:
     """Every mapping or list, with a key or an index in it."""
     left = [value]
     while left:
-        one = left.pop()
-        for key in one if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ():
-            yield one, key
-            left.append(one[key])
+        value_left = left.pop()
+        for key in (
+            value_left
+            if isinstance(value_left, dict)
+            else range(len(value_left))
+            if isinstance(value_left, list)
+            else ()
+        ):
+            yield value_left, key
+            left.append(value_left[key])
 
 
 def _change(holder: Any, key: Any, draw: random.Random) -> None:

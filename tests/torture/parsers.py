@@ -75,18 +75,23 @@ def recommender_config(_: Path) -> Parser:
 def overrides(_: Path) -> Parser:
     from stretto.recommender.config.load import load_config
 
-    words = ["optim.lr=3e-4", "layout.dp=2", "model.layers=3", "data.source={a: 0.5, b: 0.5}"]
-    words += ["schedule.name=zb-h1", "train.dtype=bfloat16", 'finetune.freeze=["embed.*"]', "optim.clip=null"]
+    examples = ["optim.lr=3e-4", "layout.dp=2", "model.layers=3", "data.source={a: 0.5, b: 0.5}"]
+    examples += [
+        "schedule.name=zb-h1",
+        "train.dtype=bfloat16",
+        'finetune.freeze=["embed.*"]',
+        "optim.clip=null",
+    ]
 
     def make(draw: random.Random) -> bytes:
-        table = lines([[*word.partition("=")] for word in draw.sample(words, 3)], "")
+        table = lines([[*word.partition("=")] for word in draw.sample(examples, 3)], "")
         return table(draw)
 
     def read(path: Path) -> object:
         given = path.read_bytes().decode("utf-8", "surrogateescape").split("\n")
         return load_config(HERE / "configs/quickstart.yaml", given)
 
-    return Parser(make, read, "words", "\n".join(words[:3]).encode())
+    return Parser(make, read, "words", "\n".join(examples[:3]).encode())
 
 
 @parser

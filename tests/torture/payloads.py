@@ -21,10 +21,10 @@ class _Runs:
     """Unpickled, it calls a function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
-        self._made = function, arguments
+        self._call = function, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._made
+        return self._call
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
@@ -148,53 +148,55 @@ def forged(folder: Path, valid: Path, secret: Path, wrapped: dict[str, bytes]) -
     def copy() -> Path:
         nonlocal number
         number += 1
-        made = folder / str(number) / "step-00000001"
-        made.mkdir(parents=True)
+        checkpoint = folder / str(number) / "step-00000001"
+        checkpoint.mkdir(parents=True)
         for path in valid.iterdir():
-            (made / path.name).write_bytes(path.read_bytes())
-        return made
+            (checkpoint / path.name).write_bytes(path.read_bytes())
+        return checkpoint
 
-    def seal(made: Path, files: dict[str, Any] | None = None) -> None:
-        manifest = json.loads((made / "manifest.json").read_text())
+    def seal(checkpoint: Path, files: dict[str, Any] | None = None) -> None:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
         sizes = {
             name: [len(data), f"{zlib.crc32(data):08x}"]
             for name in manifest["files"]
-            if (made / name).is_file() and (data := (made / name).read_bytes()) is not None
+            if (checkpoint / name).is_file() and (data := (checkpoint / name).read_bytes()) is not None
         }
         manifest["files"] = sizes if files is None else files
-        (made / "manifest.json").write_text(_checked(manifest))
+        (checkpoint / "manifest.json").write_text(_checked(manifest))
 
-    made = copy()
-    seal(made)
-    yield CONTROL, made
+    checkpoint = copy()
+    seal(checkpoint)
+    yield CONTROL, checkpoint
     for at, name in enumerate(elsewhere(secret)):
-        made = copy()
-        index = json.loads((made / "metadata.json").read_text())
+        checkpoint = copy()
+        index = json.loads((checkpoint / "metadata.json").read_text())
         index["files"] = [name]
-        (made / "metadata.json").write_text(json.dumps(index))
-        seal(made)
-        yield f"index names {at}", made
-        made = copy()
-        files = json.loads((made / "manifest.json").read_text())["files"]
-        seal(made, {**files, name: [len(secret.read_bytes()), f"{zlib.crc32(secret.read_bytes()):08x}"]})
-        yield f"manifest names {at}", made
+        (checkpoint / "metadata.json").write_text(json.dumps(index))
+        seal(checkpoint)
+        yield f"index names {at}", checkpoint
+        checkpoint = copy()
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        seal(
+            checkpoint, {**files, name: [len(secret.read_bytes()), f"{zlib.crc32(secret.read_bytes()):08x}"]}
+        )
+        yield f"manifest names {at}", checkpoint
     for name in ("shard-00000.safetensors", "metadata.json", "manifest.json"):
-        made = copy()
-        (made / name).unlink()
-        (made / name).symlink_to(secret)
-        yield f"link for {name}", made
-        made = copy()
-        whole = (made / name).read_text(errors="replace")
+        checkpoint = copy()
+        (checkpoint / name).unlink()
+        (checkpoint / name).symlink_to(secret)
+        yield f"link for {name}", checkpoint
+        checkpoint = copy()
+        text = (checkpoint / name).read_text(errors="replace")
         if name.endswith(".json"):
-            first = whole.index(":")
-            (made / name).write_text(whole[: first + 1] + '"x",' + whole[1:])  # a name twice
-            yield f"twice in {name}", made
+            first = text.index(":")
+            (checkpoint / name).write_text(text[: first + 1] + '"x",' + text[1:])  # a name twice
+            yield f"twice in {name}", checkpoint
         for kind, data in wrapped.items():
-            made = copy()
-            (made / name).write_bytes(data)
+            checkpoint = copy()
+            (checkpoint / name).write_bytes(data)
             if name != "manifest.json":
-                seal(made)
-            yield f"{kind} for {name}", made
+                seal(checkpoint)
+            yield f"{kind} for {name}", checkpoint
 
 
 def published(
@@ -213,21 +215,21 @@ def published(
     }
 
     def make(name: str, **changes: Any) -> Path:
-        made = folder / name.replace(" ", "-").replace("/", "_")
-        made.mkdir(parents=True)
-        (made / "config.json").write_text(json.dumps({**config, **changes}))
-        return made
+        model_folder = folder / name.replace(" ", "-").replace("/", "_")
+        model_folder.mkdir(parents=True)
+        (model_folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return model_folder
 
-    made = make("code", auto_map={"AutoModelForCausalLM": "modeling_x.X"}, trust_remote_code=True)
-    (made / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w')\n")
-    yield "code", made
+    model_folder = make("code", auto_map={"AutoModelForCausalLM": "modeling_x.X"}, trust_remote_code=True)
+    (model_folder / "modeling_x.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    yield "code", model_folder
     for kind, data in wrapped.items():
         for name in ("pytorch_model.bin", "model.safetensors"):
-            made = make(f"{kind} {name}")
-            (made / name).write_bytes(data)
-            yield f"{kind} in {name}", made
+            model_folder = make(f"{kind} {name}")
+            (model_folder / name).write_bytes(data)
+            yield f"{kind} in {name}", model_folder
     for at, name in enumerate(elsewhere(secret)):
-        made = make(f"index {at}")
+        model_folder = make(f"index {at}")
         weights = {"weight_map": {"model.embed_tokens.weight": name}}
-        (made / "model.safetensors.index.json").write_text(json.dumps(weights))
-        yield f"weights at {at}", made
+        (model_folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+        yield f"weights at {at}", model_folder

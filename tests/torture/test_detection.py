@@ -185,7 +185,7 @@ def test_of_two_ranks_whose_calls_differ_both_are_named(tmp_path: Path) -> None:
         print(f"{layout} {act.__name__} {rank}: {seconds:.1f} s, {failure.message}", flush=True)
         # a message of the pipeline has its other end in place of a line
         where = r"(at \S+:\d+ in |(send to|receive from) rank \d in pipeline)"
-        sides = [re.search(rf"rank {one} .*{where}", failure.message) for one in (0, 1)]
+        sides = [re.search(rf"rank {rank} .*{where}", failure.message) for rank in (0, 1)]
         if "call" not in failure.message or not all(sides):
             wrong.append(f"{layout} {act.__name__} {rank}: {failure.message}")
     record(

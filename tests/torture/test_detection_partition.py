@@ -29,8 +29,8 @@ HEAL_S = 20.0
 PATIENCE_S = 240.0
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -73,12 +73,19 @@ def start(hosts: str, folder: Path, name: str, port: int) -> list[subprocess.Pop
             "GLOO_SOCKET_IFNAME": f"{hosts}v{side}",
             "OMP_NUM_THREADS": "1",
         }
-        words = [sys.executable, "-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2"]
-        words += ["layout.pp=2", "train.steps=100000", "checkpoint.every=25", "train.timeout_s=600"]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto.cli.main",
+            "train",
+            str(folder / "tiny.yaml"),
+            "layout.dp=2",
+        ]
+        command += ["layout.pp=2", "train.steps=100000", "checkpoint.every=25", "train.timeout_s=600"]
         with (folder / f"{name}-{rank}.log").open("wb") as log:
             ranks.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", hosts + side, *words, f"run.name={name}"],
+                    ["ip", "netns", "exec", hosts + side, *command, f"run.name={name}"],
                     env=environment,
                     stdout=log,
                     stderr=log,
@@ -113,12 +120,12 @@ def cut_once(hosts: str, folder: Path, number: int) -> tuple[float, str]:
         codes = [rank.poll() for rank in ranks]
         ip("-n", hosts + "a", "link", "set", f"{hosts}va", "up")
         time.sleep(1.0)
-        kept = checkpoints(folder / "runs" / name / "checkpoints")
+        folders = checkpoints(folder / "runs" / name / "checkpoints")
         logs = "".join((folder / f"{name}-{rank}.log").read_text()[-1500:] for rank in range(4))
         if codes != [HUNG] * 4:
             return longest, f"exit codes {codes}: {logs}"
-        if len(kept) != saved or any(verify(one) for one in kept):
-            return longest, f"{saved} checkpoints before, {len(kept)} after: {logs}"
+        if len(folders) != saved or any(verify(checkpoint) for checkpoint in folders):
+            return longest, f"{saved} checkpoints before, {len(folders)} after: {logs}"
         return longest, ""
     finally:
         for rank in ranks:

@@ -59,39 +59,39 @@ def undisturbed(folder: Path) -> TrainConfig:
     return config
 
 
-def equal_weights(one: TrainConfig, other: TrainConfig) -> float:
+def equal_weights(config: TrainConfig, other: TrainConfig) -> float:
     """The largest difference of two weights, over the largest weight of the tensor."""
-    ours, theirs = tensors(one, STEPS), tensors(other, STEPS)
-    assert ours.keys() == theirs.keys()
-    names = [name for name in theirs if name.startswith("model.")]
+    resized, reference = tensors(config, STEPS), tensors(other, STEPS)
+    assert resized.keys() == reference.keys()
+    names = [name for name in reference if name.startswith("model.")]
     assert names
-    return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in names)
+    return max(float((resized[n] - reference[n]).abs().max() / reference[n].abs().max()) for n in names)
 
 
 @pytest.mark.parametrize("layouts", [LISTED, pytest.param(PLANNED, marks=pytest.mark.slow)])
 def test_ranks_that_come_and_go_lose_and_repeat_no_sample(folder: Path, tmp_path: Path, layouts: str) -> None:
-    whole, samples, how = (
+    uninterrupted, samples, how = (
         undisturbed(folder),
         tmp_path / "samples",
         "listed" if layouts is LISTED else "planned",
     )
     changes = [(4, 2), (3, 4), (2, 6), (4, STEPS)]
     for ranks, until in changes:
-        words = (layouts, f"run.name={how}", "checkpoint.resume=auto")
-        config = for_ranks(job(folder, *EXACT, *words, model=LLAMA), ranks, print)
+        overrides = (layouts, f"run.name={how}", "checkpoint.resume=auto")
+        config = for_ranks(job(folder, *EXACT, *overrides, model=LLAMA), ranks, print)
         stop = [at_step(until, ranks - 1, send_self, signal.SIGUSR1)] if until < STEPS else []
         assert train(config, keep_samples(str(samples)), *stop)["step"] == until
     assert ledger(samples) == ledger(folder / "whole.samples")
-    assert [one for step in ledger(samples).values() for one in step] == list(NAMES)
+    assert [sample for step in ledger(samples).values() for sample in step] == list(NAMES)
     assert list(losses(config)) == list(range(1, STEPS + 1))
-    assert equal_weights(config, whole) < 1e-12
+    assert equal_weights(config, uninterrupted) < 1e-12
     if os.environ.get("STRETTO_RECORD"):
         counts.record(
             f"ranks 4-3-2-4, layouts {how}: samples of a step that an undisturbed run trains in it",
             tried=len(NAMES),
             passed=len(NAMES),
             command="STRETTO_RECORD=1 pytest -m 'slow or not slow' tests/torture/test_elastic.py",
-            note=f"weights within {equal_weights(config, whole):.1e} of the largest, in float64",
+            note=f"weights within {equal_weights(config, uninterrupted):.1e} of the largest, in float64",
         )
 
 
@@ -104,25 +104,27 @@ def test_a_rank_that_dies_again_is_done_without(
 ) -> None:
     """The third of three ranks is on a part of the machine that breaks in step 3."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
-    words = (PLANNED, "run.name=broken", "checkpoint.every=2", "train.restarts=5")
-    config = for_ranks(job(folder, *EXACT, *words, model=LLAMA), 3, print)
+    overrides = (PLANNED, "run.name=broken", "checkpoint.every=2", "train.restarts=5")
+    config = for_ranks(job(folder, *EXACT, *overrides, model=LLAMA), 3, print)
     hooks: list[Hook] = [at_step(3, 2, dies)]
     broken = train_runs.with_hooks(launch_module.run_ranks, hooks)
     monkeypatch.setattr(launch_module, "run_ranks", broken)
     result = run_job(LANGUAGE, config, quiet=True)
     assert (result.restarts, result.stopped) == (2, False)
     lines = capfd.readouterr().err.splitlines()
-    said = [line for line in lines if line.startswith(("restart ", "elastic", "continuing"))]
-    assert said[0].startswith("restart 1 of 5: rank 2 was killed by SIGKILL in step 3; continuing from the")
-    assert said[1].startswith("elastic: 2 ranks take ")
-    assert said[2] == "continuing with 2 of 3 ranks, for one was lost twice in a row"
-    assert said[3].startswith("restart 2 of 5")
+    messages = [line for line in lines if line.startswith(("restart ", "elastic", "continuing"))]
+    assert messages[0].startswith(
+        "restart 1 of 5: rank 2 was killed by SIGKILL in step 3; continuing from the"
+    )
+    assert messages[1].startswith("elastic: 2 ranks take ")
+    assert messages[2] == "continuing with 2 of 3 ranks, for one was lost twice in a row"
+    assert messages[3].startswith("restart 2 of 5")
     assert equal_weights(config, undisturbed(folder)) < 1e-12
 
 
 def clicks(folder: Path, *overrides: str) -> RecommenderConfig:
-    words = ("train.steps=8", "checkpoint.every=2", "layout.ranks=3", "elastic.ranks=[2]")
-    return config_of(folder, *words, *overrides)
+    defaults = ("train.steps=8", "checkpoint.every=2", "layout.ranks=3", "elastic.ranks=[2]")
+    return config_of(folder, *defaults, *overrides)
 
 
 @pytest.mark.slow
@@ -131,8 +133,10 @@ def test_a_recommender_goes_on_with_a_rank_less(
 ) -> None:
     """The third rank dies whenever it is there."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
-    whole, parts = (clicks(folder, f"run.name={name}", "train.restarts=3") for name in ("all", "less"))
-    expected = run_job(RECOMMENDER, whole, quiet=True)
+    uninterrupted, parts = (
+        clicks(folder, f"run.name={name}", "train.restarts=3") for name in ("all", "less")
+    )
+    expected = run_job(RECOMMENDER, uninterrupted, quiet=True)
     inner = launch_module.run_ranks
 
     def broken(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
@@ -146,12 +150,13 @@ def test_a_recommender_goes_on_with_a_rank_less(
     assert expected.outcome is not None
     assert result.outcome["step"] == 8
     assert result.outcome["loss"] == pytest.approx(expected.outcome["loss"], rel=1e-12)
-    ours, theirs = (
-        read_whole(one.run.folder / "checkpoints" / "step-00000008", prefix="")[0] for one in (parts, whole)
+    resized, reference = (
+        read_whole(config.run.folder / "checkpoints" / "step-00000008", prefix="")[0]
+        for config in (parts, uninterrupted)
     )
-    for name, tensor in theirs.items():
+    for name, tensor in reference.items():
         if not name.startswith(("tables.", "per_rank")):  # tables are held in other pieces
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
+            torch.testing.assert_close(resized[name], tensor, rtol=1e-10, atol=1e-14, msg=name)
 
 
 def dies_as_third(function: Any, arguments: tuple[Any, ...]) -> Any:

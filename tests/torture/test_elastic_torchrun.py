@@ -42,11 +42,11 @@ class Agents:
             port = listener.getsockname()[1]
         self._place = ("127.0.0.1", port)
         self.ledger, self.log = folder / "samples", folder / "agents.log"
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
-        words += ["--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=2", "--max-restarts=9"]
-        self._words = [*words, str(HERE / "ledger_main.py"), "train", str(job_file(folder, LLAMA))]
-        self._words += [*EXACT, *RUN, *overrides, "sample.tokens=0"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
+        command += ["--local-addr=127.0.0.1", "--rdzv-conf=last_call_timeout=2", "--max-restarts=9"]
+        self._command = [*command, str(HERE / "ledger_main.py"), "train", str(job_file(folder, LLAMA))]
+        self._command += [*EXACT, *RUN, *overrides, "sample.tokens=0"]
         self.all = list[subprocess.Popen[bytes]]()
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -54,7 +54,7 @@ class Agents:
         names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torch's agents cannot join a job under way
         with self.log.open("ab") as log:
             agent = subprocess.Popen(
-                self._words, stdout=log, stderr=log, env={**os.environ, **names}, start_new_session=True
+                self._command, stdout=log, stderr=log, env={**os.environ, **names}, start_new_session=True
             )
         self.all.append(agent)
         return agent
@@ -84,7 +84,7 @@ class Agents:
     def wait_for_ranks(self, ranks: int) -> None:
         """Until so many have trained some steps of a new attempt."""
         before = {str(line[0]) for line in self.lines()}
-        new = lambda: [one for one in self.lines() if one[1] == ranks and str(one[0]) not in before]  # noqa: E731
+        new = lambda: [line for line in self.lines() if line[1] == ranks and str(line[0]) not in before]  # noqa: E731
         self.wait(lambda: len({step for _, _, step, _ in new()}) > 4)
 
     def end(self) -> None:
@@ -99,8 +99,8 @@ def family(process: int) -> list[int]:
         with suppress(OSError, ValueError):
             parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
     processes = [process]
-    for one in processes:
-        processes += [child for child, parent in parents.items() if parent == one]
+    for ancestor in processes:
+        processes += [child for child, parent in parents.items() if parent == ancestor]
     return processes
 
 
@@ -124,8 +124,10 @@ def trained(agents: Agents) -> dict[int, list[int]]:
 
 
 def test_agents_that_leave_and_join_lose_and_repeat_no_sample(tmp_path: Path) -> None:
-    whole, parts = (job(tmp_path, *EXACT, f"run.name={name}", model=LLAMA) for name in ("whole", "parts"))
-    train(whole)
+    uninterrupted, parts = (
+        job(tmp_path, *EXACT, f"run.name={name}", model=LLAMA) for name in ("whole", "parts")
+    )
+    train(uninterrupted)
     agents = Agents(tmp_path, "run.name=parts")
     changes = list[str]()
     try:
@@ -150,9 +152,9 @@ def test_agents_that_leave_and_join_lose_and_repeat_no_sample(tmp_path: Path) ->
     }
     assert recorded_steps(parts.run.folder) == STEPS
     assert list(losses(parts)) == list(range(1, STEPS + 1))
-    ours, theirs = tensors(parts, STEPS), tensors(whole, STEPS)
-    names = [name for name in theirs if name.startswith("model.")]
-    apart = max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in names)
+    resized, reference = tensors(parts, STEPS), tensors(uninterrupted, STEPS)
+    names = [name for name in reference if name.startswith("model.")]
+    apart = max(float((resized[n] - reference[n]).abs().max() / reference[n].abs().max()) for n in names)
     assert apart < 1e-9
     counts.record(
         "agents of torchrun killed, asked to stop or started while 2 or 4 ranks train, planned layouts",

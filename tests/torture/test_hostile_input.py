@@ -41,13 +41,13 @@ class Outcomes:
         mib: by which the process grew at most.
     """
 
-    came: Counter[str] = field(default_factory=Counter[str])
+    verdicts: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
     mib: float = 0.0
 
     def add(self, tried: str, row: dict[str, Any]) -> None:
-        self.came[row["came"]] += 1
+        self.verdicts[row["came"]] += 1
         self.seconds, self.mib = max(self.seconds, row["seconds"]), max(self.mib, row["mib"])
         if row["came"] not in ("accepted", "refused"):
             self.wrong.append(f"{tried}: {row['came']}")
@@ -57,13 +57,13 @@ class Outcomes:
 
 def outcomes(folder: Path, first: int, count: int, *parsers: str) -> Outcomes:
     """Give so many inputs to each of the parsers, in a process of their own."""
-    words = [sys.executable, str(HERE / "try_inputs.py"), str(folder), str(first), str(count), *parsers]
+    command = [sys.executable, str(HERE / "try_inputs.py"), str(folder), str(first), str(count), *parsers]
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
     all_of_them, tried = Outcomes(), "valid input"
     log = folder / "stderr"
     with log.open("w") as stderr, selectors.DefaultSelector() as selector:
-        process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=stderr, bufsize=0)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, bufsize=0)
         assert process.stdout is not None
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(PATIENCE_S) and (line := process.stdout.readline()):
@@ -72,7 +72,7 @@ def outcomes(folder: Path, first: int, count: int, *parsers: str) -> Outcomes:
                 tried = f"{row['parser']} {row['seed']}"
             else:
                 all_of_them.add(tried, row)
-        if all_of_them.came.total() < count * len(parsers):
+        if all_of_them.verdicts.total() < count * len(parsers):
             process.kill()
             all_of_them.wrong.append(f"{tried}: hung or died, {log.read_text()[-2000:]}")
         process.communicate()
@@ -82,8 +82,8 @@ def outcomes(folder: Path, first: int, count: int, *parsers: str) -> Outcomes:
 def test_hostile_input_is_read_or_refused(tmp_path: Path) -> None:
     short = outcomes(tmp_path, 0, 8, *PARSERS)
     assert short.wrong == []
-    assert short.came["accepted"] > 8
-    assert short.came["refused"] > 4 * len(PARSERS)
+    assert short.verdicts["accepted"] > 8
+    assert short.verdicts["refused"] > 4 * len(PARSERS)
 
 
 @pytest.mark.slow
@@ -93,13 +93,14 @@ def test_much_hostile_input_is_read_or_refused(tmp_path: Path, parser: str) -> N
     tried = int(os.environ.get("STRETTO_INPUTS", "10_000"))
     long = outcomes(tmp_path, 0, tried, parser)
     print(parser, long, flush=True)
-    passed = long.came["accepted"] + long.came["refused"] - sum(one.endswith(" s") for one in long.wrong)
+    slow = sum(fault.endswith(" s") for fault in long.wrong)
+    passed = long.verdicts["accepted"] + long.verdicts["refused"] - slow
     counts.record(
         f"hostile input: {parser}",
         tried=tried,
         passed=passed,
         command=f"pytest -m slow -s tests/torture/test_hostile_input.py -k 'much and {parser}'",
-        note=f"{long.came['refused']:,} refused with one error; at most {long.seconds:.2f} s of the processor"
-        f" and {long.mib:.0f} MiB above what valid input takes",
+        note=f"{long.verdicts['refused']:,} refused with one error; at most {long.seconds:.2f} s of the "
+        f"processor and {long.mib:.0f} MiB above what valid input takes",
     )
     assert long.wrong == []

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 class Case:
     layout: str
     policy: str
-    what: str
+    target: str
     value: str
     rank: int
     step: int
@@ -62,7 +62,7 @@ class Case:
     @property
     def overflow(self) -> bool:
         """Whether loss scaling skips the step, as any whose gradients overflow, and nothing is bad."""
-        return self.layout == "float16" and self.what == "gradient"
+        return self.layout == "float16" and self.target == "gradient"
 
 
 def draw_case(seed: int) -> Case:
@@ -73,7 +73,7 @@ def draw_case(seed: int) -> Case:
     return Case(
         layout=layout,
         policy=draw.choice(policies),
-        what=draw.choice(("activation", "gradient", "weight", "loss")),
+        target=draw.choice(("activation", "gradient", "weight", "loss")),
         value=draw.choice(("nan", "inf", "-inf")),
         rank=draw.randrange(ranks),
         step=draw.randrange(2, STEPS + 1),
@@ -94,8 +94,8 @@ def wrong_with(folder: Path, seed: int) -> str | None:
     case = draw_case(seed)
     config = config_of(folder, case.layout, f"case-{seed}", f"guard.on_nonfinite={case.policy}")
     # only ranks of the last stage have a loss: of two stages, whichever these are
-    rank = None if case.what == "loss" and "pp" in case.layout else case.rank
-    planted = plant(case.step, rank, case.what, case.value)
+    rank = None if case.target == "loss" and "pp" in case.layout else case.rank
+    planted = plant(case.step, rank, case.target, case.value)
     seen = folder / f"seen-{seed}"
     seen.mkdir()
     failure = None
@@ -104,11 +104,11 @@ def wrong_with(folder: Path, seed: int) -> str | None:
     except RankFailed as error:
         failure = error.failure
     noted = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
-    if any(one["spoiled"] for one in noted):
+    if any(record["spoiled"] for record in noted):
         return f"{case}: spoiled {noted}"
-    if not case.asynchronous and case.policy != "rollback" and any(one["changed"] for one in noted):
+    if not case.asynchronous and case.policy != "rollback" and any(record["changed"] for record in noted):
         return f"{case}: changed {noted}"
-    if (not case.overflow and case.policy == "stop") or (case.policy == "skip" and case.what == "weight"):
+    if (not case.overflow and case.policy == "stop") or (case.policy == "skip" and case.target == "weight"):
         named = (
             failure is not None
             and failure.name == "TrainingFailed"
@@ -217,7 +217,11 @@ def flips_missed(folder: Path, layout: str, each: int, guard: str) -> list[str]:
     train(plain)
     train(flipped, flip_bits(flips, guard == COPIES))
     says = "copies differ" if guard == COPIES else "has changed since the update"
-    found = [one["step"] for one in read_lines(flipped.run.folder / "guard.jsonl") if says in one["reason"]]
+    found = [
+        record["step"]
+        for record in read_lines(flipped.run.folder / "guard.jsonl")
+        if says in record["reason"]
+    ]
     missed = [
         f"{layout}: {flip}" for flip in flips if not any(flip[0] - 1 <= step <= flip[0] + 1 for step in found)
     ]

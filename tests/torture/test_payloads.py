@@ -24,8 +24,8 @@ def results(folder: Path, every: int) -> list[dict[str, Any]]:
     """What came of every so many payloads, in a process of their own."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    words = [sys.executable, str(HERE / "try_payloads.py"), str(folder), str(every)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=1000, check=False)
+    command = [sys.executable, str(HERE / "try_payloads.py"), str(folder), str(every)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"payload"')]
 
@@ -63,7 +63,10 @@ def test_the_payloads_do_run_where_they_are_unpickled(tmp_path: Path) -> None:
 def test_all_hostile_files_do_nothing(tmp_path: Path) -> None:
     rows = results(tmp_path, every=1)
     bad = wrong(rows)
-    print("\n".join(bad), {came: sum(r["came"] == came for r in rows) for came in ("refused", "accepted")})
+    print(
+        "\n".join(bad),
+        {verdict: sum(r["came"] == verdict for r in rows) for verdict in ("refused", "accepted")},
+    )
     counts.record(
         "hostile files to every reader: nothing run, read outside or written elsewhere",
         tried=len(rows),

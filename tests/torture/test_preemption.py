@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_job(folder: Path, name: str, *overrides: str) -> TrainConfig:
-    words = (f"train.steps={STEPS}", "checkpoint.every=7", "eval.every=5", "metrics.every=100")
-    return job(folder, *words, f"run.name={name}", "checkpoint.resume=auto", *overrides)
+    defaults = (f"train.steps={STEPS}", "checkpoint.every=7", "eval.every=5", "metrics.every=100")
+    return job(folder, *defaults, f"run.name={name}", "checkpoint.resume=auto", *overrides)
 
 
 @contextmanager
@@ -83,9 +83,9 @@ def signals(config: TrainConfig, draw: random.Random) -> Iterator[None]:
 def preempted(folder: Path, seed: int) -> int:
     """How often a job was stopped until it was done; its end must be that of a job that never was."""
     layout = LAYOUTS[seed % len(LAYOUTS)]
-    whole = long_job(folder, f"whole-{seed % len(LAYOUTS)}", *layout)
-    if not whole.run.folder.exists():
-        run_job(LANGUAGE, whole, quiet=True)
+    uninterrupted = long_job(folder, f"whole-{seed % len(LAYOUTS)}", *layout)
+    if not uninterrupted.run.folder.exists():
+        run_job(LANGUAGE, uninterrupted, quiet=True)
     parts, draw, stops = long_job(folder, f"stopped-{seed}", *layout), random.Random(seed), 0
     while True:
         with signals(parts, draw):
@@ -98,8 +98,8 @@ def preempted(folder: Path, seed: int) -> int:
         newest = newest_checkpoint(parts.run.folder)
         assert result.outcome["checkpoint"] == (None if newest is None else str(newest))
         assert newest is None or newest.name == f"step-{result.outcome['step']:08d}"
-    assert same(tensors(whole, STEPS), tensors(parts, STEPS))
-    assert losses(whole) == losses(parts)
+    assert same(tensors(uninterrupted, STEPS), tensors(parts, STEPS))
+    assert losses(uninterrupted) == losses(parts)
     return stops
 
 
@@ -122,11 +122,11 @@ def test_fifty_signals_at_random_moments(folder: Path) -> None:
 def test_a_stop_without_time_for_a_save_names_the_last_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("layout.dp=2", "train.steps=8", "checkpoint.every=4", "eval.every=null")
-    whole = long_job(folder, "whole-grace", *words)
-    if not whole.run.folder.exists():
-        run_job(LANGUAGE, whole, quiet=True)
-    parts = long_job(folder, "grace", *words, "train.grace_s=0.5")
+    overrides = ("layout.dp=2", "train.steps=8", "checkpoint.every=4", "eval.every=null")
+    uninterrupted = long_job(folder, "whole-grace", *overrides)
+    if not uninterrupted.run.folder.exists():
+        run_job(LANGUAGE, uninterrupted, quiet=True)
+    parts = long_job(folder, "grace", *overrides, "train.grace_s=0.5")
     notes = folder / "notes"
     hooks = ((save_slowly, (0.7,)), keep_notes(str(notes)), at_step(6, 1, send_self, signal.SIGUSR1))
     result = with_hooks(monkeypatch, parts, *hooks)
@@ -136,7 +136,7 @@ def test_a_stop_without_time_for_a_save_names_the_last_one(
     assert "s of train.grace_s are left; none is begun, the last is" in notes.read_text()
     monkeypatch.undo()
     assert not run_job(LANGUAGE, parts, quiet=True).stopped
-    assert same(tensors(whole, 8), tensors(parts, 8))
+    assert same(tensors(uninterrupted, 8), tensors(parts, 8))
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended_with_75(

@@ -61,8 +61,12 @@ def running_ranks() -> dict[str, int]:
     """Process numbers of this process's ranks. Nothing is asked of the processes: their exit codes can be
     read only once, by the launcher.
     """
-    ranks = [one for one in list(process._children) if one.name.startswith("rank ")]
-    return {one.name: one.pid for one in ranks if one.pid is not None and Path(f"/proc/{one.pid}").exists()}
+    ranks = [child for child in list(process._children) if child.name.startswith("rank ")]
+    return {
+        child.name: child.pid
+        for child in ranks
+        if child.pid is not None and Path(f"/proc/{child.pid}").exists()
+    }
 
 
 class Killer(threading.Thread):
@@ -121,21 +125,21 @@ def killing(config: TrainConfig, kills: int, seed: int) -> Iterator[Killer]:
 
 def killed_and_compared(folder: Path, layout: str, kills: int, seed: int, steps: int = STEPS) -> int:
     """Restarts of a job with so many kills, whose end must be that of the undisturbed run."""
-    whole = long_job(folder, f"whole-{layout}-{steps}", *LAYOUTS[layout], steps=steps)
-    if not whole.run.folder.exists():
-        run_job(LANGUAGE, whole, quiet=True)
+    uninterrupted = long_job(folder, f"whole-{layout}-{steps}", *LAYOUTS[layout], steps=steps)
+    if not uninterrupted.run.folder.exists():
+        run_job(LANGUAGE, uninterrupted, quiet=True)
     parts = long_job(
         folder, f"killed-{layout}-{seed}", *LAYOUTS[layout], f"train.restarts={kills}", steps=steps
     )
     with killing(parts, kills, seed) as killer:
         result = run_job(LANGUAGE, parts, quiet=True)
     assert not result.stopped
-    assert same(tensors(whole, steps), tensors(parts, steps))
-    assert losses(whole) == losses(parts)
+    assert same(tensors(uninterrupted, steps), tensors(parts, steps))
+    assert losses(uninterrupted) == losses(parts)
     told = [json.loads(line) for line in (parts.run.folder / "restarts.jsonl").read_text().splitlines()]
-    assert [one["restart"] for one in told] == list(range(1, result.restarts + 1))
-    assert all(one["from_step"] % 4 == 0 for one in told)
-    assert all(one["step"] is None or one["from_step"] < one["step"] for one in told)
+    assert [restart["restart"] for restart in told] == list(range(1, result.restarts + 1))
+    assert all(restart["from_step"] % 4 == 0 for restart in told)
+    assert all(restart["step"] is None or restart["from_step"] < restart["step"] for restart in told)
     return min(killer.done, result.restarts)
 
 
@@ -181,23 +185,25 @@ def test_a_hundred_kills_change_nothing(folder: Path, layout: str) -> None:
 @LONG
 def test_fifty_restarts_in_a_row_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt makes one step more than the one before, and dies: no process, port or file stays open."""
-    whole = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
-    run_job(LANGUAGE, whole, quiet=True)
+    uninterrupted = long_job(folder, "whole-fifty", *LAYOUTS["dp"], steps=52)
+    run_job(LANGUAGE, uninterrupted, quiet=True)
     parts = long_job(folder, "fifty", *LAYOUTS["dp"], "checkpoint.every=1", "train.restarts=50", steps=52)
-    inner, held = launch_module.run_ranks, list[tuple[int, int, int]]()
+    inner, open_resources = launch_module.run_ranks, list[tuple[int, int, int]]()
 
     def planted(ranks: int, function: Any, *arguments: Any, **options: Any) -> list[Any]:
-        held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks())))
+        open_resources.append(
+            (len(os.listdir("/proc/self/fd")), threading.active_count(), len(running_ranks()))
+        )
         *watched, _, _, config, source, _, _ = (function, *arguments)
         return inner(ranks, *watched, hooked, [(die_after_two_steps, ())], config, source, **options)
 
     monkeypatch.setattr(launch_module, "run_ranks", planted)
     result = run_job(LANGUAGE, parts, quiet=True)
     assert (result.restarts, result.stopped) == (50, False)
-    assert len(set(held[1:])) == 1, held
-    assert held[-1][2] == 0
-    assert same(tensors(whole, 52), tensors(parts, 52))
-    assert losses(whole) == losses(parts)
+    assert len(set(open_resources[1:])) == 1, open_resources
+    assert open_resources[-1][2] == 0
+    assert same(tensors(uninterrupted, 52), tensors(parts, 52))
+    assert losses(uninterrupted) == losses(parts)
     counts.record(
         "restarts in a row of one job, a rank killed in the second step of each attempt",
         tried=50,
@@ -238,10 +244,10 @@ def test_two_thousand_steps_with_saves_hold_no_more_at_their_end(
     rows = [json.loads(line) for line in notes.read_text().splitlines()]
     growth = list[float]()
     for rank in range(2):
-        mine = [one for one in rows if one["rank"] == rank]
-        assert [one["step"] for one in mine] == list(range(0, steps, 100))
+        mine = [row for row in rows if row["rank"] == rank]
+        assert [row["step"] for row in mine] == list(range(0, steps, 100))
         warm = mine[len(mine) // 4 :]
-        assert len({(one["descriptors"], one["threads"]) for one in warm}) == 1, warm
+        assert len({(row["descriptors"], row["threads"]) for row in warm}) == 1, warm
         growth.append((warm[-1]["pages"] - warm[0]["pages"]) / warm[0]["pages"])
     assert max(growth) < 0.01, growth
     counts.record(
@@ -258,7 +264,7 @@ def keep_what_is_held(notes: str) -> None:
 
     def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         if self.progress.step % 100 == 0:
-            facts = {
+            record = {
                 "rank": this_rank(),
                 "step": self.progress.step,
                 "pages": int(Path("/proc/self/statm").read_text().split()[1]),
@@ -266,7 +272,7 @@ def keep_what_is_held(notes: str) -> None:
                 "threads": len(os.listdir("/proc/self/task")),
             }
             with open(notes, "a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
+                file.write(json.dumps(record) + "\n")
         return inner(self, stop)
 
     around_step(wrapped)

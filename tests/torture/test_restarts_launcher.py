@@ -52,7 +52,7 @@ def parents_in(session: int) -> dict[int, int]:
 def ranks_of(launcher: int) -> list[int]:
     """A launcher's ranks: the children of its fork server."""
     parents = parents_in(launcher)
-    return [one for one, parent in parents.items() if parent in parents and parent != launcher]
+    return [process for process, parent in parents.items() if parent in parents and parent != launcher]
 
 
 def wait_for_steps(config: TrainConfig, step: int, launcher: subprocess.Popen[bytes]) -> None:
@@ -76,10 +76,12 @@ def killed(launcher: subprocess.Popen[bytes], how: str, draw: random.Random) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_launcher_leaves_no_process_and_the_next_one_goes_on(folder: Path, layout: str) -> None:
-    words = ("checkpoint.every=4", "metrics.every=100", f"train.steps={STEPS}", *LAYOUTS[layout])
-    whole, parts = (job(folder, *words, f"run.name={name}-{layout}") for name in ("whole", "parts"))
-    run_job(LANGUAGE, whole, quiet=True)
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(job_file(folder)), *words]
+    overrides = ("checkpoint.every=4", "metrics.every=100", f"train.steps={STEPS}", *LAYOUTS[layout])
+    uninterrupted, parts = (
+        job(folder, *overrides, f"run.name={name}-{layout}") for name in ("whole", "parts")
+    )
+    run_job(LANGUAGE, uninterrupted, quiet=True)
+    command = [sys.executable, "-m", "stretto.cli.main", "train", str(job_file(folder)), *overrides]
     command += [f"run.name=parts-{layout}", "sample.tokens=0", "--resume", "auto", "--restarts", "3"]
     kills, draw, log = dict.fromkeys(BEFORE, 0), random.Random(layout), folder / f"{layout}.log"
     slowest = 0.0
@@ -99,8 +101,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_one_goes_on(folder: Pa
         slowest = max(slowest, time.monotonic() - since)
     assert launcher.returncode == 0, log.read_text()[-4000:]
     assert sum(kills.values()) >= FEWEST_KILLS
-    assert same(tensors(whole, STEPS), tensors(parts, STEPS))
-    assert losses(whole) == losses(parts)
+    assert same(tensors(uninterrupted, STEPS), tensors(parts, STEPS))
+    assert losses(uninterrupted) == losses(parts)
     counts.record(
         f"kill -9 of the launcher at a random moment, {layout}, started again by hand",
         tried=sum(kills.values()),

@@ -54,22 +54,24 @@ def children(process: int) -> dict[int, int]:
             variables = (path / "environ").read_bytes().split(b"\0")
         except (OSError, IndexError):
             continue
-        ranks |= {int(one[5:]): int(path.name) for one in variables if one.startswith(b"RANK=")}
+        ranks |= {
+            int(variable[5:]): int(path.name) for variable in variables if variable.startswith(b"RANK=")
+        }
     return ranks
 
 
 def killed_under_torchrun(folder: Path, rendezvous: str, layout: str, rank: int) -> None:
     ranks = int(layout[-1])
-    whole = job(folder, *EVERY, layout, f"run.name=whole-{layout}")
-    if not whole.run.folder.exists():
-        run_job(LANGUAGE, whole, quiet=True)
+    uninterrupted = job(folder, *EVERY, layout, f"run.name=whole-{layout}")
+    if not uninterrupted.run.folder.exists():
+        run_job(LANGUAGE, uninterrupted, quiet=True)
     parts = job(folder, *EVERY, layout, f"run.name={rendezvous}-{layout}-{rank}")
-    words = [sys.executable, "-m", "torch.distributed.run", *options(rendezvous)]
-    words += [f"--nproc-per-node={ranks}", "--max-restarts=2", "-m", "stretto.cli.main", "train"]
-    words += [str(job_file(folder)), *EVERY, layout, f"run.name={parts.run.name}", "sample.tokens=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options(rendezvous)]
+    command += [f"--nproc-per-node={ranks}", "--max-restarts=2", "-m", "stretto.cli.main", "train"]
+    command += [str(job_file(folder)), *EVERY, layout, f"run.name={parts.run.name}", "sample.tokens=0"]
     out = folder / f"{parts.run.name}.log"
     with out.open("wb") as log:
-        torchrun = subprocess.Popen(words, stdout=log, stderr=log)
+        torchrun = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             end = time.monotonic() + LIMIT_S
             while not (parts.run.folder / "checkpoints" / "step-00000008").exists():
@@ -81,8 +83,8 @@ def killed_under_torchrun(folder: Path, rendezvous: str, layout: str, rank: int)
         finally:
             torchrun.kill()
     assert "resumed from" in out.read_text()
-    assert same(tensors(whole, STEPS), tensors(parts, STEPS))
-    assert losses(whole) == losses(parts)
+    assert same(tensors(uninterrupted, STEPS), tensors(parts, STEPS))
+    assert losses(uninterrupted) == losses(parts)
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)

@@ -147,8 +147,8 @@ def test_a_kill_at_every_file_operation_of_a_save(tmp_path: Path, way: str, case
 @contextmanager
 def small_disk(path: Path, kib: int) -> Iterator[None]:
     path.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path)]
-    if subprocess.run(words, capture_output=True, check=False).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("tmpfs cannot be mounted")
     try:
         yield
@@ -169,7 +169,7 @@ def put_large(folder: Path, step: int, way: str) -> None:
     background.finish()
 
 
-def full_at(folder: Path, way: str, said: Sequence[str]) -> bool:
+def full_at(folder: Path, way: str, expected: Sequence[str]) -> bool:
     """Whether a second save fails, with one of these errors; then the first is all that there is."""
     outcome = attempt(lambda: put_large(folder, 2, way))
     left = sorted(path.name for path in folder.iterdir())
@@ -177,7 +177,7 @@ def full_at(folder: Path, way: str, said: Sequence[str]) -> bool:
     if outcome == "done":
         assert left == ["step-00000001", "step-00000002"]
         return False
-    assert any(outcome.startswith(f"CollectiveError: rank 0: {one}") for one in said), outcome
+    assert any(outcome.startswith(f"CollectiveError: rank 0: {message}") for message in expected), outcome
     assert left == ["step-00000001"]
     return True
 
@@ -264,21 +264,21 @@ def short(which: int) -> Callable[[CheckedWriter, memoryview], int]:
 
 def break_writes(root: str, cases: Sequence[tuple[int, int, str, str]]) -> list[str]:
     """On each rank: what the saves came to."""
-    folder, said, write = Path(root), list[str](), CheckedWriter._write_once
+    folder, outcomes, write = Path(root), list[str](), CheckedWriter._write_once
     put(folder, 1, 1)
     for rank, which, kind, way in cases:
         if dist.get_rank() == rank:
             error = OSError(errno.EIO, "Input/output error")
             CheckedWriter._write_once = short(which) if kind == "short" else failing(which, error)
-        said.append(attempt(lambda way=way: put(folder, 2, 2, way)))
+        outcomes.append(attempt(lambda way=way: put(folder, 2, 2, way)))
         CheckedWriter._write_once = write
         dist.barrier()
-        assert newest(folder) == (2 if said[-1] == "done" else 1)
+        assert newest(folder) == (2 if outcomes[-1] == "done" else 1)
         if dist.get_rank() == 0:
             shutil.rmtree(folder / "step-00000002", ignore_errors=True)
             assert [path.name for path in folder.iterdir()] == ["step-00000001"]
         dist.barrier()
-    return said
+    return outcomes
 
 
 def broken(folder: Path, number: int) -> int:
@@ -287,9 +287,9 @@ def broken(folder: Path, number: int) -> int:
     cases = [
         (i % 2, draw.randint(1, 9), ("EIO", "EIO", "short")[i % 3], WAYS[i // 2 % 2]) for i in range(number)
     ]
-    zero, one = on_ranks(2, break_writes, str(folder), cases)
+    zero, first_rank = on_ranks(2, break_writes, str(folder), cases)
     right = 0
-    for case, first, second in zip(cases, zero, one, strict=True):
+    for case, first, second in zip(cases, zero, first_rank, strict=True):
         rank, _, kind, _ = case
         expected = (
             "done" if kind == "short" else f"CollectiveError: rank {rank}: [Errno 5] Input/output error"

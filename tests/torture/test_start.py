@@ -51,12 +51,17 @@ class Job:
             "MASTER_PORT": str(self.port),
             "OMP_NUM_THREADS": "1",
         }
-        words = [sys.executable, "-m", "stretto.cli.main", "train", str(self.folder / "tiny.yaml")]
-        words += [f"layout.dp={WORLD}", f"train.steps={STEPS}", f"train.start_s={START_S}", "sample.tokens=0"]
+        command = [sys.executable, "-m", "stretto.cli.main", "train", str(self.folder / "tiny.yaml")]
+        command += [
+            f"layout.dp={WORLD}",
+            f"train.steps={STEPS}",
+            f"train.start_s={START_S}",
+            "sample.tokens=0",
+        ]
         out = self.folder / f"{self.name}-{len(self.started)}.log"
         with out.open("wb") as log:
             process = subprocess.Popen(
-                [*words, f"run.name={self.name}", "checkpoint.every=null"],
+                [*command, f"run.name={self.name}", "checkpoint.every=null"],
                 env=environment,
                 stdout=log,
                 stderr=log,
@@ -99,7 +104,7 @@ def wrong_with_two(folder: Path, rank: int, steps: int) -> tuple[str, float]:
     """
     job = Job(folder, f"twice{rank}-{steps}")
     try:
-        every = [job.start(one) for one in range(WORLD)]
+        every = [job.start(rank) for rank in range(WORLD)]
         if steps:
             job.wait_for_steps(steps)
         began = time.monotonic()
@@ -119,11 +124,18 @@ def wrong_with_two(folder: Path, rank: int, steps: int) -> tuple[str, float]:
 
 def test_a_rank_that_is_missing_or_started_twice(tmp_path: Path) -> None:
     job_file(tmp_path)
-    words = [sys.executable, "-m", "stretto.cli.main", "train", str(tmp_path / "tiny.yaml"), "train.steps=1"]
-    subprocess.run(words, check=True, capture_output=True)  # the text is tokenised
+    training = [
+        sys.executable,
+        "-m",
+        "stretto.cli.main",
+        "train",
+        str(tmp_path / "tiny.yaml"),
+        "train.steps=1",
+    ]
+    subprocess.run(training, check=True, capture_output=True)  # the text is tokenised
     missing = [wrong_with_missing(tmp_path, rank) for rank in range(WORLD)]
     twice = [wrong_with_two(tmp_path, rank, steps) for rank, steps in itertools.product((0, 1), (0, 5))]
-    wrong = [one for one in (*missing, *(one for one, _ in twice)) if one]
+    wrong = [fault for fault in (*missing, *(fault for fault, _ in twice)) if fault]
     print("\n".join(wrong), [round(lived, 1) for _, lived in twice], flush=True)
     command = "pytest -m slow tests/torture/test_start.py"
     record(
@@ -136,7 +148,7 @@ def test_a_rank_that_is_missing_or_started_twice(tmp_path: Path) -> None:
     record(
         "a rank is started twice (no torchrun; one is refused, the job trains on)",
         tried=len(twice),
-        passed=sum(not one for one, _ in twice),
+        passed=sum(not fault for fault, _ in twice),
         command=command,
         note=f"ranks 0 and 1, at the start and while training; at most "
         f"{max(lived for _, lived in twice):.0f} s from the start of its process, imports included",

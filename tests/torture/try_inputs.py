@@ -65,9 +65,9 @@ def main() -> None:
             data = parser.make(random.Random(f"{name} {seed}"))
             print(json.dumps({"parser": name, "seed": seed}), flush=True)
             began = time.process_time()
-            came = outcome(parser, path, data)
+            verdict = outcome(parser, path, data)
             seconds, mib = time.process_time() - began, memory("VmHWM") - before
-            print(json.dumps({"came": came, "seconds": seconds, "mib": mib}), flush=True)
+            print(json.dumps({"came": verdict, "seconds": seconds, "mib": mib}), flush=True)
 
 
 if __name__ == "__main__":

@@ -75,18 +75,18 @@ def tries(folder: Path, canary: Path, secret: Path) -> Iterator[Try]:
         parser = entry(place)
         for kind, data in {**wrapped, **(tags if parser.file.endswith("yaml") else {})}.items():
             yield f"{name}: {kind}", partial(_read, parser.read, place / parser.file, data)
-    whole = ShardPlacement.unsharded("model.a", (4, 4))
+    placement = ShardPlacement.unsharded("model.a", (4, 4))
     saved = save(
         folder=folder / "valid",
         step=1,
-        tensors={"model.a": (torch.ones(4, 4), whole)},
+        tensors={"model.a": (torch.ones(4, 4), placement)},
         meta={"step": 1, "samples": 1},
         per_rank=None,
         keep=None,
     )
     read_whole(saved)
     for name, path in payloads.forged(folder / "forged", saved, secret, wrapped):
-        yield f"checkpoint: {name}", partial(_whole, verify, read_whole, path)
+        yield f"checkpoint: {name}", partial(_check_and_read, verify, read_whole, path)
     yield from _imports(folder, canary, secret, wrapped, preset("llama3-8b"))
     for kind, data in wrapped.items():
         yield (
@@ -132,7 +132,9 @@ def _read(read: Callable[[Path], object], path: Path, data: bytes) -> object:
     return read(path)
 
 
-def _whole(verify: Callable[[Path], list[str]], read: Callable[[Path], object], path: Path) -> object:
+def _check_and_read(
+    verify: Callable[[Path], list[str]], read: Callable[[Path], object], path: Path
+) -> object:
     if wrong := verify(path):
         raise StrettoError("; ".join(wrong))
     return read(path)
@@ -166,14 +168,14 @@ def main() -> None:
             continue
         seen.clear()
         armed = True
-        came = outcome(attempt, content)
+        verdict = outcome(attempt, content)
         armed = False
         if canary.exists():
             seen.append("ran: the canary is there")
             canary.unlink()
         if sorted(p.name for p in folder.iterdir()) != before or len(list(outside.iterdir())) != 1:
             seen.append("wrote outside")
-        print(json.dumps({"payload": name, "came": came, "seen": list(seen)}), flush=True)
+        print(json.dumps({"payload": name, "came": verdict, "seen": list(seen)}), flush=True)
 
 
 main()

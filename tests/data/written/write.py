@@ -54,8 +54,8 @@ def main() -> None:
         (folder / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(40)))
         for command in COMMANDS:
             print("stretto", command, flush=True)
-            words = [sys.executable, "-c", "from stretto.cli.main import main; main()", *command.split()]
-            subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            argv = [sys.executable, "-c", "from stretto.cli.main import main; main()", *command.split()]
+            subprocess.run(argv, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         layers = read_profile(json.dumps([{"forward_s": 0.01, "backward_s": 0.02}] * 4), "layers")
         (folder / "layers.json").write_text(json.dumps(profile_json(layers), indent=1) + "\n")
         save_cluster(find_cluster("h100:16"), folder / "cluster.yaml")

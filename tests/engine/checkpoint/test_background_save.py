@@ -16,7 +16,7 @@ from test_checkpoint_away import optimizer_of, table, train
 
 from hand_layouts import Hand, blank_state, differing, true_state
 from ranks import on_ranks
-from save_faults import attempt, failing, held
+from save_faults import attempt, failing, paused_writes
 from stretto.engine.checkpoint.background import BackgroundSave
 from stretto.engine.checkpoint.files import CheckedWriter
 from stretto.engine.checkpoint.folder import Retention
@@ -56,7 +56,7 @@ def test_the_values_are_those_of_the_moment_it_began(tmp_path: Path) -> None:
     for step in (1, 2):
         state = true_state(Hand(), 0)
         rows.copy_(torch.arange(12.0).reshape(4, 3))
-        with held() as go:
+        with paused_writes() as go:
             streamed = Streamed((4, 3), torch.float32, boxes)
             path = background.start(tmp_path, step, {**state, "model.rows": streamed}, {"step": step})
             assert not background.written
@@ -112,7 +112,7 @@ def test_what_lies_in_files_is_not_copied(tmp_path: Path) -> None:
     state = table(sharded)
     expected = {name: at_hand(local).clone() for name, (local, _) in state.items()}
     background = BackgroundSave(CPU)
-    with held() as go:
+    with paused_writes() as go:
         background.start(tmp_path, 2, state, {})
         in_memory = sum(t.nbytes for t, _ in state.values() if not is_away(t))
         assert background._memory._memory.numel() < in_memory + 64 * len(state)
@@ -145,7 +145,7 @@ def test_a_commit_that_is_not_permitted_leaves_nothing(tmp_path: Path) -> None:
 def test_closing_ends_the_writing_and_commits_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, true_state(Hand(), 0), {})
     background = BackgroundSave(CPU)
-    with held(after=1) as go:
+    with paused_writes(after=1) as go:
         background.start(tmp_path, 2, true_state(Hand(), 0), {})
         threading.Timer(0.05, go.set).start()
         background.close()
@@ -193,7 +193,7 @@ def fail_in_the_background(root: str) -> list[str]:
             dist.barrier()
             assert [path.name for path in folder.iterdir()] == ["step-00000001"]
     if rank == 0:  # is still writing when the other fails, and is interrupted
-        with held(after=1) as go:
+        with paused_writes(after=1) as go:
             threading.Timer(0.2, go.set).start()
             reported.append(attempt(write))
     else:

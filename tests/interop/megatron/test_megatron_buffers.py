@@ -35,7 +35,7 @@ def written(folder: Path, shape: ModelShape, ranks: Ranks, **args: Any) -> tuple
     }
     states["param"] = exact
     more = {"bf16": True, "consumed_train_samples": 24, **args}
-    there = megatron.write(folder / "there", shape, half, beside=buffers(shape, states, ranks), args=more)
+    there = megatron.write(folder / "there", shape, half, extra=buffers(shape, states, ranks), args=more)
     per_tensor = megatron.write(
         folder / "whole", shape, half, states=states, args=more, optimiser=megatron.adam(7, tensor=False)
     )
@@ -158,7 +158,7 @@ def test_missing_buffers_are_named(tmp_path: Path, name: str, message: str) -> N
     extra = buffers(LLAMA, dict.fromkeys((*MOMENTS, "param"), exact), RANKS)
     left = {tensor_name: value for tensor_name, value in extra.items() if name not in tensor_name}
     assert len(left) < len(extra)
-    source = megatron.write(tmp_path / "there", LLAMA, exact, beside=left, args=cut_over(RANKS))
+    source = megatron.write(tmp_path / "there", LLAMA, exact, extra=left, args=cut_over(RANKS))
     with pytest.raises(StrettoError, match=message):
         MegatronImport(source, LLAMA)
 
@@ -166,7 +166,7 @@ def test_missing_buffers_are_named(tmp_path: Path, name: str, message: str) -> N
 def test_buffers_without_their_buckets_are_refused(tmp_path: Path) -> None:
     exact = megatron.weights(LLAMA)
     extra = {"optimizer.distributed.dp_group_idx_0.param_state/shard_0_1": megatron.saved([{}])}
-    source = megatron.write(tmp_path / "there", LLAMA, exact, beside=extra)
+    source = megatron.write(tmp_path / "there", LLAMA, exact, extra=extra)
     with pytest.raises(StrettoError, match="as dp_zero_gather_scatter, which does not record") as refused:
         MegatronImport(source, LLAMA)
     assert "--dist-ckpt-optim-fully-reshardable" in str(refused.value.hint)
@@ -180,6 +180,6 @@ def test_buffers_of_several_types_are_refused(tmp_path: Path) -> None:
         n.replace("gbuf_idx_0.dtype_(torch.bfloat16", "gbuf_idx_1.dtype_(torch.uint8"): v
         for n, v in extra.items()
     }
-    source = megatron.write(tmp_path / "there", LLAMA, exact, beside={**extra, **more}, args=cut_over(RANKS))
+    source = megatron.write(tmp_path / "there", LLAMA, exact, extra={**extra, **more}, args=cut_over(RANKS))
     with pytest.raises(StrettoError, match=r"torch\.uint8, torch\.float32; those of one type"):
         MegatronImport(source, LLAMA)

@@ -35,7 +35,7 @@ SPLIT = {"C1": TablePlacement("row", (0, 1, 2)), "C2": TablePlacement("column", 
 ADAGRAD = {"sum": StateSpec(True, torch.float32)}
 
 
-def _held(
+def _new_shards(
     specs: list[TableSpec] = SPECS,
     dtype: torch.dtype = torch.float32,
     states: Mapping[str, StateSpec] | None = None,
@@ -50,19 +50,21 @@ def _plain(spec: TableSpec) -> Tensor:
     return torch.randn(spec.rows, spec.dim, generator=torch.Generator().manual_seed(spec.rows))
 
 
-def _cut(values: Tensor, one: LocalShard) -> Tensor:
-    rows = values[one.shard.residue :: one.shard.modulus]
-    return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
+def _cut(values: Tensor, local: LocalShard) -> Tensor:
+    rows = values[local.shard.residue :: local.shard.modulus]
+    return rows if rows.dim() == 1 else rows[:, local.shard.start : local.shard.stop]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A checkpoint with row-wise Adagrad, its tables split."""
-    held = _held(states=ADAGRAD)
-    for one in held:
-        spec = SPECS[one.shard.table]
-        one.write(0, {"weight": _cut(_plain(spec), one), "sum": _cut(torch.arange(float(spec.rows)), one)})
-    return save(tmp_path / "run" / "checkpoints", 3, tensors_to_save(held, SPECS, box=64), {})
+    shards = _new_shards(states=ADAGRAD)
+    for local in shards:
+        spec = SPECS[local.shard.table]
+        local.write(
+            0, {"weight": _cut(_plain(spec), local), "sum": _cut(torch.arange(float(spec.rows)), local)}
+        )
+    return save(tmp_path / "run" / "checkpoints", 3, tensors_to_save(shards, SPECS, box=64), {})
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -70,10 +72,10 @@ def test_a_table_is_written_in_order(
     path: Path, tmp_path: Path, spec: TableSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "CHUNK", 1000)
-    one = export.export_table(path, spec.name, tmp_path / "rows.npy")
-    assert (one.shape, one.dtype) == ((spec.rows, 6), "float32")
-    assert np.array_equal(np.load(one.path, allow_pickle=False), _plain(spec).numpy())
-    assert np.load(one.path, mmap_mode="r").flags["C_CONTIGUOUS"]
+    exported = export.export_table(path, spec.name, tmp_path / "rows.npy")
+    assert (exported.shape, exported.dtype) == ((spec.rows, 6), "float32")
+    assert np.array_equal(np.load(exported.path, allow_pickle=False), _plain(spec).numpy())
+    assert np.load(exported.path, mmap_mode="r").flags["C_CONTIGUOUS"]
     export.export_table(path, spec.name, tmp_path / "rows.safetensors")
     assert torch.equal(load_file(tmp_path / "rows.safetensors")[spec.name], _plain(spec))
     export.export_table(path, spec.name, tmp_path / "sum.npy", "sum")
@@ -81,76 +83,76 @@ def test_a_table_is_written_in_order(
 
 
 def test_two_halves_are_one_number_and_become_weights_of_any_rule(tmp_path: Path) -> None:
-    held = _held(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
-    for one in held:
-        weight, low = split_halves(_cut(_plain(SPECS[one.shard.table]), one))
-        one.write(0, {"weight": weight, "low": low})
-    path = save(tmp_path, 1, tensors_to_save(held, SPECS), {})
-    one = export.export_table(path, "C1", tmp_path / "rows.npy")
-    assert np.array_equal(np.load(one.path), _plain(SPECS[0]).numpy())
+    shards = _new_shards(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
+    for local in shards:
+        weight, low = split_halves(_cut(_plain(SPECS[local.shard.table]), local))
+        local.write(0, {"weight": weight, "low": low})
+    path = save(tmp_path, 1, tensors_to_save(shards, SPECS), {})
+    local = export.export_table(path, "C1", tmp_path / "rows.npy")
+    assert np.array_equal(np.load(local.path), _plain(SPECS[0]).numpy())
     with pytest.raises(StrettoError, match=r"has the states low, this one wants the states sum"):
-        load_tables(path, _held(states=ADAGRAD), SPECS)
-    plain = _held(states=ADAGRAD)
-    for one in plain:
-        one.write(0, {"sum": torch.ones(one.shard.rows)})
+        load_tables(path, _new_shards(states=ADAGRAD), SPECS)
+    plain = _new_shards(states=ADAGRAD)
+    for local in plain:
+        local.write(0, {"sum": torch.ones(local.shard.rows)})
     load_tables(path, plain, SPECS, states=False)
-    for one in plain:
-        assert torch.equal(one.store.weight, _cut(_plain(SPECS[one.shard.table]), one))
-        assert not one.store.states["sum"].any()
+    for local in plain:
+        assert torch.equal(local.store.weight, _cut(_plain(SPECS[local.shard.table]), local))
+        assert not local.store.states["sum"].any()
 
 
 def test_weights_become_two_halves(path: Path) -> None:
-    held = _held(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
+    shards = _new_shards(dtype=torch.bfloat16, states={"low": StateSpec(False, torch.int16)})
 
     def encode(values: Tensor) -> dict[str, Tensor]:
         weight, low = split_halves(values)
         return {"weight": weight, "low": low}
 
-    load_tables(path, held, SPECS, states=False, encode=encode)
-    for one in held:
-        rows = one.read(0, one.shard.rows)
+    load_tables(path, shards, SPECS, states=False, encode=encode)
+    for local in shards:
+        rows = local.read(0, local.shard.rows)
         assert torch.equal(
-            join_halves(rows["weight"], rows["low"]), _cut(_plain(SPECS[one.shard.table]), one)
+            join_halves(rows["weight"], rows["low"]), _cut(_plain(SPECS[local.shard.table]), local)
         )
 
 
 def test_floats_convert_and_integers_do_not(path: Path) -> None:
-    held = _held(dtype=torch.float64, states={"sum": StateSpec(True, torch.float64)})
-    load_tables(path, held, SPECS)
-    assert torch.equal(held[0].store.weight, _cut(_plain(SPECS[0]), held[0]).double())
+    shards = _new_shards(dtype=torch.float64, states={"sum": StateSpec(True, torch.float64)})
+    load_tables(path, shards, SPECS)
+    assert torch.equal(shards[0].store.weight, _cut(_plain(SPECS[0]), shards[0]).double())
     with pytest.raises(StrettoError, match="sum of table C1 is float32, this one wants int64"):
-        load_tables(path, _held(states={"sum": StateSpec(True, torch.int64)}), SPECS)
+        load_tables(path, _new_shards(states={"sum": StateSpec(True, torch.int64)}), SPECS)
 
 
 @pytest.mark.parametrize(
-    ("held", "specs", "message"),
+    ("shards", "specs", "message"),
     [
-        (_held(), SPECS, "table C1 has the states sum, this one wants no states"),
+        (_new_shards(), SPECS, "table C1 has the states sum, this one wants no states"),
         (
-            _held(states={"sum": StateSpec(False, torch.float32)}),
+            _new_shards(states={"sum": StateSpec(False, torch.float32)}),
             SPECS,
             "state sum of table C1 is one number a row, this one wants one an element",
         ),
         (
-            _held(states=ADAGRAD),
+            _new_shards(states=ADAGRAD),
             [TableSpec(name="C1", rows=41, dim=6), SPECS[1]],
             "C1 has 40 rows of 6, the model wants 41 rows",
         ),
         (
-            _held(states=ADAGRAD),
+            _new_shards(states=ADAGRAD),
             [TableSpec(name="C1", rows=40, dim=6, ids="hash"), SPECS[1]],
             "saved with a fixed number of rows",
         ),
-        (_held(SPECS[:1], states=ADAGRAD), SPECS[:1], "it has table C2, which the model does not have"),
+        (_new_shards(SPECS[:1], states=ADAGRAD), SPECS[:1], "it has table C2, which the model does not have"),
     ],
 )
 def test_another_model_is_refused(
-    path: Path, held: list[LocalShard], specs: list[TableSpec], message: str
+    path: Path, shards: list[LocalShard], specs: list[TableSpec], message: str
 ) -> None:
-    before = [one.store.weight.clone() for one in held]
+    before = [local.store.weight.clone() for local in shards]
     with pytest.raises(StrettoError, match=message):
-        load_tables(path, held, specs)
-    assert all(torch.equal(one.store.weight, was) for one, was in zip(held, before, strict=True))
+        load_tables(path, shards, specs)
+    assert all(torch.equal(local.store.weight, was) for local, was in zip(shards, before, strict=True))
 
 
 def test_a_table_that_is_not_there(path: Path) -> None:
@@ -167,7 +169,7 @@ def test_damage_is_told(path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(StrettoError, match=r"is damaged: file shard-00000\.safetensors: crc32"):
-        load_tables(path, _held(states=ADAGRAD), SPECS)
+        load_tables(path, _new_shards(states=ADAGRAD), SPECS)
 
 
 @pytest.mark.parametrize(
@@ -193,24 +195,24 @@ def test_tables_that_are_not_whole_are_damage(shapes: dict[str, tuple[int, ...]]
 
 
 def test_rows_of_a_hash_table_come_with_their_ids(tmp_path: Path) -> None:
-    held = list[LocalShard]()
+    shards = list[LocalShard]()
     values = {7: 1.0, 1 << 40: 2.0, 12345: 3.0, 99: 4.0}
     for shard in shards_of([HASHED], {"H": TablePlacement("row", (0, 1))}, 2):
-        one = LocalShard(
+        grown = LocalShard(
             shard, GrowingStore(0, 6, torch.float32, ADAGRAD), 0, HashIds(HASHED, compiled=False)
         )
-        assert one.ids is not None
-        assert isinstance(one.store, GrowingStore)
+        assert grown.ids is not None
+        assert isinstance(grown.store, GrowingStore)
         local = torch.tensor([[7, 12345, 55], [1 << 40, 99, 56]][shard.residue])
-        taken = one.ids.rows(torch.cat([local[:2], local]), 0)  # the last is seen once: it waits
-        one.store.grow(one.ids.extent)
+        taken = grown.ids.rows(torch.cat([local[:2], local]), 0)  # the last is seen once: it waits
+        grown.store.grow(grown.ids.extent)
         rows = torch.tensor([values[id] for id in taken.fresh_ids.tolist()])
-        one.store.set(taken.fresh_rows, {"weight": rows[:, None].expand(-1, 6)})
-        held.append(one)
-    path = save(tmp_path, 1, tensors_to_save(held, [HASHED]), {})
-    one = export.export_table(path, "H", tmp_path / "H.safetensors")
-    got = load_file(one.path)
-    assert one.shape == (4, 6)
+        grown.store.set(taken.fresh_rows, {"weight": rows[:, None].expand(-1, 6)})
+        shards.append(grown)
+    path = save(tmp_path, 1, tensors_to_save(shards, [HASHED]), {})
+    grown = export.export_table(path, "H", tmp_path / "H.safetensors")
+    got = load_file(grown.path)
+    assert grown.shape == (4, 6)
     assert dict(zip(got["ids"].tolist(), got["H"][:, 5].tolist(), strict=True)) == values
     with pytest.raises(StrettoError, match="H is a hash table"):
         export.export_table(path, "H", tmp_path / "H.npy")

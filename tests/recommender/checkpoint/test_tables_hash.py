@@ -51,7 +51,7 @@ def _values(ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _held(rank: int, world: int, placements: Placements) -> list[LocalShard]:
+def _new_shards(rank: int, world: int, placements: Placements) -> list[LocalShard]:
     return [
         LocalShard(
             shard,
@@ -64,67 +64,69 @@ def _held(rank: int, world: int, placements: Placements) -> list[LocalShard]:
     ]
 
 
-def _cut(values: dict[str, Tensor], one: LocalShard) -> dict[str, Tensor]:
-    return {n: v if v.dim() == 1 else v[:, one.shard.start : one.shard.stop] for n, v in values.items()}
+def _cut(values: dict[str, Tensor], local: LocalShard) -> dict[str, Tensor]:
+    return {n: v if v.dim() == 1 else v[:, local.shard.start : local.shard.stop] for n, v in values.items()}
 
 
-def _learn(one: LocalShard) -> None:
-    assert one.ids is not None
-    assert isinstance(one.store, GrowingStore)
-    if one.shard.name == "C2":
+def _learn(local_shard: LocalShard) -> None:
+    assert local_shard.ids is not None
+    assert isinstance(local_shard.store, GrowingStore)
+    if local_shard.shard.name == "C2":
         return
     for step, ids in enumerate(STREAM):
-        local = ids[owner(ids, one.shard.modulus) == one.shard.residue]
-        taken = one.ids.rows(local, step)
-        one.store.grow(one.ids.extent)
-        one.store.set(taken.fresh_rows, _cut(_values(taken.fresh_ids), one))
+        local = ids[owner(ids, local_shard.shard.modulus) == local_shard.shard.residue]
+        taken = local_shard.ids.rows(local, step)
+        local_shard.store.grow(local_shard.ids.extent)
+        local_shard.store.set(taken.fresh_rows, _cut(_values(taken.fresh_ids), local_shard))
 
 
-def _entries(one: LocalShard) -> dict[int, tuple[int, int, bool]]:
+def _entries(local: LocalShard) -> dict[int, tuple[int, int, bool]]:
     """Count, step and whether it has a row, of each id."""
-    assert one.ids is not None
-    state = one.ids.state()
+    assert local.ids is not None
+    state = local.ids.state()
     columns = (state[name].tolist() for name in ("counts", "last_seen", "rows"))
-    facts = ((count, last, row >= 0) for count, last, row in zip(*columns, strict=True))
-    return dict(zip(state["ids"].tolist(), facts, strict=True))
+    counts = ((count, last, row >= 0) for count, last, row in zip(*columns, strict=True))
+    return dict(zip(state["ids"].tolist(), counts, strict=True))
 
 
-def _check(one: LocalShard, states: bool = True) -> None:
+def _check(local: LocalShard, states: bool = True) -> None:
     fresh = LocalShard(
-        one.shard,
-        GrowingStore(0, one.shard.width, torch.float32, STATES),
+        local.shard,
+        GrowingStore(0, local.shard.width, torch.float32, STATES),
         0,
-        HashIds(SPECS[one.shard.table], compiled=False),
+        HashIds(SPECS[local.shard.table], compiled=False),
     )
     _learn(fresh)
-    assert _entries(one) == _entries(fresh)
-    assert one.ids is not None
-    ids = torch.tensor(sorted(id for id, (_, _, has) in _entries(one).items() if has), dtype=torch.int64)
-    if one.shard.name == "C1":
+    assert _entries(local) == _entries(fresh)
+    assert local.ids is not None
+    ids = torch.tensor(sorted(id for id, (_, _, has) in _entries(local).items() if has), dtype=torch.int64)
+    if local.shard.name == "C1":
         assert len(ids) > 5
-    rows = one.ids.peek(ids)
-    for name, value in _cut(_values(ids), one).items():
-        held = one.store.weight if name == "weight" else one.store.states[name]
-        assert torch.equal(held[rows], value if states or name == "weight" else torch.zeros_like(value)), name
+    rows = local.ids.peek(ids)
+    for name, value in _cut(_values(ids), local).items():
+        stored = local.store.weight if name == "weight" else local.store.states[name]
+        assert torch.equal(stored[rows], value if states or name == "weight" else torch.zeros_like(value)), (
+            name
+        )
 
 
 def _save_all(world: int, folder: Path) -> None:
     for number, (ranks, placements) in enumerate(SPLITS):
         if ranks == world:
-            held = _held(dist.get_rank() if world > 1 else 0, world, placements)
-            for one in held:
-                _learn(one)
-            save(folder / str(number), 1, tensors_to_save(held, SPECS, box=100), {})
+            shards = _new_shards(dist.get_rank() if world > 1 else 0, world, placements)
+            for local in shards:
+                _learn(local)
+            save(folder / str(number), 1, tensors_to_save(shards, SPECS, box=100), {})
 
 
 def _check_all(world: int, folder: Path) -> None:
     for saved in range(len(SPLITS)):
         for ranks, placements in SPLITS:
             if ranks == world:
-                held = _held(dist.get_rank() if world > 1 else 0, world, placements)
-                load_tables(folder / str(saved) / "step-00000001", held, SPECS)
-                for one in held:
-                    _check(one)
+                shards = _new_shards(dist.get_rank() if world > 1 else 0, world, placements)
+                load_tables(folder / str(saved) / "step-00000001", shards, SPECS)
+                for local in shards:
+                    _check(local)
 
 
 def _save_and_check(world: int, folder: Path) -> None:
@@ -142,31 +144,31 @@ def test_any_number_of_shards_reads_any_other(tmp_path: Path) -> None:
 
 def test_one_shard_comes_back_row_by_row(tmp_path: Path) -> None:
     _save_all(1, tmp_path)
-    one, held = _held(0, 1, SPLITS[0][1])[0], _held(0, 1, SPLITS[0][1])
-    _learn(one)
-    load_tables(tmp_path / "0" / "step-00000001", held, SPECS)
-    assert one.ids is not None
-    assert held[0].ids is not None
-    for name, value in one.ids.state().items():
-        assert torch.equal(held[0].ids.state()[name], value)
-    rows = one.ids.extent
-    for name, value in one.store.read(0, rows).items():
-        assert torch.equal(held[0].store.read(0, rows)[name], value)
+    original, shards = _new_shards(0, 1, SPLITS[0][1])[0], _new_shards(0, 1, SPLITS[0][1])
+    _learn(original)
+    load_tables(tmp_path / "0" / "step-00000001", shards, SPECS)
+    assert original.ids is not None
+    assert shards[0].ids is not None
+    for name, value in original.ids.state().items():
+        assert torch.equal(shards[0].ids.state()[name], value)
+    rows = original.ids.extent
+    for name, value in original.store.read(0, rows).items():
+        assert torch.equal(shards[0].store.read(0, rows)[name], value)
 
 
 def test_weights_alone(tmp_path: Path) -> None:
     _save_all(1, tmp_path)
-    held = _held(0, 1, SPLITS[0][1])
-    load_tables(tmp_path / "0" / "step-00000001", held, SPECS, states=False)
-    for one in held:
-        _check(one, states=False)
+    shards = _new_shards(0, 1, SPLITS[0][1])
+    load_tables(tmp_path / "0" / "step-00000001", shards, SPECS, states=False)
+    for local in shards:
+        _check(local, states=False)
 
 
 def test_rows_of_a_number_are_not_a_hash_table(tmp_path: Path) -> None:
     _save_all(1, tmp_path)
     specs = [TableSpec(name="C1", rows=60, dim=6), EMPTY]
-    held = _held(0, 1, SPLITS[0][1])
+    shards = _new_shards(0, 1, SPLITS[0][1])
     shard = shards_of(specs, SPLITS[0][1], 1)[0]
-    held[0] = LocalShard(shard, DeviceStore(60, 6, torch.float32, STATES), 0)
+    shards[0] = LocalShard(shard, DeviceStore(60, 6, torch.float32, STATES), 0)
     with pytest.raises(StrettoError, match="C1 was saved with ids: hash, the model has ids: modulo"):
-        load_tables(tmp_path / "0" / "step-00000001", held, specs)
+        load_tables(tmp_path / "0" / "step-00000001", shards, specs)

@@ -67,23 +67,25 @@ def _plain(table: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _held(rank: int, world: int, placements: Placements, states: dict[str, StateSpec]) -> list[LocalShard]:
+def _new_shards(
+    rank: int, world: int, placements: Placements, states: dict[str, StateSpec]
+) -> list[LocalShard]:
     """This rank's shards, those of one width in one store."""
     local = [shard for shard in shards_of(SPECS, placements, world) if shard.rank == rank]
-    held = list[LocalShard]()
+    shards = list[LocalShard]()
     for width in sorted({shard.width for shard in local}):
         alike = [shard for shard in local if shard.width == width]
         store = DeviceStore(sum(shard.rows for shard in alike), width, torch.float32, states)
         base = 0
         for shard in alike:
-            held.append(LocalShard(shard, store, base))
+            shards.append(LocalShard(shard, store, base))
             base += shard.rows
-    return held
+    return shards
 
 
-def _own(one: LocalShard) -> dict[str, Tensor]:
+def _own(local: LocalShard) -> dict[str, Tensor]:
     """What a shard has of the plain table."""
-    shard = one.shard
+    shard = local.shard
     rows = slice(shard.residue, None, shard.modulus)
     return {
         name: t[rows] if t.dim() == 1 else t[rows, shard.start : shard.stop]
@@ -92,19 +94,19 @@ def _own(one: LocalShard) -> dict[str, Tensor]:
 
 
 def _save(rank: int, world: int, placements: Placements, folder: Path) -> None:
-    held = _held(rank, world, placements, STATES)
-    for one in held:
-        one.write(0, _own(one))
+    shards = _new_shards(rank, world, placements, STATES)
+    for local in shards:
+        local.write(0, _own(local))
     dense = {"model.bottom": (torch.arange(3.0), ShardPlacement.unsharded("model.bottom", (3,)))}
-    save(folder, 5, {**dense, **tensors_to_save(held, SPECS, box=100)}, {})
+    save(folder, 5, {**dense, **tensors_to_save(shards, SPECS, box=100)}, {})
 
 
 def _check(rank: int, world: int, placements: Placements, path: Path) -> None:
-    held = _held(rank, world, placements, STATES)
-    load_tables(path, held, SPECS, chunk=150)
-    for one in held:
-        for name, value in one.read(0, one.shard.rows).items():
-            assert torch.equal(value, _own(one)[name]), (one.shard, name)
+    shards = _new_shards(rank, world, placements, STATES)
+    load_tables(path, shards, SPECS, chunk=150)
+    for local in shards:
+        for name, value in local.read(0, local.shard.rows).items():
+            assert torch.equal(value, _own(local)[name]), (local.shard, name)
     dense = torch.zeros(3)
     load(
         path,
@@ -151,7 +153,7 @@ def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
     spec = TableSpec(name="C1", rows=data.draw(st.integers(1, 40)), dim=data.draw(st.integers(1, 7)))
     plain = {"weight": torch.randn(spec.rows, spec.dim), "sum": torch.randn(spec.rows)}
 
-    def held() -> list[LocalShard]:
+    def new_shards() -> list[LocalShard]:
         parts = data.draw(st.integers(1, 12))
         row = data.draw(st.booleans())
         split = _row(*range(parts)) if row else _column(*[0] * min(parts, spec.dim))
@@ -161,19 +163,19 @@ def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
             for shard in shards_of([spec], {"C1": split}, parts)
         ]
 
-    def part_of(one: LocalShard, name: str) -> Tensor:
-        rows = plain[name][one.shard.residue :: one.shard.modulus]
-        return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
+    def part_of(local: LocalShard, name: str) -> Tensor:
+        rows = plain[name][local.shard.residue :: local.shard.modulus]
+        return rows if rows.dim() == 1 else rows[:, local.shard.start : local.shard.stop]
 
-    saved, read = held(), held()
-    for one in saved:
-        one.write(0, {name: part_of(one, name) for name in plain})
+    saved, read = new_shards(), new_shards()
+    for local in saved:
+        local.write(0, {name: part_of(local, name) for name in plain})
     with TemporaryDirectory() as folder:
         path = save(folder, 1, tensors_to_save(saved, [spec], box=data.draw(st.integers(1, 300))), {})
         load_tables(path, read, [spec], chunk=data.draw(st.integers(1, 300)))
-    for one in read:
-        for name, value in one.read(0, one.shard.rows).items():
-            assert torch.equal(value, part_of(one, name)), (one.shard, name)
+    for local in read:
+        for name, value in local.read(0, local.shard.rows).items():
+            assert torch.equal(value, part_of(local, name)), (local.shard, name)
 
 
 def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:
@@ -185,10 +187,10 @@ def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:
             return super().read(start, stop, names)
 
     shard = shards_of(SPECS, ONE, 1)[0]
-    made = tensors_to_save([LocalShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
+    tensors = tensors_to_save([LocalShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
     assert not read
-    for tensor in made.values():
+    for tensor in tensors.values():
         for sizes, get in tensor.boxes.values():
             assert tuple(get().shape) == sizes
-    assert sum(read) == 29 * len(made)
+    assert sum(read) == 29 * len(tensors)
     assert max(read) == 200 // (6 * 4 + 4 + 6 * 8 + 8)  # rows with all their states

@@ -84,9 +84,9 @@ def test_what_serves_is_what_made_the_folder(days: list[Path], tmp_path: Path, s
     transform = ClickFolder(tmp_path / "out").transform
     assert transform is not None
     batch = transform.batch(criteo.parse(served, labelled=False).chunk)
-    kept = folder.arrays.gather(np.arange(900))
-    assert batch.ids.ids.equal(kept.ids.ids)
-    assert batch.dense.equal(kept.dense)
+    stored = folder.arrays.gather(np.arange(900))
+    assert batch.ids.ids.equal(stored.ids.ids)
+    assert batch.dense.equal(stored.dense)
     assert folder.numbers == transform.numbers
 
 
@@ -105,27 +105,27 @@ def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
     parquet.write_table(arrow.table(rows), path)
     folder = build(path, tmp_path / "out", settings)
     assert [feature.hot for feature in folder.features] == [1, None]
-    kept = folder.arrays.gather(np.arange(40))
-    assert kept.ids.lengths.tolist() == [[1] * 40, [2, 0, 0, 3, 1] * 8]
+    stored = folder.arrays.gather(np.arange(40))
+    assert stored.ids.lengths.tolist() == [[1] * 40, [2, 0, 0, 3, 1] * 8]
     if settings.kind == "vocabulary":  # of ids as frequent, 8 is before 9; a and b stand by their keys
-        a, b = kept.ids.ids[40:42].tolist()
+        a, b = stored.ids.ids[40:42].tolist()
         assert {a, b} == {2, 3}
-        assert kept.ids.ids.tolist() == [2, 2, 0, 4, 3] * 8 + [a, b, a, 0, 4, b] * 8
+        assert stored.ids.ids.tolist() == [2, 2, 0, 4, 3] * 8 + [a, b, a, 0, 4, b] * 8
     assert folder.popularity()["C2"].hot == 6 / 5
     transform = ClickFolder(tmp_path / "out").transform
     assert transform is not None
     (piece,) = ParquetReader(path, ColumnNames()).read(path)
     served = transform.batch(piece.parsed.chunk)
-    assert served.ids.ids.equal(kept.ids.ids)
-    assert served.ids.lengths.equal(kept.ids.lengths)
-    assert served.labels.equal(kept.labels)
+    assert served.ids.ids.equal(stored.ids.ids)
+    assert served.ids.lengths.equal(stored.ids.lengths)
+    assert served.labels.equal(stored.labels)
 
 
 @pytest.mark.parametrize("settings", [Settings(threshold=2), Settings(kind="hash", rows=40)])
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path, settings: Settings):
     seen = list[ClickBuildProgress]()
     build(days, tmp_path / "whole", settings, progress=seen.append)
-    whole, stops = content(tmp_path / "whole"), len(seen)
+    uninterrupted, stops = content(tmp_path / "whole"), len(seen)
     assert len({at.stage for at in seen}) == (2 if settings.kind == "vocabulary" else 1)
     assert stops > 20
     polls, least = 0, 0
@@ -144,7 +144,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_pat
         polls, least = 0, -1
         build(days, tmp_path / "out", settings, progress=stop)
         assert polls < stops or first == 1
-        assert content(tmp_path / "out") == whole
+        assert content(tmp_path / "out") == uninterrupted
         for path in (tmp_path / "out").iterdir():
             path.unlink()
         (tmp_path / "out").rmdir()

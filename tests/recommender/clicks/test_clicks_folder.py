@@ -125,14 +125,14 @@ def test_batches_can_be_written(tmp_path: Path, hots: tuple[int | None, ...]):
 
 def test_how_it_is_chunked_does_not_count(tmp_path: Path):
     log = Log(57, (None, 1, None), weighted=True)
-    one, other = log.write(tmp_path / "a", 57), log.write(tmp_path / "b", 3)
-    assert one.index == other.index
+    large_chunks, other = log.write(tmp_path / "a", 57), log.write(tmp_path / "b", 3)
+    assert large_chunks.index == other.index
 
 
 @pytest.mark.parametrize("hots", [(2, 1, 3), (None, 1, None)])
 def test_a_stopped_writer_goes_on(tmp_path: Path, hots: tuple[int | None, ...]):
     log = Log(60, hots, weighted=True)
-    whole = log.write(tmp_path / "whole", chunk=10, key="k" * 16)
+    uninterrupted = log.write(tmp_path / "whole", chunk=10, key="k" * 16)
 
     def write(first: int, stop: int) -> ClickFolder | None:
         writer = ClickWriter(
@@ -154,7 +154,7 @@ def test_a_stopped_writer_goes_on(tmp_path: Path, hots: tuple[int | None, ...]):
         assert not (tmp_path / "parts").exists()
     done = write(30, 0)
     assert done is not None
-    assert done.index == whole.index
+    assert done.index == uninterrupted.index
     assert not list(tmp_path.glob(".*"))
 
 

@@ -35,14 +35,14 @@ SPEC = SyntheticSpec(features=MIXED, samples=1000, dense=3, seed=5)
 LOG = SyntheticLog(SPEC)
 
 
-def equal(one: ClickBatch, other: ClickBatch) -> bool:
+def equal(batch: ClickBatch, other: ClickBatch) -> bool:
     pairs = (
-        (one.dense, other.dense),
-        (one.labels, other.labels),
-        (one.ids.ids, other.ids.ids),
-        (one.ids.lengths, other.ids.lengths),
+        (batch.dense, other.dense),
+        (batch.labels, other.labels),
+        (batch.ids.ids, other.ids.ids),
+        (batch.ids.lengths, other.ids.lengths),
     )
-    return one.ids.hot == other.ids.hot and all(torch.equal(a, b) for a, b in pairs)
+    return batch.ids.hot == other.ids.hot and all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_numbers_of_a_stream_are_splitmix64s():
@@ -65,9 +65,9 @@ def test_a_slice_of_samples_is_the_same_however_it_is_cut(first: int, count: int
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
     source = SyntheticClicks(SPEC, "train", LOG)
-    whole = source.batch(first, count)
-    assert equal(source.batch(first, count, (start, stop)), whole.part(start, stop))
-    assert equal(source.batch(first + len(source), count), whole)
+    uncut = source.batch(first, count)
+    assert equal(source.batch(first, count, (start, stop)), uncut.part(start, stop))
+    assert equal(source.batch(first + len(source), count), uncut)
 
 
 def test_the_log_is_a_function_of_its_spec():
@@ -130,8 +130,8 @@ def test_a_thousand_million_ids_are_few_runs():
     popular = power_law(1_000_000_000, 1.05)
     assert int(popular.widths.sum()) == 1_000_000_000
     assert len(popular.starts) < 500
-    whole = sum(k**-1.05 for k in range(1, 200_000)) + 20 * (199_999.5**-0.05 - 1_000_000_000.5**-0.05)
-    assert popular.shares[0] == pytest.approx(1 / whole, rel=1e-6)
+    total = sum(k**-1.05 for k in range(1, 200_000)) + 20 * (199_999.5**-0.05 - 1_000_000_000.5**-0.05)
+    assert popular.shares[0] == pytest.approx(1 / total, rel=1e-6)
     assert power_law(1, 1.0).buckets() == [(1, 1.0)]
 
 

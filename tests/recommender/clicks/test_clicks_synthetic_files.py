@@ -110,9 +110,9 @@ def test_text_is_read_back_as_the_same_samples(tmp_path: Path):
     assert torch.equal(samples.labels, expected.labels)
     torch.testing.assert_close(samples.dense, expected.dense, rtol=1e-6, atol=0)
     assert (samples.dense < 0).any(), "no -1 in the second column"
-    ours, theirs = samples.ids.ids.view(26, 600), expected.ids.ids.view(26, 600)
-    for one, other in zip(ours.tolist(), theirs.tolist(), strict=True):
-        pairs = set(zip(one, other, strict=True))
+    read_ids, expected_ids = samples.ids.ids.view(26, 600), expected.ids.ids.view(26, 600)
+    for column, other in zip(read_ids.tolist(), expected_ids.tolist(), strict=True):
+        pairs = set(zip(column, other, strict=True))
         assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
 

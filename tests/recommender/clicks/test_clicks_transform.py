@@ -24,7 +24,7 @@ KEYS = arrays.arrays(np.uint64, st.integers(0, 60), elements=st.integers(0, 2**6
 ONE = Columns((), ("C1",), ("hex",), (False,))
 
 
-def one(keys: np.ndarray, missing: np.ndarray | None = None) -> RawChunk:
+def one_column(keys: np.ndarray, missing: np.ndarray | None = None) -> RawChunk:
     """A chunk of one feature and no numbers."""
     missing = np.zeros(len(keys), bool) if missing is None else missing
     return RawChunk(columns=ONE, numbers=np.zeros((len(keys), 0)), keys=keys, missing=missing)
@@ -66,7 +66,7 @@ def test_counts_in_runs_are_counts(tmp_path_factory: pytest.TempPathFactory, par
     counter, wanted, gone = IdCounter(folder, 1), Bag[int](), 0
     for keys, flush in parts:
         missing = keys == 3
-        counter.add(one(keys, missing))
+        counter.add(one_column(keys, missing))
         wanted.update(keys[~missing].tolist())
         gone += int(missing.sum())
         if flush:
@@ -87,7 +87,7 @@ def test_counts_beyond_the_memory_are_written(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(counting, "IN_MEMORY", 100)
     counter = IdCounter(tmp_path, 1)
     for start in range(10):
-        counter.add(one(np.arange(start, start + 60, dtype=np.uint64)))
+        counter.add(one_column(np.arange(start, start + 60, dtype=np.uint64)))
     assert len(counter.runs) == 5
     assert int(counter.counts(0, 1).counts.sum()) == 600
     counting.remove_runs(tmp_path)
@@ -151,8 +151,8 @@ def test_missing_numbers_have_flags():
 @given(KEYS, st.integers(2, 20))
 def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
     missing = keys % 3 == 0
-    hashed = ClickTransform(columns=ONE, kind="hash", rows=rows).apply(one(keys, missing)).ids
-    raw = ClickTransform(columns=ONE, kind="raw").apply(one(keys, missing)).ids
+    hashed = ClickTransform(columns=ONE, kind="hash", rows=rows).apply(one_column(keys, missing)).ids
+    raw = ClickTransform(columns=ONE, kind="raw").apply(one_column(keys, missing)).ids
     assert ((hashed == 0) == missing).all()
     assert ((raw == 0) == missing).all()
     assert (hashed < rows).all()
@@ -164,7 +164,7 @@ def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
 def test_hashing_spreads_even_ids_evenly():
     ids = (
         ClickTransform(columns=ONE, kind="hash", rows=101)
-        .apply(one(np.arange(0, 10**6, 100, dtype=np.uint64)))
+        .apply(one_column(np.arange(0, 10**6, 100, dtype=np.uint64)))
         .ids
     )
     counts = np.bincount(ids, minlength=101)[1:]
@@ -211,7 +211,7 @@ def test_a_damaged_one_is_refused(tmp_path: Path, name: str, body: dict[str, obj
 
 def test_other_columns_are_refused():
     with pytest.raises(StrettoError, match="13 numbers and 26 features"):
-        ClickTransform(columns=COLUMNS, kind="raw").apply(one(np.zeros(1, np.uint64)))
+        ClickTransform(columns=COLUMNS, kind="raw").apply(one_column(np.zeros(1, np.uint64)))
     with pytest.raises(StrettoError, match="hash into 1 rows"):
         ClickTransform(columns=ONE, kind="hash", rows=1)
     with pytest.raises(StrettoError, match="threshold 0"):

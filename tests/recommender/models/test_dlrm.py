@@ -180,8 +180,10 @@ def test_the_fast_dense_half_is_the_plain_one(
         loss = (logits * torch.arange(samples, dtype=dtype)).sum() / samples
         grads = torch.autograd.grad(loss, [leaf, *net.parameters()])
         results.append([logits.detach(), *grads])
-    for ours, reference in zip(*results, strict=True):
-        assert float((ours - reference).abs().max()) <= close * float(reference.abs().max().clamp(min=1e-3))
+    for computed, reference in zip(*results, strict=True):
+        assert float((computed - reference).abs().max()) <= close * float(
+            reference.abs().max().clamp(min=1e-3)
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -197,11 +199,11 @@ def test_pairs_of_any_sizes_and_their_gradient(
     pooled.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interaction, "LARGE", 0 if compiled else 2**62)
-        ours, plain = interaction.dot_interaction(x, pooled), interaction.pair_products(x, pooled)
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        computed, plain = interaction.dot_interaction(x, pooled), interaction.pair_products(x, pooled)
+        torch.testing.assert_close(computed, plain, rtol=1e-12, atol=1e-12)
         given_back = torch.randn(plain.shape, generator=generator, dtype=torch.float64)
         for mine, reference in zip(
-            torch.autograd.grad(ours, (x, pooled), given_back),
+            torch.autograd.grad(computed, (x, pooled), given_back),
             torch.autograd.grad(plain, (x, pooled), given_back),
             strict=True,
         ):
@@ -223,15 +225,15 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         (specs()[:2], "2 tables for a recommender with 3"),
         ([TableSpec(name="C1", rows=5, dim=8), *specs()[1:]], "table C1 is 8 wide, the interaction 4"),
         ([TableSpec(name="C1", rows=5, dim=DIM, ids="hash"), *specs()[1:]], "table C1 has ids: hash"),
     ],
 )
-def test_tables_that_do_not_fit_are_named(tables: list[TableSpec], said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
+def test_tables_that_do_not_fit_are_named(tables: list[TableSpec], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         Dlrm(shape_of(), tables)
 
 

@@ -47,8 +47,8 @@ def table(rule: TableRule, values: Tensor) -> Table:
     return encoded.pop("weight").clone(), states | {name: value.clone() for name, value in encoded.items()}
 
 
-def values_of(rule: TableRule, made: Table) -> Tensor:
-    return rule.decode({"weight": made[0], **made[1]})
+def values_of(rule: TableRule, trained_table: Table) -> Tensor:
+    return rule.decode({"weight": trained_table[0], **trained_table[1]})
 
 
 @st.composite
@@ -140,12 +140,12 @@ def test_a_rule_is_its_formula(name: str, kernels: Kernels, given_: tuple[Tensor
 def test_one_pass_leaves_the_states_of_two(name: str, given_: tuple[Tensor, list[Batch]]) -> None:
     values, steps = given_
     rule = rule_of(name)
-    one, two = (trained(rule, kernels, values, steps) for kernels in (CompiledKernels(), Kernels()))
-    assert set(one[1]) == set(two[1]) == set(rule.state_specs(values.dtype))
+    compiled, two = (trained(rule, kernels, values, steps) for kernels in (CompiledKernels(), Kernels()))
+    assert set(compiled[1]) == set(two[1]) == set(rule.state_specs(values.dtype))
     if name == "split_sgd":  # an update is rounded once, to float32, which may tip either way
-        torch.testing.assert_close(values_of(rule, one), values_of(rule, two), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(values_of(rule, compiled), values_of(rule, two), rtol=1e-6, atol=1e-6)
         return
-    for got, want in zip((one[0], *one[1].values()), (two[0], *two[1].values()), strict=True):
+    for got, want in zip((compiled[0], *compiled[1].values()), (two[0], *two[1].values()), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -158,8 +158,8 @@ def test_float32_is_close_in_both_ways(name: str, given_: tuple[Tensor, list[Bat
     narrow = [(s, o, g.float(), None if w is None else w.float()) for s, o, g, w in steps]
     want = by_hand("sgd" if name == "split_sgd" else name, values, steps)
     for kernels in (CompiledKernels(), Kernels()):
-        made = trained(rule, kernels, values.float(), narrow)
-        torch.testing.assert_close(values_of(rule, made).double(), want, rtol=2e-4, atol=2e-4)
+        trained_table = trained(rule, kernels, values.float(), narrow)
+        torch.testing.assert_close(values_of(rule, trained_table).double(), want, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
@@ -191,7 +191,7 @@ def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels:
     torch.manual_seed(0)
     values, offsets = torch.randn(SLOTS, 24, dtype=torch.float64), torch.tensor([0, 3, 3, 5])
     slots, gradient = torch.tensor([4, 1, 4, 9, 1]), torch.randn(3, 24, dtype=torch.float64)
-    whole = trained(rule, kernels, values, [(slots, offsets, gradient, None)])
+    all_columns = trained(rule, kernels, values, [(slots, offsets, gradient, None)])
     grouped = kernels.group(slots)
     parts = [slice(0, 8), slice(8, 24)]
     total = torch.zeros(len(grouped.rows), dtype=torch.float64)
@@ -205,8 +205,8 @@ def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels:
             grouped=grouped,
             mean_square=total / 24,
         )
-        torch.testing.assert_close(weight, whole[0][:, part], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(states["sum"], whole[1]["sum"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weight, all_columns[0][:, part], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(states["sum"], all_columns[1]["sum"], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
@@ -237,9 +237,9 @@ def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPat
     if rule.row_statistic:
         for at_once in (7, 1000):
             monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
-            made = table(rule, values)
-            update_rows(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=means)
-            assert torch.equal(made[1]["sum"][slots.unique()], means)
+            trained_table = table(rule, values)
+            update_rows(rule, Kernels(), *trained_table, slots, offsets, steps[0][2], LR, mean_square=means)
+            assert torch.equal(trained_table[1]["sum"][slots.unique()], means)
 
 
 def test_what_one_pass_does_not_know_goes_in_two() -> None:
@@ -282,10 +282,10 @@ def test_what_one_pass_does_not_know_goes_in_two() -> None:
     assert apart[:, 0].tolist() == [1, 0, 1, 1]
 
 
-@given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
-def test_a_float32_comes_back_from_its_halves_whatever_it_is(words: list[int]) -> None:
+@given(patterns=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20))
+def test_a_float32_comes_back_from_its_halves_whatever_it_is(patterns: list[int]) -> None:
     """Numbers below the normal ones, infinities and what is no number, too."""
-    values = torch.tensor(words, dtype=torch.int32).view(torch.float32).unsqueeze(1).expand(-1, 2)
+    values = torch.tensor(patterns, dtype=torch.int32).view(torch.float32).unsqueeze(1).expand(-1, 2)
     upper, lower = split_halves(values)
     assert upper.dtype == torch.bfloat16
     assert torch.equal(join_halves(upper, lower).view(torch.int32), values.contiguous().view(torch.int32))
@@ -321,21 +321,21 @@ def test_adagrad_is_torchs_and_a_row_seen_always_is_torchs_adam() -> None:
     values = torch.randn(SLOTS, 8, dtype=torch.float64)
     steps = [torch.randn(SLOTS, 8, dtype=torch.float64) for _ in range(5)]
     slots, offsets = torch.arange(SLOTS), torch.arange(SLOTS + 1)
-    for name, theirs in (("adagrad", torch.optim.Adagrad), ("lazy_adam", torch.optim.Adam)):
+    for name, torch_rule in (("adagrad", torch.optim.Adagrad), ("lazy_adam", torch.optim.Adam)):
         rule, wanted = build_rule(name), values.clone().requires_grad_()
-        optimiser = theirs([wanted], lr=LR)
-        made = table(rule, values)
+        optimiser = torch_rule([wanted], lr=LR)
+        trained_table = table(rule, values)
         for gradient in steps:
             wanted.grad = gradient.clone()
             optimiser.step()
-            update_rows(rule, Kernels(), *made, slots, offsets, gradient, LR)
-        torch.testing.assert_close(made[0], wanted.detach(), rtol=1e-12, atol=1e-12)
+            update_rows(rule, Kernels(), *trained_table, slots, offsets, gradient, LR)
+        torch.testing.assert_close(trained_table[0], wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_rule_by_name_says_what_is_wrong() -> None:
     assert options_of("lazy_adam") == ("beta1", "beta2", "eps")
     assert options_of("sgd") == ()
-    for name, options, words in (
+    for name, options, phrase in (
         ("adagard", {}, "adagrad"),
         ("sgd", {"eps": 1.0}, "no option eps"),
         ("adagrad", {"eps": 0.0}, "eps is 0"),
@@ -344,4 +344,4 @@ def test_a_rule_by_name_says_what_is_wrong() -> None:
     ):
         with pytest.raises(StrettoError) as raised:
             build_rule(name, **options)
-        assert words in f"{raised.value} {raised.value.hint}"
+        assert phrase in f"{raised.value} {raised.value.hint}"

@@ -55,8 +55,8 @@ def test_parts_keep_the_table_and_its_states(split: str, optimizer: str):
     ranks = (0,) if split == "table" else tuple(range(8))
     work = replace(WORK, optimizer=optimizer)
     option = option_of(table, by_skew(1000, 3.0, 1.1), work, TablePlacement(split, ranks))  # pyright: ignore[reportArgumentType]
-    beside = 4 if optimizer in ("rowwise_adagrad", "lazy_adam") else 0
-    copies = 7 * beside * (split == "column")  # a number a row, of each run of columns
+    statistic_bytes = 4 if optimizer in ("rowwise_adagrad", "lazy_adam") else 0
+    copies = 7 * statistic_bytes * (split == "column")  # a number a row, of each run of columns
     assert sum(part.device for part in option.parts) == pytest.approx(1000 * (256 + states + copies))
     assert option.alike == (split != "table")
 
@@ -91,14 +91,14 @@ def test_rows_travel_where_drawn_ids_are_fewer_than_samples():
 
 def test_more_work_takes_longer():
     few, many = by_skew(10**6, 1.0, 1.05), by_skew(10**6, 50.0, 1.05)
-    one, more = (
+    less, more = (
         part_load(WORK, TablePart(rows=10**6, width=64, share=1.0, popularity=each), False)
         for each in (few, many)
     )
-    assert more.lookup > one.lookup
-    assert more.update > one.update
+    assert more.lookup > less.lookup
+    assert more.update > less.update
     wide = part_load(WORK, TablePart(rows=10**6, width=128, share=1.0, popularity=few), False)
-    assert wide.lookup > one.lookup
+    assert wide.lookup > less.lookup
     popular = part_load(
         WORK, TablePart(rows=10**6, width=64, share=1.0, popularity=by_skew(10**6, 50.0, 1.6)), False
     )

@@ -19,11 +19,11 @@ WORLD, NODE = 12, 5
 def placement(draw: st.DrawFn) -> TablePlacement:
     split = draw(st.sampled_from(SPLITS))
     ranks = draw(st.lists(st.integers(0, WORLD - 1), min_size=1, max_size=WORLD, unique=True))
-    whole = draw(
+    holders = draw(
         st.sampled_from([ranks, list(range(WORLD)), list(range(5, 10)), [10, 11], [11, 10], [7, 8, 9, 5, 6]])
     )
     place = draw(st.sampled_from(PLACES))
-    return TablePlacement(split, () if split == "data" else tuple(whole), place, draw(st.floats(1e-6, 1)))
+    return TablePlacement(split, () if split == "data" else tuple(holders), place, draw(st.floats(1e-6, 1)))
 
 
 @given(
@@ -64,7 +64,7 @@ g: {split: row, ranks: node 1 from 8}
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{split: rows, ranks: all}", "split is 'rows'"),
         ("{ranks: all}", "split is missing"),
@@ -80,17 +80,17 @@ g: {split: row, ranks: node 1 from 8}
         ("{split: table, ranks: [1], where: cpu}", "where"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, line: str, said: str):
+def test_what_is_wrong_is_said(tmp_path: Path, line: str, message: str):
     path = tmp_path / "p.yaml"
     path.write_text(f"C1: {{split: data}}\nC2: {line}\n", encoding="utf-8")
     with pytest.raises(StrettoError) as of_file:
         read_placements(path, WORLD, NODE)
-    assert said in of_file.value.message
+    assert message in of_file.value.message
     assert ":2:" in of_file.value.message
     assert "C2" in of_file.value.message
     with pytest.raises(StrettoError) as of_mapping:
         read_placements({"C2": yaml.safe_load(line)}, WORLD, NODE)
-    assert said in of_mapping.value.message
+    assert message in of_mapping.value.message
     assert "table C2" in of_mapping.value.message
     with pytest.raises(StrettoError, match="cannot read"):
         read_placements(tmp_path / "none.yaml", WORLD)

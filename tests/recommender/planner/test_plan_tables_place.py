@@ -78,7 +78,7 @@ def jobs(draw: st.DrawFn) -> TableJob:
         for i in range(count)
     ]
     optimizer = draw(st.sampled_from(["sgd", "rowwise_adagrad", "lazy_adam"]))
-    whole = (
+    total_bytes = (
         sum(t.rows * t.dim * 4 for t in tables)
         * {"sgd": 1, "rowwise_adagrad": 2, "lazy_adam": 3.5}[optimizer]
     )
@@ -92,7 +92,7 @@ def jobs(draw: st.DrawFn) -> TableJob:
         optimizer=optimizer,
         wire_bytes=draw(st.sampled_from([2, 4])),
         ranks_per_node=draw(st.sampled_from([None, 2])),
-        device_bytes=room * whole,
+        device_bytes=room * total_bytes,
         places=places,
         # nothing constant beside what placements change
         program=draw(
@@ -148,13 +148,13 @@ def test_parts_add_up_and_a_plan_beats_all_tables_alike():
     placed = place_tables(job)
     assert sum(placed.step.parts.values()) == pytest.approx(placed.seconds)
     assert placed.samples_per_s == pytest.approx(65536 / placed.seconds)
-    kept = sum(load.device for load in placed.ranks)
-    whole = 0.0
+    placed_bytes = sum(load.device for load in placed.ranks)
+    expected = 0.0
     for table in tables:
         placement = placed.placements[table.name]
         statistics = len(placement.ranks) if placement.split == "column" else 1  # each run of columns has one
-        whole += table.rows * (table.dim * 4 + 4 * statistics) * (8 if placement.split == "data" else 1)
-    assert kept == pytest.approx(whole, rel=1e-6)
+        expected += table.rows * (table.dim * 4 + 4 * statistics) * (8 if placement.split == "data" else 1)
+    assert placed_bytes == pytest.approx(expected, rel=1e-6)
     for split in UNIFORM:
         alike = price_tables(job, uniform(tables, split, 8))
         assert alike.over or alike.seconds >= placed.seconds * (1 - 1e-9)

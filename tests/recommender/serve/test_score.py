@@ -34,11 +34,11 @@ LINES = log_lines(700, ids=30)
 NEW = log_lines(150, seed=5, ids=40)  # a quarter of the ids are new
 
 
-def job(folder: Path, *words: str) -> RecommenderConfig:
+def job(folder: Path, *overrides: str) -> RecommenderConfig:
     return config_of(
         folder,
         *("model.tables=null", "model.dense=13", f"data.source={folder / 'log'}", "data.threshold=2"),
-        *(f"data.cache={folder / 'cache'}", "data.valid=0.2", "eval.batches=1000", *words),
+        *(f"data.cache={folder / 'cache'}", "data.valid=0.2", "eval.batches=1000", *overrides),
     )
 
 
@@ -65,8 +65,8 @@ def forward(folder: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return model.predict(batch).sigmoid().numpy(), batch.labels.double().numpy()
 
 
-def scored(capfd: pytest.CaptureFixture[str], folder: Path, *words: object) -> dict[str, Any]:
-    assert run(["score", str(folder / "runs/tiny"), *map(str, words), "--json"]) == 0
+def scored(capfd: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> dict[str, Any]:
+    assert run(["score", str(folder / "runs/tiny"), *map(str, arguments), "--json"]) == 0
     return json.loads(capfd.readouterr().out)
 
 
@@ -96,30 +96,30 @@ def test_probabilities_are_the_models_in_the_order_of_the_log(
     out: str,
     layout: tuple[str, ...],
 ) -> None:
-    facts = scored(capfd, folder, folder / log, "--out", tmp_path / out, *layout)
+    report = scored(capfd, folder, folder / log, "--out", tmp_path / out, *layout)
     probabilities = read(tmp_path / out)
     assert probabilities.dtype == np.float64
     np.testing.assert_allclose(probabilities, forward[0], rtol=1e-12)
-    assert (facts["rows"], facts["malformed"]) == (len(NEW), 0)
+    assert (report["rows"], report["malformed"]) == (len(NEW), 0)
     assert {path.name for path in tmp_path.iterdir()} == {out}
     if log == "bare":
-        assert "logloss" not in facts
+        assert "logloss" not in report
         return
     p, labels = forward
     logloss = -np.mean(np.log(np.where(labels == 1, p, 1 - p)))
-    assert facts["logloss"] == pytest.approx(logloss, rel=1e-9)
+    assert report["logloss"] == pytest.approx(logloss, rel=1e-9)
     pairs = p[labels == 1][:, None] - p[labels == 0]
-    assert facts["auc"] == pytest.approx(np.mean((pairs > 0) + 0.5 * (pairs == 0)), rel=1e-12)
+    assert report["auc"] == pytest.approx(np.mean((pairs > 0) + 0.5 * (pairs == 0)), rel=1e-12)
 
 
 def test_ids_that_training_did_not_see_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     columns = list(zip(*(line.split("\t")[14:] for line in LINES), strict=True))
-    known = [set(v) for v in slow_vocabulary(columns, 2)]
-    new = [(value, ids) for line in NEW for value, ids in zip(line.split("\t")[14:], known, strict=True)]
-    facts = scored(capfd, folder, folder / "new", "layout.ranks=1")
-    assert facts["ids"] == sum(bool(value) for value, _ in new)
-    assert facts["unknown_ids"] == sum(bool(value) and value not in ids for value, ids in new)
-    assert facts["unknown_ids"] > 0.1 * facts["ids"]
+    vocabulary = [set(v) for v in slow_vocabulary(columns, 2)]
+    new = [(value, ids) for line in NEW for value, ids in zip(line.split("\t")[14:], vocabulary, strict=True)]
+    report = scored(capfd, folder, folder / "new", "layout.ranks=1")
+    assert report["ids"] == sum(bool(value) for value, _ in new)
+    assert report["unknown_ids"] == sum(bool(value) and value not in ids for value, ids in new)
+    assert report["unknown_ids"] > 0.1 * report["ids"]
 
 
 def test_a_malformed_line_ends_it_or_has_no_probability(
@@ -135,13 +135,13 @@ def test_a_malformed_line_ends_it_or_has_no_probability(
     (tmp_path / "log").write_text("\n".join(lines) + "\n")
     out = tmp_path / "out.csv"
     assert run(["score", str(folder / "runs/tiny"), str(tmp_path / "log"), "--out", str(out)]) == 2
-    said = capfd.readouterr().err
-    assert f"{tmp_path / 'log'}, line 1: 1 columns, not 40" in said
-    assert "--on-error nan" in said
+    message = capfd.readouterr().err
+    assert f"{tmp_path / 'log'}, line 1: 1 columns, not 40" in message
+    assert "--on-error nan" in message
     assert {path.name for path in tmp_path.iterdir()} == {"log"}, "nothing is left of a pass that failed"
-    words = ("--out", out, "--on-error", "nan", "batch.global_size=8")
-    facts = scored(capfd, folder, tmp_path / "log", *words)
-    assert (facts["rows"], facts["malformed"]) == (145, 5)
+    options = ("--out", out, "--on-error", "nan", "batch.global_size=8")
+    report = scored(capfd, folder, tmp_path / "log", *options)
+    assert (report["rows"], report["malformed"]) == (145, 5)
     wanted = forward[0].copy()
     wanted[broken] = np.nan
     np.testing.assert_allclose(read(out), wanted, rtol=1e-12)
@@ -175,39 +175,44 @@ def test_columns_by_name_with_and_without_labels(tmp_path: Path, capfd: pytest.C
     run_job(
         RECOMMENDER, config_of(tmp_path, *sources, columns, "model.tables=null", "model.dense=1"), quiet=True
     )
-    facts = [
+    reports = [
         scored(capfd, tmp_path, each, "--out", tmp_path / f"{each.stem}.npy", "layout.ranks=1")
         for each in (log, bare)
     ]
-    assert ["auc" in each for each in facts] == [True, False]
+    assert ["auc" in each for each in reports] == [True, False]
     assert np.array_equal(np.load(tmp_path / "log.npy"), np.load(tmp_path / "bare.npy"))
 
 
 def test_parts_of_a_log_are_a_batch_at_most(folder: Path) -> None:
     transform = ClickTransform.load(folder / "runs/tiny")
     log = RawLog([str(folder / "new")], transform, job(folder).data, "fatal")
-    whole = transform.batch(parse((folder / "new").read_bytes()).chunk)
+    full = transform.batch(parse((folder / "new").read_bytes()).chunk)
     parts = [list(log.parts(16, rank, 3)) for rank in range(3)]
     labels = [
         batch.labels for at in zip(*parts, strict=True) for part in at if (batch := part.batch) is not None
     ]
     assert all(len(part.good) <= 16 for part in parts[0])
-    assert np.array_equal(np.concatenate(labels), whole.labels)
+    assert np.array_equal(np.concatenate(labels), full.labels)
     assert parts[0][-1].done == log.total
 
 
 def test_evaluate_reads_the_whole_split(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained = list(read_lines(folder / "runs/tiny/eval.jsonl"))[-1]
     results = list[dict[str, Any]]()
-    one = "layout.ranks=1"
-    for words in ((), (one, "batch.global_size=50"), (one, "--split", "all"), (one, "--limit", "1")):
-        assert run(["evaluate", str(folder / "runs/tiny"), *words, "--json"]) == 0
+    one_rank = "layout.ranks=1"
+    for options in (
+        (),
+        (one_rank, "batch.global_size=50"),
+        (one_rank, "--split", "all"),
+        (one_rank, "--limit", "1"),
+    ):
+        assert run(["evaluate", str(folder / "runs/tiny"), *options, "--json"]) == 0
         results.append(json.loads(capfd.readouterr().out))
-    whole, alone, everything, first = results
-    for facts in (whole, alone):
-        assert (facts["split"], facts["samples"], facts["step"]) == ("valid", 140, 6)
+    full, alone, everything, first = results
+    for report in (full, alone):
+        assert (report["split"], report["samples"], report["step"]) == ("valid", 140, 6)
         for name in ("auc", "logloss", "entropy", "calibration"):
-            assert facts[name] == pytest.approx(trained[name], rel=1e-12)
+            assert report[name] == pytest.approx(trained[name], rel=1e-12)
     assert (everything["samples"], first["samples"]) == (700, 33)
     lines = list(read_lines(folder / "runs/tiny/eval.jsonl"))
     assert [line["split"] for line in lines[-4:]] == ["valid", "valid", "all", "valid"]
@@ -218,19 +223,19 @@ def test_evaluate_on_another_log(
     forward: tuple[NDArray[np.float64], NDArray[np.float64]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["evaluate", str(folder / "runs/tiny"), "--data"]
-    assert run([*words, str(folder / "new"), "--json"]) == 0
-    facts = json.loads(capfd.readouterr().out)
+    command = ["evaluate", str(folder / "runs/tiny"), "--data"]
+    assert run([*command, str(folder / "new"), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
     import torch
 
     quality = Quality()
     p, labels = (torch.from_numpy(each) for each in forward)
     quality.add(p.logit(), labels)
     wanted = quality.result()
-    assert (facts["split"], facts["rows"]) == ("all", 150)
-    assert facts["logloss"] == pytest.approx(wanted.logloss, rel=1e-9)
-    assert facts["calibration"] == pytest.approx(wanted.calibration, rel=1e-9)
-    assert run([*words, str(folder / "bare")]) == 2
+    assert (report["split"], report["rows"]) == ("all", 150)
+    assert report["logloss"] == pytest.approx(wanted.logloss, rel=1e-9)
+    assert report["calibration"] == pytest.approx(wanted.calibration, rel=1e-9)
+    assert run([*command, str(folder / "bare")]) == 2
     assert "has no labels to compare with" in capfd.readouterr().err
 
 
@@ -239,15 +244,15 @@ def test_the_run_keeps_the_transform(folder: Path, tmp_path: Path, capfd: pytest
     moved = tmp_path / "runs"
     shutil.copytree(folder / "runs", moved)
     gone = tmp_path / "gone"
-    words = (f"data.source={gone}", f"data.cache={gone}")
-    facts = scored(capfd, tmp_path, folder / "new", *words)
-    assert facts["rows"] == 150
-    assert run(["evaluate", str(moved / "tiny"), *words]) == 2
+    overrides = (f"data.source={gone}", f"data.cache={gone}")
+    report = scored(capfd, tmp_path, folder / "new", *overrides)
+    assert report["rows"] == 150
+    assert run(["evaluate", str(moved / "tiny"), *overrides]) == 2
     assert "there is no such file" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("new", "--out", "x.bin"), "--out x.bin: the suffix says what to write"),
         (("new", "--out", "none/x.csv"), "there is no folder none"),
@@ -259,10 +264,10 @@ def test_the_run_keeps_the_transform(folder: Path, tmp_path: Path, capfd: pytest
     ],
 )
 def test_what_cannot_be_scored_says_why(
-    folder: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    folder: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     (folder / "log.csv").write_text("label,x\n1,2\n")
-    typed = [str(folder / word) if word in ("new", "absent", "log.csv") else word for word in words]
+    typed = [str(folder / word) if word in ("new", "absent", "log.csv") else word for word in arguments]
     assert run(["score", str(folder / "runs/tiny"), *typed]) == 2
     assert message in capfd.readouterr().err
 
@@ -273,8 +278,8 @@ def test_stdout_has_the_probabilities_and_nothing_else(
 ) -> None:
     """In a process of its own: ranks write to the stdout that their server was started with."""
     command = [sys.executable, "-c", "from stretto.cli.main import main; main()"]
-    words = ["score", str(folder / "runs/tiny"), str(folder / "bare")]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
+    arguments = ["score", str(folder / "runs/tiny"), str(folder / "bare")]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
     out, err = done.stdout, done.stderr
     np.testing.assert_allclose([float(line) for line in out.splitlines()], forward[0], rtol=1e-12)
     assert "of the ids unknown to training" in err

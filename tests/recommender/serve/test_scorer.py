@@ -129,9 +129,11 @@ def test_probabilities_are_the_models_bit_by_bit(
         for form in forms:
             assert torch.equal(scorer(batch.dense, *form), wanted)
     single = Jagged.fixed(list(torch.arange(15).view(5, 3).T.unsqueeze(2)))
-    one = ClickBatch(batch.dense[:5], single, batch.labels[:5])
+    single_ids = ClickBatch(batch.dense[:5], single, batch.labels[:5])
     scorer = Scorer.load(exported)
-    assert torch.equal(scorer(one.dense, torch.arange(15).view(5, 3)), model.predict(one).sigmoid())
+    assert torch.equal(
+        scorer(single_ids.dense, torch.arange(15).view(5, 3)), model.predict(single_ids).sigmoid()
+    )
     model.close()
 
 
@@ -142,8 +144,15 @@ def test_rows_of_the_log_are_scored_as_the_command_does(
     values = [line.split(",")[1:] for line in LOG.splitlines()[1:]] + [["3", "new", "17"]]
     log, out = tmp_path / "new.csv", tmp_path / "out.npy"
     log.write_text("age,item,shop\n" + "".join(",".join(row) + "\n" for row in values))
-    words = [str(log), "--out", str(out), "layout.ranks=1", "tables.placement=table", "batch.global_size=500"]
-    assert run(["score", str(trained), *words]) == 0
+    arguments = [
+        str(log),
+        "--out",
+        str(out),
+        "layout.ranks=1",
+        "tables.placement=table",
+        "batch.global_size=500",
+    ]
+    assert run(["score", str(trained), *arguments]) == 0
     capfd.readouterr()
     samples = [
         {"age": float(age) if age else None, "item": item, "shop": int(shop) if shop else None, "x": 1}
@@ -210,16 +219,16 @@ def test_what_cannot_be_loaded_says_why(
         Scorer.load(exported)(torch.zeros(2, 12), torch.zeros(2, 3).long())
     with pytest.raises(StrettoError, match="synthetic clicks"):
         Scorer.load(exported).score([])
-    words = ["checkpoint", "export", str(trained), "--out", str(tmp_path / "out")]
-    assert run([*words, "--dense-only", "--json"]) == 0
+    command = ["checkpoint", "export", str(trained), "--out", str(tmp_path / "out")]
+    assert run([*command, "--dense-only", "--json"]) == 0
     record = json.loads(capfd.readouterr().out)
     assert record["notes"][0] == "no tables (--dense-only): they stay in the checkpoint"
     with pytest.raises(StrettoError, match="exported with --dense-only: its tables are in"):
         Scorer.load(tmp_path / "out")
-    assert run(words) == 2
+    assert run(command) == 2
     assert "already holds tables" in capfd.readouterr().err
     for option, value in (("--dtype", "float16"), ("--shard-gb", "1"), ("--expert-parallel", "2")):
-        assert run([*words, option, value]) == 2
+        assert run([*command, option, value]) == 2
         assert f"{option}, and" in capfd.readouterr().err
     config = json.loads((exported / "config.json").read_text())
     for change, message in (

@@ -151,12 +151,17 @@ def test_a_cache_too_small_grows_and_says_so_once() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for first in (0, 30, 60):
-                one, two = store.fetch(torch.arange(first, first + 20)), store.fetch(torch.arange(80, 100))
-                assert store.weight[one.slots()][:, 0].tolist() == list(range(first, first + 20))
+                first_rows, two = (
+                    store.fetch(torch.arange(first, first + 20)),
+                    store.fetch(torch.arange(80, 100)),
+                )
+                assert store.weight[first_rows.slots()][:, 0].tolist() == list(range(first, first + 20))
                 assert store.weight[two.slots()][:, 0].tolist() == list(range(80, 100))
                 store.release(two)
-                store.release(one)
-        assert [str(one.message)[:39] for one in caught] == ["a cache of 2 of 100 rows is too small f"]
+                store.release(first_rows)
+        assert [str(warning.message)[:39] for warning in caught] == [
+            "a cache of 2 of 100 rows is too small f"
+        ]
         assert store.slots == 40
         assert store.weight is weight  # who keeps the tensor, keeps the right one
         assert store.states["low"].shape == (40, 3)
@@ -165,12 +170,12 @@ def test_a_cache_too_small_grows_and_says_so_once() -> None:
 def test_rows_of_a_batch_in_flight_stay_where_they_are() -> None:
     with _store("cpu", 50, cache=0.4) as store:
         first = torch.arange(10)
-        held = store.fetch(first)
-        store.weight[held.slots()] = 7.0
+        fetched = store.fetch(first)
+        store.weight[fetched.slots()] = 7.0
         for start in (10, 20, 30, 40):
             store.release(store.fetch(torch.arange(start, start + 10)))
-        assert store.weight[held.slots()].eq(7).all()
-        store.release(held)
+        assert store.weight[fetched.slots()].eq(7).all()
+        store.release(fetched)
         assert store.read(0, 10, ("weight",))["weight"].eq(7).all()
 
 

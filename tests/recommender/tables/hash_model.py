@@ -18,18 +18,18 @@ class Known:
 @dataclass
 class PlainTable:
     spec: TableSpec
-    known: dict[int, Known] = field(default_factory=dict)
+    by_id: dict[int, Known] = field(default_factory=dict)
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
         """Count a batch; who gets a row."""
         fresh = list[int]()
-        for one in ids:
-            entry = self.known.setdefault(one, Known())
+        for key in ids:
+            entry = self.by_id.setdefault(key, Known())
             entry.count, entry.last = entry.count + 1, step
-        for one, entry in self.known.items():
+        for key, entry in self.by_id.items():
             if entry.value is None and entry.count >= self.spec.admit:
                 entry.value = 0.0
-                fresh.append(one)
+                fresh.append(key)
         return sorted(fresh)
 
     def evict(self, step: int) -> None:
@@ -38,20 +38,20 @@ class PlainTable:
             return
         if spec.evict == "age" and spec.max_age is not None:
             seen = range(step - spec.max_age, step)
-            self.known = {one: e for one, e in self.known.items() if e.last in seen}
-        held = [one for one, e in self.known.items() if e.value is not None]
-        waiting = [one for one, e in self.known.items() if e.value is None]
-        self._cut(held, spec.evict == "least-frequent")
+            self.by_id = {key: e for key, e in self.by_id.items() if e.last in seen}
+        with_row = [key for key, e in self.by_id.items() if e.value is not None]
+        waiting = [key for key, e in self.by_id.items() if e.value is None]
+        self._cut(with_row, spec.evict == "least-frequent")
         self._cut(waiting, False)
 
     def _cut(self, ids: Sequence[int], by_count: bool) -> None:
-        def rank(one: int) -> tuple[int, int, int]:
-            entry = self.known[one]
+        def rank(key: int) -> tuple[int, int, int]:
+            entry = self.by_id[key]
             pair = (entry.count, entry.last) if by_count else (entry.last, entry.count)
-            return (*pair, one)
+            return (*pair, key)
 
-        for one in sorted(ids, key=rank)[: max(0, len(ids) - self.spec.rows)]:
-            del self.known[one]
+        for key in sorted(ids, key=rank)[: max(0, len(ids) - self.spec.rows)]:
+            del self.by_id[key]
 
     def entries(self) -> dict[int, tuple[int, int, bool]]:
-        return {one: (e.count, e.last, e.value is not None) for one, e in self.known.items()}
+        return {key: (e.count, e.last, e.value is not None) for key, e in self.by_id.items()}

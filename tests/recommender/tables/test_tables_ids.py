@@ -27,10 +27,10 @@ def test_quotient_and_remainder_are_of_whole_numbers(ids: list[int], rows: int, 
     assert remainder.tolist() == [i % rows % divisor for i in ids]
 
 
-@pytest.mark.parametrize("one", [33_554_435, 2**53 + 1, 2**62 - 1])
-def test_quotients_that_floats_get_wrong(one: int) -> None:
-    quotient, remainder = rows_of(torch.tensor([one]), 2**63 - 1, 3)
-    assert (quotient.item(), remainder.item()) == divmod(one, 3)
+@pytest.mark.parametrize("row_id", [33_554_435, 2**53 + 1, 2**62 - 1])
+def test_quotients_that_floats_get_wrong(row_id: int) -> None:
+    quotient, remainder = rows_of(torch.tensor([row_id]), 2**63 - 1, 3)
+    assert (quotient.item(), remainder.item()) == divmod(row_id, 3)
 
 
 @given(st.integers(1, 2000), st.one_of(st.none(), st.integers(1, 3000)))
@@ -48,8 +48,8 @@ def test_the_gradient_of_a_product() -> None:
     gradient = torch.randn(7, 3, dtype=torch.float64)
     expected = torch.autograd.grad(combine(*rows), rows, gradient)
     gradients = combine_backward(gradient, *(each.detach() for each in rows))
-    for one, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for computed, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(computed, other, rtol=0, atol=0)
 
 
 def test_products_begin_as_wide_as_a_plain_table() -> None:

@@ -46,7 +46,7 @@ def tensor(ids: list[int]) -> torch.Tensor:
 def entries(ids: HashIds) -> dict[int, tuple[int, int, bool]]:
     state = ids.state()
     columns = (state[name].tolist() for name in ("ids", "counts", "last_seen", "rows"))
-    return {one: (count, last, row >= 0) for one, count, last, row in zip(*columns, strict=True)}
+    return {key: (count, last, row >= 0) for key, count, last, row in zip(*columns, strict=True)}
 
 
 @pytest.mark.parametrize("compiled", WAYS)
@@ -58,17 +58,17 @@ def test_as_a_dict_with_the_same_rules(compiled: bool, spec: TableSpec, stream: 
     for step, batch in enumerate(stream):
         map_.evict(step)
         plain.evict(step)
-        taken = {one: row for one, row in taken.items() if one in plain.known}
+        taken = {key: row for key, row in taken.items() if key in plain.by_id}
         answer = map_.rows(tensor(batch), step)
         assert answer.fresh_ids.tolist() == plain.see(batch, step)
         smallest = iter(row for row in range(100) if row not in taken.values())
         assert answer.fresh_rows.tolist() == [next(smallest) for _ in answer.fresh_rows]
         taken |= dict(zip(answer.fresh_ids.tolist(), answer.fresh_rows.tolist(), strict=True))
-        assert answer.rows.tolist() == [taken.get(one, -1) for one in batch]
+        assert answer.rows.tolist() == [taken.get(key, -1) for key in batch]
         assert entries(map_) == plain.entries()
-        assert (map_.used, map_.waiting) == (len(taken), len(plain.known) - len(taken))
+        assert (map_.used, map_.waiting) == (len(taken), len(plain.by_id) - len(taken))
         assert map_.extent > max(taken.values(), default=-1)
-        assert map_.peek(tensor(POOL)).tolist() == [taken.get(one, -1) for one in POOL]
+        assert map_.peek(tensor(POOL)).tolist() == [taken.get(key, -1) for key in POOL]
         assert entries(map_) == plain.entries()  # looking changes nothing
 
 
@@ -78,13 +78,13 @@ def test_copies_stay_equal_whatever_the_order_of_a_batch(
     spec: TableSpec, stream: list[list[int]], order: Any
 ) -> None:
     """Column shards of one table: each keeps its own map."""
-    one, other = HashIds(spec), HashIds(spec, compiled=False)
+    table, other = HashIds(spec), HashIds(spec, compiled=False)
     for step, batch in enumerate(stream):
         mixed = order.sample(batch, len(batch))
-        assert one.evict(step) == other.evict(step)
-        one.rows(tensor(batch), step)
+        assert table.evict(step) == other.evict(step)
+        table.rows(tensor(batch), step)
         other.rows(tensor(mixed), step)
-        for name, values in one.state().items():
+        for name, values in table.state().items():
             assert values.tolist() == other.state()[name].tolist()
 
 
@@ -125,20 +125,20 @@ def test_saved_shards_into_another_number(
         for part, map_ in enumerate(saved):
             map_.evict(step)  # each by itself: which entries there are does not matter here
             map_.rows(ids[owner(ids, before) == part], step)
-    whole = {one: entry for map_ in saved for one, entry in entries(map_).items()}
+    merged = {key: entry for map_ in saved for key, entry in entries(map_).items()}
     for part in range(after):
         loaded, moved = HashIds(spec, compiled=compiled), dict[int, tuple[int, int]]()
         for number, map_ in enumerate(saved):
             taken = loaded.load_state(map_.state(), part, after)
             pairs = zip(taken.old.tolist(), taken.new.tolist(), strict=True)
             moved |= {new: (number, old) for old, new in pairs}
-        local = [one for one in whole if owner(tensor([one]), after).item() == part]
-        assert entries(loaded) == {one: whole[one] for one in local}
-        for one in local:
-            row = int(loaded.peek(tensor([one])))
-            from_there = next(i for i, map_ in enumerate(saved) if one in entries(map_))
-            if whole[one][2]:
-                assert moved[row] == (from_there, int(saved[from_there].peek(tensor([one]))))
+        local = [key for key in merged if owner(tensor([key]), after).item() == part]
+        assert entries(loaded) == {key: merged[key] for key in local}
+        for key in local:
+            row = int(loaded.peek(tensor([key])))
+            from_there = next(i for i, map_ in enumerate(saved) if key in entries(map_))
+            if merged[key][2]:
+                assert moved[row] == (from_there, int(saved[from_there].peek(tensor([key]))))
             else:
                 assert row == -1
         if before == after:  # nothing has moved
@@ -150,13 +150,13 @@ def test_going_on_from_a_checkpoint_gives_out_the_same_rows() -> None:
     spec = TableSpec(name="C1", rows=6, dim=4, ids="hash", evict_every=3)
     generator = torch.Generator().manual_seed(1)
     batches = torch.randint(0, 30, (40, 8), generator=generator)
-    one, other = HashIds(spec), HashIds(spec)
+    table, other = HashIds(spec), HashIds(spec)
     for step, batch in enumerate(batches):
         if step == 20:
             other = HashIds(spec, compiled=False)
-            other.load_state(one.state())
+            other.load_state(table.state())
         rows = list[list[int]]()
-        for map_ in (one, other):
+        for map_ in (table, other):
             map_.evict(step)
             rows.append(map_.rows(batch, step).rows.tolist())
         assert rows[0] == rows[1]
@@ -178,8 +178,8 @@ def test_the_lowest_by_several_keys(pairs: list[tuple[int, int]], data: st.DataO
     ids = data.draw(st.permutations(range(len(pairs))))
     keys = [tensor(list(column)) for column in zip(*pairs, strict=True)] or [tensor([]), tensor([])]
     gone = lowest([*keys, tensor(ids)], k, None)
-    expected = sorted((*pair, one) for pair, one in zip(pairs, ids, strict=True))[:k]
-    assert sorted(ids[i] for i in gone.nonzero().flatten().tolist()) == sorted(one for *_, one in expected)
+    expected = sorted((*pair, key) for pair, key in zip(pairs, ids, strict=True))[:k]
+    assert sorted(ids[i] for i in gone.nonzero().flatten().tolist()) == sorted(key for *_, key in expected)
 
 
 def test_without_numba_ids_are_found_by_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,20 +79,20 @@ def plain_after(seed: int) -> dict[int, tuple[float, float] | None]:
     for step, batch in enumerate(stream_of(seed)):
         plain.evict(step)
         plain.see(batch, step)
-        for one in batch:
-            entry = plain.known[one]
+        for key in batch:
+            entry = plain.by_id[key]
             if entry.value is not None:
                 entry.value += step + 1
     return {
-        one: None if e.value is None else (float(one) + e.value, e.value) for one, e in plain.known.items()
+        key: None if e.value is None else (float(key) + e.value, e.value) for key, e in plain.by_id.items()
     }
 
 
 def values_of(state: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> dict[int, Any]:
     pairs = zip(state["ids"].tolist(), state["rows"].tolist(), strict=True)
     return {
-        one: None if row < 0 else (rows["weight"][row, 0].item(), rows["seen"][row].item())
-        for one, row in pairs
+        key: None if row < 0 else (rows["weight"][row, 0].item(), rows["seen"][row].item())
+        for key, row in pairs
     }
 
 
@@ -108,7 +108,7 @@ def test_shards_on_ranks_are_one_table_and_load_as_any_number(
         shards = [rank[seed] for rank in ranks]
         expected = plain_after(seed)
         # 2^62 plus small sums is exact to a thousand: the state's column has them exactly
-        assert {one: v for shard in shards for one, v in values_of(*shard).items()} == expected
+        assert {key: v for shard in shards for key, v in values_of(*shard).items()} == expected
         for after in (1, 2):
             loaded = dict[int, Any]()
             for part in range(after):
@@ -135,8 +135,8 @@ def test_a_growing_store_keeps_its_rows() -> None:
         assert not store.read(before, rows)["weight"].any()
         store.set(fresh, {"weight": fresh[:, None].double().expand(-1, 2), "seen": fresh.double()})
         assert store.rows == rows <= store.capacity < max(2 * rows, 1025)
-    kept = store.read(0, 5000)
-    assert kept["weight"][:, 1].tolist() == kept["seen"].tolist() == list(range(5000))
+    stored = store.read(0, 5000)
+    assert stored["weight"][:, 1].tolist() == stored["seen"].tolist() == list(range(5000))
     store.set(torch.tensor([7]), {"weight": torch.ones(1, 2)})  # another id's row: its state is gone
     assert store.read(7, 8)["seen"].tolist() == [0.0]
     store.grow(10)

@@ -15,7 +15,7 @@ from stretto.recommender.tables.kernels.plain import Kernels
 ROWS, DIM = 500, 12
 
 
-def whole(seed: int = 3, name: str = "C1", dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def full_table(seed: int = 3, name: str = "C1", dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return initial_rows(
         seed=seed,
         name=name,
@@ -36,7 +36,7 @@ def test_a_shard_has_what_the_plain_table_has(modulus: int, residue: int, start:
     got = initial_rows(
         seed=3, name="C1", rows_of_table=ROWS, rows=rows, start=start, stop=stop, dim=DIM, dtype=torch.float64
     )
-    assert torch.equal(got, whole()[rows, start:stop])
+    assert torch.equal(got, full_table()[rows, start:stop])
 
 
 def test_as_by_hand_in_python() -> None:
@@ -81,7 +81,7 @@ def test_with_numba_or_without_to_the_last_bit(dtype: torch.dtype, monkeypatch: 
 
 
 def test_a_float32_is_the_float64_cast() -> None:
-    assert torch.equal(whole(dtype=torch.float32), whole().float())
+    assert torch.equal(full_table(dtype=torch.float32), full_table().float())
 
 
 def test_values_are_uniform_and_of_nothing_else() -> None:
@@ -110,9 +110,9 @@ def test_values_are_uniform_and_of_nothing_else() -> None:
 
 
 def test_seed_and_name_make_other_values() -> None:
-    assert not (whole() == whole(seed=4)).any()
-    assert not (whole() == whole(name="C2")).any()
-    assert whole().unique().numel() == ROWS * DIM
+    assert not (full_table() == full_table(seed=4)).any()
+    assert not (full_table() == full_table(name="C2")).any()
+    assert full_table().unique().numel() == ROWS * DIM
 
 
 def test_many_rows_are_as_few() -> None:

@@ -91,7 +91,7 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
     widths = [_columns(part, parts) for part in range(parts)]
     spread = plan.scatter(
         plan.unpool(given_back, kernels),
-        [one.stop - one.start for one in widths],
+        [columns.stop - columns.start for columns in widths],
     )
     gradients = torch.zeros(ROWS, DIM, dtype=torch.float64)
     for part, (plan_of, gradient) in enumerate(zip(plan.parts, spread, strict=True)):

@@ -23,14 +23,14 @@ VARIED = {"hot": None, "weighted": True, "pooling": "mean"}
 
 def jobs() -> dict[str, Job]:
     """Each placement, rule, kind of ids and option, not all with all: `stretto verify` takes more."""
-    whole = {
+    basic = {
         f"{split} {rule}": Job(rule, (split,))
         for split in ("table", "row", "column", "data")
         for rule in ("sgd", "rowwise_adagrad")
     }
     varied = {f"mix {rule}": Job(rule, MIX, **VARIED) for rule in ("adagrad", "lazy_adam", "rowwise_adagrad")}
     return {
-        **whole,
+        **basic,
         **varied,
         "turned mix": Job("rowwise_adagrad", MIX[::-1], hot=(3, 1, 4, 2, 8), dense="sgd"),
         "many ids": Job("rowwise_adagrad", ("row",), hot=(20, 16, 30, 1, 9)),
@@ -96,11 +96,11 @@ def test_copies_send_rows_or_bags_whichever_is_less() -> None:
 
 
 def test_the_comparison_sees_a_row_that_differs() -> None:
-    one, other = run(Job()), run(Job())
+    outcome, other = run(Job()), run(Job())
     key = next(iter(other.rows))
-    assert difference([one], [other]) == 0
+    assert difference([outcome], [other]) == 0
     other.rows[key] += 1e-9
-    assert difference([one], [other]) > CLOSE
+    assert difference([outcome], [other]) > CLOSE
 
 
 def test_a_batch_that_was_not_announced_is_taken_all_the_same() -> None:

@@ -41,10 +41,10 @@ def planted(plans: tuple[Plan, ...], config: RecommenderConfig, ready: Any) -> d
 
     def wrapped(inner: Any, self: Any, stop: Any) -> Any:
         for plan in list(left):
-            step, rank, what = plan
+            step, rank, target = plan
             if self.progress.step + 1 == step and rank in (None, this_rank()):
                 left.remove(plan)
-                spoil(self, what)
+                spoil(self, target)
         return inner(self, stop)
 
     around_step(wrapped)
@@ -52,12 +52,12 @@ def planted(plans: tuple[Plan, ...], config: RecommenderConfig, ready: Any) -> d
         return train_recommender_rank(config, ready, stop, True)
 
 
-def spoil(trainer: Any, what: str) -> None:
+def spoil(trainer: Any, target: str) -> None:
     recommender = trainer.task.recommender
-    if what == "weight":
+    if target == "weight":
         with torch.no_grad():
             next(recommender.net.parameters()).view(-1)[0] = float("nan")
-    elif what == "row gradient":  # of this rank's lookups; the dense networks' are finite
+    elif target == "row gradient":  # of this rank's lookups; the dense networks' are finite
         inner = recommender._on_vector_gradient
 
         def spoiled(lookups: Any, vectors: torch.Tensor) -> None:
@@ -66,9 +66,9 @@ def spoil(trainer: Any, what: str) -> None:
             inner(lookups, vectors)
 
         recommender._on_vector_gradient = spoiled
-    elif what == "bit of a row":
+    elif target == "bit of a row":
         flip(recommender.tables.pools[0].store.weight, 3, 12)
-    elif what == "dense gradient":
+    elif target == "dense gradient":
         parameter = list(recommender.net.parameters())[-1]
         handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * float("nan"))[1])
     else:
@@ -97,7 +97,7 @@ SKIP = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "what"),
+    ("overrides", "target"),
     [
         (("tables.placement=row",), "row gradient"),
         (("tables.placement=data", "optim.clip=1.0"), "dense gradient"),
@@ -105,11 +105,11 @@ SKIP = (
     ],
 )
 def test_a_skipped_step_changes_no_row_and_no_weight(
-    tmp_path: Path, overrides: tuple[str, ...], what: str
+    tmp_path: Path, overrides: tuple[str, ...], target: str
 ) -> None:
     spoiled = config_of(tmp_path, *SKIP, *overrides)
     plain = config_of(tmp_path / "plain", *SKIP, *overrides)
-    train(spoiled, (3, 1, what))
+    train(spoiled, (3, 1, target))
     train(plain, (3, None, "no update"))
     assert tensors(spoiled, 6) == tensors(plain, 6)
     rows = list(read_lines(spoiled.run.folder / "metrics.jsonl"))
@@ -126,12 +126,12 @@ def test_a_stopped_step_changes_nothing_and_is_named(tmp_path: Path) -> None:
 
 def test_a_rollback_restores_a_bad_weight_and_resumes_alike(tmp_path: Path) -> None:
     back = (*SKIP, "guard.on_nonfinite=rollback", "checkpoint.every=2", "checkpoint.keep=9")
-    whole, parts = config_of(tmp_path, *back), config_of(tmp_path / "parts", *back)
-    train(whole, (4, 1, "weight"))
+    uninterrupted, parts = config_of(tmp_path, *back), config_of(tmp_path / "parts", *back)
+    train(uninterrupted, (4, 1, "weight"))
     train(config_of(tmp_path / "parts", *back, "train.steps=4"), (4, 1, "weight"))
     train(config_of(tmp_path / "parts", *back, "checkpoint.resume=auto"))
-    assert tensors(whole, 6) == tensors(parts, 6)
-    manifest = json.loads((whole.run.folder / "checkpoints/step-00000006/manifest.json").read_text())
+    assert tensors(uninterrupted, 6) == tensors(parts, 6)
+    manifest = json.loads((uninterrupted.run.folder / "checkpoints/step-00000006/manifest.json").read_text())
     assert manifest["meta"]["skipped"] == [[66, 132]]
     assert manifest["meta"]["samples"] == 8 * 33
 
@@ -149,11 +149,11 @@ def test_a_row_that_changes_by_itself_is_undone(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_behind_a_skipped_step_has_the_same_bits(tmp_path: Path) -> None:
-    whole, parts = config_of(tmp_path, *SKIP), config_of(tmp_path / "parts", *SKIP)
-    train(whole, (2, 0, "row gradient"))
+    uninterrupted, parts = config_of(tmp_path, *SKIP), config_of(tmp_path / "parts", *SKIP)
+    train(uninterrupted, (2, 0, "row gradient"))
     train(config_of(tmp_path / "parts", *SKIP, "train.steps=3"), (2, 0, "row gradient"))
     train(config_of(tmp_path / "parts", *SKIP, "checkpoint.resume=auto"))
-    assert tensors(whole, 6) == tensors(parts, 6)
+    assert tensors(uninterrupted, 6) == tensors(parts, 6)
 
 
 def test_a_rollback_cannot_take_back_new_ids(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_checkpoint_has_counted_no_id_of_the_step_to_come(tmp_path: Path) -> N
     from there, must be as the first run's.
     """
     first = config_of(tmp_path / "a", TABLES, "tables.placement=row", "layout.ranks=2", "checkpoint.every=3")
-    whole = train(first)
+    uninterrupted = train(first)
     saved = first.run.folder / "checkpoints" / "step-00000003"
     assert saved.is_dir()
     again = config_of(
@@ -50,4 +50,4 @@ def test_a_checkpoint_has_counted_no_id_of_the_step_to_come(tmp_path: Path) -> N
     outcome = train(again)
     rest = {step: loss for step, loss in losses(first).items() if step > 3}
     assert losses(again) == pytest.approx(rest, rel=1e-9)
-    assert outcome["quality"]["logloss"] == pytest.approx(whole["quality"]["logloss"], rel=1e-9)
+    assert outcome["quality"]["logloss"] == pytest.approx(uninterrupted["quality"]["logloss"], rel=1e-9)

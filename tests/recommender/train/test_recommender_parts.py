@@ -56,9 +56,9 @@ def test_synthetic_clicks_are_of_the_models_tables(tmp_path: Path) -> None:
     assert batch.ids.counts() == [40, 20]
     assert int(batch.ids.ids[:40].max()) < 7
     assert int(batch.ids.ids[40:].max()) < 11
-    whole = data.open("train").batch(0, 50).part(10, 30)
-    assert torch.equal(whole.ids.ids, batch.ids.ids)
-    assert torch.equal(whole.labels, batch.labels)
+    expected = data.open("train").batch(0, 50).part(10, 30)
+    assert torch.equal(expected.ids.ids, batch.ids.ids)
+    assert torch.equal(expected.labels, batch.labels)
     json.dumps(data.identity)
 
 
@@ -90,9 +90,9 @@ def test_a_click_folder_gives_rows_names_and_ids_of_a_sample(tmp_path: Path) -> 
 def criteo_lines(samples: int) -> str:
     rng = np.random.default_rng(1)
     numbers = rng.integers(-2, 90, (samples, 13))
-    words = rng.integers(0, 30, (samples, 26))
+    categories = rng.integers(0, 30, (samples, 26))
     lines = [
-        "\t".join([str(i % 2), *map(str, numbers[i]), *(f"{word:08x}" for word in words[i])])
+        "\t".join([str(i % 2), *map(str, numbers[i]), *(f"{word:08x}" for word in categories[i])])
         for i in range(samples)
     ]
     return "\n".join(lines) + "\n"
@@ -121,9 +121,9 @@ def test_files_of_a_log_become_a_folder_once(tmp_path: Path) -> None:
     assert data.path is not None
     assert data.path.parent == tmp_path / "cache"
     assert (len(data.tables), data.samples) == (26, 400)
-    made = (data.path / "index.json").stat().st_mtime_ns
+    modified = (data.path / "index.json").stat().st_mtime_ns
     assert prepare_clicks(config, quiet=True).path == data.path
-    assert (data.path / "index.json").stat().st_mtime_ns == made
+    assert (data.path / "index.json").stat().st_mtime_ns == modified
     other = prepare_clicks(config_of(tmp_path, *names, "data.hash_rows=20"), quiet=True)
     assert other.path != data.path
     assert {table.rows for table in other.tables} == {20}
@@ -249,9 +249,9 @@ def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_
         samples=400,
     )
     write(spec, tmp_path / "clicks")
-    words = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]
+    overrides = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]
     for batches, expected in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
-        config = config_of(tmp_path, *words, f"eval.batches={batches}")
+        config = config_of(tmp_path, *overrides, f"eval.batches={batches}")
         data = prepare_clicks(config)
         assert evaluation(config, data).run(1).best_entropy == expected
 

@@ -100,14 +100,14 @@ def losses(config: RecommenderConfig) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecommenderConfig, dict[str, Any]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecommenderConfig, dict[str, Any]]:
     """A run of one process that nothing disturbs."""
     config = config_of(tmp_path_factory.mktemp("whole"), "layout.ranks=1", "tables.placement=table")
     return config, train(config)
 
 
-def test_a_run_leaves_its_numbers_and_what_it_was(whole: tuple[RecommenderConfig, dict[str, Any]]) -> None:
-    config, outcome = whole
+def test_a_run_leaves_its_numbers_and_what_it_was(finished: tuple[RecommenderConfig, dict[str, Any]]) -> None:
+    config, outcome = finished
     folder = config.run.folder
     assert (outcome["step"], outcome["stopped"]) == (6, False)
     assert outcome["loss"] == losses(config)[-1]
@@ -126,12 +126,12 @@ def test_a_run_leaves_its_numbers_and_what_it_was(whole: tuple[RecommenderConfig
     assert "family: dlrm" in (folder / "config.yaml").read_text()
 
 
-def test_a_run_that_is_done_is_left_as_it_is(whole: tuple[RecommenderConfig, dict[str, Any]]) -> None:
-    config = config_of(whole[0].run.folder.parent.parent, "layout.ranks=1", "checkpoint.resume=auto")
-    before = losses(whole[0])
+def test_a_run_that_is_done_is_left_as_it_is(finished: tuple[RecommenderConfig, dict[str, Any]]) -> None:
+    config = config_of(finished[0].run.folder.parent.parent, "layout.ranks=1", "checkpoint.resume=auto")
+    before = losses(finished[0])
     outcome = train(config)
     assert (outcome["step"], outcome["samples_per_s"], outcome["quality"]) == (6, None, None)
-    assert outcome["loss"] == whole[1]["loss"]
+    assert outcome["loss"] == finished[1]["loss"]
     assert losses(config) == before
 
 
@@ -139,28 +139,28 @@ def test_a_run_that_is_done_is_left_as_it_is(whole: tuple[RecommenderConfig, dic
     "placement", ["row", "auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("column", "data"))]
 )
 def test_placements_and_ranks_change_nothing(
-    placement: str, whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+    placement: str, finished: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, f"tables.placement={placement}", "layout.ranks=2")
     outcome = train(config)
-    assert losses(config) == pytest.approx(losses(whole[0]), rel=1e-9)
-    assert outcome["quality"]["logloss"] == pytest.approx(whole[1]["quality"]["logloss"], rel=1e-9)
-    assert outcome["quality"]["best_entropy"] == whole[1]["quality"]["best_entropy"]
+    assert losses(config) == pytest.approx(losses(finished[0]), rel=1e-9)
+    assert outcome["quality"]["logloss"] == pytest.approx(finished[1]["quality"]["logloss"], rel=1e-9)
+    assert outcome["quality"]["best_entropy"] == finished[1]["quality"]["best_entropy"]
 
 
 def test_a_click_folder_is_read_ahead_and_seen_alike_by_all_ranks(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "clicks")
-    words = ["model.tables=null", "model.dense=3", f"data.source={source}", "train.steps=11"]
-    one, two = (config_of(tmp_path / name, *words, f"layout.ranks={name}") for name in ("1", "2"))
-    quality = [train(config)["quality"] for config in (one, two)]
-    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    overrides = ["model.tables=null", "model.dense=3", f"data.source={source}", "train.steps=11"]
+    one_rank, two = (config_of(tmp_path / name, *overrides, f"layout.ranks={name}") for name in ("1", "2"))
+    quality = [train(config)["quality"] for config in (one_rank, two)]
+    assert losses(two) == pytest.approx(losses(one_rank), rel=1e-9)
     assert quality[1]["auc"] == pytest.approx(quality[0]["auc"], abs=1e-12)
     assert (quality[0]["samples"], quality[0]["best_entropy"]) == (30, None)
 
 
 def test_a_second_epoch_is_shown_and_warned_of_once(tmp_path: Path) -> None:
-    words = ["layout.ranks=1", "data.synthetic.samples=110", "batch.global_size=33", "train.steps=8"]
-    config = config_of(tmp_path, *words)  # 99 training samples: three steps are an epoch
+    overrides = ["layout.ranks=1", "data.synthetic.samples=110", "batch.global_size=33", "train.steps=8"]
+    config = config_of(tmp_path, *overrides)  # 99 training samples: three steps are an epoch
     notes = tmp_path / "notes"
     train(config, (1, None, keep_notes, (str(notes),)))
     rows = read_lines(config.run.folder / "metrics.jsonl")
@@ -170,7 +170,7 @@ def test_a_second_epoch_is_shown_and_warned_of_once(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
-    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+    finished: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:
     first = config_of(tmp_path, "tables.placement=row", "layout.ranks=2")
     seen = str(tmp_path / "seen")
@@ -181,7 +181,7 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
     again = config_of(tmp_path, "tables.placement=column", "layout.ranks=3", "checkpoint.resume=auto")
     assert unused_run("auto", again.run).name == "tiny"
     assert train(again)["step"] == 6
-    assert losses(again) == pytest.approx(losses(whole[0]), rel=1e-9)
+    assert losses(again) == pytest.approx(losses(finished[0]), rel=1e-9)
     parts = sorted(
         tuple(json.loads(line)) for r in (0, 1) for line in Path(f"{seen}.{r}").read_text().splitlines()
     )
@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
 
 
 def test_a_damaged_checkpoint_is_passed_over(
-    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+    finished: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "train.steps=4", "layout.ranks=1", "optim.rate.schedule=constant")
     train(config)
@@ -206,9 +206,9 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 
 def test_another_model_or_optimiser_is_refused_before_ranks_start(
-    whole: tuple[RecommenderConfig, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    finished: tuple[RecommenderConfig, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = whole[0].run.folder
+    folder = finished[0].run.folder
     monkeypatch.setattr(
         "stretto.run.train.launch.run_ranks", lambda *_, **__: pytest.fail("ranks were started")
     )
@@ -274,12 +274,12 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_as_ranks_of_torchrun_they_make_all_ready_themselves(
-    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+    finished: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "layout.ranks=2", "tables.placement=auto")
     prepare(PRELOAD)
     assert run_ranks(2, joined, config)[0] == 6
-    assert losses(config) == pytest.approx(losses(whole[0]), rel=1e-9)
+    assert losses(config) == pytest.approx(losses(finished[0]), rel=1e-9)
 
 
 def joined(config: RecommenderConfig) -> int:

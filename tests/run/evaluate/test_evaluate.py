@@ -31,7 +31,7 @@ EVAL = ("eval.every=3", "eval.batches=1000")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run of each kind of model."""
     folder = tmp_path_factory.mktemp("evaluate")
-    write_text(folder / "text.txt", words=1200)
+    write_text(folder / "text.txt", count=1200)
     for name, model in (("gpt", GPT), ("llama", LLAMA), ("moe", MOE)):
         train(config_of(folder, name, model))
     return folder
